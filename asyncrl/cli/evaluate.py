@@ -1,24 +1,29 @@
 """`asyncrl evaluate RUN_DIR | MODEL_FOLDER --datasets FILE`: saved models on data sets, with no run up.
 
 FILE is a run file, or one with [evaluation] alone, or the evaluation YAML of slime or Miles. Of a run's folder every
-model in models/ and the newest weights are evaluated that were not yet.
+model in models/ and the newest weights are evaluated that were not yet; answers to some of the prompts of each data set
+(metrics.samples_per_evaluation) go to its evaluation_samples.jsonl, which `asyncrl samples RUN_DIR --evaluation` shows.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig, record, slime_evaluation
 from asyncrl.config.run_file import from_table, override
 from asyncrl.errors import INTERRUPTED, ConfigError, NoHistory
 from asyncrl.run.recorded.run_folder import RecordedRun
+
+if TYPE_CHECKING:
+    from asyncrl.state.samples import SampleFile
 
 _OF_RUN: Final = ("model", "rollout", "run")
 """Sections of a run's own settings that hold where FILE says nothing."""
@@ -36,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", metavar="NAME", action="append", default=[], help="evaluate only this data set; repeatable"
     )
+    parser.add_argument(
+        "--answers", metavar="FILE", type=Path, help="write every answer to this new file, a JSON object a prompt"
+    )
     parser.add_argument("--again", action="store_true", help="also evaluate models that were evaluated before")
     arguments.add_overrides(parser, "override one key of FILE, such as engine.kind=inprocess; repeatable")
     arguments.add_json(parser)
@@ -50,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         print(f"reading {options.where} and the data sets ...", file=sys.stderr, flush=True)
 
+    from asyncrl.messages.evaluation import MOST_PROMPTS  # imports numpy
+    from asyncrl.run.assembly.recorders import answer_file
     from asyncrl.run.evaluate import Results, SavedModel, evaluate, questions, saved_models  # imports torch
 
     models = saved_models(run_config) if is_run else [SavedModel(folder=options.where)]
@@ -57,6 +67,11 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f'{options.where}: has no saved model; set weights.models_every, or evaluation.place = "folder"'
         )
+    answers = answer_file(run_config) if is_run else None
+    if options.answers is not None:
+        answers = _new_file(options.answers)
+        of_all = dataclasses.replace(run_config.metrics, samples_per_evaluation=MOST_PROMPTS)
+        run_config = dataclasses.replace(run_config, metrics=of_all)
     results = Results(options.where)
     asked = questions(run_config, models[-1]) if is_run else ""
     rows, is_complete, is_interrupted = [], True, False
@@ -64,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         if is_run and not options.again and results.has(model, questions=asked):
             print(f"{model.folder}: evaluated already (--again repeats it)", file=sys.stderr)
             continue
-        metrics = evaluate(run_config, model)
+        metrics = evaluate(run_config, model, answers=answers)
         if metrics is None:
             print(f"asyncrl evaluate: interrupted; nothing is recorded of {model.folder}", file=sys.stderr)
             is_interrupted = True
@@ -78,6 +93,16 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows))
     return INTERRUPTED if is_interrupted else 0 if is_complete else 1
+
+
+def _new_file(path: Path) -> SampleFile:
+    from asyncrl.state.samples import SampleFile
+
+    if path.exists():
+        raise ConfigError(f"--answers {path}: is there already; name a new file, or remove it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--answers {path}: there is no folder {path.parent}")
+    return SampleFile.at(path)
 
 
 def _settings(options: argparse.Namespace, recorded: RecordedRun | None) -> RunConfig:

@@ -2,8 +2,9 @@
 
 RUN is a run's folder, whether the run is up, finished or killed; or, from any machine that reaches its bus, a run file
 or --set bus.url=... --set run.name=... Groups come from RUN_DIR/samples.jsonl, where the learner writes some of every
-step (metrics.samples_per_step), and from the trajectory log on the bus. It changes nothing: on the bus it is an
-observer.
+step (metrics.samples_per_step), and from the trajectory log on the bus; with --evaluation, answers to the prompts of an
+evaluation from RUN_DIR/evaluation_samples.jsonl (metrics.samples_per_evaluation) or the bus. It changes nothing: on the
+bus it is an observer.
 
 What a model wrote is data: whatever would move a terminal's cursor or change its colours is shown as "?".
 """
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import heapq
+import itertools
 import json
 import random
 import re
@@ -41,6 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--follow", action="store_true", help="show groups as they finish, until Ctrl-C or the run's end"
     )
+    parser.add_argument(
+        "--evaluation",
+        metavar="DATASET",
+        nargs="?",
+        const="",
+        help="show answers to prompts of evaluations, of all data sets or of this one, in place of those trained",
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="only groups trained at step N, or evaluated with its model"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed for --random (default: 0)")
     parser.add_argument("--grep", metavar="REGEX", help="only groups whose prompt, answers or reason match")
     parser.add_argument(
@@ -58,22 +70,29 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--grep {options.grep}: is not a regular expression: {error}") from None
 
     from asyncrl.run.recorded import run_folder  # imports numpy, which --help does without
+    from asyncrl.run.recorded.evaluated import EvaluationSamples
     from asyncrl.run.recorded.samples import RunSamples
 
     run_config = run_folder.run_at(options.where, options.overrides, verb="samples", needs_bus=options.follow)
     folder = options.where if options.where is not None and options.where.is_dir() else None
     if folder is None and run_folder.RecordedRun(run_config.run_directory).is_run:
         folder = run_config.run_directory
-    source = RunSamples(run_config, folder, token=arguments.bus_token(run_config))
+    token = arguments.bus_token(run_config)
+    source = (
+        RunSamples(run_config, folder, token=token)
+        if options.evaluation is None
+        else EvaluationSamples(run_config, folder, token=token, dataset=options.evaluation)
+    )
     shown = _Printer(source, as_json=options.json)
-    is_wanted = _wanted(pattern, shown)
+    is_wanted = _wanted(pattern, options.step, shown)
     if options.follow:
         _follow(source, shown, is_wanted, limit=options.limit)
         return 0
     if options.group is not None:
         return _one(source, shown, options.group)
     chosen = _chosen(options, is_wanted)
-    _collect(source, shown, chosen, newest=0 if options.worst or options.random or pattern else 4 * chosen.limit)
+    is_all_read = options.worst or options.random or pattern or options.step is not None
+    _collect(source, shown, chosen, newest=0 if is_all_read else 4 * chosen.limit)
     groups = chosen.groups()
     for group in groups:
         shown.show(group)
@@ -89,15 +108,16 @@ class _Chosen:
 
     def __init__(self, rank: Callable[[GroupSample], float], is_wanted: Callable[[GroupSample], bool], limit: int):
         self._rank, self._is_wanted, self.limit = rank, is_wanted, limit
-        self._heap: list[tuple[float, int, GroupSample]] = []  # the largest rank first
-        self._seen: set[int] = set()
+        self._heap: list[tuple[float, int, int, GroupSample]] = []  # the largest rank first
+        self._count = itertools.count()
+        self._seen: set[tuple[int, int, int]] = set()
 
     def offer(self, group: GroupSample) -> None:
         """The first of two with one id counts: a group that was recorded knows more than the same on the log."""
-        if group.group_id in self._seen:
+        if group.identity in self._seen:
             return
-        self._seen.add(group.group_id)
-        entry = (-self._rank(group), -group.group_id, group)
+        self._seen.add(group.identity)
+        entry = (-self._rank(group), -group.group_id, next(self._count), group)
         if len(self._heap) == self.limit and entry < self._heap[0]:
             return
         if self._is_wanted(group):
@@ -105,7 +125,7 @@ class _Chosen:
 
     def groups(self) -> list[GroupSample]:
         """The smallest rank last, next to the prompt of the shell."""
-        return [group for _, _, group in sorted(self._heap, key=lambda entry: entry[:2])]
+        return [group for *_, group in sorted(self._heap, key=lambda entry: entry[:3])]
 
 
 def _chosen(options: argparse.Namespace, is_wanted: Callable[[GroupSample], bool]) -> _Chosen:
@@ -113,16 +133,20 @@ def _chosen(options: argparse.Namespace, is_wanted: Callable[[GroupSample], bool
     if options.worst:
         return _Chosen(lambda group: group.worst, is_wanted, limit)
     if options.random:
-        return _Chosen(lambda group: random.Random(f"{options.seed}/{group.group_id}").random(), is_wanted, limit)
+        return _Chosen(lambda group: random.Random(f"{options.seed}/{group.name}").random(), is_wanted, limit)
+    if options.evaluation is not None:  # saved models are evaluated in any order, and each begins with prompt 0
+        return _Chosen(lambda group: -group.time, is_wanted, limit)
     return _Chosen(lambda group: -group.group_id, is_wanted, limit)
 
 
-def _wanted(pattern: re.Pattern[str] | None, shown: _Printer) -> Callable[[GroupSample], bool]:
+def _wanted(pattern: re.Pattern[str] | None, step: int | None, shown: _Printer) -> Callable[[GroupSample], bool]:
     def is_wanted(group: GroupSample) -> bool:
+        if step is not None and (group.step != step or group.fate not in ("trained", "evaluated")):
+            return False
         if pattern is None:
             return True
         group = shown.decoded(group)
-        texts = [group.prompt or "", group.reason, *(answer.text for answer in group.answers)]
+        texts = [group.prompt or "", group.reason, group.label, *(answer.text for answer in group.answers)]
         return any(pattern.search(text) for text in texts)
 
     return is_wanted
@@ -152,19 +176,16 @@ def _one(source: RunSamples, shown: _Printer, group_id: int) -> int:
     if found := chosen.groups():
         shown.show(found[0])
         return 0
+    if source.is_of_evaluations:
+        raise ConfigError(f"--group {group_id}: no answers to such a prompt are recorded. {source.why_none()}")
     if (fate := source.fates.of.get(group_id)) is None:
         last = max(source.fates.of, default=-1)
         raise ConfigError(f"--group {group_id}: no such group is recorded; groups 0 to {last} have left the window")
     shown.say(
         f"group {group_id}   {fate.kind} at step {fate.step}{f'   {fate.reason}' if fate.reason else ''}: its text is "
-        f"not here. {_why_no_text(source)}"
+        f"not here. {source.why_none()}"
     )
     return 0
-
-
-def _why_no_text(source: RunSamples) -> str:
-    why = source.why_no_log or "the log no longer has it"
-    return f"Some groups of each step are recorded (metrics.samples_per_step); of the others: {why}"
 
 
 def _follow(
@@ -240,16 +261,24 @@ class _Printer:
     def footer(self, count: int, *, matching: str | None) -> None:
         if self._as_json:
             return
+        if self._source.is_of_evaluations:
+            self._evaluation_footer(count, matching=matching)
+            return
         known = len(self._source.fates.of)
         which = f" that match {matching}" if matching else ""
         text = f"{count} {'group' if count == 1 else 'groups'}{which} shown; {known:,} have left the window"
-        print(printable(text + (f". {_why_no_text(self._source)}" if self._source.why_no_log else "")))
+        print(printable(text + (f". {self._source.why_none()}" if self._source.why_no_log else "")))
+
+    def _evaluation_footer(self, count: int, *, matching: str | None) -> None:
+        which = f" that match {matching}" if matching else ""
+        text = f"answers to {count} {'prompt' if count == 1 else 'prompts'}{which} shown"
+        print(printable(text if count else f"{text}. {self._source.why_none()}"))
 
 
 def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
     """For a person. ``problem``: why there is no text, where there is none."""
     became = {"trained": f"trained at step {group.step}", "pending": "pending", "unknown": "fate unknown"}
-    head = [f"group {group.group_id}", became.get(group.fate, f"{group.fate} at step {group.step}")]
+    head = [group.name, became.get(group.fate, f"{group.fate} at step {group.step}")]
     head += [f"({group.reason})"] if group.reason else []
     head += [f"reward {group.reward:.3f}"] if group.reward is not None else []
     head += [f"staleness {group.staleness}"] if group.staleness is not None else []
@@ -260,6 +289,9 @@ def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
         yield f"  no text: {printable(problem)}"
     yield "prompt"
     yield from _indented(group.prompt if group.prompt is not None else _ids(group.prompt_tokens))
+    if group.label:
+        yield "right answer"
+        yield from _indented(group.label)
     most = max([sum(not one.part for one in group.answers), *(one.rollout + 1 for one in group.answers)])
     for index, answer in enumerate(group.answers):
         yield printable(_heading(answer, title=group.title(index), of=most))

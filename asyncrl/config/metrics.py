@@ -27,8 +27,12 @@ class MetricsSection:
     samples_per_step: int = 2
     """Groups of each step whose answers are written to samples.jsonl as text, and as many of those dropped, failed or
     filtered between two steps; 0 writes none. `asyncrl samples` shows them."""
+    samples_per_evaluation: int = 4
+    """Prompts of each data set of an evaluation whose answers are written to evaluation_samples.jsonl as text, the same
+    prompts every time; 0 writes none. `asyncrl samples --evaluation` shows them."""
     samples_max_bytes: int = 64 * 2**20
-    """Most bytes of samples.jsonl and samples.1.jsonl together; the oldest groups go first."""
+    """Most bytes of samples.jsonl and samples.1.jsonl together, and of the two of evaluations; the oldest groups go
+    first."""
     timeline_max_bytes: int = 64 * 2**20
     """Most bytes of timeline.jsonl and timeline.1.jsonl together, which say when each step, group, load and wait was,
     for `asyncrl trace`; the oldest steps go first. 0 writes none."""
@@ -44,7 +48,8 @@ class MetricsSection:
     engines have nothing to do; 0 is off."""
 
     def __post_init__(self) -> None:
-        require(self.samples_per_step >= 0, f"samples_per_step must be >= 0 (0 is off), got {self.samples_per_step}")
+        for key in ("samples_per_step", "samples_per_evaluation"):
+            require(getattr(self, key) >= 0, f"{key} must be >= 0 (0 is off), got {getattr(self, key)}")
         if self.prometheus:
             try:
                 host_and_port(self.prometheus)

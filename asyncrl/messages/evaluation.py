@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from asyncrl.messages.control import WeightVersion
-from asyncrl.messages.rollout import FINISH_REASONS, VersionSpan
+from asyncrl.messages.rollout import FINISH_REASONS, TrajectoryGroup, VersionSpan
 from asyncrl.messages.validation import counts, require
 
 FIRST_GROUP_ID: Final = 2**52
@@ -59,7 +61,8 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer as an evaluation counts it. Its tokens stay with the worker: a log of them would be gigabytes.
+    """One answer as an evaluation counts it. Its tokens stay with the worker, except of the few prompts whose answers
+    are recorded (EvaluationAnswers.group): a log of all of them would be gigabytes.
 
     length         in tokens, of all its parts
     version_spans  as of a trajectory: what sampled them; of each part, where the answer has several
@@ -88,6 +91,7 @@ class EvaluationAnswers:
     answers   one for each sample
     error     why there are no answers
     worker    that made them
+    group     the answers whole, of a prompt that is recorded (PromptGroup.is_recorded) and if the bus takes so much
     """
 
     number: int
@@ -96,6 +100,7 @@ class EvaluationAnswers:
     answers: tuple[Answer, ...] = ()
     error: str = ""
     worker: str = ""
+    group: TrajectoryGroup | None = None
 
     def __post_init__(self) -> None:
         counts(self, "number")
@@ -103,3 +108,13 @@ class EvaluationAnswers:
         require(of_evaluation, f"group {self.group_id} is none of an evaluation")
         require(bool(self.answers) != bool(self.error), "there are either answers or an error")
         require(self.group_id is not None or bool(self.error), "answers are of one prompt")
+        require(self.group is None or self._counts(self.group), "what is recorded is not what is counted")
+
+    def _counts(self, group: TrajectoryGroup) -> bool:
+        lengths = [sum(len(one.tokens) for one in parts) for parts in group.rollouts]
+        rewards = [one.reward for one in self.answers]
+        return (
+            group.group_id == self.group_id
+            and lengths == [one.length for one in self.answers]
+            and np.array_equal(group.rewards, rewards, equal_nan=True)
+        )

@@ -133,6 +133,7 @@ class PromptGroup:
     epoch               pass over the data
     dataset             name of the data set that an evaluation asks of; empty in training
     messages            what the chat template made the prompt of; empty without one, and for single_turn and given
+    is_recorded         the answers of an evaluation come whole, for people to read (EvaluationAnswers.group)
     """
 
     group_id: int
@@ -152,6 +153,7 @@ class PromptGroup:
     reward: str = ""
     ticket: str = ""
     messages: tuple[dict[str, Any], ...] = ()
+    is_recorded: bool = False
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)

@@ -11,6 +11,8 @@ COLUMNS: Final = (
     *("reward", "advantage", "staleness", "tokens", "finish_reason", "oldest_version", "newest_version"),
 )
 """Of a row for each answer; a group without answers is one row."""
+EVALUATION_COLUMNS: Final = ("step", "prompt", "label", "answer", "reward", "tokens", "finish_reason")
+"""The same of an evaluation."""
 
 
 def rows(sample: GroupSample) -> list[list[Any]]:
@@ -26,10 +28,17 @@ def rows(sample: GroupSample) -> list[list[Any]]:
     return made
 
 
+def evaluation_rows(sample: GroupSample) -> list[list[Any]]:
+    """In the order of EVALUATION_COLUMNS."""
+    head = [sample.step, sample.prompt, sample.label]
+    return [[*head, one.text, one.reward, len(one.tokens), one.finish_reason] for one in sample.answers]
+
+
 def markdown(sample: GroupSample) -> str:
     """Text as code blocks, which no viewer reads as its own markup."""
-    lines = [f"**group {sample.group_id}** {sample.fate} at step {sample.step}, {sample.worker} {sample.reason}", ""]
+    lines = [f"**{sample.name}** {sample.fate} at step {sample.step}, {sample.worker} {sample.reason}", ""]
     lines += _block(sample.prompt or "")
+    lines += ["the right answer:", "", *_block(sample.label)] if sample.label else []
     for answer in sample.answers:
         advantage = "" if answer.advantage is None else f", advantage {answer.advantage:+.3f}"
         lines += [f"reward {answer.reward}{advantage}, {len(answer.tokens)} tokens, {answer.finish_reason}", ""]

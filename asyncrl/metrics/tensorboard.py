@@ -15,7 +15,7 @@ from typing import Any, Final
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.samples_text import markdown
 from asyncrl.policies.batching.batch import Histogram, Metric
-from asyncrl.policies.groups.sample import GroupSample
+from asyncrl.policies.groups.sample import EVALUATED, GroupSample
 
 _WRITERS: Final = ("torch.utils.tensorboard", "tensorboardX")
 
@@ -56,7 +56,8 @@ class TensorBoard:
 
     def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
         for sample in samples:
-            self._writer().add_text(f"samples/{sample.fate}", markdown(sample), step)
+            name = f"evaluation/{sample.dataset}/samples" if sample.fate == EVALUATED else f"samples/{sample.fate}"
+            self._writer().add_text(name, markdown(sample), sample.step if sample.fate == EVALUATED else step)
 
     def alarm(self, step: int, name: str, text: str) -> None:
         self._writer().add_text(f"alarms/{name}", text, step)

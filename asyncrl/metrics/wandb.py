@@ -1,8 +1,9 @@
 """Metrics to Weights & Biases: staleness live. The only file that imports wandb.
 
 Every name of the schema is a panel, grouped by what stands before the slash; histograms (staleness, lengths) are drawn
-over steps. Recorded groups are tables (``samples``), a row an answer; alarms are alerts. WANDB_MODE=offline and the
-other WANDB_ variables work as everywhere.
+over steps. Results of evaluations are drawn over the step that made the evaluated version (``evaluation/step``).
+Recorded groups are tables, a row an answer: ``samples``, and ``evaluation/DATASET/samples`` of each evaluation. Alarms
+are alerts. WANDB_MODE=offline and the other WANDB_ variables work as everywhere.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.metrics.samples_text import COLUMNS, rows
+from asyncrl.metrics.samples_text import COLUMNS, EVALUATION_COLUMNS, evaluation_rows, rows
 from asyncrl.policies.batching.batch import Histogram, Metric
-from asyncrl.policies.groups.sample import GroupSample
+from asyncrl.policies.groups.sample import EVALUATED, GroupSample
 
 TABLE_ROWS: Final = 64
 """Answers of a table: each is a file that W&B uploads, so it is not one a step."""
+EVALUATION_STEP: Final = "evaluation/step"
+"""The axis of evaluations."""
 
 
 class WandB:
@@ -30,6 +33,7 @@ class WandB:
             raise ConfigError("metrics.wandb: wandb is not installed; pip install 'asyncrl[wandb]'") from None
         self._wandb = wandb
         self._answers: list[list[Any]] = []
+        self._evaluated: dict[str, list[list[Any]]] = {}  # by data set, of the evaluation in progress
         directory.mkdir(parents=True, exist_ok=True)
         kept = directory / "wandb-id"
         known = kept.read_text() if resume and kept.exists() else None
@@ -50,13 +54,20 @@ class WandB:
         kept.write_text(self._run.id)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
+        self._run.define_metric(EVALUATION_STEP, hidden=True)
+        self._run.define_metric("evaluation/*", step_metric=EVALUATION_STEP)
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        self._run.log({"step": step} | {name: self._value(value) for name, value in metrics.items()})
+        row = {name: self._value(value) for name, value in metrics.items()}
+        is_evaluation = any(name.startswith("evaluation/") for name in metrics)
+        self._run.log({"step": step} | row | (self._evaluation(step) if is_evaluation else {}))
 
     def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
         for sample in samples:
-            self._answers += rows(sample)
+            if sample.fate == EVALUATED:
+                self._evaluated.setdefault(sample.dataset, []).extend(evaluation_rows(sample))
+            else:
+                self._answers += rows(sample)
         if len(self._answers) >= TABLE_ROWS:
             self._log_answers(step)
 
@@ -67,6 +78,15 @@ class WandB:
         table = self._wandb.Table(columns=list(COLUMNS), data=self._answers)
         self._answers = []
         self._run.log({"step": step, "samples": table})
+
+    def _evaluation(self, step: int) -> dict[str, Any]:
+        """Its place on its axis, and what was answered."""
+        tables = {
+            f"evaluation/{dataset}/samples": self._wandb.Table(columns=list(EVALUATION_COLUMNS), data=answers)
+            for dataset, answers in self._evaluated.items()
+        }
+        self._evaluated = {}
+        return {EVALUATION_STEP: step} | tables
 
     def _value(self, value: Metric) -> Any:
         if not isinstance(value, Histogram):

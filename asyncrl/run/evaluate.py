@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.actors.base import Actor
+from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.evaluator import Evaluator
+from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.config import RunConfig
@@ -25,8 +27,10 @@ from asyncrl.protocols import Bus
 from asyncrl.run import registry
 from asyncrl.run.assembly import data
 from asyncrl.run.assembly.build_worker import build_worker
+from asyncrl.run.assembly.recorders import answer_writer
 from asyncrl.run.checks.run_file import check_evaluation
 from asyncrl.run.recorded.run_folder import newest_model
+from asyncrl.state.samples import SampleFile
 
 RESULTS_FILE: Final = "evaluations.jsonl"
 """In the folder of a run: a line for each saved model that was evaluated."""
@@ -56,19 +60,23 @@ def saved_models(run: RunConfig) -> list[SavedModel]:
     return [SavedModel(folder=folder, step=version) for _, version, folder in sorted(found)]
 
 
-def evaluate(run: RunConfig, model: SavedModel) -> dict[str, float] | None:
+def evaluate(run: RunConfig, model: SavedModel, *, answers: SampleFile | None = None) -> dict[str, float] | None:
     """The metrics of one model; None when it was interrupted. Raises ConfigError, and what its engine raises.
 
-    run: its [evaluation], [engine], [reward] and [rollout] say what is asked, of whom and how it is judged
+    run      its [evaluation], [engine], [reward] and [rollout] say what is asked, of whom and how it is judged
+    answers  gets the answers to metrics.samples_per_evaluation prompts of each data set; None: nobody reads any
     """
+    num_recorded = run.metrics.samples_per_evaluation if answers is not None else 0
     run = dataclasses.replace(
         _with_model(run, model),
         bus=dataclasses.replace(run.bus, kind="memory", url="", options={}),
         evaluation=dataclasses.replace(run.evaluation, place="dedicated", at_start=True, at_end=False, every_steps=0),
         checkpoint=dataclasses.replace(run.checkpoint, best=""),
+        metrics=dataclasses.replace(run.metrics, samples_per_evaluation=num_recorded),
     )
     check_evaluation(run)
-    return asyncio.run(_evaluate(run))
+    writer = answer_writer(run, answers) if answers is not None and num_recorded else None
+    return asyncio.run(_evaluate(run, model, writer=writer))
 
 
 def questions(run: RunConfig, model: SavedModel) -> str:
@@ -80,10 +88,14 @@ def _with_model(run: RunConfig, model: SavedModel) -> RunConfig:
     return dataclasses.replace(run, model=dataclasses.replace(run.model, path=str(model.folder)))
 
 
-async def _evaluate(run: RunConfig) -> dict[str, float] | None:
+async def _evaluate(run: RunConfig, model: SavedModel, *, writer: SampleWriter | None) -> dict[str, float] | None:
     sets = await asyncio.to_thread(data.open_evaluation_sets, run)
     bus = await registry.own_bus(run)
     results: list[Mapping[str, float]] = []
+    recorder = None
+    if writer is not None:
+        per_dataset = run.metrics.samples_per_evaluation
+        recorder = AnswerRecorder(writer, per_dataset=per_dataset, saved_step=model.step or 0)
 
     async def report(version: int, metrics: Mapping[str, float]) -> None:
         results.append(metrics)
@@ -100,9 +112,12 @@ async def _evaluate(run: RunConfig) -> dict[str, float] | None:
             report=report,
             version=lambda: 0,
             waits=WaitTracker(),
+            recorder=recorder,
         )
         await supervise(_Asking(bus, evaluator, worker=worker), worker, follower)
     finally:
+        if writer is not None:
+            await writer.stop()
         await bus.close()
     return dict(results[0]) if results else None
 

@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -25,6 +26,10 @@ from asyncrl.policies.groups.sample import GroupSample
 
 SAMPLES_FILE: Final = "samples.jsonl"
 OLDER_FILE: Final = "samples.1.jsonl"
+EVALUATION_FILE: Final = "evaluation_samples.jsonl"
+OLDER_EVALUATION_FILE: Final = "evaluation_samples.1.jsonl"
+"""The same of evaluations."""
+FILES: Final = (SAMPLES_FILE, OLDER_FILE, EVALUATION_FILE, OLDER_EVALUATION_FILE)
 
 log = logging.getLogger("asyncrl.files")
 
@@ -60,19 +65,28 @@ class RotatedLines:
 
 
 class SampleFile:
-    """Of the run in ``directory``."""
+    """Of the run in ``directory``: what was trained or lost, or what evaluations were answered."""
 
-    def __init__(self, directory: Path, *, most_bytes: int) -> None:
-        self._lines = RotatedLines(directory / SAMPLES_FILE, older=directory / OLDER_FILE, most_bytes=most_bytes)
+    def __init__(self, directory: Path, *, most_bytes: int, is_of_evaluations: bool = False) -> None:
+        older, newer = _names(is_of_evaluations)
+        self.name = newer
+        self._lines = RotatedLines(directory / newer, older=directory / older, most_bytes=most_bytes)
+
+    @classmethod
+    def at(cls, path: Path) -> SampleFile:
+        """A file of its own, without bound."""
+        made = cls(path.parent, most_bytes=sys.maxsize)
+        made.name, made._lines = path.name, RotatedLines(path, older=path, most_bytes=sys.maxsize)
+        return made
 
     def write(self, sample: GroupSample) -> None:
         """Raises OSError when it was not written."""
         self._lines.write(json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False))
 
 
-def read(directory: Path) -> Iterator[GroupSample]:
+def read(directory: Path, *, is_of_evaluations: bool = False) -> Iterator[GroupSample]:
     """The oldest first; none without files that can be read. Lines that cannot are left out."""
-    for name in (OLDER_FILE, SAMPLES_FILE):
+    for name in _names(is_of_evaluations):
         with contextlib.suppress(OSError), (directory / name).open("rb") as file:
             for line in file:
                 if (sample := parsed(line)) is not None:
@@ -85,6 +99,11 @@ def parsed(line: bytes) -> GroupSample | None:
         return GroupSample.from_json(json.loads(line))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+
+
+def _names(is_of_evaluations: bool) -> tuple[str, str]:
+    """(the older file, the newer one)"""
+    return (OLDER_EVALUATION_FILE, EVALUATION_FILE) if is_of_evaluations else (OLDER_FILE, SAMPLES_FILE)
 
 
 def _last_byte(file: FileIO) -> bytes:

@@ -15,9 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.actors.base import HeartbeatSender
+from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout.training import training_worker
@@ -249,6 +251,9 @@ class Loop:
     tickets: Tickets = field(default_factory=Tickets)
     channel: Any = field(default_factory=Channel)
     samples: SampleRecorder | None = None
+    answers: AnswerRecorder | None = None
+    writers: Sequence[SampleWriter] = ()
+    """Of ``samples`` and ``answers``."""
     curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     algorithm_section: AlgorithmSection = field(default_factory=AlgorithmSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
@@ -306,10 +311,11 @@ class Loop:
             training=TrainingStep(self.backend, algorithm=self.algorithm),
             channel=self.channel,
             rows=self.rows,
-            metrics=MetricsReporter(self.bus, [self.recorder]),
+            metrics=MetricsReporter(self.bus, [self.recorder], samples=self.writers),
             validator=self.validator or Validator(self.bus),
             filters=self.filters,
             samples=self.samples,
+            answers=self.answers,
             evaluation_sets=self.evaluation_sets,
             most_failed=self.max_failed_in_a_row,
             most_filtered=self.max_filtered_in_a_row,

@@ -1,9 +1,10 @@
-"""One evaluation as the learner asks for it: which prompts are answered, and which must be asked again. No I/O."""
+"""One evaluation as the learner asks for it: which prompts are answered, which must be asked again. No I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.errors import ConfigError
 from asyncrl.messages import PromptGroup
 from asyncrl.messages.evaluation import MOST_PROMPTS, Evaluation, EvaluationAnswers
@@ -15,8 +16,12 @@ from asyncrl.policies.evaluation.verdict import MOST_REFUSED, Verdicts
 class EvaluationRound:
     """The prompts of all data sets, numbered one after the other, and what is known of their answers."""
 
-    def __init__(self, evaluation: Evaluation, sets: Sequence[EvaluationSet]) -> None:
+    def __init__(
+        self, evaluation: Evaluation, sets: Sequence[EvaluationSet], *, recorder: AnswerRecorder | None = None
+    ) -> None:
         self.evaluation = evaluation
+        self._recorder = recorder
+        self._recorded = {its.name: recorder.picks(its) for its in sets} if recorder is not None else {}
         self._sets = tuple(sets)
         self._places = prompts_of(sets)
         self._verdicts = Verdicts(evaluation)
@@ -61,6 +66,7 @@ class EvaluationRound:
             incarnation=weights.incarnation,
             dataset=its.name,
             messages=asked.messages,
+            is_recorded=place in self._recorded.get(its.name, ()),
         )
 
     def take(self, answers: EvaluationAnswers) -> tuple[int | None, str]:
@@ -91,6 +97,9 @@ class EvaluationRound:
             truncated=tuple(one.finish_reason == "length" for one in answers.answers),
             tags=its.questions[place].tags,
         )
+        if self._recorder is not None and answers.group is not None and place in self._recorded[its.name]:
+            asked, weights = its.questions[place], self.evaluation.weights
+            self._recorder.note(answers.group, asked, dataset=its.name, weights=weights)
         return None, ""
 
     def metrics(self, *, seed: int) -> dict[str, float]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from asyncrl.actors.learner.answer_collector import AnswerCollector
+from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.best_model import BestModel
 from asyncrl.actors.learner.evaluation_round import EvaluationRound, prompts_of
 from asyncrl.actors.wait_tracker import WaitTracker
@@ -55,6 +56,7 @@ class Evaluator:
         waits: WaitTracker,
         forks: Forks | None = None,
         best: BestModel | None = None,
+        recorder: AnswerRecorder | None = None,
     ) -> None:
         """
         seed       of the bootstrap
@@ -63,12 +65,14 @@ class Evaluator:
         waits      of the learner
         forks      of the learner's history
         best       keeps the best model; None keeps none
+        recorder   writes down some of the answers; None writes none
         """
         self._bus, self._section, self._sets, self._seed = bus, section, tuple(sets), seed
         self._last_step = last_step
         self._num_prompts, self._questions = len(prompts_of(sets)), digest(sets)
         self._channel, self._report, self._version = channel, report, version
         self._waits, self._best, self._forks = waits, best, forks or {}
+        self._recorder = recorder
         self._newest: WeightVersion | None = None  # that is stored
         self._last: Evaluation | None = None  # begun
         self._current: Evaluation | None = None  # in progress
@@ -198,7 +202,7 @@ class Evaluator:
 
     async def _evaluate(self, evaluation: Evaluation) -> None:
         began = time.monotonic()
-        asked = self._asked = EvaluationRound(evaluation, self._sets)
+        asked = self._asked = EvaluationRound(evaluation, self._sets, recorder=self._recorder)
         answering = WORKER if self._section.place == "shared" else EVALUATION_WORKER
         collector = AnswerCollector(
             self._bus,

@@ -26,7 +26,6 @@ from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics, table_numbers
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
-from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.learner.trainer import Trainer, is_of_data
 from asyncrl.actors.learner.training_step import is_skipped
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
@@ -65,12 +64,10 @@ class Learner(Actor):
         metrics: MetricsReporter,
         disk: Disk | None = None,
         in_progress: InProgress | None = None,
-        samples: SampleRecorder | None = None,
         evaluator: Evaluator | None = None,
     ) -> None:
         """
         in_progress  where it notes what it trains; None notes it nowhere
-        samples      ends with the learner
         evaluator    None evaluates nothing
         """
         super().__init__(name, bus)
@@ -85,7 +82,6 @@ class Learner(Actor):
         self._metrics = metrics
         self._disk = disk or Disk(trainer.waits)
         self._in_progress = in_progress or InProgress()
-        self._samples = samples
         self._keeper = BusKeeper(
             bus, suspect_prompts=reader.lost_prompts.suspect, restore_weights=trainer.restore_weights
         )
@@ -141,8 +137,6 @@ class Learner(Actor):
 
     async def stop(self) -> None:
         await self._trainer.stop()
-        if self._samples is not None:
-            await self._samples.stop()
         await self._metrics.close()
         self._progress.close()
         self._in_progress.close()

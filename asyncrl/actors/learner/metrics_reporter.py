@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from asyncrl.actors.learner.disk import Disk
-from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.messages import Heartbeat, StepMetrics
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, METRICS, PROMPTS, TRAJECTORIES
@@ -43,11 +43,11 @@ class MetricsReporter:
         *,
         alarms: Sequence[Alarm] = (),
         has_behavior: bool = True,
-        samples: SampleRecorder | None = None,
+        samples: Sequence[SampleWriter] = (),
         timeline: Timeline | None = None,
     ) -> None:
-        """has_behavior: False where nothing sampled the answers;  samples: whose groups go to sinks that show them;
-        timeline: None records none"""
+        """has_behavior: False where nothing sampled the answers;  samples: whose groups go to sinks that show them, and
+        which end with it;  timeline: None records none"""
         self._bus = bus
         self._sinks = sinks
         self._alarms = alarms
@@ -92,7 +92,7 @@ class MetricsReporter:
 
     def _tell(self, step: int, rung: Sequence[Alarm]) -> None:
         """Sinks that want more than numbers. ``rung``: alarms that went on."""
-        samples = self._samples.take() if self._samples is not None else ()
+        samples = [sample for writer in self._samples for sample in writer.take()]
         for sink in self._sinks:
             if samples and isinstance(sink, ShowsSamples):
                 sink.write_samples(step, samples)
@@ -102,6 +102,9 @@ class MetricsReporter:
 
     async def evaluated(self, step: int, metrics: Mapping[str, Metric], *, disk: Disk) -> None:
         """The result of an evaluation of the version that ``step`` made, which may be some steps ago."""
+        for writer in self._samples:
+            await writer.written()  # a sink shows the answers beside the numbers
+        self._tell(step, ())
         for sink in self._sinks:
             await disk.written(functools.partial(_write, sink, step, metrics), what="metrics")
         self.newest_evaluation = step_metrics(step, metrics)
@@ -134,6 +137,8 @@ class MetricsReporter:
     async def close(self) -> None:
         """The last samples go out, and the sinks are closed, side by side. Raises what the first of them raises."""
         problems: list[Exception] = []
+        for writer in self._samples:
+            await writer.stop()
         with _noted(problems):
             self._tell(self.newest.step, ())
 

@@ -97,7 +97,7 @@ def evaluation_stage(
             worker=worker,
             current=lambda: source.in_progress,
             is_draining=lambda: source.is_draining,
-            dataset_of=source.dataset_of,
+            prompt_of=source.prompt_of,
             vote=votes,
             waits=engine.waits,
         ),

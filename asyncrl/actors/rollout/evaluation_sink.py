@@ -1,16 +1,18 @@
-"""The evaluation stage's sink: answers into their own log, without their tokens."""
+"""The evaluation stage's sink: answers into their own log, whole where they are recorded, else without their tokens."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.errors import BusFull, EngineError, MessageError, MessageTooLarge
-from asyncrl.messages import TrajectoryGroup
+from asyncrl.messages import PromptGroup, TrajectoryGroup, replace
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
+from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import EVALUATION_ANSWERS
 from asyncrl.policies.health.faults import LEARNER, SPACE_IN_LOG
 from asyncrl.protocols import Bus
@@ -32,18 +34,19 @@ class EvaluationSink:
         worker: str,
         current: Callable[[], Evaluation | None],
         is_draining: Callable[[], bool],
-        dataset_of: Callable[[int], str],
+        prompt_of: Callable[[int], PromptGroup | None],
         vote: Vote,
         waits: WaitTracker,
     ) -> None:
         """
-        current     the evaluation in progress; answers to any other are not needed any more
-        dataset_of  of a group that is being answered
+        current    the evaluation in progress; answers to any other are not needed any more
+        prompt_of  of a group that is being answered
         """
         self._bus, self._worker, self._waits = bus, worker, waits
         self._current, self._is_draining = current, is_draining
         self._vote = vote
-        self._dataset_of = dataset_of
+        self._prompt_of = prompt_of
+        self._log = logging.getLogger(f"asyncrl.{worker}")
 
     async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
         """Also answers that other versions sampled a part of: the learner counts those, and asks again.
@@ -51,7 +54,8 @@ class EvaluationSink:
         Returns when they are in the log, or not needed any more. Raises EngineError when a worker that drains finds
         the log full: another one answers then.
         """
-        dataset = self._dataset_of(group.group_id)
+        prompt = self._prompt_of(group.group_id)
+        dataset = "" if prompt is None else prompt.dataset
         evaluation = self._needed_by(group.group_id)
         if evaluation is None:
             return  # it ended without them
@@ -72,6 +76,7 @@ class EvaluationSink:
             ),
             error=group.error,
             worker=self._worker,
+            group=_whole(group) if prompt is not None and prompt.is_recorded and group.trajectories else None,
         )
         await self._store(answers, group_id=group.group_id)
 
@@ -92,6 +97,10 @@ class EvaluationSink:
                 with self._waits.waiting(SPACE_IN_LOG, on=LEARNER):
                     await asyncio.sleep(FULL_LOG_SECONDS)
             except (MessageTooLarge, MessageError) as error:
+                if answers.group is not None:
+                    self._log.warning("the answers to group %d are counted and not recorded: %s", group_id, error)
+                    answers = replace(answers, group=None)
+                    continue
                 answers = EvaluationAnswers(
                     number=answers.number,
                     group_id=group_id,
@@ -99,3 +108,11 @@ class EvaluationSink:
                     error=str(error),
                     worker=self._worker,
                 )
+
+
+def _whole(group: TrajectoryGroup) -> TrajectoryGroup:
+    """For people, who read no experts."""
+    bare: TrajectoryGroup = replace(
+        group, trajectories=tuple(replace(one, experts=NO_EXPERTS) for one in group.trajectories)
+    )
+    return bare

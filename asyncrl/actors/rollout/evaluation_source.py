@@ -61,7 +61,7 @@ class EvaluationSource:
         self._changed = asyncio.Event()
         self._draining = asyncio.Event()
         self._prefetch: Prefetch | None = None
-        self._datasets: dict[int, str] = {}  # of each group in flight
+        self._asked: dict[int, PromptGroup] = {}  # of each group in flight
         self.current: Evaluation | None = None
         """Whose version the engine has and keeps."""
 
@@ -139,15 +139,15 @@ class EvaluationSource:
         if self._prefetch is not None:
             self._prefetch.update()  # it took no slots, so nothing else tells that another one is wanted
 
-    def dataset_of(self, group_id: int) -> str:
-        """The data set of a group that is in flight."""
-        return self._datasets.get(group_id, "")
+    def prompt_of(self, group_id: int) -> PromptGroup | None:
+        """Of a group that is in flight."""
+        return self._asked.get(group_id)
 
     def _work(self, prefetched: Prefetched, prompt: PromptGroup) -> EvaluationWork:
         attempt, problem = prefetched.attempt, ""
         if attempt > self._max_attempts:
             problem = f"gave up after {self._max_attempts} attempts: the last worker that tried did not come back"
-        self._datasets[prompt.group_id] = prompt.dataset
+        self._asked[prompt.group_id] = prompt
         return EvaluationWork(
             group_id=prompt.group_id,
             prompt=prompt,
@@ -157,7 +157,7 @@ class EvaluationSource:
             prefetched=prefetched,
             attempts=self._attempts,
             bus=self._bus,
-            datasets=self._datasets,
+            asked=self._asked,
         )
 
     # -- which version -----------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class EvaluationWork:
     prefetched: Prefetched
     attempts: DeliveryAttempts
     bus: Bus
-    datasets: dict[int, str]
+    asked: dict[int, PromptGroup]
 
     @property
     def needs_worker_alone(self) -> bool:
@@ -277,7 +277,7 @@ class EvaluationWork:
 
     def close(self) -> None:
         self.prefetched.keeping.cancel()
-        self.datasets.pop(self.group_id, None)
+        self.asked.pop(self.group_id, None)
 
     @property
     def _delivery(self) -> Delivery[PromptGroup]:

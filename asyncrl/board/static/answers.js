@@ -36,6 +36,7 @@ export function openGroup(place, group) {
     el("h2", {}, heading(group)),
     group.problem ? el("p", { class: "bad" }, `no text for each token: ${group.problem}`) : null,
     el("div", { class: "text", "data-part": "prompt" }, group.prompt ?? `tokens ${group.prompt_tokens.join(" ")}`),
+    group.label ? el("div", { class: "text", "data-part": "label" }, labelled("right answer"), group.label) : null,
     group.answers.length ? modes : el("p", { class: "bad" }, group.reason),
     answers,
   ].filter((part) => part !== null));
@@ -43,7 +44,7 @@ export function openGroup(place, group) {
 }
 
 function heading(group) {
-  const parts = [`group ${group.group_id}`, group.step || group.fate === "trained" ? `${group.fate} at step ${group.step}` : group.fate];
+  const parts = [group.name, group.step || ["trained", "evaluated"].includes(group.fate) ? `${group.fate} at step ${group.step}` : group.fate];
   if (group.reason) parts.push(group.reason);
   if (group.worker) parts.push(`worker ${group.worker}`);
   if (group.seconds) parts.push(`${number(group.seconds)} s`);
@@ -59,7 +60,7 @@ function titleOf(group, answer, index) {
 function answerBox(group, answer, index) {
   const parts = Object.entries(answer.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   const title = [titleOf(group, answer, index), `reward ${number(answer.reward)}${parts ? ` (${parts})` : ""}`];
-  title.push(answer.advantage === null ? "advantage not known" : `advantage ${number(answer.advantage)}`);
+  if (group.fate !== "evaluated") title.push(answer.advantage === null ? "advantage not known" : `advantage ${number(answer.advantage)}`);
   if (answer.staleness !== null) title.push(`staleness ${answer.staleness}`);
   title.push(`${answer.tokens.length} tokens`, answer.finish_reason);
   const box = el("details", { class: "answer", "data-answer": index }, el("summary", {}, title.join(" · ")));

@@ -8,6 +8,11 @@ const COLUMNS = [
   ["seconds", "seconds", true], ["worker", "worker"], ["why", "reason"], ["prompt", "prompt"],
 ];
 
+const OF_EVALUATION = [
+  ["data set", "dataset"], ["step", "step", true], ["reward", "reward", true], ["lowest", "lowest", true], ["highest", "highest", true],
+  ["answers", "answers", true], ["tokens", "tokens", true], ["seconds", "seconds", true], ["worker", "worker"], ["prompt", "prompt"],
+];
+
 export class Groups {
   constructor() {
     this.run = 0;
@@ -16,18 +21,19 @@ export class Groups {
     const ask = () => this.load();
     this.text = el("input", { placeholder: "number, worker, reason or prompt", oninput: ask, "aria-label": "filter groups" });
     this.fate = el("select", { onchange: ask, "aria-label": "fate" },
-      el("option", { value: "" }, "any fate"), ...["trained", "dropped", "failed", "filtered"].map((fate) => el("option", { value: fate }, fate)));
+      el("option", { value: "" }, "any fate"), ...["trained", "dropped", "failed", "filtered", "evaluated"].map((fate) => el("option", { value: fate }, fate)));
     this.order = el("select", { onchange: ask, "aria-label": "order" },
       ...["newest", "worst", "best", "stalest", "longest"].map((order) => el("option", { value: order }, `${order} first`)));
     this.hasText = el("input", { type: "checkbox", onchange: ask });
     this.isFollowed = el("input", { type: "checkbox" });
     this.isFollowed.checked = this.hasText.checked = true;
     this.info = el("span", { class: "dim" });
+    this.head = el("thead", {});
     this.body = el("tbody", { id: "groups-rows" });
     this.one = el("div", { id: "group" });
     byId("groups").replaceChildren(
       el("div", { class: "bar" }, this.text, this.fate, this.order, el("label", {}, this.hasText, " with text"), el("label", {}, this.isFollowed, " follow"), this.info),
-      el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...COLUMNS.map(([title, , isNumber]) => el("th", { class: isNumber ? "number" : null }, title)))), this.body)),
+      el("div", { class: "scroll" }, el("table", {}, this.head, this.body)),
       this.one);
     window.setInterval(() => { if (this.isFollowed.checked && !document.hidden) this.load(); }, 3000);
   }
@@ -47,14 +53,16 @@ export class Groups {
       const { rows, total } = await fetched(`/api/runs/${this.run}/groups?${query}`);
       if (asked !== this.asked) return; // somebody typed on
       this.info.textContent = total || !this.hasText.checked ? `${rows.length} of ${number(total)} groups` : "no group that matches has its text; untick “with text” for the others";
-      this.body.replaceChildren(...rows.map((row) => this.row(row)));
+      const columns = query.get("fate") === "evaluated" ? OF_EVALUATION : COLUMNS;
+      this.head.replaceChildren(el("tr", {}, ...columns.map(([title, , isNumber]) => el("th", { class: isNumber ? "number" : null }, title))));
+      this.body.replaceChildren(...rows.map((row) => this.row(row, columns)));
     } catch (error) {
       this.info.textContent = error.message;
     }
   }
 
-  row(row) {
-    const cells = COLUMNS.map(([, name, isNumber]) => el("td", { class: isNumber ? "number" : null },
+  row(row, columns) {
+    const cells = columns.map(([, name, isNumber]) => el("td", { class: isNumber ? "number" : null },
       row[name] === null ? "" : isNumber ? number(row[name]) : String(row[name]).slice(0, 160)));
     return el("tr", { "data-group": row.group_id, class: row.group_id === this.opened ? "chosen" : null, onclick: () => this.open(row.group_id) }, ...cells);
   }

@@ -20,11 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.messages.evaluation import FIRST_GROUP_ID, MOST_PROMPTS
 from asyncrl.policies.groups.turn_text import pieces_of
 from asyncrl.policies.staleness.staleness import Forks, oldest_version
 
 PENDING: Final = "pending"
 """What became of a group that has not left the window."""
+EVALUATED: Final = "evaluated"
+"""The same of a prompt of an evaluation, which trains nothing."""
 UNKNOWN: Final = "unknown"
 """The same where nobody can be asked: the run's folder is elsewhere, and its events are gone."""
 
@@ -104,11 +107,12 @@ class Answer:
 class GroupSample:
     """A prompt group.
 
-    fate       trained, dropped, failed, filtered, PENDING or UNKNOWN
-    step       that trained it; of the others, how many steps were done
+    fate       trained, dropped, failed, filtered, EVALUATED, PENDING or UNKNOWN
+    step       that trained it, or that made the version that was evaluated; of the others, how many steps were done
     reason     why it was dropped, filtered or could not be made
     time       Unix seconds when that happened, or when it arrived; 0: unknown
     prompt     None until it is decoded
+    dataset, label  of an evaluation: the data set, and what is right; "" where nothing is known
     """
 
     group_id: int
@@ -123,6 +127,20 @@ class GroupSample:
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] = ()
     answers: tuple[Answer, ...] = ()
+    dataset: str = ""
+    label: str = ""
+
+    @property
+    def identity(self) -> tuple[int, int, int]:
+        """Of two with the same one, the later counts. Several saved models answer one prompt of an evaluation."""
+        return (self.group_id, self.incarnation, self.step) if self.fate == EVALUATED else (self.group_id, 0, 0)
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        if self.fate != EVALUATED:
+            return f"group {self.group_id}"
+        return f"{self.dataset}, prompt {(self.group_id - FIRST_GROUP_ID) % MOST_PROMPTS}"
 
     @property
     def reward(self) -> float | None:
@@ -150,8 +168,8 @@ class GroupSample:
         return dataclasses.asdict(self)
 
     def as_shown(self) -> dict[str, Any]:
-        """The same for people and scripts, with what each turn is called, and what it consists of."""
-        table = self.as_json()
+        """The same for people and scripts, with what it and each turn is called, and what a turn consists of."""
+        table = self.as_json() | {"name": self.name}
         for row, answer in zip(table["answers"], self.answers, strict=True):
             row["titles"] = answer.titles
             row["pieces"] = [dataclasses.asdict(piece) for piece in pieces_of(answer.turns)]
@@ -179,6 +197,8 @@ def sample_of(
     forks: Forks | None = None,
     advantages: Sequence[NDArray[np.float32]] = (),
     trainer: Sequence[NDArray[np.float32]] = (),
+    dataset: str = "",
+    label: str = "",
 ) -> GroupSample:
     """Not decoded yet.
 
@@ -208,6 +228,8 @@ def sample_of(
         time=time,
         prompt_tokens=tuple(group.prompt_tokens.tolist()),
         answers=tuple(answers),
+        dataset=dataset,
+        label=label,
     )
 
 
@@ -333,7 +355,7 @@ def _rows(*shapes: Shape) -> Shape:
 
 _SHAPES: Final[Mapping[str, Shape]] = {
     **dict.fromkeys(("group_id", "step", "incarnation", "epoch", "rollout", "part"), _is_whole),
-    **dict.fromkeys(("fate", "reason", "worker", "finish_reason"), _is_text),
+    **dict.fromkeys(("fate", "reason", "worker", "finish_reason", "dataset", "label"), _is_text),
     **dict.fromkeys(("seconds", "time"), _is_number),
     **dict.fromkeys(("reward", "advantage"), _or_none(_is_number)),
     **dict.fromkeys(("prompt_tokens", "tokens"), _each(_is_whole)),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.batcher import Batcher
 from asyncrl.actors.learner.best_model import BestModel
 from asyncrl.actors.learner.checkpointer import Checkpointer
@@ -34,7 +35,6 @@ from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.config import RunConfig
 from asyncrl.config.record import as_table
 from asyncrl.data.model_folder import ModelFolder, check_model
-from asyncrl.data.tokenizer import load_decode
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import PROGRESS
@@ -57,13 +57,14 @@ from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run import colocated, learner_models, registry
 from asyncrl.run.assembly import data
 from asyncrl.run.assembly.alarms import alarms_of
+from asyncrl.run.assembly.recorders import recorders_of
 from asyncrl.run.checks import resume_checks
 from asyncrl.run.keys import signing_keys
 from asyncrl.run.recorded.timeline import OLDER_FILE, TIMELINE_FILE
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
 from asyncrl.state.in_progress import IN_PROGRESS_FILE, InProgress
-from asyncrl.state.samples import RotatedLines, SampleFile
+from asyncrl.state.samples import RotatedLines
 
 # -- learner -----------------------------------------------------------------------------------------------------------
 
@@ -73,6 +74,7 @@ class LearnerPorts:
     """What a learner is made of besides its run file: adapters, data, and where its numbers go.
 
     admission                   the run file's, if None
+    samples, answers            what is recorded of groups and of evaluations; None: nothing
     evaluation_sets             the data sets of [evaluation]; empty evaluates nothing
     most_failed, most_filtered  groups in a row that may fail, or be filtered, before the run ends
     tickets                      that prompts carry, and answers name
@@ -87,6 +89,7 @@ class LearnerPorts:
     validator: Validator
     filters: Mapping[str, GroupFilter] = field(default_factory=dict)
     samples: SampleRecorder | None = None
+    answers: AnswerRecorder | None = None
     admission: Admission | None = None
     evaluation_sets: Sequence[EvaluationSet] = ()
     most_failed: int = 32
@@ -102,9 +105,9 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         run, bus=bus, resume=resume, last_heard=-1 if progress is None else progress.incarnation
     )
     rows = await asyncio.to_thread(data.open_rows, run)
-    samples = _samples(run, algorithm=registry.algorithm(run))
     sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
+    recorders = recorders_of(run, algorithm=algorithm)
     ports = LearnerPorts(
         algorithm=algorithm,
         backend=backend,
@@ -116,12 +119,13 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
             open_sinks(run, resume=resume, step=state.step),
             alarms=alarms_of(run, are_sampled=_are_sampled(run)),
             has_behavior=_are_sampled(run),
-            samples=samples,
+            samples=recorders.writers,
             timeline=_timeline(run),
         ),
         validator=_validator(run, bus=bus),
         filters=registry.filters(run),
-        samples=samples,
+        samples=recorders.samples,
+        answers=recorders.answers,
         evaluation_sets=sets,
         most_failed=max(32, 2 * run.window),
         most_filtered=max(1000, 20 * run.window),
@@ -203,7 +207,6 @@ def assemble_learner(
         metrics=ports.metrics,
         disk=disk,
         in_progress=in_progress,
-        samples=ports.samples,
         evaluator=evaluator,
     )
     prompts = PromptSource(
@@ -229,19 +232,6 @@ def _pass_rates(run: RunConfig, state: LearnerState | None = None) -> PassRates:
     return rates
 
 
-def _samples(run: RunConfig, *, algorithm: Algorithm) -> SampleRecorder | None:
-    if not run.metrics.samples_per_step:
-        return None
-
-    return SampleRecorder(
-        SampleFile(run.run_directory, most_bytes=run.metrics.samples_max_bytes),
-        load_decode=functools.partial(load_decode, run.model.path),
-        per_step=run.metrics.samples_per_step,
-        seed=run.run.seed,
-        has_advantages=not algorithm.advantage_scores,
-    )
-
-
 def _evaluator(
     run: RunConfig, ports: LearnerPorts, *, bus: Bus, table: GroupTable, waits: WaitTracker, disk: Disk
 ) -> Evaluator | None:
@@ -260,6 +250,7 @@ def _evaluator(
         waits=waits,
         forks=table.forks,
         best=BestModel(run.run_directory / "best", metric=best, forks=table.forks) if best else None,
+        recorder=ports.answers,
     )
 
 

@@ -66,7 +66,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
         parts = {name: dataclasses.asdict(part) for name, part in sorted(reward.parts.items())}
         judge = repr((reward.kind, sorted(hidden(reward.options).items()), *([hidden(parts)] if parts else [])))
         sets.append(dataclasses.replace(opened, judge=judge))
-    require_space(sets, log_bytes=run.bus.max_log_bytes)
+    require_space(sets, log_bytes=run.bus.max_log_bytes, num_recorded=run.metrics.samples_per_evaluation)
     return sets
 
 

@@ -20,6 +20,8 @@ from asyncrl.policies.evaluation.results import Measured
 _ANY: Final = 2**31
 ANSWER_BYTES: Final = 512
 """Of an answer in the log: a vote of 64 characters, and some numbers; as much again for the prompt that it is of."""
+TOKEN_BYTES: Final = 9
+"""Of an answer that is recorded whole: a token, its logprob, and whether the policy sampled it."""
 
 
 def row_limits(*, row_bytes: int, labelled_for: str, keeps_messages: bool = False, **more: Any) -> RowLimits:
@@ -173,14 +175,20 @@ def _of_row(value: Any, where: str, dataset: EvaluationDataset) -> tuple[str, ..
     return tuple(dict.fromkeys(tag.replace("/", "-") for tag in tags))
 
 
-def require_space(sets: Iterable[EvaluationSet], *, log_bytes: int) -> None:
+def require_space(sets: Iterable[EvaluationSet], *, log_bytes: int, num_recorded: int = 0) -> None:
     """Raises ConfigError when the answers do not fit into their log, which is trimmed when the next evaluation begins.
 
-    log_bytes  bus.max_log_bytes, which that log has too
+    log_bytes     bus.max_log_bytes, which that log has too
+    num_recorded  prompts of each data set whose answers are there whole
     """
-    needed = sum(ANSWER_BYTES * (1 + its.measured.num_samples) * its.measured.num_prompts for its in sets)
-    if needed > log_bytes:
+    counted, whole = 0, 0
+    for its in sets:
+        samples, prompts = its.measured.num_samples, its.measured.num_prompts
+        counted += ANSWER_BYTES * (1 + samples) * prompts
+        whole += TOKEN_BYTES * its.sampling.max_new_tokens * samples * min(prompts, num_recorded)
+    if counted + whole > log_bytes:
+        lower = "limit or samples" if counted > log_bytes else "metrics.samples_per_evaluation"
         raise ConfigError(
-            f"evaluation.datasets: their answers may take {needed:,} bytes, over bus.max_log_bytes ({log_bytes:,}): a "
-            "full log would stop the evaluation; raise it, or lower limit or samples"
+            f"evaluation.datasets: their answers may take {counted + whole:,} bytes, over bus.max_log_bytes "
+            f"({log_bytes:,}): a full log would stop the evaluation; raise it, or lower {lower}"
         )

@@ -116,6 +116,8 @@ class Fates:
 class RunSamples:
     """The groups of a run. ``directory``: its folder; None: only its bus can be reached."""
 
+    is_of_evaluations = False
+
     def __init__(self, run: RunConfig, directory: Path | None, *, token: str) -> None:
         """Raises ConfigError for a folder that holds no run."""
         self.run = run
@@ -134,6 +136,11 @@ class RunSamples:
         if self.directory is not None:
             newest = {row.group_id: row for row in sample_file.read(self.directory) if self.fates.matches(row)}
             yield from newest.values()
+
+    def why_none(self) -> str:
+        """Why a group's text is not here."""
+        why = self.why_no_log or "the log no longer has it"
+        return f"Some groups of each step are recorded (metrics.samples_per_step); of the others: {why}"
 
     @contextlib.contextmanager
     def bus_address(self) -> Iterator[RunConfig | None]:
@@ -252,8 +259,7 @@ class RunSamples:
         waits for: a line    woken by: the clock
         """
         assert self.directory is not None
-        path = self.directory / sample_file.SAMPLES_FILE
-        return _growing(path, _opened(path, at_end=True))
+        return growing(self.directory / sample_file.SAMPLES_FILE)
 
     def _of_record(self, record: Record[TrajectoryGroup]) -> GroupSample | None:
         group = record.message
@@ -279,6 +285,11 @@ async def model_path(bus: Bus, run: RunConfig) -> str:
     settings = (await bus.states(SETTINGS)).get("")
     model: Mapping[str, Any] = settings.sections.get("model", {}) if settings is not None else {}
     return str(model.get("path", ""))
+
+
+def growing(path: Path) -> Generator[GroupSample, None, None]:
+    """What a file of samples gets from now on, without end; close it."""
+    return _growing(path, _opened(path, at_end=True))
 
 
 def _growing(path: Path, file: BinaryIO | None) -> Generator[GroupSample, None, None]:

@@ -3,7 +3,7 @@
 A row is kept of each group, in bounded memory; text is read when a group is opened:
 
   history.jsonl   what became of every group, and where on the log it is
-  samples.jsonl   some groups of every step, with text, reward and advantage
+  samples.jsonl   some groups of every step, with text, reward and advantage; evaluation_samples.jsonl: of evaluations
   events          from the bus: why a group was not trained; without a folder, what became of it
   the log         a group that is opened and was not recorded, while its run still has it
 
@@ -26,7 +26,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.messages import Event
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
-from asyncrl.policies.groups.sample import Decode, GroupSample, decoded, reason_of
+from asyncrl.policies.groups.sample import EVALUATED, Decode, GroupSample, decoded, reason_of
 from asyncrl.policies.groups.states import FATES
 from asyncrl.policies.groups.token_text import token_texts
 from asyncrl.run.recorded.samples import RunSamples, model_path
@@ -65,9 +65,12 @@ class GroupRow:
     tokens: int | None = None
     answers: int | None = None
     prompt: str | None = None
+    dataset: str | None = None
 
     def matches(self, text: str) -> bool:
-        words = f"{self.group_id} {self.fate} {self.worker or ''} {self.reason} {self.prompt or ''}"
+        words = (
+            f"{self.group_id} {self.fate} {self.worker or ''} {self.reason} {self.dataset or ''} {self.prompt or ''}"
+        )
         return text.lower() in words.lower()
 
 
@@ -96,6 +99,7 @@ class GroupIndex:
         """settings: the run's as they are recorded now"""
         self._settings, self._directory, self._token = settings, directory, token
         self._rows: dict[int, GroupRow] = {}
+        self._evaluated: dict[int, GroupRow] = {}
         self._places: dict[int, tuple[int, int, int]] = {}  # in a samples file: inode, position, bytes
         self._lock = threading.Lock()
         self._reading = threading.Lock()  # of the log, one at a time: it may take a nats-server of its own
@@ -104,6 +108,7 @@ class GroupIndex:
         if directory is not None:
             self._history = FileTail(directory / history.HISTORY_FILE)
             self._samples = FileTail(directory / samples.SAMPLES_FILE)
+            self._evaluations = FileTail(directory / samples.EVALUATION_FILE)
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
@@ -114,6 +119,9 @@ class GroupIndex:
         is_other = self._read_samples(self._samples)
         if is_other or not self._has_older:  # what was written last before it became the older one
             self._read_samples(FileTail(self._directory / samples.OLDER_FILE))
+        if not self._has_older:
+            self._read_evaluations(FileTail(self._directory / samples.OLDER_EVALUATION_FILE))
+        self._read_evaluations(self._evaluations)
         self._has_older = True
 
     def note(self, event: Event) -> None:
@@ -135,9 +143,12 @@ class GroupIndex:
     def rows(
         self, *, fate: str = "", text: str = "", order: str = "newest", has_text: bool = False, limit: int = 100
     ) -> tuple[list[GroupRow], int]:
-        """(at most ``limit`` rows, how many there are). text: in its number, fate, worker, reason or prompt"""
+        """(at most ``limit`` rows, how many there are). text: in its number, fate, worker, reason or prompt
+
+        Prompts of evaluations are there with their own fate alone.
+        """
         with self._lock:
-            rows = list(self._rows.values())
+            rows = list((self._evaluated if fate == EVALUATED else self._rows).values())
         found = [row for row in rows if (not fate or row.fate == fate) and (not has_text or row.answers is not None)]
         found = [row for row in found if row.matches(text)] if text else found
         found.sort(key=ORDERS.get(order, ORDERS["newest"]))
@@ -201,6 +212,22 @@ class GroupIndex:
                     self._rows[sample.group_id] = _with(row, sample)
                     self._places[sample.group_id] = (inode, position, len(line))
 
+    def _read_evaluations(self, tail: FileTail) -> None:
+        has_more = True
+        while has_more:
+            lines, has_more = tail.read()
+            for position, line in lines:
+                if (sample := samples.parsed(line)) is None:
+                    continue
+                with self._lock:
+                    row = GroupRow(group_id=sample.group_id, fate=sample.fate, step=sample.step)
+                    self._evaluated.pop(sample.group_id, None)
+                    self._evaluated[sample.group_id] = _with(row, sample)
+                    self._places[sample.group_id] = (tail.inode, position, len(line))
+                    if len(self._evaluated) > MOST_GROUPS:
+                        oldest = next(iter(self._evaluated))
+                        del self._evaluated[oldest], self._places[oldest]
+
     # -- one of them -------------------------------------------------------------------------------------------------
 
     def open(self, group_id: int) -> OpenedGroup:
@@ -227,7 +254,7 @@ class GroupIndex:
 
     def _recorded(self, inode: int, position: int, length: int) -> GroupSample | None:
         assert self._directory is not None
-        for name in (samples.SAMPLES_FILE, samples.OLDER_FILE):
+        for name in samples.FILES:
             with contextlib.suppress(OSError):
                 path = self._directory / name
                 if path.stat().st_ino == inode:
@@ -282,6 +309,7 @@ def _with(row: GroupRow, sample: GroupSample) -> GroupRow:
         tokens=sum(len(answer.tokens) for answer in sample.answers),
         answers=len(sample.answers),
         prompt=(sample.prompt or "")[:PREVIEW],
+        dataset=sample.dataset or None,
     )
 
 

@@ -1,0 +1,52 @@
+"""What writes down texts of a run for a person to read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.actors.learner.answer_recorder import AnswerRecorder
+from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.config import RunConfig
+from asyncrl.data.tokenizer import load_decode
+from asyncrl.messages.evaluation import MOST_PROMPTS
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.state.samples import SampleFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorders:
+    """samples: of what was trained or lost;  answers: of evaluations;  writers: of both"""
+
+    samples: SampleRecorder | None
+    answers: AnswerRecorder | None
+    writers: Sequence[SampleWriter]
+
+
+def recorders_of(run: RunConfig, *, algorithm: Algorithm) -> Recorders:
+    section, samples, answers, writers = run.metrics, None, None, []
+    if section.samples_per_step:
+        file = SampleFile(run.run_directory, most_bytes=section.samples_max_bytes)
+        writers.append(SampleWriter(file, load_decode=functools.partial(load_decode, run.model.path)))
+        samples = SampleRecorder(
+            writers[-1],
+            per_step=section.samples_per_step,
+            seed=run.run.seed,
+            has_advantages=not algorithm.advantage_scores,
+        )
+    if section.samples_per_evaluation and run.evaluation.is_on:
+        writers.append(answer_writer(run, answer_file(run)))
+        answers = AnswerRecorder(writers[-1], per_dataset=section.samples_per_evaluation)
+    return Recorders(samples=samples, answers=answers, writers=writers)
+
+
+def answer_file(run: RunConfig) -> SampleFile:
+    """Of the run's folder."""
+    return SampleFile(run.run_directory, most_bytes=run.metrics.samples_max_bytes, is_of_evaluations=True)
+
+
+def answer_writer(run: RunConfig, file: SampleFile) -> SampleWriter:
+    """Of answers of evaluations, into ``file``. None is left out: they are few, or all that somebody asks for."""
+    return SampleWriter(file, load_decode=functools.partial(load_decode, run.model.path), most_waiting=MOST_PROMPTS)

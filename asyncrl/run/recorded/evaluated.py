@@ -1,0 +1,124 @@
+"""Answers of a run's evaluations as a person reads them: what `asyncrl samples --evaluation` shows.
+
+    RUN_DIR/evaluation_samples.jsonl  some prompts of each data set, of every evaluation, decoded (state/samples.py)
+    the bus                           from another machine: of the newest evaluation, what is on the log of answers
+
+Tests: tests/integration/test_evaluation_samples.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Generator, Iterator
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
+from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, PROGRESS
+from asyncrl.policies.groups.sample import EVALUATED, GroupSample, sample_of
+from asyncrl.protocols import Bus, Record
+from asyncrl.run.recorded.run_folder import log_records
+from asyncrl.run.recorded.samples import RunSamples, growing
+from asyncrl.state import samples as sample_file
+
+
+class EvaluationSamples(RunSamples):
+    """dataset: answers of this data set alone; "": of all"""
+
+    is_of_evaluations = True
+
+    def __init__(self, run: RunConfig, directory: Path | None, *, token: str, dataset: str = "") -> None:
+        super().__init__(run, directory, token=token)
+        self._dataset = dataset
+        self._evaluation: Evaluation | None = None
+        self._datasets: set[str] = set()  # that answers were seen of
+
+    def recorded(self) -> Iterator[GroupSample]:
+        if self.directory is not None:
+            rows = sample_file.read(self.directory, is_of_evaluations=True)
+            yield from {row.identity: row for row in rows if self._is_wanted(row)}.values()
+
+    @contextlib.contextmanager
+    def bus_address(self) -> Iterator[RunConfig | None]:
+        """None where the folder is here: it has more than the bus."""
+        yield self.run if self.directory is None else None
+
+    async def logged(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
+        await self._look(bus)
+        if self._evaluation is None:
+            self.why_no_log = "The run has evaluated nothing yet"
+            return
+        async with contextlib.aclosing(log_records(bus, EVALUATION_ANSWERS, after=self._evaluation.after)) as records:
+            async for record in records:
+                if (sample := self._of_answers(record)) is not None:
+                    yield sample
+
+    async def arriving(self, bus: Bus) -> AsyncGenerator[GroupSample, None]:
+        """Answers as they arrive; ends with the run.
+
+        waits for: an arrival, the end of the run    woken by: the bus
+        """
+        done = await bus.last_sequence(EVALUATION_ANSWERS)
+        ended = asyncio.create_task(_end(bus))
+        try:
+            async with bus.read(EVALUATION_ANSWERS, after=done) as records:
+                while not ended.done() or done < await bus.last_sequence(EVALUATION_ANSWERS):
+                    coming = asyncio.ensure_future(anext(records))
+                    await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
+                    if not coming.done() and done >= await bus.last_sequence(EVALUATION_ANSWERS):
+                        coming.cancel()
+                        break
+                    record = await coming
+                    done = record.sequence
+                    if record.message is not None and self._is_of_another(record.message):
+                        await self._look(bus)
+                    if (sample := self._of_answers(record)) is not None:
+                        yield sample
+        finally:
+            ended.cancel()
+
+    def growing(self) -> Generator[GroupSample, None, None]:
+        assert self.directory is not None
+        with contextlib.closing(growing(self.directory / sample_file.EVALUATION_FILE)) as rows:
+            yield from filter(self._is_wanted, rows)
+
+    def why_none(self) -> str:
+        """Why there are no answers, once what is there was read."""
+        if self._datasets and self._dataset not in ("", *self._datasets):
+            return f"None is of a data set {self._dataset!r}; there are {', '.join(sorted(self._datasets))}"
+        return self.why_no_log or "Some prompts of each data set are recorded (metrics.samples_per_evaluation)"
+
+    def _is_wanted(self, row: GroupSample) -> bool:
+        self._datasets.add(row.dataset)
+        return self._dataset in ("", row.dataset)
+
+    async def _look(self, bus: Bus) -> None:
+        self._evaluation = (await bus.states(EVALUATION)).get("")
+
+    def _is_of_another(self, answers: EvaluationAnswers) -> bool:
+        return self._evaluation is None or self._evaluation.number != answers.number
+
+    def _of_answers(self, record: Record[EvaluationAnswers]) -> GroupSample | None:
+        """Of those that count and are whole. Not decoded."""
+        answers, evaluation = record.message, self._evaluation
+        if answers is None or answers.group is None or evaluation is None or answers.number != evaluation.number:
+            return None
+        if not all(evaluation.has_sampled(one.version_spans) for one in answers.answers):
+            return None
+        sample = sample_of(
+            answers.group,
+            fate=EVALUATED,
+            step=evaluation.weights.policy_version,
+            incarnation=evaluation.weights.incarnation,
+            time=record.stored / 1e9,
+            dataset=answers.dataset,
+        )
+        return sample if self._is_wanted(sample) else None
+
+
+async def _end(bus: Bus) -> None:
+    async with bus.watch(PROGRESS) as progress:
+        async for said in progress:
+            if said.finished:
+                return
