@@ -34,15 +34,19 @@ class Way:
     max_staleness: int
     correction: str = "tis_token"
     is_adaptive: bool = False
+    learning_rate: str = ""
 
 
 ARMS: Final[Mapping[str, Way]] = {
     "sync": Way(mode="sync", max_staleness=0),
     "async-4-tis": Way(mode="async", max_staleness=4),
+    "async-8-tis": Way(mode="async", max_staleness=8),
     "async-16-tis": Way(mode="async", max_staleness=16),
     "async-16-none": Way(mode="async", max_staleness=16, correction="none"),
     "async-4-none": Way(mode="async", max_staleness=4, correction="none"),
     "async-16-adaptive": Way(mode="async", max_staleness=16, is_adaptive=True),
+    "async-4-ess": Way(mode="async", max_staleness=4, learning_rate="ess_sqrt"),
+    "async-4-adaptive": Way(mode="async", max_staleness=4, is_adaptive=True),
     "async-0": Way(mode="async", max_staleness=0),
 }
 """The order is the order they run in: if time runs out, what is left out matters least."""
@@ -107,6 +111,7 @@ class Scene:
             "algorithm.correction": way.correction,
             "algorithm.allow_uncorrected": way.correction == "none",
             "staleness.adaptive": way.is_adaptive,
+            "staleness.learning_rate": way.learning_rate,
             "staleness.max_staleness": way.max_staleness,
             "weights.channel": self.channel,
             **({"weights.options.host": "127.0.0.1"} if self.channel == "nccl" else {}),

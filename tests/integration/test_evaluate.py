@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
+from asyncrl.state import samples
 
 FILE = """
 [engine]
@@ -75,6 +76,27 @@ def test_saved_models_are_evaluated_with_no_run_up(
     assert "evaluated already" in told.err
     rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 10, 20]
+    answered = list(samples.read(run, is_of_evaluations=True))
+    assert [row.step for row in answered] == [2] * 4 + [10] * 4 + [20] * 4
+    assert len({row.group_id for row in answered}) == 12
+    assert all(row.dataset == "counts" and len(row.answers) == 4 and row.label for row in answered)
+
+
+def test_every_answer_is_written_to_the_file_that_is_asked_for(
+    demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "answers.jsonl"
+    command = (demo / "model", "--datasets", datasets, "--only", "counts", "--answers", file, "--json")
+    assert evaluate(*command) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    (result,) = json.loads(capsys.readouterr().out)
+    assert len(rows) == 6
+    rewards = [answer["reward"] for row in rows for answer in row["answers"]]
+    assert sum(rewards) / len(rewards) == pytest.approx(result["evaluation/counts/mean@4"])
+    assert evaluate(*command) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert evaluate(*command[:-2], tmp_path / "nowhere" / "answers.jsonl") == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_a_model_is_evaluated_again_when_the_questions_or_their_reward_have_changed(

@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 
 from asyncrl import config
+from asyncrl.actors.learner.answer_recorder import AnswerRecorder
+from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.messages.evaluation import FIRST_GROUP_ID, MOST_PROMPTS
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.groups.sample import Answer, GroupSample
+from asyncrl.run.recorded.evaluated import EvaluationSamples
 from asyncrl.run.recorded.samples import RunSamples
 from asyncrl.state.history import HISTORY_FILE, History
 from asyncrl.state.samples import SampleFile
 from tests.harness import buses
 from tests.harness.command import asyncrl
+from tests.harness.evaluation import evaluating_worker, section, sums
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, worker
 
 SETTINGS = {"model": {"path": "nowhere"}, "data": {"path": "d"}, "bus": {"kind": "memory"}}
@@ -101,6 +106,87 @@ def test_of_a_group_without_text_it_says_what_is_known(folder: Path, capsys: pyt
     assert code == 0
     assert out.startswith("group 5   trained at step 2: its text is not here. Some groups of each step are recorded")
     assert "keeps the log in the run's own process" in out
+
+
+@pytest.fixture
+def judged(folder: Path) -> Path:
+    """Two evaluations of two data sets have been recorded too."""
+    file = SampleFile(folder, most_bytes=2**20, is_of_evaluations=True)
+    for number, step in ((0, 0), (1, 20)):
+        for index, dataset in ((3, "sums"), (9, "words")):
+            group_id = FIRST_GROUP_ID + number * MOST_PROMPTS + index
+            text = f"by step {step}"
+            file.write(
+                row(group_id, text, step=step, fate="evaluated", dataset=dataset, label="12", time=float(step + index))
+            )
+    file.write(row(FIRST_GROUP_ID + 3, "once more", step=0, fate="evaluated", dataset="sums", time=3.0))
+    return folder
+
+
+def test_answers_of_evaluations_are_shown_with_what_is_right(judged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = asyncrl("samples", judged, "--evaluation", capsys=capsys)
+    lines = out.splitlines()
+    assert [line for line in lines if "evaluated" in line] == [
+        "sums, prompt 3   evaluated at step 0   reward 0.500",
+        "words, prompt 9   evaluated at step 0   reward 0.500",
+        "sums, prompt 3   evaluated at step 20   reward 0.500",
+        "words, prompt 9   evaluated at step 20   reward 0.500",
+    ]
+    assert lines[-1] == "answers to 4 prompts shown"
+    assert lines[lines.index("right answer") + 1] == "  12"
+    assert "  once more" in lines and "seven" not in out
+
+
+def test_of_evaluations_a_data_set_and_a_step_are_chosen(judged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def chosen(*arguments: Any) -> list[tuple[str, int]]:
+        code, out, _ = asyncrl("samples", judged, "--json", *arguments, capsys=capsys)
+        assert code == 0
+        return [(row["name"], row["step"]) for row in map(json.loads, out.splitlines())]
+
+    assert chosen("--evaluation", "sums") == [("sums, prompt 3", 0), ("sums, prompt 3", 20)]
+    assert chosen("--evaluation", "--step", 20) == [("sums, prompt 3", 20), ("words, prompt 9", 20)]
+    assert chosen("--evaluation", "--grep", "by step 0") == [("words, prompt 9", 0)]
+    assert chosen("--step", 1) == [("group 0", 1)]
+    _, out, _ = asyncrl("samples", judged, "--evaluation", "sum", capsys=capsys)
+    assert out == "answers to 0 prompts shown. None is of a data set 'sum'; there are sums, words\n"
+
+
+def test_without_an_evaluation_it_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = asyncrl("samples", folder, "--evaluation", capsys=capsys)
+    assert out == (
+        "answers to 0 prompts shown. Some prompts of each data set are recorded (metrics.samples_per_evaluation)\n"
+    )
+
+
+async def test_from_the_bus_alone_answers_of_an_evaluation_are_shown(bus_factory: Any, tmp_path: Path) -> None:
+    """Those of the newest evaluation that are there, and those that arrive until the run ends."""
+    onlooker = await bus_factory()
+    silent = SampleWriter(SampleFile(tmp_path / "there", most_bytes=2**20), load_decode=lambda: str)
+    loop = Loop(
+        await bus_factory(),
+        tmp_path,
+        steps=4,
+        evaluation=section(every_steps=2),
+        evaluation_sets=[sums()],
+        answers=AnswerRecorder(silent, per_dataset=2),
+        writers=[silent],
+    )
+    source = EvaluationSamples(loop.run, None, token="")
+    seen: list[GroupSample] = []
+
+    async def look() -> None:
+        async with contextlib.aclosing(source.arriving(onlooker)) as groups:
+            seen.extend([sample async for sample in groups])
+
+    async with asyncio.TaskGroup() as group:
+        looking = group.create_task(look())
+        await run_all(loop, evaluating_worker(await bus_factory(), Engine(), name="w0"))
+        await looking
+    assert {0, 4} <= {sample.step for sample in seen} <= {0, 2, 3, 4}
+    assert all(sample.fate == "evaluated" and sample.dataset == "sums" for sample in seen)
+    logged = [sample async for sample in source.logged(onlooker)]
+    assert [(sample.step, len(sample.answers)) for sample in logged] == [(4, 2)] * 2
+    assert [sample async for sample in EvaluationSamples(loop.run, None, token="", dataset="x").logged(onlooker)] == []
 
 
 REFUSED = {

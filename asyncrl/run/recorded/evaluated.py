@@ -3,7 +3,7 @@
     RUN_DIR/evaluation_samples.jsonl  some prompts of each data set, of every evaluation, decoded (state/samples.py)
     the bus                           from another machine: of the newest evaluation, what is on the log of answers
 
-Tests: tests/integration/test_evaluation_samples.py.
+Tests: tests/integration/test_samples.py.
 """
 
 from __future__ import annotations

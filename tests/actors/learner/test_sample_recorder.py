@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner import sample_recorder
+from asyncrl.actors.learner import sample_writer
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages.topics import EVENTS
 from asyncrl.policies.algorithms.spec import resolve
@@ -35,9 +36,9 @@ def decode(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-def recorder(directory: Path, **options: Any) -> SampleRecorder:
-    settings = {"load_decode": lambda: decode, "per_step": 1} | options
-    return SampleRecorder(SampleFile(directory, most_bytes=2**20), **settings)
+def written(directory: Path, **options: Any) -> SampleWriter:
+    settings = {"load_decode": lambda: decode} | options
+    return SampleWriter(SampleFile(directory, most_bytes=2**20), **settings)
 
 
 def picky(samples: Sequence[Sample]) -> Sequence[Reward]:
@@ -47,12 +48,14 @@ def picky(samples: Sequence[Sample]) -> Sequence[Reward]:
 
 
 async def test_every_step_and_every_fate_is_recorded(bus_factory: Any, tmp_path: Path) -> None:
+    writer = written(tmp_path)
     loop = Loop(
         await bus_factory(),
         tmp_path,
         steps=6,
         filters={"dynamic_sampling": dynamic_sampling},
-        samples=recorder(tmp_path, per_step=2),
+        samples=SampleRecorder(writer, per_step=2),
+        writers=[writer],
     )
     async with asyncio.TaskGroup() as group:
         group.create_task(run_worker(worker(await bus_factory(), Engine(), reward=fakes.Judge(picky))))
@@ -95,7 +98,9 @@ async def test_a_tokenizer_that_is_not_there_costs_the_text_alone(
     def load_decode() -> Any:
         raise ConfigError("no tokenizer here")
 
-    loop = Loop(await bus_factory(), tmp_path, steps=3, samples=recorder(tmp_path, load_decode=load_decode))
+    writer = written(tmp_path, load_decode=load_decode)
+    samples = SampleRecorder(writer, per_step=1)
+    loop = Loop(await bus_factory(), tmp_path, steps=3, samples=samples, writers=[writer])
     async with asyncio.TaskGroup() as group:
         group.create_task(run_worker(worker(await bus_factory(), Engine())))
         await loop.run_learner()
@@ -111,29 +116,31 @@ async def test_a_slow_decoder_holds_up_nobody(tmp_path: Path, caplog: pytest.Log
         may_go_on.wait()
         return decode(tokens)
 
-    recorded = recorder(tmp_path, load_decode=lambda: slow)
-    count = sample_recorder.MOST_WAITING + 5
+    writer = written(tmp_path, load_decode=lambda: slow)
+    recorded = SampleRecorder(writer, per_step=1)
+    count = sample_writer.MOST_WAITING + 5
     for step in range(count):
         outcome = Outcome(fate="trained", group_ids=(step,), step=step + 1, groups=(buses.group(step),))
         recorded.note(outcome, incarnation=0, forks={})
     may_go_on.set()
     with caplog.at_level(logging.WARNING):
-        await recorded.stop()
+        await writer.stop()
     assert len(list(read(tmp_path))) == count - 5
     assert "5 groups in all were left out" in caplog.text
 
 
 async def test_a_burst_of_drops_is_recorded_up_to_the_count_of_a_step(tmp_path: Path) -> None:
-    recorded = recorder(tmp_path, per_step=2)
+    writer = written(tmp_path)
+    recorded = SampleRecorder(writer, per_step=2)
     for number in range(9):
         events = ({"group_id": number, "reason": "stale", "staleness": 7},)
         outcome = Outcome(fate="dropped", group_ids=(number,), step=3, events=events, groups=(buses.group(number),))
         recorded.note(outcome, incarnation=0, forks={})
-    await recorded.stop()
+    await writer.stop()
     rows = list(read(tmp_path))
     assert [(row.group_id, row.reason) for row in rows] == [(0, "stale, 7 versions old"), (1, "stale, 7 versions old")]
-    assert [row.group_id for row in recorded.take()] == [0, 1]
-    assert recorded.take() == []
+    assert [row.group_id for row in writer.take()] == [0, 1]
+    assert writer.take() == []
 
 
 class Telling(Backend):
@@ -151,7 +158,8 @@ class Telling(Backend):
 
 
 async def test_a_trained_group_has_what_the_trainer_thought_of_each_token(bus_factory: Any, tmp_path: Path) -> None:
-    loop = Loop(await bus_factory(), tmp_path, steps=4, samples=recorder(tmp_path, per_step=1))
+    writer = written(tmp_path)
+    loop = Loop(await bus_factory(), tmp_path, steps=4, samples=SampleRecorder(writer, per_step=1), writers=[writer])
     loop.backend = Telling()
     async with asyncio.TaskGroup() as group:
         group.create_task(run_worker(worker(await bus_factory(), Engine())))
@@ -166,7 +174,8 @@ async def test_a_trained_group_has_what_the_trainer_thought_of_each_token(bus_fa
 async def test_what_was_not_trained_of_an_answer_has_no_numbers(tmp_path: Path) -> None:
     """Of two answers one is masked whole; the other has a token of a tool, and one that is no number."""
     group = buses.group(0)
-    recorded = recorder(tmp_path)
+    writer = written(tmp_path)
+    recorded = SampleRecorder(writer, per_step=1)
     batch = batches.build([group], algorithm=resolve(ALGORITHMS["grpo"]), policy_version=0, max_staleness=4, forks={})
     first, *others = batch.documents
     mask = first.response_mask.copy()
@@ -182,7 +191,7 @@ async def test_what_was_not_trained_of_an_answer_has_no_numbers(tmp_path: Path) 
     outcome = Outcome(fate="trained", group_ids=(0,), step=1, groups=(group,))
     tokens = {0: numbers} | {number: np.zeros((2, 0), np.float32) for number in range(1, len(documents))}
     recorded.note(outcome, incarnation=0, forks={}, batch=batch, tokens=tokens)
-    await recorded.stop()
+    await writer.stop()
     (row,) = read(tmp_path)
     entropies: list[float | None] = [None] * len(row.answers[0].tokens)
     for place in (trained[0], *trained[2:]):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
+from asyncrl.actors.learner.evaluation_round import EvaluationRound
 from asyncrl.actors.rollout import evaluation_sink
 from asyncrl.actors.rollout.evaluation_sink import EvaluationSink
 from asyncrl.actors.wait_tracker import WaitTracker
@@ -15,6 +17,7 @@ from asyncrl.errors import BusFull, EngineError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion, replace
 from asyncrl.messages.evaluation import Evaluation
 from asyncrl.messages.topics import EVALUATION_ANSWERS
+from tests.harness.evaluation import sums
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -48,12 +51,13 @@ class Worker:
         self.bus = FullBus()
         self.current: Evaluation | None = CURRENT
         self.is_draining = False
+        self.prompt = EvaluationRound(CURRENT, [sums(2)]).prompt(0)
         self.sink = EvaluationSink(
             self.bus,
             worker="w0",
             current=lambda: self.current,
             is_draining=lambda: self.is_draining,
-            dataset_of=lambda group_id: "sums",
+            prompt_of=lambda group_id: self.prompt,
             vote=votes,
             waits=WaitTracker(),
         )
@@ -65,6 +69,7 @@ def group(index: int = 0, *, length: int = 3, version: int = 20) -> TrajectoryGr
         response_mask=[True] * length,
         behavior_logprobs=[-0.5] * length,
         version_spans=(VersionSpan(start=0, incarnation=0, policy_version=version),),
+        experts=np.zeros((length + 1, 1, 1), np.uint8),
         reward=1.0,
         reward_parts={"right": 1.0},
     )
@@ -87,6 +92,30 @@ async def test_the_log_holds_what_is_counted_and_no_tokens() -> None:
     (answer,) = long.message.answers
     assert (answer.reward, answer.length, answer.vote, answer.finish_reason) == (1.0, 10_000, "12", "stop")
     assert mixed.message.answers[0].version_spans[0].policy_version == 21, "the learner counts these"
+
+
+async def test_the_answers_to_a_prompt_that_is_recorded_come_whole() -> None:
+    worker = Worker()
+    worker.bus.has_space = True
+    worker.prompt = replace(worker.prompt, is_recorded=True)
+    await worker.sink.publish(group(), ticket="")
+    async with worker.bus.read(EVALUATION_ANSWERS) as records:
+        found = (await anext(records)).message
+    assert found.group.trajectories[0].tokens.tolist() == [5, 5, 5]
+    assert found.group.trajectories[0].reward_parts == {"right": 1.0}
+    assert len(found.group.trajectories[0].experts) == 0, "nobody reads them"
+
+
+async def test_answers_that_are_too_large_to_be_recorded_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker()
+    worker.bus.has_space = True
+    worker.prompt = replace(worker.prompt, is_recorded=True)
+    await worker.sink.publish(group(length=2**18), ticket="")
+    async with worker.bus.read(EVALUATION_ANSWERS) as records:
+        found = (await anext(records)).message
+    assert found.group is None and not found.error
+    assert found.answers[0].length == 2**18
+    assert "are counted and not recorded" in caplog.text
 
 
 async def test_a_full_log_is_left_when_the_evaluation_is_over() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ import pytest
 from asyncrl import config
 from asyncrl.board.server import Board
 from asyncrl.config import record as config_record
+from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.policies.groups.sample import Answer, GroupSample
 from asyncrl.run.watched.watched_run import WatchedRun
 from asyncrl.state.history import HISTORY_FILE, History
@@ -131,4 +133,6 @@ def with_groups(recorded: Path, demo: Path) -> Path:
         answers=(answer,),
     )
     SampleFile(recorded, most_bytes=2**20).write(sample)
+    evaluated = dataclasses.replace(sample, group_id=FIRST_GROUP_ID, fate="evaluated", dataset="sums", label=HOSTILE)
+    SampleFile(recorded, most_bytes=2**20, is_of_evaluations=True).write(evaluated)
     return recorded

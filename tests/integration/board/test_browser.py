@@ -138,6 +138,21 @@ async def test_a_group_is_found_opened_and_coloured_by_what_is_recorded(
         assert await page.title() == "asyncrl board"
 
 
+async def test_answers_of_an_evaluation_are_listed_apart_with_what_is_right(
+    with_groups: Path, open_board: OpenBoard, browse: Browse
+) -> None:
+    async with open_board(with_groups) as board:
+        page = await browse(board.url)
+        await page.click("[data-tab=groups]")
+        await page.select_option('[aria-label="fate"]', "evaluated")
+        await expect(page.locator("#groups th").first).to_have_text("data set")
+        await page.get_by_role("cell", name="sums").click()
+        await expect(page.locator("#group h2")).to_have_text("sums, prompt 0 · evaluated at step 1 · worker w0")
+        await expect(page.locator("[data-part=label]")).to_contain_text(HOSTILE)
+        await expect(page.locator("[data-answer='0'] .token")).to_have_count(4)
+        assert await page.locator("img").count() == 0
+
+
 async def test_where_the_tokenizer_is_not_here_text_is_shown_as_text(
     with_groups: Path, open_board: OpenBoard, browse: Browse
 ) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.data.prompts import PromptDataset
+from asyncrl.data.row_files import SavedRows
 from asyncrl.data.sources import shares, shuffled
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
@@ -147,14 +148,34 @@ def saved(folder: Path) -> Path:
     return folder
 
 
-def test_a_folder_that_datasets_saved_is_read_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("datasets")
-    module.load_from_disk = lambda path: [{"prompt": f"r{i}", "label": i} for i in range(6)]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    folder = saved(tmp_path / "math" / "train")
+@pytest.fixture
+def datasets() -> Any:
+    """Imported when it is needed: it takes seconds."""
+    return importlib.import_module("datasets")
+
+
+def test_a_folder_that_datasets_saved_is_read_by_it(datasets: Any, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"prompt": f"r{i}", "label": i} for i in range(6)])
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "math"))
+    folder = tmp_path / "math" / "train"
     assert prompts(opened(path=f"{folder}[4:]", shuffle=False, epochs=1), 0, 9) == ["r4", "r5"]
-    with pytest.raises(ConfigError, match=rf"has the splits train; name one: {folder}"):
+    with pytest.raises(ConfigError, match=rf"has the splits test, train; name one: {tmp_path / 'math' / 'test'}"):
         opened(path=str(tmp_path / "math"))
+
+
+def test_messages_that_datasets_saved_are_those_that_were_given(datasets: Any, tmp_path: Path) -> None:
+    """Arrow gives every message the keys of all others, as null."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "3", "tool_call_id": "c1"}]
+    datasets.Dataset.from_list([{"prompt": messages, "label": "x"}]).save_to_disk(str(tmp_path / "chat"))
+    assert SavedRows(tmp_path / "chat").row(0)["prompt"] == messages
+
+
+def test_a_damaged_folder_of_datasets_is_refused_in_one_line(datasets: Any, tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"prompt": "r"}]).save_to_disk(str(tmp_path / "train"))
+    (tmp_path / "train" / "state.json").write_text("{")
+    with pytest.raises(ConfigError, match="datasets cannot read it") as caught:
+        opened(path=str(tmp_path / "train"))
+    assert "\n" not in str(caught.value)
 
 
 def test_without_datasets_its_folder_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

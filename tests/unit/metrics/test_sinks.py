@@ -14,9 +14,10 @@ import wandb
 from asyncrl import config
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, HopelessError
+from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.metrics import tensorboard as tensorboard_sink
 from asyncrl.metrics.ports import ShowsSamples, TakesAlarms
-from asyncrl.metrics.samples_text import COLUMNS, markdown, rows
+from asyncrl.metrics.samples_text import COLUMNS, EVALUATION_COLUMNS, markdown, rows
 from asyncrl.metrics.sinks import OwnSink, check_sinks, open_sinks
 from asyncrl.metrics.wandb import WandB
 from asyncrl.policies.batching.batch import Histogram, Metric
@@ -33,6 +34,15 @@ ANSWERS = (
         reward=1.0, advantage=0.5, staleness=1, tokens=(1, 2), turns=(("policy", "```\n# 12"),), finish_reason="stop"
     ),
     Answer(reward=0.0, tokens=(3,), turns=(("policy", "13"),), versions=((0, 0, 4), (1, 0, 6)), finish_reason="length"),
+)
+EVALUATED = GroupSample(
+    group_id=FIRST_GROUP_ID + 3,
+    fate="evaluated",
+    step=20,
+    prompt="7+5=",
+    label="12",
+    dataset="sums",
+    answers=ANSWERS,
 )
 SAMPLE = GroupSample(group_id=7, fate="trained", step=3, worker="w0", prompt="7+5=", answers=ANSWERS)
 
@@ -170,6 +180,7 @@ class FakeRun:
     def __init__(self) -> None:
         self.logged: list[dict[str, Any]] = []
         self.alerts: list[dict[str, Any]] = []
+        self.axes: dict[str, str] = {}
         self.id = "id"
 
     def log(self, row: dict[str, Any]) -> None:
@@ -178,7 +189,8 @@ class FakeRun:
     def alert(self, **fields: Any) -> None:
         self.alerts.append(fields)
 
-    def define_metric(self, *_: Any, **__: Any) -> None: ...
+    def define_metric(self, name: str, *, step_metric: str = "", hidden: bool = False) -> None:
+        self.axes[name] = step_metric
 
     def finish(self) -> None: ...
 
@@ -196,6 +208,35 @@ def test_wandb_gets_tables_of_samples_and_alarms_as_alerts(tmp_path: Path, monke
     table = fake.logged[0]["samples"]
     assert table.columns == list(COLUMNS) and len(table.data) == 64
     assert fake.alerts == [{"title": "mismatch at step 5", "text": "trainer and engine disagree", "level": "WARN"}]
+
+
+def test_wandb_draws_evaluations_over_their_own_steps_with_a_table_of_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeRun()
+    monkeypatch.setattr(wandb, "init", lambda **_: fake)
+    sink = WandB(project="p", name="n", directory=tmp_path, config={}, resume=False)
+    sink.write_samples(25, [EVALUATED])
+    sink.write(20, {"evaluation/sums/mean@2": 0.5, "evaluation/complete": 1.0})
+    sink.write(30, {"evaluation/sums/mean@2": 0.5, "evaluation/complete": 1.0})
+    sink.close()
+    first, second = fake.logged
+    assert fake.axes["evaluation/*"] == "evaluation/step"
+    assert (first["evaluation/step"], second["evaluation/step"]) == (20, 30)
+    table = first["evaluation/sums/samples"]
+    assert table.columns == list(EVALUATION_COLUMNS)
+    assert table.data == [[20, "7+5=", "12", "```\n# 12", 1.0, 2, "stop"], [20, "7+5=", "12", "13", 0.0, 1, "length"]]
+    assert "evaluation/sums/samples" not in second
+
+
+def test_tensorboard_shows_answers_of_an_evaluation_at_the_step_of_its_version(tmp_path: Path) -> None:
+    sink = tensorboard_sink.TensorBoard(tmp_path)
+    sink.write_samples(25, [EVALUATED])
+    sink.close()
+    (event,) = _read(tmp_path).Tensors("evaluation/sums/samples/text_summary")
+    assert event.step == 20
+    text = event.tensor_proto.string_val[0].decode()
+    assert "sums, prompt 3" in text and "the right answer" in text
 
 
 def test_a_row_has_a_value_for_each_column() -> None:

@@ -13,7 +13,7 @@ from asyncrl.config import EvaluationDataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.policies.evaluation.questions import EvaluationSet
-from asyncrl.run.assembly.evaluation_sets import ANSWER_BYTES, open_set, require_space, row_limits
+from asyncrl.run.assembly.evaluation_sets import ANSWER_BYTES, TOKEN_BYTES, open_set, require_space, row_limits
 
 ROWS = [
     {"prompt": "12", "label": "34", "topic": ["easy", "a/b"]},
@@ -128,3 +128,11 @@ def test_answers_that_do_not_fit_into_their_log_are_refused(tmp_path: Path) -> N
     require_space(sets, log_bytes=needed)
     with pytest.raises(ConfigError, match=f"may take {needed:,} bytes, over bus.max_log_bytes .*raise it, or lower"):
         require_space(sets, log_bytes=needed - 1)
+
+
+def test_answers_that_are_recorded_whole_must_fit_too(tmp_path: Path) -> None:
+    its = opened(tmp_path, samples=7)
+    counted, whole = ANSWER_BYTES * 3 * (7 + 1), TOKEN_BYTES * its.sampling.max_new_tokens * 7 * 2
+    require_space([its], log_bytes=counted + whole, num_recorded=2)
+    with pytest.raises(ConfigError, match="or lower metrics.samples_per_evaluation"):
+        require_space([its], log_bytes=counted + whole - 1, num_recorded=2)

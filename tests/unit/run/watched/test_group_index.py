@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from asyncrl import config
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Event
+from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.policies.groups.sample import Answer, GroupSample
 from asyncrl.run.watched import group_index
 from asyncrl.run.watched.group_index import GroupIndex, OpenedGroup, rows_as_json
@@ -104,6 +106,21 @@ def test_a_sample_of_a_lost_history_is_not_taken_for_the_group(
     file.write(sample(0, step=1))
     train(history, [0], step=2)
     assert ids(index, has_text=True) == []
+
+
+def test_prompts_of_evaluations_are_listed_apart_and_opened(
+    index: GroupIndex, history: History, file: SampleFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_index, "load_decode", lambda path: lambda tokens: str(tokens))
+    monkeypatch.setattr(group_index, "MOST_GROUPS", 4)
+    train(history, [0], step=1)
+    answered = SampleFile(tmp_path, most_bytes=2**20, is_of_evaluations=True)
+    for number in range(6):
+        answered.write(replace(sample(FIRST_GROUP_ID + number, step=20, fate="evaluated"), dataset="sums", label="4"))
+    assert ids(index) == [0]
+    assert ids(index, fate="evaluated", text="sums") == [FIRST_GROUP_ID + number for number in (5, 4, 3, 2)]
+    opened = index.open(FIRST_GROUP_ID + 4).sample
+    assert (opened.name, opened.label) == ("sums, prompt 4", "4")
 
 
 def test_there_are_never_too_many(
