@@ -115,6 +115,7 @@ class EvaluationAnswers:
         rewards = [one.reward for one in self.answers]
         return (
             group.group_id == self.group_id
+            and group.worker in ("", self.worker)
             and lengths == [one.length for one in self.answers]
             and np.array_equal(group.rewards, rewards, equal_nan=True)
         )

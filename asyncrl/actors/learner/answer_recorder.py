@@ -9,12 +9,16 @@ from __future__ import annotations
 import functools
 import random
 import time
+from typing import Final
 
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.messages import TrajectoryGroup, WeightVersion, replace
 from asyncrl.messages.evaluation import MOST_PROMPTS
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.groups.sample import EVALUATED, sample_of
+
+LONGEST_LABEL: Final = 2000
+"""Characters that are recorded of what is right: tests of a program may be long."""
 
 
 class AnswerRecorder:
@@ -48,6 +52,6 @@ class AnswerRecorder:
                 incarnation=weights.incarnation,
                 time=time.time(),
                 dataset=dataset,
-                label="" if asked.label is None else str(asked.label),
+                label="" if asked.label is None else str(asked.label)[:LONGEST_LABEL],
             )
         )
