@@ -2,7 +2,8 @@
 
 Drawn from RUN_DIR/timeline.jsonl, which the learner writes (metrics.timeline_max_bytes): steps, waits, weights and
 checkpoints of the learner; groups, reward calls, loads and waits of each worker; and each group's way from its prompt
-to the step that trained it. Of a run without it, from metrics.jsonl: the learner alone. The run may be up.
+to the step that trained it. Evaluations are in metrics.jsonl, and of a run without timeline.jsonl the learner's lanes
+are drawn from that too. The run may be up.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     directory: Path = options.run_directory
 
     from asyncrl.metrics.trace import trace  # imports numpy, which --help does without
-    from asyncrl.run.recorded.timeline import rows_of
+    from asyncrl.run.recorded.timeline import evaluations_of, rows_of
 
     rows, source = rows_of(directory)
     if not rows:
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
             "gone if it is over metrics.timeline_max_bytes"
         )
     out = options.out or directory / "trace.json"
-    made = trace(chosen)
+    made = trace(chosen, evaluations_of(directory))
     try:
         out.write_text(json.dumps(made))
     except OSError as error:
