@@ -1,9 +1,9 @@
 """A run's timeline in the trace format that Perfetto and Chrome draw: who did what when, and each group's way. Pure.
 
 Lanes: the learner (steps and what it waited for, weights copied and announced, checkpoints, groups published and
-arrived, evaluations; the steps of each of its other ranks) and each worker (groups side by side, each with its reward call; loads
-and pauses of its engine; what it waited for). An arrow leads a group from its prompt over the worker to the step that
-trained it.
+arrived, evaluations; the steps of each of its other ranks) and each worker (groups side by side, each with its reward
+call; loads and pauses of its engine; what it waited for). An arrow leads a group from its prompt over the worker to the
+step that trained it.
 
 Format: "Trace Event Format" (Google, 2016), the events X, M, s, t and f; microseconds since the first thing shown.
 
@@ -56,6 +56,13 @@ def trace(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, 
     """
     made = list(_Trace(rows, evaluations).events())
     return {"traceEvents": made, "displayTimeUnit": "ms", "otherData": {"steps": len(rows)}}
+
+
+def num_evaluations(made: Mapping[str, Any]) -> int:
+    """That a trace shows."""
+    return sum(
+        event["ph"] == "X" and event["tid"] == _EVALUATIONS and event["pid"] == LEARNER for event in made["traceEvents"]
+    )
 
 
 def rank_tokens(metrics: Mapping[str, Any]) -> list[int]:

@@ -176,8 +176,7 @@ def _of_row(value: Any, where: str, dataset: EvaluationDataset) -> tuple[str, ..
 
 
 def require_metric(best: str, sets: Iterable[EvaluationSet]) -> None:
-    """Raises ConfigError when the rows have no labels for the metric that ``checkpoint.best`` names: no model would ever
-    be kept.
+    """Raises ConfigError when the rows lack the labels for the metric of ``checkpoint.best``, which would keep nothing.
 
     best  DATASET/METRIC, a metric that the data set would have with labels; "" for none
     """
