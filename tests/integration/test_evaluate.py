@@ -147,7 +147,7 @@ def test_a_model_folder_is_evaluated_on_sglang(
 ) -> None:
     """On a server of its own, which ends with it; the stop text of the greedy data set too."""
     monkeypatch.chdir(tmp_path)
-    engine = ("--set", "engine.kind=sglang", "--set", "engine.device=cpu", "--set", "engine.dtype=float32")
+    engine = ("--set", "engine.kind=sglang", "--set", "engine.device=cpu")
     options = ("--set", "engine.options={server_arguments = {max-total-tokens = 20000}}")
     assert evaluate(demo / "model", "--datasets", datasets, "--json", *engine, *options) == 0
     (row,) = json.loads(capsys.readouterr().out)
