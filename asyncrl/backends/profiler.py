@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import torch
 
@@ -27,20 +27,52 @@ MOST_ALLOCATIONS: Final = 100_000
 log = logging.getLogger("asyncrl.learner")
 
 
-class StepProfiler:
-    """``steps``: numbers of the steps to profile, from 1;  ``folder``: the run's"""
+class Allocations(Protocol):
+    """Who holds which memory, from ``record`` to ``stop``. Each may raise whatever its library raises."""
 
-    def __init__(self, steps: Collection[int], folder: Path) -> None:
+    def record(self) -> None: ...
+    def dump(self, path: Path) -> None: ...
+    def stop(self) -> None: ...
+
+
+class OfGPU:
+    """Allocations of torch's CUDA allocator: private names, which docs.pytorch.org tells people to call."""
+
+    def record(self) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+
+    def dump(self, path: Path) -> None:
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class StepProfiler:
+    """Around each step."""
+
+    def __init__(self, steps: Collection[int], folder: Path, *, allocations: Allocations | None = None) -> None:
+        """
+        steps        numbers of the steps to profile, from 1
+        folder       the run's
+        allocations  to take a snapshot of; None takes none
+        """
         self._steps = frozenset(steps)
         self._folder = folder / FOLDER
+        self._allocations = allocations
 
     def __call__(self, step: int, train: Callable[[], T]) -> T:
         """What ``train`` gives, step ``step``, and what it raises. Blocks."""
         if step not in self._steps:
             return train()
         path = self._folder / f"step-{step:06d}"
-        with _memory(path.with_suffix(".pickle")), _trace(path.with_suffix(".json")):
+        with _memory(self._allocations, path.with_suffix(".pickle")), _trace(path.with_suffix(".json")):
             return train()
+
+
+def step_profiler(steps: Collection[int], folder: Path) -> StepProfiler:
+    """For this machine: with memory snapshots where there is a GPU."""
+    return StepProfiler(steps, folder, allocations=OfGPU() if torch.cuda.is_available() else None)
 
 
 @contextlib.contextmanager
@@ -64,18 +96,20 @@ def _trace(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _memory(path: Path) -> Iterator[None]:
-    if not torch.cuda.is_available():
+def _memory(allocations: Allocations | None, path: Path) -> Iterator[None]:
+    if allocations is None:
         yield
         return
     with _said("memory snapshot of", path):
-        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        allocations.record()
     try:
         yield
     finally:
         with _said("memory snapshot of", path):
-            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
+            allocations.dump(path)
+        with _said("end of the memory snapshot of", path):  # it slows every later step
+            allocations.stop()
 
 
 @contextlib.contextmanager

@@ -68,6 +68,7 @@ def main() -> int:
         f'data.path="{folder / "prompts.jsonl"}"',
         f'engine.kind="{options.engine}"',
         "evaluation.every_steps=15",
+        "evaluation.share=0.5",  # one of its two workers
         f'evaluation.datasets=[{{name = "held_out", path = "{folder / "held_out.jsonl"}", samples = 4}}]',
         *ENGINES[options.engine](),
         *(ADAPTERS if options.lora else ()),

@@ -79,12 +79,13 @@ async def _tap(run_config: RunConfig, topic: Topic[Any], options: argparse.Names
 
 
 async def _show(bus: Bus, topic: Topic[Any], options: argparse.Namespace) -> None:
+    so_far = None
     if topic.kind == "log":
         so_far = await bus.last_sequence(topic)
         said = f"asyncrl tap: {topic.name} had {so_far:,} messages so far; what is published from now on is shown"
         print(said, file=sys.stderr, flush=True)
     left = options.limit
-    async with contextlib.aclosing(flow(bus, topic)) as messages:
+    async with contextlib.aclosing(flow(bus, topic, after=so_far)) as messages:
         async for key, message, problem in messages:
             if options.key is not None and key != options.key:
                 continue
@@ -116,13 +117,16 @@ Flowing = tuple[str, Any, str]
 """Key, message, and why there is none."""
 
 
-async def flow(bus: Bus, topic: Topic[Any]) -> AsyncGenerator[Flowing, None]:
+async def flow(bus: Bus, topic: Topic[Any], *, after: int | None = None) -> AsyncGenerator[Flowing, None]:
     """What is new on the topic from now on, without end; of a state first what it is now.
+
+    after: of a log, its messages behind this one
 
     waits for: a message    woken by: the bus; of a state or a work topic: the clock
     """
     if topic.kind == "log":
-        async with bus.read(topic, after=await bus.last_sequence(topic)) as records:
+        after = await bus.last_sequence(topic) if after is None else after
+        async with bus.read(topic, after=after) as records:
             async for record in records:
                 yield record.key, record.message, record.problem
     known: dict[str, Any] = {}

@@ -2,7 +2,8 @@
 
 Drawn from RUN_DIR/timeline.jsonl, which the learner writes (metrics.timeline_max_bytes): steps, waits, weights and
 checkpoints of the learner; groups, reward calls, loads and waits of each worker; and each group's way from its prompt
-to the step that trained it. Of a run without it, from metrics.jsonl: the learner alone. The run may be up.
+to the step that trained it. Evaluations are in metrics.jsonl, and of a run without timeline.jsonl the learner's lanes
+are drawn from that too. The run may be up.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def run(options: argparse.Namespace) -> int:
     first, last = arguments.step_range(options.steps, flag="--steps")
     directory: Path = options.run_directory
 
-    from asyncrl.metrics.trace import trace  # imports numpy, which --help does without
-    from asyncrl.run.recorded.timeline import rows_of
+    from asyncrl.metrics.trace import num_evaluations, trace  # imports numpy, which --help does without
+    from asyncrl.run.recorded.timeline import evaluations_of, rows_of
 
     rows, source = rows_of(directory)
     if not rows:
@@ -39,16 +40,18 @@ def run(options: argparse.Namespace) -> int:
             "gone if it is over metrics.timeline_max_bytes"
         )
     out = options.out or directory / "trace.json"
-    made = trace(chosen)
+    made = trace(chosen, evaluations_of(directory))
     try:
         out.write_text(json.dumps(made))
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
-    _say(options.json, out, made, chosen, source)
+    _say(options.json, out, made, chosen, source, num_evaluations=num_evaluations(made))
     return 0
 
 
-def _say(as_json: bool, out: Path, made: dict[str, Any], rows: list[dict[str, Any]], source: str) -> None:
+def _say(
+    as_json: bool, out: Path, made: dict[str, Any], rows: list[dict[str, Any]], source: str, *, num_evaluations: int
+) -> None:
     found = {
         "out": str(out),
         "from": source,
@@ -56,11 +59,13 @@ def _say(as_json: bool, out: Path, made: dict[str, Any], rows: list[dict[str, An
         "last_step": rows[-1]["step"],
         "events": len(made["traceEvents"]),
         "groups": sum(len(row.get("groups", ())) for row in rows),
+        "evaluations": num_evaluations,
     }
     if as_json:
         print(json.dumps(found))
         return
     print(
         f"{out}: steps {found['first_step']} to {found['last_step']}, {found['groups']:,} groups, "
-        f"{found['events']:,} events, from {source}; open it at ui.perfetto.dev or chrome://tracing"
+        f"{num_evaluations:,} evaluation{'s' * (num_evaluations != 1)}, {found['events']:,} events, from {source}; "
+        "open it at ui.perfetto.dev or chrome://tracing"
     )

@@ -132,7 +132,8 @@ class EvaluationSection:
     """Whose engines answer. shared: some of the rollout workers, at most ``share`` of them. dedicated: ``workers`` of
     their own. folder: nobody of the run, which keeps the models for `asyncrl evaluate RUN_DIR`."""
     share: float = 0.25
-    """shared: largest part of the rollout workers that may keep an older version for an evaluation, at least one."""
+    """shared: largest part of the rollout workers that may keep an older version for an evaluation. Where it comes to
+    less than one worker, one is held all the same, and `asyncrl check` warns."""
     workers: int = 1
     """dedicated: workers that `asyncrl run` starts for evaluations alone."""
     gpus: tuple[int, ...] = ()

@@ -6,6 +6,7 @@ one of them, whatever topic it is on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -92,6 +93,7 @@ class EvaluationAnswers:
     error     why there are no answers
     worker    that made them
     group     the answers whole, of a prompt that is recorded (PromptGroup.is_recorded) and if the bus takes so much
+    held_seconds  for which the worker has had the version by now
     """
 
     number: int
@@ -101,6 +103,7 @@ class EvaluationAnswers:
     error: str = ""
     worker: str = ""
     group: TrajectoryGroup | None = None
+    held_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         counts(self, "number")
@@ -108,6 +111,7 @@ class EvaluationAnswers:
         require(of_evaluation, f"group {self.group_id} is none of an evaluation")
         require(bool(self.answers) != bool(self.error), "there are either answers or an error")
         require(self.group_id is not None or bool(self.error), "answers are of one prompt")
+        require(0 <= self.held_seconds < math.inf, f"held_seconds must be >= 0 and finite, got {self.held_seconds}")
         require(self.group is None or self._counts(self.group), "what is recorded is not what is counted")
 
     def _counts(self, group: TrajectoryGroup) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Final
 CLOCKS: Final = (
     *("time", "*_seconds", "*seconds", "*_per_second", "*idle_ratio", "*_bytes", "learner/mfu"),
     *("rollout/*", "bus/*", "buffer/*", "weights/pause*", "weights/*lag*", "weights/*/*"),
+    *("evaluation/time", "evaluation/engine_share"),
 )
 """Metrics that differ between any two runs: they tell of the machines."""
 NAMES: Final = ("run.name", "run.directory")

@@ -1,9 +1,9 @@
 """A run's timeline in the trace format that Perfetto and Chrome draw: who did what when, and each group's way. Pure.
 
 Lanes: the learner (steps and what it waited for, weights copied and announced, checkpoints, groups published and
-arrived; the steps of each of its other ranks) and each worker (groups side by side, each with its reward call; loads
-and pauses of its engine; what it waited for). An arrow leads a group from its prompt over the worker to the step that
-trained it.
+arrived, evaluations; the steps of each of its other ranks) and each worker (groups side by side, each with its reward
+call; loads and pauses of its engine; what it waited for). An arrow leads a group from its prompt over the worker to the
+step that trained it.
 
 Format: "Trace Event Format" (Google, 2016), the events X, M, s, t and f; microseconds since the first thing shown.
 
@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 LEARNER: Final = 1
-_STEPS, _WEIGHTS, _CHECKPOINTS, _PROMPTS, _ARRIVALS, _RANKS = 1, 2, 3, 4, 5, 10
+_STEPS, _WEIGHTS, _CHECKPOINTS, _PROMPTS, _ARRIVALS, _EVALUATIONS, _RANKS = 1, 2, 3, 4, 5, 6, 10
 _LEARNERS_LANES: Final = {
     _STEPS: "steps",
     _WEIGHTS: "weights",
     _CHECKPOINTS: "checkpoints",
     _PROMPTS: "prompts published",
     _ARRIVALS: "groups arrived",
+    _EVALUATIONS: "evaluations",
 }
 _ENGINE, _WAITS, _GROUPS = 1, 2, 10
 SAME_WAIT_SECONDS: Final = 3.0
@@ -46,10 +47,22 @@ class _Process:
     ends: list[float] = field(default_factory=list)
 
 
-def trace(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a trace viewer opens. ``rows``: of timeline.jsonl, in order."""
-    made = list(_Trace(rows).events())
+def trace(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """What a trace viewer opens.
+
+    rows         of timeline.jsonl, in order
+    evaluations  rows of metrics of evaluated versions; those that were over before the first step that is shown, and
+                 those of versions that came after the last one, are left out
+    """
+    made = list(_Trace(rows, evaluations).events())
     return {"traceEvents": made, "displayTimeUnit": "ms", "otherData": {"steps": len(rows)}}
+
+
+def num_evaluations(made: Mapping[str, Any]) -> int:
+    """That a trace shows."""
+    return sum(
+        event["ph"] == "X" and event["tid"] == _EVALUATIONS and event["pid"] == LEARNER for event in made["traceEvents"]
+    )
 
 
 def rank_tokens(metrics: Mapping[str, Any]) -> list[int]:
@@ -70,8 +83,8 @@ def from_metrics(row: Mapping[str, Any], seconds: Mapping[str, str]) -> dict[str
 
 
 class _Trace:
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> None:
+        self._rows, self._evaluations = rows, evaluations
         self._workers: dict[str, _Process] = {}
         starts = [_number(row.get("time")) - _total(row) for row in rows]
         groups = [group for row in rows for group in row.get("groups", ())]
@@ -89,6 +102,8 @@ class _Trace:
             yield from self._waits(row, waits)
         for (name, what), (since, until) in waits.items():
             yield self._slice(self._worker(name).number, _WAITS, what, since, until)
+        for evaluation in self._evaluations:
+            yield from self._evaluation(evaluation, last_step=max((row["step"] for row in self._rows), default=0))
         count = max((len(row.get("ranks", ())) for row in self._rows), default=0)
         ranks = {_RANKS + rank: f"rank {rank}" for rank in range(1, count)}
         yield from _names(LEARNER, "learner", _LEARNERS_LANES | ranks)
@@ -143,6 +158,16 @@ class _Trace:
         yield self._slice(number, _ENGINE, f"load version {version}", ended - max(seconds, pause), ended)
         if pause > 0:
             yield self._slice(number, _ENGINE, "paused", ended - pause, ended)
+
+    def _evaluation(self, row: Mapping[str, Any], *, last_step: int) -> Iterator[Event]:
+        ended, seconds = _number(row.get("evaluation/time")), _number(row.get("evaluation/seconds"))
+        if ended <= self._origin or row["step"] > last_step:
+            return
+        names = ("complete", "seconds", "lag_steps", "engine_share", "mixed")
+        numbers = {name: row[f"evaluation/{name}"] for name in names if f"evaluation/{name}" in row}
+        numbers |= {"version": row["step"], "incarnation": row.get("learner/incarnation", 0)}
+        name = f"evaluation of version {row['step']}" + ("" if row.get("evaluation/complete") else ", incomplete")
+        yield self._slice(LEARNER, _EVALUATIONS, name, ended - seconds, ended, **numbers)
 
     def _waits(self, row: Mapping[str, Any], open_: dict[tuple[str, str], tuple[float, float]]) -> Iterator[Event]:
         """Waits that another one has followed. ``open_``: (worker, what) -> (since, last seen)."""

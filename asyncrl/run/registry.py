@@ -236,9 +236,9 @@ def profiler(run: RunConfig) -> Callable[[int, Callable[[], StepResult]], StepRe
     """Around each step of the learner; None when no step is profiled."""
     if not run.learner.profile_steps:
         return None
-    from asyncrl.backends.profiler import StepProfiler
+    from asyncrl.backends.profiler import step_profiler
 
-    return StepProfiler(run.learner.profile_steps, run.run_directory)
+    return step_profiler(run.learner.profile_steps, run.run_directory)
 
 
 def engine(run: RunConfig, *, name: str) -> Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import asyncrl
 from asyncrl.cli import main
 from asyncrl.state import samples
+from tests import ROOT
 
 FILE = """
 [engine]
@@ -97,6 +100,42 @@ def test_every_answer_is_written_to_the_file_that_is_asked_for(
     assert "is there already" in capsys.readouterr().err
     assert evaluate(*command[:-2], tmp_path / "nowhere" / "answers.jsonl") == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_keeps_the_models_that_are_due_and_they_are_evaluated_when_it_is_over(
+    demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """place = "folder": the run itself asks nobody, and all that it keeps is there for `asyncrl evaluate RUN_DIR`."""
+    run = asyncrl.Run.from_file(
+        ROOT / "examples" / "demo.toml",
+        overrides={
+            "bus.kind": "memory",
+            "run.directory": str(tmp_path),
+            "run.name": "kept",
+            "run.steps": 5,
+            "model.path": str(demo / "model"),
+            "data.path": str(demo / "prompts.jsonl"),
+            "learner.backend": "reference",
+            "learner.groups_per_batch": 2,
+            "rollout.workers": 1,
+            "evaluation.place": "folder",
+            "evaluation.every_steps": 2,
+            "evaluation.datasets": [{"name": "counts", "path": str(demo / "prompts.jsonl")}],
+            "metrics.console": False,
+        },
+    )
+    result = asyncio.run(run.train())
+    assert (result.exit_code, result.steps) == (0, 5)
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert not any(name.startswith("evaluation/") for row in rows for name in row)
+    kept = [path.name for path in (run.folder / "models").iterdir()]
+    capsys.readouterr()
+    assert evaluate(run.folder, "--datasets", datasets, "--only", "counts", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in found] == [2, 4, 5], f"every second one and the newest; {kept} were kept"
+    assert all(row["evaluation/complete"] == 1.0 for row in found)
 
 
 def test_a_model_is_evaluated_again_when_the_questions_or_their_reward_have_changed(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import io
 import json
 import math
 from pathlib import Path
@@ -13,10 +15,13 @@ import pytest
 
 from asyncrl import config
 from asyncrl.cli import tap
+from asyncrl.errors import Forbidden
 from asyncrl.messages import Event, Progress, StepMetrics
-from asyncrl.messages.topics import EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
+from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, ROLES, TRAJECTORIES
+from asyncrl.run import registry
 from tests.harness import buses
 from tests.harness.command import asyncrl
+from tests.harness.roles import Server, connected
 
 
 async def test_new_entries_of_a_log_are_shown_and_older_ones_are_not(bus_factory: Any) -> None:
@@ -31,6 +36,69 @@ async def test_new_entries_of_a_log_are_shown_and_older_ones_are_not(bus_factory
         key, message, problem = waiting.result()
     assert (message.group_id, problem) == (int(key), "") and message.group_id > 0
     assert await bus.depth(TRAJECTORIES) == await bus.last_sequence(TRAJECTORIES)
+
+
+def asked(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    tap.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+async def test_what_is_published_once_it_listens_is_printed_at_once(
+    bus_factory: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it says first is the event: nothing that is published after it is missed, and no clock wakes it."""
+    bus, onlooker = await bus_factory(), await bus_factory()
+    await bus.publish(TRAJECTORIES, buses.group(0), key="0")
+    listens, said = asyncio.Event(), io.StringIO()
+    said.flush = listens.set  # type: ignore[method-assign]
+    with contextlib.redirect_stderr(said):
+        showing = asyncio.create_task(tap._show(onlooker, TRAJECTORIES, asked("run", "trajectories", "--limit", "1")))
+        await listens.wait()
+    await bus.publish(TRAJECTORIES, buses.group(1), key="1")
+    await showing
+    assert said.getvalue().startswith("asyncrl tap: trajectories had 1 messages so far")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert " 1   group_id 1" in line
+
+
+async def test_it_sees_a_run_with_an_observers_password_and_can_change_nothing(tmp_path: Path) -> None:
+    """On a server with roles: what the command connects with may neither publish, take, remove nor set anything."""
+    server = Server(tmp_path / "server")
+    try:
+        async with connected(server, "learner") as learner:
+            await learner.publish(PROMPTS, buses.prompt(0), key="0")
+            await learner.publish(TRAJECTORIES, buses.group(0), key="0")
+            await learner.put(ACTORS, buses.heartbeat("w0"), key="w0")
+            run = config.only_overrides(
+                [
+                    f"bus.url=nats://127.0.0.1:{server.port}",
+                    f"bus.credentials={server.directory}/mine/{{role}}",
+                    "run.name=mine",
+                ]
+            )
+            for role in set(ROLES) - {"observer"}:  # nothing else is at hand
+                (server.directory / "mine" / role).unlink()
+            for topic in (PROMPTS, ACTORS):
+                await tap._tap(run, topic, asked(str(tmp_path), topic.name, "--limit", "1"))
+            bus = await registry.observe(run, token="")
+            try:
+                for call in (
+                    bus.publish(TRAJECTORIES, buses.group(1), key="1"),
+                    bus.publish(PROMPTS, buses.prompt(1), key="1"),
+                    bus.put(PROGRESS, buses.progress(9)),
+                    bus.put(ACTORS, buses.heartbeat("w1"), key="w1"),
+                    bus.forget(ACTORS, key="w0"),
+                    bus.trim(TRAJECTORIES, through=1),
+                ):
+                    with pytest.raises(Forbidden):
+                        await call
+            finally:
+                await bus.close()
+            assert (await learner.depth(PROMPTS), await learner.depth(TRAJECTORIES)) == (1, 1)
+            assert list(await learner.states(ACTORS)) == ["w0"]
+    finally:
+        server.close()
 
 
 async def test_a_state_is_shown_as_it_is_and_when_it_changes(bus_factory: Any) -> None:

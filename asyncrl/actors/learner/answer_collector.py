@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 from asyncrl.actors.learner.evaluation_round import EvaluationRound
 from asyncrl.errors import BusFull
+from asyncrl.messages.evaluation import EvaluationAnswers
 from asyncrl.messages.topics import EVALUATION_ANSWERS, EVALUATION_PROMPTS
+from asyncrl.policies.evaluation.held import EngineTime
 from asyncrl.protocols import Bus
 
 ASK_AGAIN_SECONDS: Final = 10.0
@@ -30,14 +33,16 @@ class AnswerCollector:
         bus: Bus,
         asked: EvaluationRound,
         *,
+        engine_time: EngineTime,
         gone: Callable[[], Awaitable[str]],
         workers: Callable[[], Awaitable[Collection[str]]],
     ) -> None:
         """
-        gone     why the evaluated version is nowhere any more; "" while it is there
-        workers  names of those that are up and may answer
+        engine_time  is told of every answer
+        gone         why the evaluated version is nowhere any more; "" while it is there
+        workers      names of those that are up and may answer
         """
-        self._bus, self._asked = bus, asked
+        self._bus, self._asked, self._engine_time = bus, asked, engine_time
         self._gone, self._workers = gone, workers
         self._again: set[int] = set()  # prompts to ask again, as soon as the bus takes them
         self._wanted = asyncio.Event()
@@ -108,6 +113,7 @@ class AnswerCollector:
                     self._bus.rejections.note(EVALUATION_ANSWERS.name, record.problem)
                 else:
                     num_unable = len(self._asked.unable)
+                    self._note_engine(record.message)
                     index, problem = self._asked.take(record.message)
                     if index is not None:
                         self._bus.rejections.note(EVALUATION_ANSWERS.name, problem, kind="answers")
@@ -118,6 +124,11 @@ class AnswerCollector:
                 if record.sequence >= through:
                     self._has_read.set()
         self._done.set()
+
+    def _note_engine(self, answers: EvaluationAnswers) -> None:
+        group_id = answers.group_id
+        if group_id is not None and self._asked.evaluation.index(group_id) is not None:
+            self._engine_time.heard(answers.worker, held_seconds=answers.held_seconds, now=time.monotonic())
 
     async def _hopeless(self) -> str:
         """Why nobody can answer: the version is gone, or none of the workers that are up can load it."""

@@ -28,6 +28,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.evaluation import Evaluation
 from asyncrl.messages.topics import ACTORS, EVALUATION, EVALUATION_ANSWERS
+from asyncrl.policies.evaluation.held import EngineTime, num_held
 from asyncrl.policies.evaluation.questions import EvaluationSet, digest
 from asyncrl.policies.health.faults import EVALUATION_WORKER, WORKER
 from asyncrl.policies.staleness.staleness import Forks, is_of_history
@@ -188,7 +189,7 @@ class Evaluator:
             weights=weights,
             num_prompts=self._num_prompts,
             questions=self._questions,
-            num_held=max(1, int(self._section.share * engines)) if self._section.place == "shared" else 0,
+            num_held=num_held(self._section.share, engines) if self._section.place == "shared" else 0,
             after=await self._bus.last_sequence(EVALUATION_ANSWERS),
         )
         await self._bus.put(EVALUATION, self._last)
@@ -203,10 +204,12 @@ class Evaluator:
     async def _evaluate(self, evaluation: Evaluation) -> None:
         began = time.monotonic()
         asked = self._asked = EvaluationRound(evaluation, self._sets, recorder=self._recorder)
+        engine_time = EngineTime(began=began)
         answering = WORKER if self._section.place == "shared" else EVALUATION_WORKER
         collector = AnswerCollector(
             self._bus,
             asked,
+            engine_time=engine_time,
             gone=lambda: asyncio.to_thread(self._why_gone, evaluation.weights),
             workers=lambda: self._workers(answering),
         )
@@ -223,7 +226,10 @@ class Evaluator:
                 evaluation.num_prompts,
                 problem,
             )
-        await self._end(asked, seconds=time.monotonic() - began)
+        now = time.monotonic()
+        engines = len(await self._workers(WORKER, EVALUATION_WORKER))
+        share = engine_time.share(num_engines=engines, now=now)
+        await self._end(asked, seconds=now - began, engine_share=share)
 
     def _why_gone(self, weights: WeightVersion) -> str:
         try:
@@ -232,18 +238,19 @@ class Evaluator:
             return f"its weights are gone: {error}"
         return ""
 
-    async def _end(self, asked: EvaluationRound, *, seconds: float) -> None:
+    async def _end(self, asked: EvaluationRound, *, seconds: float, engine_share: float) -> None:
         """Report it, and only then call it over: a learner that is killed in between counts the answers again."""
         evaluation = asked.evaluation
         version = evaluation.weights.policy_version
+        ended = time.time()
         row = await asyncio.to_thread(asked.metrics, seed=self._seed)
-        engines = max(1, len(await self._workers(WORKER, EVALUATION_WORKER)), len(asked.workers))
         row |= {
             "evaluation/complete": float(asked.is_complete),
             "evaluation/lag_steps": float(max(0, self._version() - version)),
             "evaluation/seconds": seconds,
+            "evaluation/time": ended,
             "evaluation/tokens": float(asked.num_tokens),
-            "evaluation/engine_share": len(asked.workers) / engines,
+            "evaluation/engine_share": engine_share,
             "evaluation/mixed": float(asked.num_mixed),
             "evaluation/skipped": float(self._skipped),
         }

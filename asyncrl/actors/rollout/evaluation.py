@@ -96,6 +96,7 @@ def evaluation_stage(
             bus,
             worker=worker,
             current=lambda: source.in_progress,
+            held_seconds=lambda: source.held_seconds,
             is_draining=lambda: source.is_draining,
             prompt_of=source.prompt_of,
             vote=votes,

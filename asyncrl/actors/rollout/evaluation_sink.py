@@ -33,19 +33,21 @@ class EvaluationSink:
         *,
         worker: str,
         current: Callable[[], Evaluation | None],
+        held_seconds: Callable[[], float],
         is_draining: Callable[[], bool],
         prompt_of: Callable[[int], PromptGroup | None],
         vote: Vote,
         waits: WaitTracker,
     ) -> None:
         """
-        current    the evaluation in progress; answers to any other are not needed any more
-        prompt_of  of a group that is being answered
+        current       the evaluation in progress; answers to any other are not needed any more
+        held_seconds  for which the engine has had its version
+        prompt_of     of a group that is being answered
         """
         self._bus, self._worker, self._waits = bus, worker, waits
         self._current, self._is_draining = current, is_draining
         self._vote = vote
-        self._prompt_of = prompt_of
+        self._prompt_of, self._held_seconds = prompt_of, held_seconds
         self._log = logging.getLogger(f"asyncrl.{worker}")
 
     async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
@@ -76,6 +78,7 @@ class EvaluationSink:
             ),
             error=group.error,
             worker=self._worker,
+            held_seconds=self._held_seconds(),
             group=_whole(group) if prompt is not None and prompt.is_recorded and group.trajectories else None,
         )
         await self._store(answers, group_id=group.group_id)

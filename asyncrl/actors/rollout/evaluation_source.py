@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -64,6 +65,7 @@ class EvaluationSource:
         self._asked: dict[int, PromptGroup] = {}  # of each group in flight
         self.current: Evaluation | None = None
         """Whose version the engine has and keeps."""
+        self._held_since = 0.0
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -104,6 +106,11 @@ class EvaluationSource:
         """The evaluation that answers are needed of, whether or not the engine has its version."""
         newest = self._newest
         return newest if newest is not None and not newest.is_over else None
+
+    @property
+    def held_seconds(self) -> float:
+        """For which the engine has had the version of ``current``."""
+        return 0.0 if self.current is None else time.monotonic() - self._held_since
 
     async def next(self) -> EvaluationWork | None:
         """Raises BusError."""
@@ -209,7 +216,7 @@ class EvaluationSource:
         async with self._lease(evaluation):
             await self._slots.unreserved()  # nothing waits between this and ``held``
             async with self._engine.follower.held(evaluation.weights):
-                self.current = evaluation
+                self.current, self._held_since = evaluation, time.monotonic()
                 prefetch.update()
                 try:
                     await asyncio.Event().wait()

@@ -19,7 +19,13 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.load import label_check, needs_label, row_labels
 from asyncrl.rollouts import load as rollout_functions
-from asyncrl.run.assembly.evaluation_sets import look_at_rows, open_set, require_space, row_limits
+from asyncrl.run.assembly.evaluation_sets import (
+    look_at_rows,
+    open_set,
+    require_metric,
+    require_space,
+    row_limits,
+)
 
 if TYPE_CHECKING:
     from asyncrl.data.sources import Positions
@@ -66,6 +72,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
         parts = {name: dataclasses.asdict(part) for name, part in sorted(reward.parts.items())}
         judge = repr((reward.kind, sorted(hidden(reward.options).items()), *([hidden(parts)] if parts else [])))
         sets.append(dataclasses.replace(opened, judge=judge))
+    require_metric(run.checkpoint.best, sets)
     require_space(sets, log_bytes=run.bus.max_log_bytes, num_recorded=run.metrics.samples_per_evaluation)
     return sets
 

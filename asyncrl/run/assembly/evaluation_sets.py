@@ -15,7 +15,7 @@ from asyncrl.data.row_files import open_rows
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
-from asyncrl.policies.evaluation.results import Measured
+from asyncrl.policies.evaluation.results import Measured, metric_names
 
 _ANY: Final = 2**31
 ANSWER_BYTES: Final = 512
@@ -173,6 +173,23 @@ def _of_row(value: Any, where: str, dataset: EvaluationDataset) -> tuple[str, ..
     if not isinstance(tags, list | tuple) or not all(isinstance(tag, str) and tag for tag in tags):
         raise ConfigError(f"{where}: {dataset.tag_key!r} must be a tag or a list of tags, got {value!r}")
     return tuple(dict.fromkeys(tag.replace("/", "-") for tag in tags))
+
+
+def require_metric(best: str, sets: Iterable[EvaluationSet]) -> None:
+    """Raises ConfigError when the rows lack the labels for the metric of ``checkpoint.best``, which would keep nothing.
+
+    best  DATASET/METRIC, a metric that the data set would have with labels; "" for none
+    """
+    name, _, metric = best.partition("/")
+    for its in sets:
+        measured = its.measured
+        known = metric_names(measured.num_samples, k=measured.k, has_labels=measured.has_labels)
+        if its.name == name and metric not in known:
+            first = next(number for number, one in enumerate(its.questions, 1) if one.label is None)
+            raise ConfigError(
+                f"checkpoint.best: {best} needs a label in every row of evaluation.datasets {name}, and prompt {first} "
+                f"has none (label_key); label it, or name one of {', '.join(known)}"
+            )
 
 
 def require_space(sets: Iterable[EvaluationSet], *, log_bytes: int, num_recorded: int = 0) -> None:

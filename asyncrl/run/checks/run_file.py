@@ -17,9 +17,9 @@ from asyncrl.data.model_folder import ModelFolder, check_model_at
 from asyncrl.data.row_files import require_data
 from asyncrl.data.sources import make_source
 from asyncrl.errors import ConfigError
-from asyncrl.policies.evaluation.results import metric_names
 from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run import colocated, learner_models, registry
+from asyncrl.run.checks import evaluation
 
 if TYPE_CHECKING:
     from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -34,6 +34,7 @@ def check(run: RunConfig) -> None:
     launcher = registry.launcher_class(run)
     launcher.check_machine(run)
     _check_settings(run)
+    evaluation.warn_of_share(run)
     if launcher.places:  # on other machines: each process looks at its own
         if run.learner.machines > 1:
             raise ConfigError(
@@ -86,7 +87,7 @@ def check_before_torch(run: RunConfig) -> None:
     _check_data(run)
     for key, folder in run.model_paths.items():
         check_model_at(key, folder)
-    _check_evaluation_paths(run)
+    evaluation.check_paths(run)
     _check_directory("run.directory", run.run_directory)
     if run.weights.directory:
         _check_directory("weights.directory", run.weights_directory)
@@ -183,7 +184,7 @@ def _check_of_worker_before_torch(run: RunConfig) -> None:
     _check_context(run, model)
     registry.load_reward(run)
     registry.load_evaluation_rewards(run)
-    _check_evaluation(run)
+    evaluation.check_section(run)
     rollout_functions.load_rollout(run.rollout)
 
 
@@ -251,42 +252,14 @@ def _check_filters(run: RunConfig) -> None:
 
 def check_evaluation(run: RunConfig) -> None:
     """What ``check`` refuses, for who evaluates saved models only."""
-    _check_evaluation_paths(run)
+    evaluation.check_paths(run)
     check_model_at("model.path", Path(run.model.path))
     registry.load_evaluation_rewards(run)
     rollout_functions.load_rollout(run.rollout)
-    _check_evaluation(run)
+    evaluation.check_section(run)
     _check_engine_and_channel(run)
     registry.engine_class(run).check_machine(run)
     registry.check_reward_machine(run)
-
-
-def _check_evaluation(run: RunConfig) -> None:
-    """The data sets' files are the learner's: only what each process can see is looked at here."""
-    section, best = run.evaluation, run.checkpoint.best
-    if section.is_on and not rollout_functions.traits(run.rollout.function).samples:
-        raise ConfigError(
-            f'evaluation.place: rollout.function = "{run.rollout.function}" has no engine that could answer; use place '
-            '= "folder" and `asyncrl evaluate`'
-        )
-    if not best:
-        return
-    name, _, metric = best.partition("/")
-    dataset = section.named(name)
-    assert dataset is not None, "EvaluationSection.check saw to it"
-    known = metric_names(dataset.samples, k=dataset.k, has_labels=True)
-    if metric not in known:
-        raise ConfigError(f"checkpoint.best: {name} has no metric {metric!r}; it has {', '.join(known)}")
-
-
-def _check_evaluation_paths(run: RunConfig) -> None:
-    for dataset in run.evaluation.datasets:
-        if not dataset.path:  # as machines that join have it: they open no data
-            raise ConfigError(f"evaluation.datasets: {dataset.name}: path is empty; name a file")
-        try:
-            require_data(dataset.path)
-        except ConfigError as error:
-            raise ConfigError(f"evaluation.datasets: {dataset.name}: path {error}") from None
 
 
 def _check_bus(run: RunConfig) -> None:

@@ -17,6 +17,7 @@ from asyncrl.run.recorded.run_folder import RecordedRun
 
 TIMELINE_FILE: Final = "timeline.jsonl"
 OLDER_FILE: Final = "timeline.1.jsonl"
+EVALUATED_AT: Final = "evaluation/time"
 
 _SHAPES: Final[Mapping[str, tuple[type, ...]]] = {
     "groups": (int, str, *(float,) * 5),
@@ -44,6 +45,17 @@ def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
     if said and not metrics:
         raise ConfigError(f"{directory}: {said[0]}")
     return [from_metrics(metrics[step], SECONDS) for step in sorted(metrics)], "metrics.jsonl"
+
+
+def evaluations_of(directory: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl of versions that were evaluated, in the order in which the evaluations ended. None of
+    a run of an older version, whose rows do not say when."""
+    rows = [row for row in RecordedRun(directory).metrics().values() if _is_time(row.get(EVALUATED_AT))]
+    return sorted(rows, key=lambda row: float(row[EVALUATED_AT]))
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, float | int) and value > 0
 
 
 def _bytes(path: Path) -> bytes:

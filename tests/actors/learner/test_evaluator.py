@@ -92,7 +92,9 @@ class Incarnation:
         return (await self.bus.states(EVALUATION))[""]
 
 
-async def answer(bus: MemoryBus, evaluation: Evaluation, *indices: int, version: int | None = None) -> None:
+async def answer(
+    bus: MemoryBus, evaluation: Evaluation, *indices: int, version: int | None = None, held_seconds: float = 0.0
+) -> None:
     """version: that sampled them; None: the evaluated one"""
     incarnation, own = evaluation.weights.order
     span = VersionSpan(start=0, incarnation=incarnation, policy_version=own if version is None else version)
@@ -103,6 +105,7 @@ async def answer(bus: MemoryBus, evaluation: Evaluation, *indices: int, version:
             dataset="sums",
             answers=(Answer(reward=1.0, length=4, version_spans=(span,)),) * 2,
             worker="e0",
+            held_seconds=held_seconds,
         )
         await bus.publish(EVALUATION_ANSWERS, made, key=f"{index}-{uuid.uuid4().hex}")
 
@@ -172,6 +175,18 @@ async def test_a_log_whose_end_has_vanished_is_waited_for_no_longer_than_a_promp
     await incarnation.until_idle()
     worker.cancel()
     assert incarnation.results[0, 20]["evaluation/complete"] == 1.0
+
+
+async def test_the_engines_time_is_that_for_which_workers_had_the_version(bus: MemoryBus) -> None:
+    """One of two had it all the time, by what its second answer says; nobody knows of the other."""
+    await bus.put(EVALUATION, LAST)
+    await beats(bus, "e0", "e1")
+    await answer(bus, LAST, 0, 1, 2)
+    await answer(bus, LAST, 3, 4, held_seconds=1e6)
+    incarnation = Incarnation(bus)
+    await incarnation.evaluator.start()
+    await incarnation.until_idle()
+    assert incarnation.results[0, 20]["evaluation/engine_share"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("changed", ["size", "label", "sampling"])

@@ -73,6 +73,27 @@ async def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path, caplog: pyt
     assert caplog.text.count("timeline.jsonl: a step is left out") == 1
 
 
+def test_the_command_shows_the_evaluations_that_are_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"incarnation": 0, "seconds": {"train": 1.0}, "groups": [], "loads": [], "waits": []}
+    (tmp_path / TIMELINE_FILE).write_text(json.dumps({"step": 2, "time": 102.0} | fields) + "\n")
+    rows = [
+        {"step": 2, "time": 102.0, "learner/incarnation": 0},
+        {"step": 2, "learner/incarnation": 0, "evaluation/complete": 1.0, "evaluation/seconds": 3.0}
+        | {"evaluation/time": 106.0},
+        {"step": 1, "learner/incarnation": 0, "evaluation/complete": 1.0, "evaluation/seconds": 1.0},  # of an older run
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, _ = asyncrl("trace", tmp_path, capsys=capsys)
+    assert code == 0 and "0 groups, 1 evaluation," in out
+    made = json.loads((tmp_path / "trace.json").read_text())
+    found = [event for event in made["traceEvents"] if event["name"].startswith("evaluation of")]
+    assert [(event["name"], event["ts"], event["dur"]) for event in found] == [
+        ("evaluation of version 2", 2_000_000, 3_000_000)  # the trace begins at 101
+    ]
+
+
 def test_the_command_writes_what_a_viewer_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"incarnation": 0, "seconds": {"train": 1.0}, "groups": [], "loads": [], "waits": []}
     lines = [json.dumps({"step": step, "time": 100.0 + step} | fields) for step in range(1, 10)]

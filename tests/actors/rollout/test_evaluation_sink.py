@@ -56,6 +56,7 @@ class Worker:
             self.bus,
             worker="w0",
             current=lambda: self.current,
+            held_seconds=lambda: 2.5,
             is_draining=lambda: self.is_draining,
             prompt_of=lambda group_id: self.prompt,
             vote=votes,
@@ -91,6 +92,7 @@ async def test_the_log_holds_what_is_counted_and_no_tokens() -> None:
     assert long.num_bytes < 512
     (answer,) = long.message.answers
     assert (answer.reward, answer.length, answer.vote, answer.finish_reason) == (1.0, 10_000, "12", "stop")
+    assert long.message.held_seconds == 2.5
     assert mixed.message.answers[0].version_spans[0].policy_version == 21, "the learner counts these"
 
 

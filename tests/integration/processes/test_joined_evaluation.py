@@ -44,7 +44,8 @@ async def test_workers_that_joined_evaluate_a_run_that_has_no_others(tmp_path: P
             await run.until(lambda: len(results(run)) > 1, "two evaluations")
             assert await asyncio.to_thread(run.drain) == 130
         for row in results(run)[:2]:
-            assert (row["evaluation/complete"], row["evaluation/engine_share"]) == (1.0, 1.0)
+            assert row["evaluation/complete"] == 1.0
+            assert 0 < row["evaluation/engine_share"] <= 1
             assert row["evaluation/prompts/prompts"] == 8
         found = run.audit()
         assert (found["code"], found["lost"], found["evaluation_problems"]) == (0, 0, 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from asyncrl.backends.profiler import StepProfiler
+from asyncrl.backends.profiler import StepProfiler, step_profiler
 from asyncrl.config.learner import LearnerSection
 from asyncrl.errors import ConfigError
 
@@ -40,6 +41,79 @@ def test_a_profiler_that_fails_fails_no_step(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         assert StepProfiler((1,), tmp_path)(1, step) == 512.0
     assert "no profile of step-000001: FileExistsError" in caplog.text
+
+
+class Fake:
+    """Allocations that are written down, in place of a GPU's. ``broken``: what raises."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.said: list[str] = []
+        self._broken = broken
+
+    def _say(self, what: str) -> None:
+        self.said.append(what)
+        if what == self._broken:
+            raise RuntimeError("no such allocator")
+
+    def record(self) -> None:
+        self._say("record")
+
+    def dump(self, path: Path) -> None:
+        self._say("dump")
+        path.write_bytes(b"snapshot")
+
+    def stop(self) -> None:
+        self._say("stop")
+
+
+def test_a_snapshot_is_of_the_memory_that_a_step_allocated(tmp_path: Path) -> None:
+    allocations = Fake()
+    profiler = StepProfiler((2,), tmp_path, allocations=allocations)
+
+    def noted() -> float:
+        allocations.said.append("step")
+        return step()
+
+    assert [profiler(number, noted) for number in (1, 2, 3)] == [512.0] * 3
+    assert allocations.said == ["step", "record", "step", "dump", "stop", "step"]
+    assert (tmp_path / "profile" / "step-000002.pickle").read_bytes() == b"snapshot"
+    assert (tmp_path / "profile" / "step-000002.json").exists()
+
+
+@pytest.mark.parametrize("broken", ["record", "dump", "stop"])
+def test_a_snapshot_that_fails_fails_no_step_and_ends_the_recording(
+    broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    allocations = Fake(broken)
+    assert StepProfiler((1,), tmp_path, allocations=allocations)(1, step) == 512.0
+    assert allocations.said[-1] == "stop", "later steps would go on paying for it"
+    assert "memory snapshot of step-000001: RuntimeError: no such allocator" in caplog.text
+
+
+def test_a_step_that_fails_leaves_its_snapshot(tmp_path: Path) -> None:
+    """Of a step that ran out of memory it is what one wants to see."""
+
+    def fails() -> float:
+        raise MemoryError("no block of this size")
+
+    with pytest.raises(MemoryError):
+        StepProfiler((1,), tmp_path, allocations=Fake())(1, fails)
+    assert (tmp_path / "profile" / "step-000001.pickle").exists()
+
+
+def test_without_a_gpu_no_snapshot_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    step_profiler((1,), tmp_path)(1, step)
+    assert {path.suffix for path in (tmp_path / "profile").iterdir()} == {".json"}
+
+
+@pytest.mark.gpu
+def test_a_gpus_snapshot_names_what_was_allocated(tmp_path: Path) -> None:
+    step_profiler((1,), tmp_path)(1, lambda: torch.ones(2**20, device="cuda").sum().item())
+    with (tmp_path / "profile" / "step-000001.pickle").open("rb") as file:
+        found = pickle.load(file)
+    allocated = [entry["size"] for trace in found["device_traces"] for entry in trace if entry["action"] == "alloc"]
+    assert any(size >= 4 * 2**20 for size in allocated)
 
 
 def test_a_step_that_is_none_is_refused() -> None:

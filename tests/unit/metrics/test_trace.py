@@ -97,6 +97,28 @@ def test_a_run_that_recorded_no_timeline_has_its_steps() -> None:
     assert json.dumps(made, allow_nan=False)
 
 
+EVALUATION = {"step": 6, "evaluation/complete": 1.0, "evaluation/seconds": 4.0, "evaluation/lag_steps": 1.0}
+
+
+def test_an_evaluation_has_a_lane_from_its_begin_to_its_end() -> None:
+    made = trace([row(6, time=103.0), row(7, time=107.0)], [EVALUATION | {"evaluation/time": 107.5}])
+    assert slices(made, "evaluation of version 6") == [("evaluations", 3.5, 4.0)]  # the trace begins at 100
+    (event,) = [event for event in made["traceEvents"] if event["name"] == "evaluation of version 6"]
+    told = {"version": 6, "incarnation": 0, "complete": 1.0, "seconds": 4.0, "lag_steps": 1.0}
+    assert event["args"] == told
+
+
+def test_an_incomplete_evaluation_is_called_so() -> None:
+    made = trace([row(7, time=103.0)], [EVALUATION | {"evaluation/time": 102.0, "evaluation/complete": 0.0}])
+    assert slices(made, "evaluation of version 6, incomplete") == [("evaluations", 0.0, 2.0)]  # it began at 98
+
+
+def test_evaluations_of_other_steps_than_those_that_are_shown_are_left_out() -> None:
+    over, later = EVALUATION | {"evaluation/time": 99.0}, EVALUATION | {"step": 8, "evaluation/time": 110.0}
+    made = trace([row(7, time=103.0)], [over, later])
+    assert not [event for event in made["traceEvents"] if event["name"].startswith("evaluation of")]
+
+
 def test_each_rank_of_the_learner_has_a_lane_with_what_it_trained() -> None:
     made = trace([row(7, time=103.0, ranks=[500, 300])])
     assert slices(made, "step 7") == [("rank 1", 1.0, 2.0), ("steps", 1.0, 2.0)]

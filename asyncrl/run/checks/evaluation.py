@@ -1,0 +1,70 @@
+"""Checks [evaluation] of a run file, and what [checkpoint] wants of it.
+
+Tests: tests/unit/run/checks/test_evaluation.py, and the refusals in test_run_file.py beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from asyncrl.config import RunConfig
+from asyncrl.config.toml_text import toml_text
+from asyncrl.data.row_files import require_data
+from asyncrl.errors import ConfigError
+from asyncrl.policies.evaluation.held import num_held
+from asyncrl.policies.evaluation.results import metric_names
+from asyncrl.rollouts import load as rollout_functions
+
+log = logging.getLogger("asyncrl.check")
+
+
+def check_section(run: RunConfig) -> None:
+    """The data sets' files are the learner's: only what each process can see is looked at here."""
+    section, best = run.evaluation, run.checkpoint.best
+    if section.is_on and not rollout_functions.traits(run.rollout.function).samples:
+        raise ConfigError(
+            f'evaluation.place: rollout.function = "{run.rollout.function}" has no engine that could answer; use place '
+            '= "folder" and `asyncrl evaluate`'
+        )
+    if not best:
+        return
+    name, _, metric = best.partition("/")
+    dataset = section.named(name)
+    assert dataset is not None, "EvaluationSection.check saw to it"
+    known = metric_names(dataset.samples, k=dataset.k, has_labels=True)  # the rows say: evaluation_sets.require_metric
+    if metric not in known:
+        raise ConfigError(f"checkpoint.best: {name} has no metric {metric!r}; it has {', '.join(known)}")
+
+
+def check_paths(run: RunConfig) -> None:
+    for dataset in run.evaluation.datasets:
+        if not dataset.path:  # as machines that join have it: they open no data
+            raise ConfigError(f"evaluation.datasets: {dataset.name}: path is empty; name a file")
+        try:
+            require_data(dataset.path)
+        except ConfigError as error:
+            raise ConfigError(f"evaluation.datasets: {dataset.name}: path {error}") from None
+
+
+def warn_of_share(run: RunConfig) -> None:
+    """Where the least that can be held, one worker, is more than the run file allows.
+
+    For `asyncrl run` and its check: where others start the workers, nobody knows yet how many there will be.
+    """
+    section, workers = run.evaluation, run.rollout.workers
+    if not section.is_on or section.place != "shared" or not workers:
+        return
+    held = num_held(section.share, workers)
+    if held <= section.share * workers:
+        return
+    log.warning(
+        "evaluation.share: %s of %d rollout worker%s is less than one, and an evaluation holds back one, %.0f %% of "
+        'them; use rollout.workers = %d or more, share = %s, or place = "dedicated"',
+        toml_text(section.share),
+        workers,
+        "" if workers == 1 else "s",
+        100 * held / workers,
+        math.ceil(1 / section.share),
+        toml_text(math.ceil(1e4 / workers) / 1e4),
+    )
