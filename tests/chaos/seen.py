@@ -17,7 +17,8 @@ class Seen:
     groups     ids of the groups on the log
     tokens     response tokens of these, counting each group's first record only: what was not generated in vain
     sequence   of the newest log record
-    honest     ids of the groups with answers of the run's own workers, each the first record of its group
+    keys       of the log's records, with what they answer: also of those that do not decode
+    honest     ids of the groups with answers of the run's own workers, each the first record of its key
     """
 
     step: tuple[int, int] = (-1, -1)
@@ -26,6 +27,7 @@ class Seen:
     groups: set[int] = field(default_factory=set)
     tokens: int = 0
     sequence: int = 0
+    keys: set[str] = field(default_factory=set)
     honest: set[int] = field(default_factory=set)
 
     def has_trained_since(self, incarnation: int) -> bool:
@@ -42,14 +44,15 @@ class Seen:
         async with bus.read(TRAJECTORIES, after=self.sequence) as records:
             async for record in records:
                 self.sequence = record.sequence
-                group = record.message
+                group, is_first = record.message, record.key not in self.keys
+                self.keys.add(record.key)
                 if group is None:
                     continue
                 self.published[group.worker] = self.published.get(group.worker, 0) + 1
                 if group_id_of(record.key) != group.group_id:
                     continue
                 if group.group_id not in self.groups:
-                    if group.trajectories and group.worker in ("w0", "w1", "w2"):
+                    if is_first and group.trajectories and group.worker in ("w0", "w1", "w2"):
                         self.honest.add(group.group_id)
                     self.groups.add(group.group_id)
                     self.tokens += sum(int(trajectory.response_mask.sum()) for trajectory in group.trajectories)

@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages import replace
+from asyncrl.messages.codec import encode
+from asyncrl.messages.topics import TRAJECTORIES, answer_key
 from tests.chaos.kill import Kill
 from tests.chaos.report import SUMMED, table, total
 from tests.chaos.run_files import evaluating
+from tests.chaos.seen import Seen
 from tests.chaos.storm import Storm
 from tests.chaos.victims import FAULTS, KILLS, VICTIMS, deal
+from tests.conftest import BUS_SIZES
+from tests.harness import groups
+from tests.harness.fakes import until
 from tests.harness.forked import ForkServer
 
 TWENTY = 20
@@ -56,6 +64,28 @@ def test_kills_while_it_is_evaluated_leave_no_wrong_result(place: str, tmp_path:
     assert all(row["evaluation/complete"] == (row["evaluation/prompts/missing"] == 0) for row in results)
     assert all(row["evaluation/prompts/prompts"] == 24 for row in results)
     assert results[-1]["evaluation/complete"] == 1.0
+
+
+async def test_a_group_is_an_honest_workers_only_if_nobody_had_answered_it_before() -> None:
+    """A liar gets the prompts of a worker that was stopped for too long. Both answer; the log was trimmed between."""
+    bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20}))
+    keys = [answer_key(group_id, ticket="0" * 32) for group_id in range(3)]
+    seen = Seen()
+    reading = asyncio.create_task(seen.read_groups(bus))
+    for key, data in (
+        (keys[0], b"does not decode"),
+        (keys[1], encode(replace(groups.group(7), worker="evil"))),
+        (answer_key(2, ticket="1" * 32), b"of somebody who was not lent it"),
+    ):
+        assert bus._log(TRAJECTORIES).add(key, data)
+    await until(lambda: seen.sequence == 3)
+    await bus.trim(TRAJECTORIES, through=3)
+    for group_id, key in enumerate(keys):
+        await bus.publish(TRAJECTORIES, replace(groups.group(group_id), worker="w0"), key=key)
+    await until(lambda: seen.sequence == 6)
+    reading.cancel()
+    assert seen.groups == {0, 1, 2}
+    assert seen.honest == {2}
 
 
 def test_every_kind_of_kill_is_equally_frequent_and_a_seed_gives_the_same_storm() -> None:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.config import RunConfig
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
@@ -37,6 +38,7 @@ from asyncrl.policies.batching.packing import MicroBatch, pack_parts, recording
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.health.faults import HELD
 from asyncrl.policies.staleness.staleness import age_weight
 
 log = logging.getLogger("asyncrl.learner")
@@ -67,10 +69,11 @@ class _Hold:
     """How long a full batch waits for older groups: ``longest`` seconds, then it is over and ``changed`` is set.
 
     announce  called when it has lasted LONG_WAIT_SECONDS
+    wait      of the learner, which says in it that it holds, if the hold has an end
     """
 
-    def __init__(self, longest: float, *, changed: asyncio.Event, announce: Callable[[], None]) -> None:
-        self._longest, self._changed, self._announce = longest, changed, announce
+    def __init__(self, longest: float, *, changed: asyncio.Event, announce: Callable[[], None], wait: OpenWait) -> None:
+        self._longest, self._changed, self._announce, self._wait = longest, changed, announce, wait
         self._began: float | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._seconds = 0.0
@@ -97,12 +100,14 @@ class _Hold:
             self._timers = [loop.call_later(LONG_WAIT_SECONDS, self._announce)]
             if math.isfinite(self._longest):
                 self._timers.append(loop.call_later(self._longest, self._end))
+                self._wait.note = HELD
 
     def stop(self) -> None:
         """The batch is not full any more; the next time that it is the hold begins anew."""
         for timer in self._timers:
             timer.cancel()
         self._seconds, self._began, self._timers, self.is_over = self.seconds, None, [], False
+        self._wait.note = ""
 
     def _end(self) -> None:
         self.is_over = True
@@ -154,13 +159,14 @@ class Batcher:
         self._draining = True
         self._changed.set()
 
-    async def take(self) -> list[BufferedGroup] | None:
-        """The groups that the next step trains, now in training; behind them those that it trains again.
+    async def take(self, wait: OpenWait) -> list[BufferedGroup] | None:
+        """The groups that the next step trains, now in training; behind them those that it trains again. ``wait``: the
+        learner's for them.
 
         None when drained, or when the data has ended and what is left cannot fill a batch.
         """
         table = self._table
-        hold = _Hold(self._longest_hold, changed=self._changed, announce=self._announce_hold)
+        hold = _Hold(self._longest_hold, changed=self._changed, announce=self._announce_hold, wait=wait)
         with hold, self._announcing_long_wait(hold):
             while True:
                 self._changed.clear()

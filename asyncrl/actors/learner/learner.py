@@ -193,8 +193,8 @@ class Learner(Actor):
         while not self.done and not self.draining.is_set():
             started = time.monotonic()
             await self._trainer.leave_gpus()
-            with self.waiting("trajectories", on=WORKER):
-                taken = await self._batcher.take()
+            with self.waiting("trajectories", on=WORKER) as wait:
+                taken = await self._batcher.take(wait)
             if taken is None:
                 return
             if self._run.run.mode == "one_step_off":  # taking a batch is what admits the next one

@@ -27,6 +27,7 @@ from asyncrl.policies.health import conditions, faults, fleet, losses
 from asyncrl.policies.health.faults import (
     BUS_SECONDS,
     FOLLOWER,
+    HELD,
     LEARNER,
     PARTS,
     PATIENCE_SECONDS,
@@ -176,7 +177,10 @@ class _Chains:
         return [other for other in self._by_role[role] if other != name]
 
     def _cycle(self, path: _Path) -> frozenset[_Key]:
+        """Nothing where a learner holds a full batch: that ends by itself, whoever keeps the groups that it is for."""
         whats = {wait.what for _, wait in path}
+        if any(what.endswith(HELD) for what in whats):
+            return frozenset()
         fault = "log" if SPACE_IN_LOG in whats else "window" if ROOM_IN_WINDOW in whats else "deadlock"
         if (fault, "run") in self._ends:  # of many workers each is in one
             return frozenset({(fault, "run")})

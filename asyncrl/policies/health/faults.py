@@ -25,7 +25,6 @@ SILENT_SECONDS: Final = 6.0
 BUS_SECONDS: Final = 5.0
 MANY_FAILED: Final = 3
 """So many groups failed in a row are no accident of one prompt."""
-
 LEARNER: Final = "learner"
 LEARNER_RANK: Final = "learner-rank"
 """Another rank of the learner, in a process of its own. It is no actor: the learner speaks for all."""
@@ -37,6 +36,7 @@ SENDER: Final = "weight-sender"
 LEARNERS_ACTORS: Final = {"learner": LEARNER, "prompts": PROMPT_SOURCE, "weights": SENDER}
 """Actors of the learner's process, by name, with their roles: nobody else has either."""
 
+HELD: Final = "that would become too old"
 QUARANTINED: Final = "quarantined"
 """A worker's phase."""
 ROOM_IN_WINDOW: Final = "room in the window"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.learner import batcher
 from asyncrl.actors.learner.batcher import Batcher, Prepared
+from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.config import RunConfig
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.run import DataSection, ModelSection
@@ -28,6 +29,7 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.groups.states import BufferedGroup, Outcome
 from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.health.faults import HELD, WORKER
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.state.checkpoint import latest
 from tests.harness.fakes import Engine, Loop, run_worker, until, worker
@@ -105,6 +107,7 @@ class Desk:
         self.changed = asyncio.Event()
         algorithm, self.prepared = counting()
         self.reporter = Reporter()
+        self.wait = OpenWait("trajectories", WORKER, "", 0.0, 0.0, 0.0)
         self.batcher = Batcher(
             run,
             table=self.table,
@@ -138,7 +141,7 @@ class Desk:
             self.table.publish(group_id, position=group_id, oldest_start=version)
 
     async def take(self) -> list[int] | None:
-        taken = await self.batcher.take()
+        taken = await self.batcher.take(self.wait)
         return None if taken is None else ids(taken)
 
 
@@ -165,7 +168,7 @@ async def test_what_was_prepared_ahead_is_what_is_trained(desk: Desk) -> None:
     async with desk.ahead():
         await until(lambda: len(desk.prepared) == 2)
     desk.table.trained(max_staleness=0)
-    taken = await desk.batcher.take()
+    taken = await desk.batcher.take(desk.wait)
     assert taken is not None
     assert ids(taken) == [2, 3]
     prepared = await desk.prepare(taken)
@@ -261,6 +264,25 @@ async def test_a_step_waits_for_stragglers_no_longer_than_it_is_told(caplog: pyt
     desk.table.trained(max_staleness=0)
     assert await desk.take() == [3, 4]
     assert desk.batcher.held_seconds == 0.0
+
+
+@pytest.mark.parametrize(("wait_seconds", "note"), [(300.0, HELD), (0.0, "")])
+async def test_a_learner_says_that_it_holds_while_it_does_and_only_if_the_hold_has_an_end(
+    wait_seconds: float, note: str
+) -> None:
+    """A health monitor takes it for no deadlock then, whoever keeps what is waited for."""
+    desk = Desk(wait_for_stragglers=True, version=2, wait_seconds=wait_seconds)
+    desk.start(of={0: 0, 1: 2, 2: 2})
+    desk.arrive(1, version=2)
+    taking = asyncio.create_task(desk.take())
+    await until(lambda: not desk.changed.is_set())
+    assert desk.wait.note == ""  # the batch is not full
+    desk.arrive(2, version=2)
+    await until(lambda: not desk.changed.is_set())
+    assert desk.wait.note == note
+    desk.arrive(0)
+    assert await taking == [0, 1]
+    assert desk.wait.note == ""
 
 
 async def test_a_wait_behind_one_in_vain_is_half_as_long(caplog: pytest.LogCaptureFixture) -> None:

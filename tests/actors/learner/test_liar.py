@@ -64,6 +64,27 @@ async def test_a_worker_on_which_alone_every_group_fails_is_quarantined_and_the_
     assert loop.backend.steps == 4
 
 
+async def test_a_worker_that_keeps_prompts_and_never_answers_costs_a_wait_and_the_run_goes_on(
+    bus: Bus, bus_factory: Any, tmp_path: Path
+) -> None:
+    """A batch of them, within a window of three: the learner holds once for both, in vain, and for none behind them."""
+    loop = Loop(bus, tmp_path, steps=10**6, wait_for_stragglers=True, staleness={"wait_seconds": 0.05})
+    theirs = await bus_factory()
+    async with asyncio.TaskGroup() as group, theirs.consume(PROMPTS) as deliveries:
+        learner = group.create_task(loop.run_learner())
+        kept = [await anext(deliveries) for _ in range(2)]
+        honest = group.create_task(run_worker(worker(await bus_factory(), Engine())))
+        await until(lambda: loop.backend.steps >= 12)
+        loop.learner.drain()
+        await learner
+        honest.cancel()
+        for delivery in kept:
+            await delivery.ack()
+    held = [float(row["learner/held_seconds"]) >= 0.05 for row in loop.recorder.rows]
+    assert held.count(True) == 1
+    assert loop.table.counts["dropped"] == 0
+
+
 async def test_why_a_group_failed_may_be_of_any_length_and_is_cut(bus: Bus, tmp_path: Path) -> None:
     """As long as a message may be: an event with it would not fit into one."""
     loop = Loop(bus, tmp_path)

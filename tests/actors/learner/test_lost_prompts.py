@@ -70,3 +70,19 @@ async def test_prompts_that_came_back_with_an_older_log_do_not_hide_one_that_did
     await asyncio.sleep(0)
     await lost.look()
     assert link.lost.get_nowait() == {2: 2}
+
+
+async def test_a_prompt_that_its_server_forgot_to_remove_hides_none_that_is_lost_later() -> None:
+    """As behind a full disk: acknowledged, and on the stream for good."""
+    bus, link = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES), PromptLink()
+    table = GroupTable(bound=AdaptiveBound.fixed(2))
+    lost = LostPrompts(bus, table=table, link=link, tickets=Tickets())
+    for group_id in range(2):
+        table.publish(group_id, position=group_id)
+    table.fail(0, error="")
+    await publish_prompts(bus, 0, 1)
+    await lost.look()
+    table.publish(2, position=2)  # two prompts for two groups, one of them of none of these
+    await lost.look()
+    await lost.look()
+    assert link.lost.get_nowait() == {2: 2}

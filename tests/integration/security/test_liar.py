@@ -1,4 +1,4 @@
-"""A liar among honest workers: whatever it answers, the run goes on and every honest group is trained.
+"""A liar among honest workers: whatever it answers, or keeps, the run goes on and every honest group is trained.
 
 Real actors on the memory bus. Each example is a whole run with MESSAGES lies; 300 by default, and
 ASYNCRL_FUZZ_CASES=10000 with ASYNCRL_EXPLORE=1 for a night. Real processes with kills: bin/chaos --liar.
@@ -39,6 +39,9 @@ from tests.integration.security.test_hostile import CASES
 
 MESSAGES = 100
 LOG_BYTES = 2**28
+MOST_KEPT = 3
+"""Prompts that the liar takes and keeps for good. The window has room for eight groups, a batch for two."""
+WAIT_SECONDS = 0.02
 
 
 class Trainer(Picky):
@@ -75,6 +78,7 @@ class Honest(Engine):
 
 async def lie(bus: MemoryBus, loop: Loop, seeds: Sequence[int]) -> None:
     """A message of each seed: answers to prompts that were lent to us, and in between what nobody asked for."""
+    kept: list[object] = []
     async with bus.consume(PROMPTS) as deliveries:
         for random in map(Random, seeds):
             if random.random() < 0.3:
@@ -91,6 +95,9 @@ async def lie(bus: MemoryBus, loop: Loop, seeds: Sequence[int]) -> None:
             delivery = await anext(deliveries)
             if delivery.message is None:
                 continue
+            if len(kept) < MOST_KEPT and random.random() < 0.1:
+                kept.append(delivery)
+                continue
             data = lies.answer_to(delivery.message, random, max_bytes=bus.max_message_bytes)
             bus._log(TRAJECTORIES).add(delivery.key, data)
             if random.random() < 0.1:
@@ -103,7 +110,8 @@ async def run_among_lies(seeds: Sequence[int], directory: Path) -> tuple[Loop, s
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20, "max_prompts": 1000, "max_log_bytes": LOG_BYTES}))
     possible = GroupValidation(vocabulary_size=64, context_tokens=1000, largest_reward=1e6, are_answers_whole=True)
     validator = Validator(bus, validation=possible, rescoring=LogprobMismatch(bound=0.5, every=3))
-    loop = Loop(bus, directory, steps=10**6, rows=Rows(count=50), validator=validator, max_staleness=3)
+    waits: dict[str, Any] = {"wait_for_stragglers": True, "staleness": {"wait_seconds": WAIT_SECONDS}}
+    loop = Loop(bus, directory, steps=10**6, rows=Rows(count=50), validator=validator, max_staleness=3, **waits)
     loop.backend = Trainer()
     async with asyncio.TaskGroup() as group:
         honest = group.create_task(run_worker(worker(bus, Honest(), name="honest", max_running=4)))

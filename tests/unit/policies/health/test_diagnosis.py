@@ -16,6 +16,7 @@ from asyncrl.policies.health import faults
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import (
     FOLLOWER,
+    HELD,
     LEARNER,
     PROMPT_SOURCE,
     ROOM_IN_WINDOW,
@@ -40,6 +41,10 @@ def on(part: str, seconds: float, *, usual: float = 0.1, limit: float = 6.0, wha
 
 def trajectories(seconds: float) -> Wait:
     return Wait(what="trajectories", on=WORKER, seconds=seconds)
+
+
+def held(seconds: float) -> Wait:
+    return Wait(what=f"trajectories {HELD}", on=WORKER, seconds=seconds)
 
 
 def prompts(seconds: float) -> Wait:
@@ -99,6 +104,12 @@ TABLE: dict[str, Row] = {
         fault="engine",
         says="worker w2's engine has not answered for 7 s (it; usually 0.1 s)",
         waits={"w2": (on("engine", 7),)},
+    ),
+    "an engine hangs with what a full batch is held for": Row(
+        fault="engine",
+        says="learner waits for trajectories that would become too old; worker w1 waits for prompts; "
+        "worker w2's engine has not answered for 12 s",
+        waits=IDLE | {LEARNER: (held(14),), "w2": (on("engine", 12), prompts(11))},
     ),
     "a reward function hangs": Row(
         fault="reward",
@@ -295,6 +306,8 @@ SLOW: dict[str, dict[str, tuple[Wait, ...]]] = {
     "a judge that is always slow": IDLE | {"w1": (on("reward", 20, usual=15, limit=60),)},
     "a model that is being read": IDLE | {"w1": (on("start", 20, usual=0, limit=25),)},
     "workers wait for a step": ALL_ELSE | {"w1": (prompts(9),), "w2": (weights(9),), "prompts": (room(9),)},
+    "a full batch is held for a group that nobody of these has": IDLE | {LEARNER: (held(200),)},
+    "a full batch is held while the log is full": IDLE | {LEARNER: (held(200),), "w1": (space(190),)},
     "an engine waits for its turn": ALL_ELSE | {"w1.weights": (Wait(what="its turn", on=FOLLOWER, seconds=9),)},
 }
 

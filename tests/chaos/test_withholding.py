@@ -1,0 +1,64 @@
+"""A client that takes prompts and keeps them, and beside it says nothing: it costs a wait, not the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.messages.topics import PROMPTS
+from asyncrl.run import registry
+from tests.harness.faults.run import prepare, running
+from tests.harness.forked import ForkServer
+
+KEEP_SECONDS = 2.0
+
+
+@contextlib.contextmanager
+def keeping(folder: Path, count: int) -> Iterator[None]:
+    """Inside, somebody has taken ``count`` prompts, says of each again and again that it is at work, and is not."""
+    run = config.load(folder / "run.toml", [f"run.directory={folder / 'runs'}"])
+    is_taken, is_over = threading.Event(), threading.Event()
+
+    async def keep() -> None:
+        bus = await registry.connect(run, token="")
+        try:
+            async with bus.consume(PROMPTS) as deliveries:
+                taken = [await anext(deliveries) for _ in range(count)]
+                is_taken.set()
+                while not is_over.is_set():
+                    for delivery in taken:
+                        await delivery.keep()
+                    await asyncio.to_thread(is_over.wait, KEEP_SECONDS)
+        finally:
+            is_taken.set()
+            await bus.close()
+
+    with ThreadPoolExecutor(1) as beside:
+        keeper = beside.submit(asyncio.run, keep())
+        is_taken.wait()
+        try:
+            yield
+        finally:
+            is_over.set()
+            keeper.result()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_hold_for_prompts_that_somebody_keeps_is_no_deadlock(tmp_path: Path, forks: ForkServer) -> None:
+    """Everybody waits for somebody else meanwhile, for longer than a deadlock may last. Nothing is restarted for it."""
+    prepare(tmp_path)
+    settings = ("run.stall_seconds=7", "run.restarts=0", "staleness.wait_seconds=25")
+    with running(tmp_path, *settings, forks=forks) as run, keeping(tmp_path, 2):
+        run.wait_for_steps(10)
+        metrics = (tmp_path / "runs" / "faults" / "metrics.jsonl").read_text().splitlines()
+        assert max(json.loads(line)["learner/held_seconds"] for line in metrics) >= 25
+        assert not [line for line in run.said if "the window is full" in line]
