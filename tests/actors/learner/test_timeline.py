@@ -26,8 +26,8 @@ def timeline(directory: Path) -> Timeline:
 async def test_every_group_has_its_times_in_their_order(
     bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reporter(bus: Any, sinks: Any) -> MetricsReporter:
-        return MetricsReporter(bus, sinks, timeline=timeline(tmp_path))
+    def reporter(bus: Any, sinks: Any, **options: Any) -> MetricsReporter:
+        return MetricsReporter(bus, sinks, timeline=timeline(tmp_path), **options)
 
     monkeypatch.setattr(fakes, "MetricsReporter", reporter)
     loop = Loop(await bus_factory(), tmp_path, steps=3)
