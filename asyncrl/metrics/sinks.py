@@ -186,6 +186,10 @@ def check_sinks(run: RunConfig) -> None:
         from asyncrl.metrics.tensorboard import writer_class
 
         writer_class()
+    if run.metrics.wandb:
+        from asyncrl.metrics.wandb import checked_wandb
+
+        checked_wandb()
 
 
 def open_sinks(run: RunConfig, *, resume: bool, step: int = 0) -> list[Sink]:

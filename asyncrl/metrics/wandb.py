@@ -8,6 +8,7 @@ are alerts. WANDB_MODE=offline and the other WANDB_ variables work as everywhere
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,15 +24,25 @@ EVALUATION_STEP: Final = "evaluation/step"
 """The axis of evaluations."""
 
 
+def checked_wandb() -> Any:
+    """The package. Raises ConfigError where it is not installed, or a WANDB_ variable says what it does not know."""
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError("metrics.wandb: wandb is not installed; pip install 'asyncrl[wandb]'") from None
+    try:
+        wandb.Settings().update_from_env_vars(os.environ)
+    except ValueError as error:
+        wrong = " ".join(map(str.strip, str(error).splitlines()[1:3]))  # pydantic's: below a headline, above a link
+        raise ConfigError(f"metrics.wandb: a WANDB_ variable is wrong: {wrong}") from None
+    return wandb
+
+
 class WandB:
     """One W&B run a learner; a resumed learner goes on with the same one, whose id is kept in the run's folder."""
 
     def __init__(self, *, project: str, name: str, directory: Path, config: Mapping[str, Any], resume: bool) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError("metrics.wandb: wandb is not installed; pip install 'asyncrl[wandb]'") from None
-        self._wandb = wandb
+        wandb = self._wandb = checked_wandb()
         self._answers: list[list[Any]] = []
         self._evaluated: dict[str, list[list[Any]]] = {}  # by data set, of the evaluation in progress
         directory.mkdir(parents=True, exist_ok=True)

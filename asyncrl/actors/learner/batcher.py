@@ -14,7 +14,7 @@ state, no counter moves, the bus hears nothing. So preparing ahead hides the hos
     equals sync to the last bit (tests/integration/learning/test_learning.py).
   - A run that is drained or killed leaves no taken batch behind: a guess is in no checkpoint.
 
-Tests: tests/actors/learner/test_batcher.py.
+Tests: tests/actors/learner/test_batcher.py, tests/actors/learner/test_hold.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,21 @@ def test_tensorboard_shows_answers_of_an_evaluation_at_the_step_of_its_version(t
     assert event.step == 20
     text = event.tensor_proto.string_val[0].decode()
     assert "sums, prompt 3" in text and "the right answer" in text
+
+
+def test_a_variable_that_wandb_does_not_understand_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "of-line")
+    with pytest.raises(
+        ConfigError, match="a WANDB_ variable is wrong: mode Input should be 'online'.*of-line"
+    ) as caught:
+        check_sinks(config.only_overrides(["metrics.wandb=true"]))
+    assert "\n" not in str(caught.value)
+
+
+def test_without_wandb_its_sink_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="wandb is not installed; pip install"):
+        check_sinks(config.only_overrides(["metrics.wandb=true"]))
 
 
 def test_a_row_has_a_value_for_each_column() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.policies.health import faults
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import (
     FOLLOWER,
@@ -392,12 +391,6 @@ def test_a_finding_keeps_its_key_while_it_lasts() -> None:
 
     assert first(7).key == first(20).key
     assert first(7).text != first(20).text
-
-
-def test_a_limit_is_four_times_the_median_and_never_under_six_seconds() -> None:
-    assert faults.limit(0.5, first=25) == 6
-    assert faults.limit(5, first=25) == 20
-    assert faults.limit(0, first=25) == 25
 
 
 def test_a_thousand_actors_that_all_stand_still_are_no_burden() -> None:

@@ -1,0 +1,102 @@
+"""A full batch holds for older groups that would become too old: for whom, how long, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.actors.learner import batcher
+from asyncrl.policies.health.faults import HELD
+from tests.harness.desk import Desk
+from tests.harness.fakes import until
+
+
+async def test_a_batch_prepared_ahead_still_waits_for_stragglers() -> None:
+    desk = Desk(wait_for_stragglers=True, version=2)
+    desk.start(of={0: 0, 1: 2, 2: 2})  # group 0 is over the bound after the step from version 2
+    desk.arrive(1, 2, version=2)
+    await desk.prepare([*desk.table.buffered.values()])
+    taking = asyncio.create_task(desk.take())
+    await until(lambda: not desk.changed.is_set())
+    assert not taking.done()
+    desk.arrive(0)
+    assert await taking == [0, 1]
+
+
+async def test_a_learner_that_holds_for_long_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(batcher, "LONG_WAIT_SECONDS", 0.01)
+    desk = Desk(wait_for_stragglers=True, version=2)
+    desk.start(of={0: 0, 1: 2, 2: 2})
+    desk.arrive(1, 2, version=2)
+    taking = asyncio.create_task(desk.take())
+    await until(lambda: "step 3 has its 2 groups and waits for older ones" in caplog.text)
+    assert "rollout workers up" not in caplog.text
+    desk.arrive(0)
+    assert await taking == [0, 1]
+
+
+async def test_a_step_waits_for_stragglers_no_longer_than_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """And the steps behind it do not wait for the same ones again."""
+    desk = Desk(wait_for_stragglers=True, version=2, wait_seconds=0.01)
+    desk.start(of={0: 0, 1: 2, 2: 2, 3: 2, 4: 2})
+    desk.arrive(1, 2, 3, 4, version=2)
+    assert await desk.take() == [1, 2]
+    assert desk.batcher.held_seconds >= 0.01
+    assert "step 3 trains without older groups (1) that it has waited 0.01 s for" in caplog.text
+    desk.table.trained(max_staleness=0)
+    assert await desk.take() == [3, 4]
+    assert desk.batcher.held_seconds == 0.0
+
+
+@pytest.mark.parametrize(("wait_seconds", "note"), [(300.0, HELD), (0.0, "")])
+async def test_a_learner_says_that_it_holds_while_it_does_and_only_if_the_hold_has_an_end(
+    wait_seconds: float, note: str
+) -> None:
+    """A health monitor takes it for no deadlock then, whoever keeps what is waited for."""
+    desk = Desk(wait_for_stragglers=True, version=2, wait_seconds=wait_seconds)
+    desk.start(of={0: 0, 1: 2, 2: 2})
+    desk.arrive(1, version=2)
+    taking = asyncio.create_task(desk.take())
+    await until(lambda: not desk.changed.is_set())
+    assert desk.wait.note == ""  # the batch is not full
+    desk.arrive(2, version=2)
+    await until(lambda: not desk.changed.is_set())
+    assert desk.wait.note == note
+    desk.arrive(0)
+    assert await taking == [0, 1]
+    assert desk.wait.note == ""
+
+
+async def test_a_wait_behind_one_in_vain_is_half_as_long(caplog: pytest.LogCaptureFixture) -> None:
+    """So that a run whose every group comes too late is not held for the whole time at every step."""
+    desk = Desk(wait_for_stragglers=True, version=2, wait_seconds=0.02)
+    desk.start(of={0: 0, 1: 1, **dict.fromkeys(range(2, 8), 2)})
+    desk.arrive(*range(2, 8), version=2)
+    for _ in range(2):
+        await desk.take()
+        desk.table.trained(max_staleness=0)
+    assert "it has waited 0.02 s for" in caplog.text and "it has waited 0.01 s for" in caplog.text
+
+
+async def test_a_resumed_learner_does_not_wait_for_what_is_too_old_already() -> None:
+    desk = Desk(wait_for_stragglers=True, version=5)
+    desk.start(of={0: 2, 1: 5, 2: 5})
+    desk.arrive(1, 2, version=5)
+    assert await desk.take() == [1, 2]
+    assert desk.batcher.held_seconds == 0.0
+
+
+async def test_stragglers_of_several_batches_are_waited_for_once_all_together() -> None:
+    """Three from version 0 and two to a batch: the third would be too late already for the step after the next."""
+    desk = Desk(wait_for_stragglers=True, version=1, wait_seconds=0.01)
+    desk.start(of={0: 0, 1: 0, 2: 0, **dict.fromkeys(range(3, 9), 1)})
+    desk.arrive(*range(3, 9), version=1)
+    held = []
+    for _ in range(2):
+        assert await desk.take() is not None
+        held.append(desk.batcher.held_seconds > 0)
+        desk.table.trained(max_staleness=0)
+    assert held == [True, False]
