@@ -159,6 +159,27 @@ def test_a_model_is_evaluated_again_when_the_questions_or_their_reward_have_chan
     assert len({row["questions"] for row in rows}) == len(rows) == 3
 
 
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("sglang")
+def test_a_model_folder_is_evaluated_on_sglang(
+    demo: Path, datasets: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a server of its own, which ends with it; the stop text of the greedy data set too."""
+    monkeypatch.chdir(tmp_path)
+    engine = ("--set", "engine.kind=sglang", "--set", "engine.device=cpu")
+    options = ("--set", "engine.options={server_arguments = {max-total-tokens = 20000}}")
+    assert evaluate(demo / "model", "--datasets", datasets, "--json", *engine, *options) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["evaluation/complete"], row["evaluation/mixed"]) == (1.0, 0.0)
+    assert (row["evaluation/counts/prompts"], row["evaluation/greedy/prompts"]) == (6, 32)
+    assert evaluate(demo / "model", "--datasets", datasets, "--json", "--only", "greedy") == 0
+    (here,) = json.loads(capsys.readouterr().out)
+    for metric in ("mean@1", "length_mean", "truncated_fraction"):  # the likeliest tokens are the same everywhere
+        assert row[f"evaluation/greedy/{metric}"] == pytest.approx(here[f"evaluation/greedy/{metric}"])
+
+
 INTERRUPTING = """
 import os, signal, time
 def reward(sample):
