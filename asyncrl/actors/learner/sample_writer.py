@@ -10,6 +10,7 @@ Tests: tests/actors/learner/test_sample_recorder.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -24,6 +25,8 @@ MOST_WAITING: Final = 64
 """Groups that wait to be decoded."""
 MOST_KEPT: Final = 256
 """Groups for sinks that nobody has taken."""
+WRITTEN_SECONDS: Final = 10.0
+"""A disk or a tokenizer that stands still holds up nobody for longer."""
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -60,8 +63,10 @@ class SampleWriter:
         return taken
 
     async def written(self) -> None:
-        """Until those that were given by now are decoded and written."""
-        await asyncio.wrap_future(self._thread.submit(lambda: None))
+        """Until those that were given by now are decoded and written, but no longer than WRITTEN_SECONDS."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WRITTEN_SECONDS):
+                await asyncio.wrap_future(self._thread.submit(lambda: None))
 
     async def stop(self) -> None:
         """What waits is written first."""

@@ -23,6 +23,7 @@ from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.filters import dynamic_sampling
 from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.policies.groups.sample import sample_of
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.protocols import Reward, Sample, StepResult
 from asyncrl.state.history import HISTORY_FILE
@@ -200,3 +201,22 @@ async def test_what_was_not_trained_of_an_answer_has_no_numbers(tmp_path: Path) 
     entropies[trained[0] - len(group.prompt_tokens)] = None  # of the logprobs, the one that is no number
     assert row.answers[0].trainer_logprobs == tuple(entropies)
     assert [answer.trainer_logprobs for answer in row.answers[1:]] == [()] * len(others)
+
+
+async def test_a_decoder_that_stands_still_holds_up_no_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+
+    def stuck(tokens: Sequence[int]) -> str:
+        may_go_on.wait()
+        return decode(tokens)
+
+    monkeypatch.setattr(sample_writer, "WRITTEN_SECONDS", 0.0)
+    writer = written(tmp_path, load_decode=lambda: stuck)
+    writer.write(lambda: sample_of(buses.group(0)))
+    await writer.written()
+    assert list(read(tmp_path)) == []
+    may_go_on.set()
+    await writer.stop()
+    assert len(list(read(tmp_path))) == 1
