@@ -1,8 +1,8 @@
 """`asyncrl evaluate RUN_DIR | MODEL_FOLDER --datasets FILE`: saved models on data sets, with no run up.
 
 FILE is a run file, or one with [evaluation] alone, or the evaluation YAML of slime or Miles. Of a run's folder every
-model in models/ and the newest weights are evaluated that were not yet; answers to some of the prompts of each data set
-(metrics.samples_per_evaluation) go to its evaluation_samples.jsonl, which `asyncrl samples RUN_DIR --evaluation` shows.
+model in models/ and the newest weights are evaluated that were not yet; answers to some prompts of each data set
+(metrics.samples_per_evaluation) go to its saved_model_samples.jsonl, for `asyncrl samples RUN_DIR --evaluation`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="NAME", action="append", default=[], help="evaluate only this data set; repeatable"
     )
     parser.add_argument(
-        "--answers", metavar="FILE", type=Path, help="write every answer to this new file, a JSON object a prompt"
+        "--answers", metavar="FILE", type=Path, help="write every answer to this new file, one JSON object per prompt"
     )
     parser.add_argument("--again", action="store_true", help="also evaluate models that were evaluated before")
     arguments.add_overrides(parser, "override one key of FILE, such as engine.kind=inprocess; repeatable")
@@ -59,15 +59,18 @@ def run(options: argparse.Namespace) -> int:
         print(f"reading {options.where} and the data sets ...", file=sys.stderr, flush=True)
 
     from asyncrl.messages.evaluation import MOST_PROMPTS  # imports numpy
-    from asyncrl.run.assembly.recorders import answer_file
     from asyncrl.run.evaluate import Results, SavedModel, evaluate, questions, saved_models  # imports torch
+    from asyncrl.state.samples import SAVED_MODELS_FILE, SampleFile
 
     models = saved_models(run_config) if is_run else [SavedModel(folder=options.where)]
     if not models:
         raise ConfigError(
             f'{options.where}: has no saved model; set weights.models_every, or evaluation.place = "folder"'
         )
-    answers = answer_file(run_config) if is_run else None
+    answers = None
+    if is_run:
+        most_bytes = run_config.metrics.samples_max_bytes
+        answers = SampleFile(options.where, most_bytes=most_bytes, name=SAVED_MODELS_FILE)
     if options.answers is not None:
         answers = _new_file(options.answers)
         of_all = dataclasses.replace(run_config.metrics, samples_per_evaluation=MOST_PROMPTS)
@@ -76,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     asked = questions(run_config, models[-1]) if is_run else ""
     rows, is_complete, is_interrupted = [], True, False
     for model in models:
-        if is_run and not options.again and results.has(model, questions=asked):
+        if is_run and not (options.again or options.answers) and results.has(model, questions=asked):
             print(f"{model.folder}: evaluated already (--again repeats it)", file=sys.stderr)
             continue
         metrics = evaluate(run_config, model, answers=answers)
@@ -92,17 +95,20 @@ def run(options: argparse.Namespace) -> int:
             print("\n".join(_lines(model.folder, metrics)), flush=True)
     if options.json:
         print(json.dumps(rows))
+    if options.answers is not None and answers is not None and answers.num_lost:
+        print(f"asyncrl evaluate: {options.answers}: {answers.num_lost} prompts are missing", file=sys.stderr)
+        is_complete = False
     return INTERRUPTED if is_interrupted else 0 if is_complete else 1
 
 
 def _new_file(path: Path) -> SampleFile:
     from asyncrl.state.samples import SampleFile
 
-    if path.exists():
-        raise ConfigError(f"--answers {path}: is there already; name a new file, or remove it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--answers {path}: there is no folder {path.parent}")
-    return SampleFile.at(path)
+    try:
+        path.open("x").close()
+    except OSError as error:
+        raise ConfigError(f"--answers {path}: cannot be made: {error.strerror}; name another file") from None
+    return SampleFile(path.parent, name=path.name)
 
 
 def _settings(options: argparse.Namespace, recorded: RecordedRun | None) -> RunConfig:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import heapq
 import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.cli import arguments
@@ -37,7 +39,9 @@ LIMIT: Final = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_existing_run(parser)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--group", type=int, metavar="N", help="show this prompt group")
+    which.add_argument(
+        "--group", type=int, metavar="N", help="show this prompt group; with --evaluation, this prompt of the data sets"
+    )
     which.add_argument("--worst", action="store_true", help="show the groups with the lowest-rewarded answers")
     which.add_argument("--random", action="store_true", help="show random groups, the same for the same --seed")
     which.add_argument(
@@ -69,6 +73,9 @@ def run(options: argparse.Namespace) -> int:
     except re.error as error:
         raise ConfigError(f"--grep {options.grep}: is not a regular expression: {error}") from None
 
+    if options.where is None and options.evaluation and Path(options.evaluation).exists():
+        raise ConfigError(f"--evaluation {options.evaluation}: is no data set; write RUN before --evaluation")
+
     from asyncrl.run.recorded import run_folder  # imports numpy, which --help does without
     from asyncrl.run.recorded.evaluated import EvaluationSamples
     from asyncrl.run.recorded.samples import RunSamples
@@ -84,16 +91,18 @@ def run(options: argparse.Namespace) -> int:
         else EvaluationSamples(run_config, folder, token=token, dataset=options.evaluation)
     )
     shown = _Printer(source, as_json=options.json)
-    is_wanted = _wanted(pattern, options.step, shown)
+    is_wanted = _wanted(pattern, options.step, shown, place=options.group if source.is_of_evaluations else None)
     if options.follow:
+        source.require_dataset()
         _follow(source, shown, is_wanted, limit=options.limit)
         return 0
-    if options.group is not None:
+    if options.group is not None and options.evaluation is None:
         return _one(source, shown, options.group)
     chosen = _chosen(options, is_wanted)
-    is_all_read = options.worst or options.random or pattern or options.step is not None
+    is_all_read = options.worst or options.random or pattern or options.step is not None or options.group is not None
     _collect(source, shown, chosen, newest=0 if is_all_read else 4 * chosen.limit)
-    groups = chosen.groups()
+    if not (groups := chosen.groups()):
+        source.require_dataset()
     for group in groups:
         shown.show(group)
     shown.footer(len(groups), matching=options.grep)
@@ -110,7 +119,7 @@ class _Chosen:
         self._rank, self._is_wanted, self.limit = rank, is_wanted, limit
         self._heap: list[tuple[float, int, int, GroupSample]] = []  # the largest rank first
         self._count = itertools.count()
-        self._seen: set[tuple[int, int, int]] = set()
+        self._seen: set[Hashable] = set()
 
     def offer(self, group: GroupSample) -> None:
         """The first of two with one id counts: a group that was recorded knows more than the same on the log."""
@@ -133,14 +142,20 @@ def _chosen(options: argparse.Namespace, is_wanted: Callable[[GroupSample], bool
     if options.worst:
         return _Chosen(lambda group: group.worst, is_wanted, limit)
     if options.random:
-        return _Chosen(lambda group: random.Random(f"{options.seed}/{group.name}").random(), is_wanted, limit)
+        return _Chosen(lambda group: random.Random(f"{options.seed}/{group.identity}").random(), is_wanted, limit)
     if options.evaluation is not None:  # saved models are evaluated in any order, and each begins with prompt 0
         return _Chosen(lambda group: -group.time, is_wanted, limit)
     return _Chosen(lambda group: -group.group_id, is_wanted, limit)
 
 
-def _wanted(pattern: re.Pattern[str] | None, step: int | None, shown: _Printer) -> Callable[[GroupSample], bool]:
+def _wanted(
+    pattern: re.Pattern[str] | None, step: int | None, shown: _Printer, *, place: int | None
+) -> Callable[[GroupSample], bool]:
+    """place: of a prompt in its data set"""
+
     def is_wanted(group: GroupSample) -> bool:
+        if place is not None and group.place != place:
+            return False
         if step is not None and (group.step != step or group.fate not in ("trained", "evaluated")):
             return False
         if pattern is None:
@@ -176,8 +191,6 @@ def _one(source: RunSamples, shown: _Printer, group_id: int) -> int:
     if found := chosen.groups():
         shown.show(found[0])
         return 0
-    if source.is_of_evaluations:
-        raise ConfigError(f"--group {group_id}: no answers to such a prompt are recorded. {source.why_none()}")
     if (fate := source.fates.of.get(group_id)) is None:
         last = max(source.fates.of, default=-1)
         raise ConfigError(f"--group {group_id}: no such group is recorded; groups 0 to {last} have left the window")
@@ -246,7 +259,10 @@ class _Printer:
         except ConfigError as error:
             self._problem = str(error)
             return group
-        return decoded(group, self._decode)
+        try:
+            return decoded(group, self._decode)
+        except Exception as error:  # a worker may have sent any token ids
+            return dataclasses.replace(group, prompt=f"(no text: {type(error).__name__}: {error})")
 
     def show(self, group: GroupSample) -> None:
         group = self.decoded(group)
@@ -278,6 +294,7 @@ class _Printer:
 def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
     """For a person. ``problem``: why there is no text, where there is none."""
     became = {"trained": f"trained at step {group.step}", "pending": "pending", "unknown": "fate unknown"}
+    became |= {"evaluated": f"of {group.model}"} if group.model else {}
     head = [group.name, became.get(group.fate, f"{group.fate} at step {group.step}")]
     head += [f"({group.reason})"] if group.reason else []
     head += [f"reward {group.reward:.3f}"] if group.reward is not None else []

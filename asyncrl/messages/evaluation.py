@@ -18,6 +18,8 @@ from asyncrl.messages.rollout import FINISH_REASONS, TrajectoryGroup, VersionSpa
 from asyncrl.messages.validation import counts, require
 
 FIRST_GROUP_ID: Final = 2**52
+LONGEST_LABEL: Final = 2000
+"""Characters of a label that people may read: tests of a program may be long."""
 MOST_PROMPTS: Final = 2**20
 """Of one evaluation, all data sets together."""
 
@@ -92,8 +94,9 @@ class EvaluationAnswers:
     answers   one for each sample
     error     why there are no answers
     worker    that made them
-    group     the answers whole, of a prompt that is recorded (PromptGroup.is_recorded) and if the bus takes so much
-    held_seconds  for which the worker has had the version by now
+    held_seconds  how long the worker has had the evaluated version
+    group         the whole answers to a prompt that is recorded, unless they are too large for the bus
+    place, label  of that prompt: PromptGroup.recorded_place, and the start of what is right as text
     """
 
     number: int
@@ -102,11 +105,13 @@ class EvaluationAnswers:
     answers: tuple[Answer, ...] = ()
     error: str = ""
     worker: str = ""
-    group: TrajectoryGroup | None = None
     held_seconds: float = 0.0
+    group: TrajectoryGroup | None = None
+    place: int = 0
+    label: str = ""
 
     def __post_init__(self) -> None:
-        counts(self, "number")
+        counts(self, "number", "place")
         of_evaluation = self.group_id is None or FIRST_GROUP_ID <= self.group_id < 2**53
         require(of_evaluation, f"group {self.group_id} is none of an evaluation")
         require(bool(self.answers) != bool(self.error), "there are either answers or an error")
@@ -115,11 +120,16 @@ class EvaluationAnswers:
         require(self.group is None or self._counts(self.group), "what is recorded is not what is counted")
 
     def _counts(self, group: TrajectoryGroup) -> bool:
-        lengths = [sum(len(one.tokens) for one in parts) for parts in group.rollouts]
-        rewards = [one.reward for one in self.answers]
+        """Whether these are the answers that are counted, of tokens that can be."""
+        whole = [
+            (sum(len(one.tokens) for one in parts), tuple(span for one in parts for span in one.version_spans))
+            for parts in group.rollouts
+        ]
         return (
             group.group_id == self.group_id
             and group.worker in ("", self.worker)
-            and lengths == [one.length for one in self.answers]
-            and np.array_equal(group.rewards, rewards, equal_nan=True)
+            and whole == [(one.length, one.version_spans) for one in self.answers]
+            and np.array_equal(group.rewards, [one.reward for one in self.answers], equal_nan=True)
+            and all((one.tokens >= 0).all() and (one.prompt_tokens >= 0).all() for one in group.trajectories)
+            and bool((group.prompt_tokens >= 0).all())
         )

@@ -133,7 +133,8 @@ class PromptGroup:
     epoch               pass over the data
     dataset             name of the data set that an evaluation asks of; empty in training
     messages            what the chat template made the prompt of; empty without one, and for single_turn and given
-    is_recorded         the answers of an evaluation come whole, for people to read (EvaluationAnswers.group)
+    recorded_place      place in its data set of an evaluation's prompt whose answers people may read
+                        (EvaluationAnswers.group); -1: nobody reads them
     """
 
     group_id: int
@@ -153,7 +154,7 @@ class PromptGroup:
     reward: str = ""
     ticket: str = ""
     messages: tuple[dict[str, Any], ...] = ()
-    is_recorded: bool = False
+    recorded_place: int = -1
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)

@@ -56,7 +56,11 @@ class TensorBoard:
 
     def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
         for sample in samples:
-            name = f"evaluation/{sample.dataset}/samples" if sample.fate == EVALUATED else f"samples/{sample.fate}"
+            name = (
+                f"evaluation/{sample.dataset}/prompt_{sample.place}"
+                if sample.fate == EVALUATED
+                else f"samples/{sample.fate}"
+            )
             self._writer().add_text(name, markdown(sample), sample.step if sample.fate == EVALUATED else step)
 
     def alarm(self, step: int, name: str, text: str) -> None:

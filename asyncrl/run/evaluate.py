@@ -64,7 +64,8 @@ def evaluate(run: RunConfig, model: SavedModel, *, answers: SampleFile | None = 
     """The metrics of one model; None when it was interrupted. Raises ConfigError, and what its engine raises.
 
     run      its [evaluation], [engine], [reward] and [rollout] say what is asked, of whom and how it is judged
-    answers  gets the answers to metrics.samples_per_evaluation prompts of each data set; None: nobody reads any
+    answers  gets the answers to metrics.samples_per_evaluation prompts of each data set, and counts those that it lost;
+             None: nobody reads any
     """
     num_recorded = run.metrics.samples_per_evaluation if answers is not None else 0
     run = dataclasses.replace(
@@ -75,7 +76,7 @@ def evaluate(run: RunConfig, model: SavedModel, *, answers: SampleFile | None = 
         metrics=dataclasses.replace(run.metrics, samples_per_evaluation=num_recorded),
     )
     check_evaluation(run)
-    writer = answer_writer(run, answers) if answers is not None and num_recorded else None
+    writer = answer_writer(run, answers, most_kept=0) if answers is not None and num_recorded else None
     return asyncio.run(_evaluate(run, model, writer=writer))
 
 
@@ -95,7 +96,7 @@ async def _evaluate(run: RunConfig, model: SavedModel, *, writer: SampleWriter |
     recorder = None
     if writer is not None:
         per_dataset = run.metrics.samples_per_evaluation
-        recorder = AnswerRecorder(writer, per_dataset=per_dataset, saved_step=model.step or 0)
+        recorder = AnswerRecorder(writer, per_dataset=per_dataset, model=model.folder.name, step=model.step or 0)
 
     async def report(version: int, metrics: Mapping[str, float]) -> None:
         results.append(metrics)

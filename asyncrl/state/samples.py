@@ -27,9 +27,9 @@ from asyncrl.policies.groups.sample import GroupSample
 SAMPLES_FILE: Final = "samples.jsonl"
 OLDER_FILE: Final = "samples.1.jsonl"
 EVALUATION_FILE: Final = "evaluation_samples.jsonl"
-OLDER_EVALUATION_FILE: Final = "evaluation_samples.1.jsonl"
-"""The same of evaluations."""
-FILES: Final = (SAMPLES_FILE, OLDER_FILE, EVALUATION_FILE, OLDER_EVALUATION_FILE)
+"""The same of the run's evaluations."""
+SAVED_MODELS_FILE: Final = "saved_model_samples.jsonl"
+"""The same of `asyncrl evaluate`, which writes while the run's learner may be up: a file has one writer."""
 
 log = logging.getLogger("asyncrl.files")
 
@@ -65,29 +65,23 @@ class RotatedLines:
 
 
 class SampleFile:
-    """Of the run in ``directory``: what was trained or lost, or what evaluations were answered."""
+    """A file of samples in ``directory``, and the one before it (``older``)."""
 
-    def __init__(self, directory: Path, *, most_bytes: int, is_of_evaluations: bool = False) -> None:
-        older, newer = _names(is_of_evaluations)
-        self.name = newer
-        self._lines = RotatedLines(directory / newer, older=directory / older, most_bytes=most_bytes)
-
-    @classmethod
-    def at(cls, path: Path) -> SampleFile:
-        """A file of its own, without bound."""
-        made = cls(path.parent, most_bytes=sys.maxsize)
-        made.name, made._lines = path.name, RotatedLines(path, older=path, most_bytes=sys.maxsize)
-        return made
+    def __init__(self, directory: Path, *, most_bytes: int = sys.maxsize, name: str = SAMPLES_FILE) -> None:
+        self.name = name
+        self.num_lost = 0
+        """Samples that were not written."""
+        self._lines = RotatedLines(directory / name, older=directory / older(name), most_bytes=most_bytes)
 
     def write(self, sample: GroupSample) -> None:
         """Raises OSError when it was not written."""
         self._lines.write(json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False))
 
 
-def read(directory: Path, *, is_of_evaluations: bool = False) -> Iterator[GroupSample]:
+def read(directory: Path, name: str = SAMPLES_FILE) -> Iterator[GroupSample]:
     """The oldest first; none without files that can be read. Lines that cannot are left out."""
-    for name in _names(is_of_evaluations):
-        with contextlib.suppress(OSError), (directory / name).open("rb") as file:
+    for path in (directory / older(name), directory / name):
+        with contextlib.suppress(OSError), path.open("rb") as file:
             for line in file:
                 if (sample := parsed(line)) is not None:
                     yield sample
@@ -101,9 +95,10 @@ def parsed(line: bytes) -> GroupSample | None:
         return None
 
 
-def _names(is_of_evaluations: bool) -> tuple[str, str]:
-    """(the older file, the newer one)"""
-    return (OLDER_EVALUATION_FILE, EVALUATION_FILE) if is_of_evaluations else (OLDER_FILE, SAMPLES_FILE)
+def older(name: str) -> str:
+    """What a file of this name becomes when it is full."""
+    stem, suffix = os.path.splitext(name)
+    return f"{stem}.1{suffix}"
 
 
 def _last_byte(file: FileIO) -> bytes:

@@ -79,9 +79,9 @@ def test_saved_models_are_evaluated_with_no_run_up(
     assert "evaluated already" in told.err
     rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 10, 20]
-    answered = list(samples.read(run, is_of_evaluations=True))
-    assert [row.step for row in answered] == [2] * 4 + [10] * 4 + [20] * 4
-    assert len({row.group_id for row in answered}) == 12
+    answered = list(samples.read(run, samples.SAVED_MODELS_FILE))
+    assert [(row.step, row.model) for row in answered] == [(2, "0-2")] * 4 + [(10, "0-10")] * 4 + [(20, "0-20")] * 4
+    assert len({row.identity for row in answered}) == 12
     assert all(row.dataset == "counts" and len(row.answers) == 4 and row.label for row in answered)
 
 
@@ -97,9 +97,21 @@ def test_every_answer_is_written_to_the_file_that_is_asked_for(
     rewards = [answer["reward"] for row in rows for answer in row["answers"]]
     assert sum(rewards) / len(rewards) == pytest.approx(result["evaluation/counts/mean@4"])
     assert evaluate(*command) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert f"--answers {file}: cannot be made: File exists; name another file" in capsys.readouterr().err
     assert evaluate(*command[:-2], tmp_path / "nowhere" / "answers.jsonl") == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "cannot be made: No such file or directory" in capsys.readouterr().err
+
+
+def test_answers_that_are_lost_are_said_and_no_success(
+    demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: samples.SampleFile, sample: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(samples.SampleFile, "write", full)
+    file = tmp_path / "answers.jsonl"
+    assert evaluate(demo / "model", "--datasets", datasets, "--only", "counts", "--answers", file) == 1
+    assert f"{file}: 6 prompts are missing" in capsys.readouterr().err
 
 
 @pytest.mark.slow

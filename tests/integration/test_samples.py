@@ -13,13 +13,13 @@ import pytest
 from asyncrl import config
 from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.sample_writer import SampleWriter
-from asyncrl.messages.evaluation import FIRST_GROUP_ID, MOST_PROMPTS
+from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.groups.sample import Answer, GroupSample
 from asyncrl.run.recorded.evaluated import EvaluationSamples
 from asyncrl.run.recorded.samples import RunSamples
 from asyncrl.state.history import HISTORY_FILE, History
-from asyncrl.state.samples import SampleFile
+from asyncrl.state.samples import EVALUATION_FILE, SAVED_MODELS_FILE, SampleFile
 from tests.harness import buses
 from tests.harness.command import asyncrl
 from tests.harness.evaluation import evaluating_worker, section, sums
@@ -111,16 +111,16 @@ def test_of_a_group_without_text_it_says_what_is_known(folder: Path, capsys: pyt
 @pytest.fixture
 def judged(folder: Path) -> Path:
     """Two evaluations of two data sets have been recorded too."""
-    file = SampleFile(folder, most_bytes=2**20, is_of_evaluations=True)
-    for number, step in ((0, 0), (1, 20)):
-        for index, dataset in ((3, "sums"), (9, "words")):
-            group_id = FIRST_GROUP_ID + number * MOST_PROMPTS + index
-            text = f"by step {step}"
-            file.write(
-                row(group_id, text, step=step, fate="evaluated", dataset=dataset, label="12", time=float(step + index))
-            )
-    file.write(row(FIRST_GROUP_ID + 3, "once more", step=0, fate="evaluated", dataset="sums", time=3.0))
+    file = SampleFile(folder, name=EVALUATION_FILE)
+    for step in (0, 20):
+        for place, dataset in ((3, "sums"), (9, "words")):
+            file.write(judged_row(f"by step {step}", step=step, dataset=dataset, place=place, time=float(step + place)))
+    file.write(judged_row("once more", step=0, dataset="sums", place=3, time=3.0))
     return folder
+
+
+def judged_row(text: str, **fields: Any) -> GroupSample:
+    return row(FIRST_GROUP_ID, text, fate="evaluated", label="12", **fields)
 
 
 def test_answers_of_evaluations_are_shown_with_what_is_right(judged: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,15 +147,47 @@ def test_of_evaluations_a_data_set_and_a_step_are_chosen(judged: Path, capsys: p
     assert chosen("--evaluation", "--step", 20) == [("sums, prompt 3", 20), ("words, prompt 9", 20)]
     assert chosen("--evaluation", "--grep", "by step 0") == [("words, prompt 9", 0)]
     assert chosen("--step", 1) == [("group 0", 1)]
-    _, out, _ = asyncrl("samples", judged, "--evaluation", "sum", capsys=capsys)
-    assert out == "answers to 0 prompts shown. None is of a data set 'sum'; there are sums, words\n"
+    assert chosen("--evaluation", "words", "--group", 9) == [("words, prompt 9", 0), ("words, prompt 9", 20)]
+    assert chosen("--evaluation", "--group", 4) == []
+
+
+def test_answers_of_saved_models_are_shown_with_those_of_the_run(
+    judged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `asyncrl evaluate`, which has a file of its own."""
+    file = SampleFile(judged, name=SAVED_MODELS_FILE)
+    for model in ("0-20", "1-20"):
+        file.write(judged_row("of a saved model", step=20, dataset="sums", place=3, model=model, time=50.0))
+    _, out, _ = asyncrl("samples", judged, "--evaluation", "sums", "--step", 20, capsys=capsys)
+    assert [line for line in out.splitlines() if line.startswith("sums")] == [
+        "sums, prompt 3   evaluated at step 20   reward 0.500",
+        "sums, prompt 3   of 0-20   reward 0.500",
+        "sums, prompt 3   of 1-20   reward 0.500",
+    ]
+
+
+@pytest.mark.parametrize("more", [(), ("--json",), ("--follow",)], ids=" ".join)
+def test_a_data_set_that_nobody_knows_is_refused(
+    judged: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**SETTINGS, "evaluation": {"datasets": [{"name": "sums", "path": "p"}, {"name": "words", "path": "p"}]}}
+    history = History(judged / HISTORY_FILE, incarnation=1)
+    history.begin(step=2, kept=0, max_staleness=4, settings=settings)
+    history.close()
+    code, _, err = asyncrl("samples", judged, "--evaluation", "sum", *more, capsys=capsys)
+    assert (code, err) == (2, "asyncrl: --evaluation sum: no such data set; there are sums, words\n")
+
+
+def test_a_run_that_stands_behind_the_option_is_named(judged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = asyncrl("samples", "--evaluation", judged, capsys=capsys)
+    assert code == 2
+    assert "is no data set; write RUN before --evaluation" in err
 
 
 def test_without_an_evaluation_it_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asyncrl("samples", folder, "--evaluation", capsys=capsys)
-    assert out == (
-        "answers to 0 prompts shown. Some prompts of each data set are recorded (metrics.samples_per_evaluation)\n"
-    )
+    why = "None is recorded: nothing is evaluated yet, or metrics.samples_per_evaluation = 0"
+    assert out == f"answers to 0 prompts shown. {why}\n"
 
 
 async def test_from_the_bus_alone_answers_of_an_evaluation_are_shown(bus_factory: Any, tmp_path: Path) -> None:
@@ -183,7 +215,7 @@ async def test_from_the_bus_alone_answers_of_an_evaluation_are_shown(bus_factory
         await run_all(loop, evaluating_worker(await bus_factory(), Engine(), name="w0"))
         await looking
     assert {0, 4} <= {sample.step for sample in seen} <= {0, 2, 3, 4}
-    assert all(sample.fate == "evaluated" and sample.dataset == "sums" for sample in seen)
+    assert all((sample.fate, sample.dataset, sample.label) == ("evaluated", "sums", "1") for sample in seen)
     logged = [sample async for sample in source.logged(onlooker)]
     assert [(sample.step, len(sample.answers)) for sample in logged] == [(4, 2)] * 2
     assert [sample async for sample in EvaluationSamples(loop.run, None, token="", dataset="x").logged(onlooker)] == []

@@ -1,7 +1,9 @@
 """Writes down the answers to some prompts of every evaluation, for a person to read (state/samples.py).
 
-The prompts are the same in every evaluation, and in every run with the data set: how the answers to one of them change
-from version to version can be read one below the other.
+The prompts of a data set are the same in every evaluation of it, so that the answers to one of them can be read from
+version to version.
+
+Tests: tests/actors/learner/test_answer_recorder.py.
 """
 
 from __future__ import annotations
@@ -9,49 +11,44 @@ from __future__ import annotations
 import functools
 import random
 import time
-from typing import Final
+
+import numpy as np
 
 from asyncrl.actors.learner.sample_writer import SampleWriter
-from asyncrl.messages import TrajectoryGroup, WeightVersion, replace
-from asyncrl.messages.evaluation import MOST_PROMPTS
-from asyncrl.policies.evaluation.questions import EvaluationSet, Question
-from asyncrl.policies.groups.sample import EVALUATED, sample_of
-
-LONGEST_LABEL: Final = 2000
-"""Characters that are recorded of what is right: tests of a program may be long."""
+from asyncrl.messages import TrajectoryGroup, WeightVersion
+from asyncrl.messages.evaluation import LONGEST_LABEL
+from asyncrl.policies.evaluation.questions import EvaluationSet
+from asyncrl.policies.groups.sample import Asked, evaluated_sample
 
 
 class AnswerRecorder:
     """per_dataset: prompts of each data set whose answers are recorded
 
-    saved_step  that made the saved model which is evaluated; None: the version says it
+    model, step  of the saved model that is evaluated: its folder's name, and the step that made it; "" where a run
+                 evaluates its own versions
     """
 
-    def __init__(self, writer: SampleWriter, *, per_dataset: int, saved_step: int | None = None) -> None:
+    def __init__(self, writer: SampleWriter, *, per_dataset: int, model: str = "", step: int = 0) -> None:
         self._writer = writer
         self._per_dataset = per_dataset
-        self._saved_step = saved_step
+        self._model, self._step = model, step
 
     def picks(self, its: EvaluationSet) -> frozenset[int]:
         """Places of the prompts of a data set whose answers are recorded."""
         among = len(its.questions)
         return frozenset(random.Random(its.name).sample(range(among), min(among, self._per_dataset)))
 
-    def note(self, group: TrajectoryGroup, asked: Question, *, dataset: str, weights: WeightVersion) -> None:
-        """Good answers to a prompt that was picked, whole."""
-        step = weights.policy_version
-        if self._saved_step is not None:  # each saved model is evaluated as version 0, in evaluation 0 of a run
-            step = self._saved_step
-            group = replace(group, group_id=group.group_id + step * MOST_PROMPTS)
-        self._writer.write(
-            functools.partial(
-                sample_of,
-                group,
-                fate=EVALUATED,
-                step=step,
-                incarnation=weights.incarnation,
-                time=time.time(),
-                dataset=dataset,
-                label="" if asked.label is None else str(asked.label)[:LONGEST_LABEL],
-            )
+    def note(self, group: TrajectoryGroup, its: EvaluationSet, place: int, *, weights: WeightVersion) -> None:
+        """Answers that count, whole, to a prompt that was picked. Those to another prompt are not recorded."""
+        question = its.questions[place]
+        if not np.array_equal(group.prompt_tokens, question.tokens):
+            return
+        asked = Asked(
+            dataset=its.name,
+            place=place,
+            label="" if question.label is None else str(question.label)[:LONGEST_LABEL],
+            model=self._model,
+            step=self._step if self._model else weights.policy_version,
+            incarnation=weights.incarnation,
         )
+        self._writer.write(functools.partial(evaluated_sample, group, asked, time=time.time()))

@@ -66,7 +66,7 @@ class EvaluationRound:
             incarnation=weights.incarnation,
             dataset=its.name,
             messages=asked.messages,
-            is_recorded=place in self._recorded.get(its.name, ()),
+            recorded_place=place if place in self._recorded.get(its.name, ()) else -1,
         )
 
     def take(self, answers: EvaluationAnswers) -> tuple[int | None, str]:
@@ -98,8 +98,7 @@ class EvaluationRound:
             tags=its.questions[place].tags,
         )
         if self._recorder is not None and answers.group is not None and place in self._recorded[its.name]:
-            asked, weights = its.questions[place], self.evaluation.weights
-            self._recorder.note(answers.group, asked, dataset=its.name, weights=weights)
+            self._recorder.note(answers.group, its, place, weights=self.evaluation.weights)
         return None, ""
 
     def metrics(self, *, seed: int) -> dict[str, float]:

@@ -32,10 +32,19 @@ log = logging.getLogger("asyncrl.learner")
 
 
 class SampleWriter:
-    """load_decode: gives the function that makes text of tokens; called in the writer's thread"""
+    """
+    load_decode   gives the function that makes text of tokens; called in the writer's thread
+    most_waiting  groups that may wait to be decoded
+    most_kept     groups for sinks that nobody has taken
+    """
 
     def __init__(
-        self, file: SampleFile, *, load_decode: Callable[[], Decode], most_waiting: int = MOST_WAITING
+        self,
+        file: SampleFile,
+        *,
+        load_decode: Callable[[], Decode],
+        most_waiting: int = MOST_WAITING,
+        most_kept: int = MOST_KEPT,
     ) -> None:
         self._file = file
         self._load_decode = load_decode
@@ -43,7 +52,7 @@ class SampleWriter:
         self._room = threading.Semaphore(most_waiting)
         self._left_out = 0
         self._is_said = False
-        self._recent: deque[GroupSample] = deque(maxlen=MOST_KEPT)
+        self._recent: deque[GroupSample] = deque(maxlen=most_kept)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
 
     def write(self, make: Callable[[], GroupSample]) -> None:
@@ -52,11 +61,12 @@ class SampleWriter:
             self._thread.submit(self._work, make)
             return
         self._left_out += 1
+        self._file.num_lost += 1
         if self._left_out == 1:
             log.warning("%s: groups are left out: they come faster than their text can be decoded", self._file.name)
 
     def take(self) -> Sequence[GroupSample]:
-        """Those written since this was last asked, the newest MOST_KEPT of them."""
+        """Those decoded since this was last asked, the newest ``most_kept`` of them."""
         taken = []
         while self._recent:
             taken.append(self._recent.popleft())
@@ -83,6 +93,7 @@ class SampleWriter:
             self._file.write(sample)
             self._is_said = False
         except Exception as error:  # whatever a tokenizer or a disk raises: an aid to people ends no run
+            self._file.num_lost += 1
             if not self._is_said:
                 log.warning("%s: a group is left out: %s: %s", self._file.name, type(error).__name__, error)
             self._is_said = True

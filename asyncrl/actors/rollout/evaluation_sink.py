@@ -11,7 +11,7 @@ from typing import Final
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.errors import BusFull, EngineError, MessageError, MessageTooLarge
 from asyncrl.messages import PromptGroup, TrajectoryGroup, replace
-from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
+from asyncrl.messages.evaluation import LONGEST_LABEL, Answer, Evaluation, EvaluationAnswers
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import EVALUATION_ANSWERS
 from asyncrl.policies.health.faults import LEARNER, SPACE_IN_LOG
@@ -79,8 +79,10 @@ class EvaluationSink:
             error=group.error,
             worker=self._worker,
             held_seconds=self._held_seconds(),
-            group=_whole(group) if prompt is not None and prompt.is_recorded and group.trajectories else None,
         )
+        if prompt is not None and prompt.recorded_place >= 0 and group.trajectories:
+            label = "" if prompt.label is None else str(prompt.label)[:LONGEST_LABEL]
+            answers = replace(answers, group=_whole(group), place=prompt.recorded_place, label=label)
         await self._store(answers, group_id=group.group_id)
 
     def _needed_by(self, group_id: int) -> Evaluation | None:
@@ -95,6 +97,9 @@ class EvaluationSink:
                 await self._bus.publish(EVALUATION_ANSWERS, answers, key=key)
                 return
             except BusFull:
+                if answers.group is not None:  # nothing that is counted waits for what is only read
+                    answers = replace(answers, group=None)
+                    continue
                 if self._is_draining():
                     raise EngineError("the log of answers is full, and this worker ends") from None
                 with self._waits.waiting(SPACE_IN_LOG, on=LEARNER):

@@ -44,7 +44,7 @@ export function openGroup(place, group) {
 }
 
 function heading(group) {
-  const parts = [group.name, group.step || ["trained", "evaluated"].includes(group.fate) ? `${group.fate} at step ${group.step}` : group.fate];
+  const parts = [group.name, group.model ? `of ${group.model}` : group.step || ["trained", "evaluated"].includes(group.fate) ? `${group.fate} at step ${group.step}` : group.fate];
   if (group.reason) parts.push(group.reason);
   if (group.worker) parts.push(`worker ${group.worker}`);
   if (group.seconds) parts.push(`${number(group.seconds)} s`);

@@ -9,8 +9,8 @@ const COLUMNS = [
 ];
 
 const OF_EVALUATION = [
-  ["data set", "dataset"], ["step", "step", true], ["reward", "reward", true], ["lowest", "lowest", true], ["highest", "highest", true],
-  ["answers", "answers", true], ["tokens", "tokens", true], ["seconds", "seconds", true], ["worker", "worker"], ["prompt", "prompt"],
+  ["data set", "dataset"], ["prompt", "place", true], ["step", "step", true], ["model", "model"], ["reward", "reward", true], ["lowest", "lowest", true], ["highest", "highest", true],
+  ["answers", "answers", true], ["tokens", "tokens", true], ["seconds", "seconds", true], ["worker", "worker"], ["text", "prompt"],
 ];
 
 export class Groups {

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup
-from asyncrl.messages.evaluation import FIRST_GROUP_ID, MOST_PROMPTS
 from asyncrl.policies.groups.turn_text import pieces_of
 from asyncrl.policies.staleness.staleness import Forks, oldest_version
 
@@ -112,7 +111,9 @@ class GroupSample:
     reason     why it was dropped, filtered or could not be made
     time       Unix seconds when that happened, or when it arrived; 0: unknown
     prompt     None until it is decoded
-    dataset, label  of an evaluation: the data set, and what is right; "" where nothing is known
+    dataset, place  of a prompt of an evaluation: its data set, and its place there, from 0
+    label      what is right; "" where nothing is known
+    model      the saved model that was evaluated, by its folder's name; "": the run's own version
     """
 
     group_id: int
@@ -128,19 +129,21 @@ class GroupSample:
     prompt_tokens: tuple[int, ...] = ()
     answers: tuple[Answer, ...] = ()
     dataset: str = ""
+    place: int = 0
     label: str = ""
+    model: str = ""
 
     @property
-    def identity(self) -> tuple[int, int, int]:
-        """Of two with the same one, the later counts. Several saved models answer one prompt of an evaluation."""
-        return (self.group_id, self.incarnation, self.step) if self.fate == EVALUATED else (self.group_id, 0, 0)
+    def identity(self) -> Hashable:
+        """Of two with the same one, the later counts."""
+        if self.fate != EVALUATED:
+            return self.group_id
+        return (self.dataset, self.place, self.model, self.incarnation, self.step)
 
     @property
     def name(self) -> str:
         """For a person."""
-        if self.fate != EVALUATED:
-            return f"group {self.group_id}"
-        return f"{self.dataset}, prompt {(self.group_id - FIRST_GROUP_ID) % MOST_PROMPTS}"
+        return f"{self.dataset}, prompt {self.place}" if self.fate == EVALUATED else f"group {self.group_id}"
 
     @property
     def reward(self) -> float | None:
@@ -197,8 +200,6 @@ def sample_of(
     forks: Forks | None = None,
     advantages: Sequence[NDArray[np.float32]] = (),
     trainer: Sequence[NDArray[np.float32]] = (),
-    dataset: str = "",
-    label: str = "",
 ) -> GroupSample:
     """Not decoded yet.
 
@@ -228,8 +229,29 @@ def sample_of(
         time=time,
         prompt_tokens=tuple(group.prompt_tokens.tolist()),
         answers=tuple(answers),
-        dataset=dataset,
-        label=label,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A prompt of an evaluation, and whom it was asked of. As in GroupSample."""
+
+    dataset: str
+    place: int
+    label: str
+    model: str = ""
+    step: int
+    incarnation: int
+
+
+def evaluated_sample(group: TrajectoryGroup, asked: Asked, *, time: float) -> GroupSample:
+    """Answers to a prompt of an evaluation. Not decoded yet."""
+    made = sample_of(group, fate=EVALUATED, step=asked.step, incarnation=asked.incarnation, time=time)
+    answers = made.answers
+    if asked.model:  # each saved model is version 0 while it is evaluated
+        answers = tuple(dataclasses.replace(answer, versions=()) for answer in answers)
+    return dataclasses.replace(
+        made, answers=answers, dataset=asked.dataset, place=asked.place, label=asked.label, model=asked.model
     )
 
 
@@ -354,8 +376,8 @@ def _rows(*shapes: Shape) -> Shape:
 
 
 _SHAPES: Final[Mapping[str, Shape]] = {
-    **dict.fromkeys(("group_id", "step", "incarnation", "epoch", "rollout", "part"), _is_whole),
-    **dict.fromkeys(("fate", "reason", "worker", "finish_reason", "dataset", "label"), _is_text),
+    **dict.fromkeys(("group_id", "step", "incarnation", "epoch", "rollout", "part", "place"), _is_whole),
+    **dict.fromkeys(("fate", "reason", "worker", "finish_reason", "dataset", "label", "model"), _is_text),
     **dict.fromkeys(("seconds", "time"), _is_number),
     **dict.fromkeys(("reward", "advantage"), _or_none(_is_number)),
     **dict.fromkeys(("prompt_tokens", "tokens"), _each(_is_whole)),

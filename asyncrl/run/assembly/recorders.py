@@ -13,7 +13,7 @@ from asyncrl.config import RunConfig
 from asyncrl.data.tokenizer import load_decode
 from asyncrl.messages.evaluation import MOST_PROMPTS
 from asyncrl.policies.algorithms.algorithm import Algorithm
-from asyncrl.state.samples import SampleFile
+from asyncrl.state.samples import EVALUATION_FILE, SampleFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +37,17 @@ def recorders_of(run: RunConfig, *, algorithm: Algorithm) -> Recorders:
             has_advantages=not algorithm.advantage_scores,
         )
     if section.samples_per_evaluation and run.evaluation.is_on:
-        writers.append(answer_writer(run, answer_file(run)))
+        file = SampleFile(run.run_directory, most_bytes=section.samples_max_bytes, name=EVALUATION_FILE)
+        writers.append(answer_writer(run, file, most_kept=MOST_PROMPTS))
         answers = AnswerRecorder(writers[-1], per_dataset=section.samples_per_evaluation)
     return Recorders(samples=samples, answers=answers, writers=writers)
 
 
-def answer_file(run: RunConfig) -> SampleFile:
-    """Of the run's folder."""
-    return SampleFile(run.run_directory, most_bytes=run.metrics.samples_max_bytes, is_of_evaluations=True)
-
-
-def answer_writer(run: RunConfig, file: SampleFile) -> SampleWriter:
+def answer_writer(run: RunConfig, file: SampleFile, *, most_kept: int) -> SampleWriter:
     """Of answers of evaluations, into ``file``. None is left out: they are few, or all that somebody asks for."""
-    return SampleWriter(file, load_decode=functools.partial(load_decode, run.model.path), most_waiting=MOST_PROMPTS)
+    return SampleWriter(
+        file,
+        load_decode=functools.partial(load_decode, run.model.path),
+        most_waiting=MOST_PROMPTS,
+        most_kept=most_kept,
+    )

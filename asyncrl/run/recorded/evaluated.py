@@ -1,7 +1,8 @@
 """Answers of a run's evaluations as a person reads them: what `asyncrl samples --evaluation` shows.
 
-    RUN_DIR/evaluation_samples.jsonl  some prompts of each data set, of every evaluation, decoded (state/samples.py)
-    the bus                           from another machine: of the newest evaluation, what is on the log of answers
+    RUN_DIR/evaluation_samples.jsonl   some prompts of each data set, of every evaluation, decoded (state/samples.py)
+    RUN_DIR/saved_model_samples.jsonl  the same of saved models (`asyncrl evaluate`)
+    the bus                            from another machine: of the newest evaluation, what is on the log of answers
 
 Tests: tests/integration/test_samples.py.
 """
@@ -14,9 +15,10 @@ from collections.abc import AsyncGenerator, Generator, Iterator
 from pathlib import Path
 
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, PROGRESS
-from asyncrl.policies.groups.sample import EVALUATED, GroupSample, sample_of
+from asyncrl.policies.groups.sample import Asked, GroupSample, evaluated_sample
 from asyncrl.protocols import Bus, Record
 from asyncrl.run.recorded.run_folder import log_records
 from asyncrl.run.recorded.samples import RunSamples, growing
@@ -35,8 +37,10 @@ class EvaluationSamples(RunSamples):
         self._datasets: set[str] = set()  # that answers were seen of
 
     def recorded(self) -> Iterator[GroupSample]:
-        if self.directory is not None:
-            rows = sample_file.read(self.directory, is_of_evaluations=True)
+        if self.directory is None:
+            return
+        for name in (sample_file.SAVED_MODELS_FILE, sample_file.EVALUATION_FILE):
+            rows = sample_file.read(self.directory, name)
             yield from {row.identity: row for row in rows if self._is_wanted(row)}.values()
 
     @contextlib.contextmanager
@@ -84,10 +88,16 @@ class EvaluationSamples(RunSamples):
             yield from filter(self._is_wanted, rows)
 
     def why_none(self) -> str:
-        """Why there are no answers, once what is there was read."""
-        if self._datasets and self._dataset not in ("", *self._datasets):
-            return f"None is of a data set {self._dataset!r}; there are {', '.join(sorted(self._datasets))}"
-        return self.why_no_log or "Some prompts of each data set are recorded (metrics.samples_per_evaluation)"
+        """Why no answer is shown, once what is there was read."""
+        if self._datasets:
+            return "Of those that are recorded none is asked for (metrics.samples_per_evaluation prompts a data set)"
+        return self.why_no_log or "None is recorded: nothing is evaluated yet, or metrics.samples_per_evaluation = 0"
+
+    def require_dataset(self) -> None:
+        """Raises ConfigError for a data set that neither the run file nor what was read knows."""
+        known = {one.name for one in self.run.evaluation.datasets} | self._datasets
+        if known and self._dataset not in ("", *known):
+            raise ConfigError(f"--evaluation {self._dataset}: no such data set; there are {', '.join(sorted(known))}")
 
     def _is_wanted(self, row: GroupSample) -> bool:
         self._datasets.add(row.dataset)
@@ -106,14 +116,14 @@ class EvaluationSamples(RunSamples):
             return None
         if not all(evaluation.has_sampled(one.version_spans) for one in answers.answers):
             return None
-        sample = sample_of(
-            answers.group,
-            fate=EVALUATED,
+        asked = Asked(
+            dataset=answers.dataset,
+            place=answers.place,
+            label=answers.label,
             step=evaluation.weights.policy_version,
             incarnation=evaluation.weights.incarnation,
-            time=record.stored / 1e9,
-            dataset=answers.dataset,
         )
+        sample = evaluated_sample(answers.group, asked, time=record.stored / 1e9)
         return sample if self._is_wanted(sample) else None
 
 

@@ -142,6 +142,9 @@ class RunSamples:
         why = self.why_no_log or "the log no longer has it"
         return f"Some groups of each step are recorded (metrics.samples_per_step); of the others: {why}"
 
+    def require_dataset(self) -> None:
+        """Where they are of evaluations: raises ConfigError for a data set that nobody knows."""
+
     @contextlib.contextmanager
     def bus_address(self) -> Iterator[RunConfig | None]:
         """The run file with the address of its bus while this is open, None when nothing is left of it (``why_no_log``

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from asyncrl.config import RunConfig
 from asyncrl.data.tokenizer import load_decode
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.messages import Event
+from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.sample import EVALUATED, Decode, GroupSample, decoded, reason_of
@@ -39,6 +40,7 @@ MOST_SCANNED: Final = 2000
 PREVIEW: Final = 120
 """Letters of a prompt in its row."""
 MOST_ROWS: Final = 500
+_OF_EVALUATIONS: Final = (samples.SAVED_MODELS_FILE, samples.EVALUATION_FILE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class GroupRow:
     answers: int | None = None
     prompt: str | None = None
     dataset: str | None = None
+    place: int | None = None
+    model: str | None = None
 
     def matches(self, text: str) -> bool:
         words = (
@@ -100,6 +104,7 @@ class GroupIndex:
         self._settings, self._directory, self._token = settings, directory, token
         self._rows: dict[int, GroupRow] = {}
         self._evaluated: dict[int, GroupRow] = {}
+        self._numbers: dict[Hashable, int] = {}  # of those: a group id names a prompt of one evaluation only
         self._places: dict[int, tuple[int, int, int]] = {}  # in a samples file: inode, position, bytes
         self._lock = threading.Lock()
         self._reading = threading.Lock()  # of the log, one at a time: it may take a nats-server of its own
@@ -108,7 +113,7 @@ class GroupIndex:
         if directory is not None:
             self._history = FileTail(directory / history.HISTORY_FILE)
             self._samples = FileTail(directory / samples.SAMPLES_FILE)
-            self._evaluations = FileTail(directory / samples.EVALUATION_FILE)
+            self._evaluations = [FileTail(directory / name) for name in _OF_EVALUATIONS]
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
@@ -120,8 +125,10 @@ class GroupIndex:
         if is_other or not self._has_older:  # what was written last before it became the older one
             self._read_samples(FileTail(self._directory / samples.OLDER_FILE))
         if not self._has_older:
-            self._read_evaluations(FileTail(self._directory / samples.OLDER_EVALUATION_FILE))
-        self._read_evaluations(self._evaluations)
+            for name in _OF_EVALUATIONS:
+                self._read_evaluations(FileTail(self._directory / samples.older(name)))
+        for tail in self._evaluations:
+            self._read_evaluations(tail)
         self._has_older = True
 
     def note(self, event: Event) -> None:
@@ -220,10 +227,11 @@ class GroupIndex:
                 if (sample := samples.parsed(line)) is None:
                     continue
                 with self._lock:
-                    row = GroupRow(group_id=sample.group_id, fate=sample.fate, step=sample.step)
-                    self._evaluated.pop(sample.group_id, None)
-                    self._evaluated[sample.group_id] = _with(row, sample)
-                    self._places[sample.group_id] = (tail.inode, position, len(line))
+                    number = self._numbers.setdefault(sample.identity, FIRST_GROUP_ID + len(self._numbers))
+                    row = GroupRow(group_id=number, fate=sample.fate, step=sample.step)
+                    self._evaluated.pop(number, None)
+                    self._evaluated[number] = _with(row, sample)
+                    self._places[number] = (tail.inode, position, len(line))
                     if len(self._evaluated) > MOST_GROUPS:
                         oldest = next(iter(self._evaluated))
                         del self._evaluated[oldest], self._places[oldest]
@@ -240,7 +248,7 @@ class GroupIndex:
         sample = self._recorded(*place) if place is not None else None
         settings = self._settings()
         path = settings.model.path
-        if sample is None or sample.group_id != group_id:
+        if sample is None or (sample.fate != EVALUATED and sample.group_id != group_id):
             with self._reading:
                 sample, path = self._logged(settings, group_id, row)
         try:
@@ -254,7 +262,8 @@ class GroupIndex:
 
     def _recorded(self, inode: int, position: int, length: int) -> GroupSample | None:
         assert self._directory is not None
-        for name in samples.FILES:
+        newer = (samples.SAMPLES_FILE, *_OF_EVALUATIONS)
+        for name in (*newer, *map(samples.older, newer)):
             with contextlib.suppress(OSError):
                 path = self._directory / name
                 if path.stat().st_ino == inode:
@@ -310,6 +319,8 @@ def _with(row: GroupRow, sample: GroupSample) -> GroupRow:
         answers=len(sample.answers),
         prompt=(sample.prompt or "")[:PREVIEW],
         dataset=sample.dataset or None,
+        place=sample.place,
+        model=sample.model or None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.evaluation_round import EvaluationRound
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.errors import MessageError
-from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion, replace
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
 from asyncrl.policies.groups.sample import GroupSample
-from asyncrl.state.samples import SampleFile, read
+from asyncrl.state.samples import EVALUATION_FILE, SampleFile, read
 from tests.harness.evaluation import evaluating_worker, section, sums
 from tests.harness.fakes import Engine, Loop, run_all, worker
 
@@ -27,9 +28,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def writer(folder: Path) -> SampleWriter:
-    return SampleWriter(
-        SampleFile(folder, most_bytes=2**20, is_of_evaluations=True), load_decode=lambda: decode, most_waiting=1000
-    )
+    return SampleWriter(SampleFile(folder, name=EVALUATION_FILE), load_decode=lambda: decode, most_waiting=1000)
 
 
 def evaluation(number: int, *, version: int = 20) -> Evaluation:
@@ -52,12 +51,14 @@ def whole(of: Evaluation, index: int, *, reward: float = 0.5) -> EvaluationAnswe
         dataset="sums",
         answers=(Answer(reward=reward, length=3, version_spans=(span,)),) * 2,
         worker="e0",
-        group=TrajectoryGroup(group_id=of.group_id(index), prompt_tokens=[1, 2], trajectories=(trajectory,) * 2),
+        group=TrajectoryGroup(
+            group_id=of.group_id(index), prompt_tokens=[1, 4 + index], trajectories=(trajectory,) * 2
+        ),
     )
 
 
 def recorded(folder: Path) -> list[GroupSample]:
-    return list(read(folder, is_of_evaluations=True))
+    return list(read(folder, EVALUATION_FILE))
 
 
 async def test_the_same_prompts_are_recorded_every_time_with_what_is_right(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ async def test_the_same_prompts_are_recorded_every_time_with_what_is_right(tmp_p
     for number, version in ((0, 0), (1, 20)):
         its = evaluation(number, version=version)
         asked = EvaluationRound(its, [sums(30)], recorder=AnswerRecorder(made, per_dataset=3))
-        picked = [index for index in range(30) if asked.prompt(index).is_recorded]
+        picked = [index for index in range(30) if asked.prompt(index).recorded_place == index]
         assert len(picked) == 3
         for index in range(30):  # a worker may send more than it was asked for
             assert asked.take(whole(its, index)) == (None, "")
@@ -74,7 +75,8 @@ async def test_the_same_prompts_are_recorded_every_time_with_what_is_right(tmp_p
     assert [row.name for row in rows] == [f"sums, prompt {index}" for index in (*picked, *picked)]
     assert [row.step for row in rows] == [0, 0, 0, 20, 20, 20]
     row = rows[-1]
-    assert (row.fate, row.dataset, row.label, row.prompt, row.reward) == ("evaluated", "sums", "1", "1 2", 0.5)
+    assert (row.fate, row.dataset, row.label, row.reward) == ("evaluated", "sums", "1", 0.5)
+    assert row.prompt == f"1 {4 + row.place}"
     assert [one.text for one in row.answers] == ["7 8 9"] * 2
     assert len({row.identity for row in rows}) == 6
 
@@ -90,19 +92,39 @@ async def test_what_counts_in_nothing_is_not_recorded(tmp_path: Path) -> None:
     assert [row.reward for row in recorded(tmp_path)] == [1.0]
 
 
-async def test_saved_models_that_answer_the_same_prompts_are_told_apart(tmp_path: Path) -> None:
+async def test_saved_models_and_data_sets_with_the_same_prompts_are_told_apart(tmp_path: Path) -> None:
+    """Each is version 0 in evaluation 0 while it is evaluated. Two models of one step are of two incarnations."""
     made, its = writer(tmp_path), evaluation(0, version=0)
-    for step in (10, 20):
-        asked = EvaluationRound(its, [sums(30)], recorder=AnswerRecorder(made, per_dataset=1, saved_step=step))
-        for index in range(30):
-            asked.take(whole(its, index))
+    for model in ("0-20", "1-20"):
+        for dataset in (sums(30), dataclasses.replace(sums(30), name="words")):
+            recorder = AnswerRecorder(made, per_dataset=1, model=model, step=20)
+            asked = EvaluationRound(its, [dataset], recorder=recorder)
+            for index in range(30):
+                asked.take(whole(its, index))
     await made.stop()
-    first, second = recorded(tmp_path)
-    assert (first.step, second.step) == (10, 20)
-    assert first.name == second.name and first.group_id != second.group_id
+    rows = recorded(tmp_path)
+    assert [(row.dataset, row.model, row.step) for row in rows] == [
+        *(("sums", "0-20", 20), ("words", "0-20", 20), ("sums", "1-20", 20), ("words", "1-20", 20))
+    ]
+    assert len({row.identity for row in rows}) == 4
+    assert all(answer.versions == () for row in rows for answer in row.answers), "version 0 says nothing of them"
 
 
-@pytest.mark.parametrize("change", [{"reward": 0.75}, {"length": 4}], ids=str)
+async def test_answers_to_another_prompt_than_was_asked_are_not_recorded(tmp_path: Path) -> None:
+    made, its = writer(tmp_path), evaluation(0)
+    asked = EvaluationRound(its, [sums(30)], recorder=AnswerRecorder(made, per_dataset=30))
+    other = whole(its, 5).group
+    assert other is not None
+    forged = replace(whole(its, 4), group=replace(other, group_id=its.group_id(4)))
+    assert asked.take(forged) == (None, ""), "they count all the same"
+    await made.stop()
+    assert recorded(tmp_path) == []
+
+
+OTHER_SPAN = VersionSpan(start=0, incarnation=0, policy_version=21)
+
+
+@pytest.mark.parametrize("change", [{"reward": 0.75}, {"length": 4}, {"version_spans": (OTHER_SPAN,)}], ids=str)
 def test_what_is_recorded_is_what_is_counted(change: dict[str, Any]) -> None:
     made = whole(evaluation(0), 4)
     counted = {"reward": 0.5, "length": 3, "version_spans": (SPAN,)} | change
@@ -110,6 +132,13 @@ def test_what_is_recorded_is_what_is_counted(change: dict[str, Any]) -> None:
         EvaluationAnswers(
             number=0, group_id=made.group_id, answers=(Answer(**counted), made.answers[1]), group=made.group
         )
+
+
+def test_tokens_that_no_tokenizer_knows_are_refused() -> None:
+    made = whole(evaluation(0), 4)
+    assert made.group is not None
+    with pytest.raises(MessageError, match="what is recorded is not what is counted"):
+        replace(made, group=replace(made.group, prompt_tokens=[-1]))
 
 
 @pytest.mark.parametrize("place", ["shared", "dedicated"])

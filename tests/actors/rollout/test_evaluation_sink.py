@@ -99,19 +99,20 @@ async def test_the_log_holds_what_is_counted_and_no_tokens() -> None:
 async def test_the_answers_to_a_prompt_that_is_recorded_come_whole() -> None:
     worker = Worker()
     worker.bus.has_space = True
-    worker.prompt = replace(worker.prompt, is_recorded=True)
+    worker.prompt = replace(worker.prompt, recorded_place=7)
     await worker.sink.publish(group(), ticket="")
     async with worker.bus.read(EVALUATION_ANSWERS) as records:
         found = (await anext(records)).message
     assert found.group.trajectories[0].tokens.tolist() == [5, 5, 5]
     assert found.group.trajectories[0].reward_parts == {"right": 1.0}
     assert len(found.group.trajectories[0].experts) == 0, "nobody reads them"
+    assert (found.place, found.label) == (7, "1")
 
 
 async def test_answers_that_are_too_large_to_be_recorded_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker()
     worker.bus.has_space = True
-    worker.prompt = replace(worker.prompt, is_recorded=True)
+    worker.prompt = replace(worker.prompt, recorded_place=7)
     await worker.sink.publish(group(length=2**18), ticket="")
     async with worker.bus.read(EVALUATION_ANSWERS) as records:
         found = (await anext(records)).message
@@ -147,10 +148,12 @@ async def test_a_worker_that_drains_leaves_its_answers_to_another() -> None:
         await publishing
 
 
-async def test_answers_wait_for_space_in_the_log() -> None:
+async def test_answers_wait_for_space_in_the_log_and_are_not_recorded_then() -> None:
     worker = Worker()
+    worker.prompt = replace(worker.prompt, recorded_place=7)
     publishing = asyncio.create_task(worker.sink.publish(group(), ticket=""))
     await worker.bus.tried.wait()
     worker.bus.has_space = True
     await publishing
-    assert await worker.bus.last_sequence(EVALUATION_ANSWERS) == 1
+    async with worker.bus.read(EVALUATION_ANSWERS) as records:
+        assert (await anext(records)).message.group is None

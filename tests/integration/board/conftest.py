@@ -19,7 +19,7 @@ from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.policies.groups.sample import Answer, GroupSample
 from asyncrl.run.watched.watched_run import WatchedRun
 from asyncrl.state.history import HISTORY_FILE, History
-from asyncrl.state.samples import SampleFile
+from asyncrl.state.samples import EVALUATION_FILE, SampleFile
 
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
@@ -134,5 +134,5 @@ def with_groups(recorded: Path, demo: Path) -> Path:
     )
     SampleFile(recorded, most_bytes=2**20).write(sample)
     evaluated = dataclasses.replace(sample, group_id=FIRST_GROUP_ID, fate="evaluated", dataset="sums", label=HOSTILE)
-    SampleFile(recorded, most_bytes=2**20, is_of_evaluations=True).write(evaluated)
+    SampleFile(recorded, name=EVALUATION_FILE).write(evaluated)
     return recorded

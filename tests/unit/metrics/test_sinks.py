@@ -37,7 +37,8 @@ ANSWERS = (
     Answer(reward=0.0, tokens=(3,), turns=(("policy", "13"),), versions=((0, 0, 4), (1, 0, 6)), finish_reason="length"),
 )
 EVALUATED = GroupSample(
-    group_id=FIRST_GROUP_ID + 3,
+    group_id=FIRST_GROUP_ID,
+    place=3,
     fate="evaluated",
     step=20,
     prompt="7+5=",
@@ -234,7 +235,7 @@ def test_tensorboard_shows_answers_of_an_evaluation_at_the_step_of_its_version(t
     sink = tensorboard_sink.TensorBoard(tmp_path)
     sink.write_samples(25, [EVALUATED])
     sink.close()
-    (event,) = _read(tmp_path).Tensors("evaluation/sums/samples/text_summary")
+    (event,) = _read(tmp_path).Tensors("evaluation/sums/prompt_3/text_summary")
     assert event.step == 20
     text = event.tensor_proto.string_val[0].decode()
     assert "sums, prompt 3" in text and "the right answer" in text

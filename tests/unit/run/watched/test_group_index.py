@@ -17,7 +17,7 @@ from asyncrl.policies.groups.sample import Answer, GroupSample
 from asyncrl.run.watched import group_index
 from asyncrl.run.watched.group_index import GroupIndex, OpenedGroup, rows_as_json
 from asyncrl.state.history import HISTORY_FILE, History
-from asyncrl.state.samples import SampleFile
+from asyncrl.state.samples import EVALUATION_FILE, SAVED_MODELS_FILE, SampleFile
 
 ANSWER = Answer(
     reward=0.25,
@@ -114,13 +114,17 @@ def test_prompts_of_evaluations_are_listed_apart_and_opened(
     monkeypatch.setattr(group_index, "load_decode", lambda path: lambda tokens: str(tokens))
     monkeypatch.setattr(group_index, "MOST_GROUPS", 4)
     train(history, [0], step=1)
-    answered = SampleFile(tmp_path, most_bytes=2**20, is_of_evaluations=True)
-    for number in range(6):
-        answered.write(replace(sample(FIRST_GROUP_ID + number, step=20, fate="evaluated"), dataset="sums", label="4"))
+    run_s, saved = (SampleFile(tmp_path, name=name) for name in (EVALUATION_FILE, SAVED_MODELS_FILE))
+    for place in range(5):
+        row = replace(sample(FIRST_GROUP_ID, step=20, fate="evaluated"), dataset="sums", place=place, label="4")
+        run_s.write(row)
+    saved.write(replace(row, model="0-20"))
     assert ids(index) == [0]
-    assert ids(index, fate="evaluated", text="sums") == [FIRST_GROUP_ID + number for number in (5, 4, 3, 2)]
-    opened = index.open(FIRST_GROUP_ID + 4).sample
-    assert (opened.name, opened.label) == ("sums, prompt 4", "4")
+    rows, total = index.rows(fate="evaluated", text="sums")
+    assert total == 4, "the newest"
+    assert {(row.place, row.model) for row in rows} == {(4, None), (3, None), (2, None), (1, None)}
+    opened = index.open(next(row.group_id for row in rows if row.place == 3)).sample
+    assert (opened.name, opened.label) == ("sums, prompt 3", "4")
 
 
 def test_there_are_never_too_many(
