@@ -3,8 +3,8 @@
 RUN is a run's folder, whether the run is up, finished or killed; or, from any machine that reaches its bus, a run file
 or --set bus.url=... --set run.name=... Groups come from RUN_DIR/samples.jsonl, where the learner writes some of every
 step (metrics.samples_per_step), and from the trajectory log on the bus; with --evaluation, answers to the prompts of an
-evaluation from RUN_DIR/evaluation_samples.jsonl (metrics.samples_per_evaluation) or the bus. It changes nothing: on the
-bus it is an observer.
+evaluation from RUN_DIR/evaluation_samples.jsonl (metrics.samples_per_evaluation) or the bus, and of `asyncrl evaluate`
+from RUN_DIR/saved_model_samples.jsonl. It changes nothing: on the bus it is an observer.
 
 What a model wrote is data: whatever would move a terminal's cursor or change its colours is shown as "?".
 """

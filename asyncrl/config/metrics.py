@@ -31,8 +31,8 @@ class MetricsSection:
     """Prompts of each data set of an evaluation whose answers are written to evaluation_samples.jsonl as text, the same
     prompts every time; 0 writes none. `asyncrl samples --evaluation` shows them."""
     samples_max_bytes: int = 64 * 2**20
-    """Most bytes of samples.jsonl and samples.1.jsonl together, and of the two of evaluations; the oldest groups go
-    first."""
+    """Most bytes of samples.jsonl and samples.1.jsonl together, and as many of evaluation_samples.jsonl and of
+    saved_model_samples.jsonl, each with the one before it; the oldest groups go first."""
     timeline_max_bytes: int = 64 * 2**20
     """Most bytes of timeline.jsonl and timeline.1.jsonl together, which say when each step, group, load and wait was,
     for `asyncrl trace`; the oldest steps go first. 0 writes none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,10 +18,15 @@ from asyncrl.messages.rollout import FINISH_REASONS, TrajectoryGroup, VersionSpa
 from asyncrl.messages.validation import counts, require
 
 FIRST_GROUP_ID: Final = 2**52
-LONGEST_LABEL: Final = 2000
-"""Characters of a label that people may read: tests of a program may be long."""
 MOST_PROMPTS: Final = 2**20
 """Of one evaluation, all data sets together."""
+LONGEST_LABEL: Final = 2000
+"""Characters: tests of a program may be long."""
+
+
+def label_text(label: Any) -> str:
+    """What is right, for a person to read; "" where nothing is known."""
+    return "" if label is None else str(label)[:LONGEST_LABEL]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +101,7 @@ class EvaluationAnswers:
     worker    that made them
     held_seconds  how long the worker has had the evaluated version
     group         the whole answers to a prompt that is recorded, unless they are too large for the bus
-    place, label  of that prompt: PromptGroup.recorded_place, and the start of what is right as text
+    place, label  of that prompt: PromptGroup.recorded_place, and ``label_text``
     """
 
     number: int
@@ -117,10 +122,10 @@ class EvaluationAnswers:
         require(bool(self.answers) != bool(self.error), "there are either answers or an error")
         require(self.group_id is not None or bool(self.error), "answers are of one prompt")
         require(0 <= self.held_seconds < math.inf, f"held_seconds must be >= 0 and finite, got {self.held_seconds}")
-        require(self.group is None or self._counts(self.group), "what is recorded is not what is counted")
+        require(self.group is None or self._is_of(self.group), "what is recorded is not what is counted")
 
-    def _counts(self, group: TrajectoryGroup) -> bool:
-        """Whether these are the answers that are counted, of tokens that can be."""
+    def _is_of(self, group: TrajectoryGroup) -> bool:
+        """Whether ``answers`` are those of the group, and its tokens are such as can be."""
         whole = [
             (sum(len(one.tokens) for one in parts), tuple(span for one in parts for span in one.version_spans))
             for parts in group.rollouts

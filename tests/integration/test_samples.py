@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.groups.sample import Answer, GroupSample
+from asyncrl.protocols import Bus
 from asyncrl.run.recorded.evaluated import EvaluationSamples
 from asyncrl.run.recorded.samples import RunSamples
 from asyncrl.state.history import HISTORY_FILE, History
@@ -119,6 +121,12 @@ def judged(folder: Path) -> Path:
     return folder
 
 
+async def arriving(source: RunSamples, bus: Bus) -> list[GroupSample]:
+    """Until the run ends."""
+    async with contextlib.aclosing(source.arriving(bus)) as groups:
+        return [sample async for sample in groups]
+
+
 def judged_row(text: str, **fields: Any) -> GroupSample:
     return row(FIRST_GROUP_ID, text, fate="evaluated", label="12", **fields)
 
@@ -190,6 +198,20 @@ def test_without_an_evaluation_it_says_so(folder: Path, capsys: pytest.CaptureFi
     assert out == f"answers to 0 prompts shown. {why}\n"
 
 
+def test_tokens_that_make_no_text_end_nothing(
+    judged: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(tokens: Any) -> str:
+        raise OverflowError("can't convert 4294967295")
+
+    monkeypatch.setattr("asyncrl.data.tokenizer.load_decode", lambda path: decode)
+    undecoded = dataclasses.replace(judged_row("x", dataset="sums", step=30, time=99.0), prompt=None)
+    SampleFile(judged, name=EVALUATION_FILE).write(undecoded)
+    code, out, _ = asyncrl("samples", judged, "--evaluation", "sums", capsys=capsys)
+    assert code == 0
+    assert "(no text: OverflowError: can't convert 4294967295)" in out and "once more" in out
+
+
 async def test_from_the_bus_alone_answers_of_an_evaluation_are_shown(bus_factory: Any, tmp_path: Path) -> None:
     """Those of the newest evaluation that are there, and those that arrive until the run ends."""
     onlooker = await bus_factory()
@@ -204,16 +226,10 @@ async def test_from_the_bus_alone_answers_of_an_evaluation_are_shown(bus_factory
         writers=[silent],
     )
     source = EvaluationSamples(loop.run, None, token="")
-    seen: list[GroupSample] = []
-
-    async def look() -> None:
-        async with contextlib.aclosing(source.arriving(onlooker)) as groups:
-            seen.extend([sample async for sample in groups])
-
     async with asyncio.TaskGroup() as group:
-        looking = group.create_task(look())
+        looking = group.create_task(arriving(source, onlooker))
         await run_all(loop, evaluating_worker(await bus_factory(), Engine(), name="w0"))
-        await looking
+        seen = await looking
     assert {0, 4} <= {sample.step for sample in seen} <= {0, 2, 3, 4}
     assert all((sample.fate, sample.dataset, sample.label) == ("evaluated", "sums", "1") for sample in seen)
     logged = [sample async for sample in source.logged(onlooker)]
@@ -296,20 +312,14 @@ async def test_from_the_bus_alone_groups_are_shown_as_they_meet_their_fate(bus_f
     source = RunSamples(loop.run, None, token="")
     engine = Engine()
     engine.gate.clear()
-    seen: list[GroupSample] = []
-
-    async def look() -> None:
-        async with contextlib.aclosing(source.arriving(onlooker)) as groups:
-            seen.extend([sample async for sample in groups])
-
     async with asyncio.TaskGroup() as group:
-        looking = group.create_task(look())
+        looking = group.create_task(arriving(source, onlooker))
         group.create_task(run_worker(worker(await bus_factory(), engine)))
         learning = group.create_task(loop.run_learner())
         await asyncio.sleep(0)
         engine.gate.set()
         await learning
-        await looking
+        seen = await looking
     trained = {sample.group_id: sample.step for sample in seen if sample.fate == "trained"}
     assert set(trained.values()) == {1, 2, 3, 4}
     assert len(trained) == 8

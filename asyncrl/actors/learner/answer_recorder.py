@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.messages import TrajectoryGroup, WeightVersion
-from asyncrl.messages.evaluation import LONGEST_LABEL
+from asyncrl.messages.evaluation import label_text
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups.sample import Asked, evaluated_sample
 
@@ -38,15 +38,17 @@ class AnswerRecorder:
         among = len(its.questions)
         return frozenset(random.Random(its.name).sample(range(among), min(among, self._per_dataset)))
 
-    def note(self, group: TrajectoryGroup, its: EvaluationSet, place: int, *, weights: WeightVersion) -> None:
-        """Answers that count, whole, to a prompt that was picked. Those to another prompt are not recorded."""
+    def note(self, group: TrajectoryGroup | None, its: EvaluationSet, place: int, *, weights: WeightVersion) -> None:
+        """Answers that count to a prompt that was picked. Those that did not come whole, or to another prompt, are
+        lost."""
         question = its.questions[place]
-        if not np.array_equal(group.prompt_tokens, question.tokens):
+        if group is None or not np.array_equal(group.prompt_tokens, question.tokens):
+            self._writer.lose()
             return
         asked = Asked(
             dataset=its.name,
             place=place,
-            label="" if question.label is None else str(question.label)[:LONGEST_LABEL],
+            label=label_text(question.label),
             model=self._model,
             step=self._step if self._model else weights.policy_version,
             incarnation=weights.incarnation,

@@ -1,4 +1,4 @@
-"""One evaluation as the learner asks for it: which prompts are answered, which must be asked again. No I/O."""
+"""One evaluation as the learner asks for it: which are answered, which must be asked again. It waits for nothing."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class EvaluationRound:
             truncated=tuple(one.finish_reason == "length" for one in answers.answers),
             tags=its.questions[place].tags,
         )
-        if self._recorder is not None and answers.group is not None and place in self._recorded[its.name]:
+        if self._recorder is not None and place in self._recorded[its.name]:
             self._recorder.note(answers.group, its, place, weights=self.evaluation.weights)
         return None, ""
 

@@ -65,6 +65,10 @@ class SampleWriter:
         if self._left_out == 1:
             log.warning("%s: groups are left out: they come faster than their text can be decoded", self._file.name)
 
+    def lose(self) -> None:
+        """One that was to be written never came."""
+        self._file.num_lost += 1
+
     def take(self) -> Sequence[GroupSample]:
         """Those decoded since this was last asked, the newest ``most_kept`` of them."""
         taken = []

@@ -11,7 +11,7 @@ from typing import Final
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.errors import BusFull, EngineError, MessageError, MessageTooLarge
 from asyncrl.messages import PromptGroup, TrajectoryGroup, replace
-from asyncrl.messages.evaluation import LONGEST_LABEL, Answer, Evaluation, EvaluationAnswers
+from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers, label_text
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import EVALUATION_ANSWERS
 from asyncrl.policies.health.faults import LEARNER, SPACE_IN_LOG
@@ -81,7 +81,7 @@ class EvaluationSink:
             held_seconds=self._held_seconds(),
         )
         if prompt is not None and prompt.recorded_place >= 0 and group.trajectories:
-            label = "" if prompt.label is None else str(prompt.label)[:LONGEST_LABEL]
+            label = label_text(prompt.label)
             answers = replace(answers, group=_whole(group), place=prompt.recorded_place, label=label)
         await self._store(answers, group_id=group.group_id)
 

@@ -248,7 +248,11 @@ class GroupIndex:
         sample = self._recorded(*place) if place is not None else None
         settings = self._settings()
         path = settings.model.path
-        if sample is None or (sample.fate != EVALUATED and sample.group_id != group_id):
+        if sample is not None and self._number(sample) != group_id:  # its file was replaced
+            sample = None
+        if sample is None and group_id >= FIRST_GROUP_ID:
+            raise ConfigError("these answers of an evaluation are not here any more: their file was replaced")
+        if sample is None:
             with self._reading:
                 sample, path = self._logged(settings, group_id, row)
         try:
@@ -259,6 +263,10 @@ class GroupIndex:
             sample = decoded(sample, self._decode)
         decode = self._decode
         return OpenedGroup(sample=sample, texts=[token_texts(answer.tokens, decode) for answer in sample.answers])
+
+    def _number(self, sample: GroupSample) -> int | None:
+        """Under which it is listed."""
+        return self._numbers.get(sample.identity) if sample.fate == EVALUATED else sample.group_id
 
     def _recorded(self, inode: int, position: int, length: int) -> GroupSample | None:
         assert self._directory is not None

@@ -121,6 +121,17 @@ async def test_answers_to_another_prompt_than_was_asked_are_not_recorded(tmp_pat
     assert recorded(tmp_path) == []
 
 
+async def test_answers_that_did_not_come_whole_are_lost_and_counted(tmp_path: Path) -> None:
+    """So that `asyncrl evaluate --answers`, which promises all, can say so."""
+    file = SampleFile(tmp_path, name=EVALUATION_FILE)
+    made, its = SampleWriter(file, load_decode=lambda: decode), evaluation(0)
+    asked = EvaluationRound(its, [sums(30)], recorder=AnswerRecorder(made, per_dataset=30))
+    asked.take(replace(whole(its, 4), group=None))
+    asked.take(whole(its, 5))
+    await made.stop()
+    assert (len(recorded(tmp_path)), file.num_lost) == (1, 1)
+
+
 OTHER_SPAN = VersionSpan(start=0, incarnation=0, policy_version=21)
 
 

@@ -8,24 +8,13 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 from asyncrl.run.assembly.data import open_evaluation_sets
 from asyncrl.run.checks.run_file import check
 from asyncrl.run.summary import summarize
 from tests.harness.command import asyncrl
-from tests.unit.run.checks.test_run_file import RUN_FILE
 
 BEST = 'checkpoint.best="held_out/majority@4"'
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("task")
-    demo_task.write(folder)
-    path = folder / "run.toml"
-    path.write_text(RUN_FILE.format(folder=folder))
-    return path
 
 
 def evaluated(rows: Path) -> str:

@@ -7,21 +7,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 from asyncrl.run.checks.run_file import check
-from tests.unit.run.checks.test_run_file import RUN_FILE
 
 SFT = ["algorithm.name=sft", "rollout.group_size=1"]
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("task")
-    demo_task.write(folder)
-    path = folder / "run.toml"
-    path.write_text(RUN_FILE.format(folder=folder))
-    return path
 
 
 @pytest.mark.parametrize(

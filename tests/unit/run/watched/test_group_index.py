@@ -125,6 +125,9 @@ def test_prompts_of_evaluations_are_listed_apart_and_opened(
     assert {(row.place, row.model) for row in rows} == {(4, None), (3, None), (2, None), (1, None)}
     opened = index.open(next(row.group_id for row in rows if row.place == 3)).sample
     assert (opened.name, opened.label) == ("sums, prompt 3", "4")
+    (tmp_path / EVALUATION_FILE).write_text("")
+    with pytest.raises(ConfigError, match="not here any more"):
+        index.open(next(row.group_id for row in rows if row.place == 3))
 
 
 def test_there_are_never_too_many(
