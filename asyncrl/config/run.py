@@ -124,6 +124,10 @@ class RolloutSection:
     group_seconds: float = 0.0
     """Deadline of a group: so long after it was begun it goes with the samples that are finished, ``min_group`` or
     more, and the others are cancelled and counted (staleness/cancelled). 0 is none."""
+    reissue_seconds: float = 60.0
+    """A prompt that somebody took is issued again, for others to take, once no group was answered for this long (before
+    the first answer five times as long) and this one has taken four times the median of the last 64; the first answer
+    counts. 0: never."""
     max_parts: int = 0
     """Trajectories that a rollout function may give for one rollout; a group with more in one fails. 0 is no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"
@@ -158,6 +162,10 @@ class RolloutSection:
             "group_seconds lets a group go with the samples that are finished: min_group must say how many at least",
         )
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
+        require(
+            self.reissue_seconds == 0 or self.reissue_seconds >= 1,
+            f"reissue_seconds must be >= 1, or 0 (never), got {self.reissue_seconds:g}",
+        )
         require(self.max_parts >= 0, f"max_parts must be >= 0 (0 is no limit), got {self.max_parts}")
         require(
             0 <= self.workers <= MOST_WORKERS,

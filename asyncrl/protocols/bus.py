@@ -147,6 +147,11 @@ class Bus(Protocol):
         """
         ...
 
+    async def withdraw(self, topic: Topic[Any], *, key: str) -> None:
+        """Remove the message of a work topic, though somebody may be working on it: an ack of it succeeds, a retry
+        brings nothing back, and its key is free again. Nothing happens when there is none. Only a learner may."""
+        ...
+
     def consume(self, topic: Topic[M]) -> AbstractAsyncContextManager[Deliveries[M]]:
         """Consume a work topic, shared with all other consumers. On exit, unacked messages are redelivered."""
         ...

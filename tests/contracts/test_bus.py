@@ -330,3 +330,28 @@ async def test_what_was_acked_does_not_come_back(bus: Bus) -> None:
     async with taken(bus, 1) as (delivery,):
         assert delivery.key == "2"
         assert await bus.keys(PROMPTS) == {"2"}
+
+
+async def test_what_is_withdrawn_is_free_for_another_while_somebody_still_works_on_it(bus: Bus) -> None:
+    """Its holder may renew, give back and ack what it has: nothing of that touches the new message."""
+    await publish_prompts(bus, 1, 2)
+    async with taken(bus, 2) as held:
+        for one in held:
+            await bus.withdraw(PROMPTS, key=one.key)
+        assert await bus.keys(PROMPTS) == set()
+        assert await bus.publish(PROMPTS, prompt(1), key="1", again=True) is True
+        first_held, second_held = held
+        await first_held.keep()
+        await first_held.ack()
+        await second_held.retry()
+        assert await bus.keys(PROMPTS) == {"1"}
+        async with taken(bus, 1) as (again,):
+            assert (again.key, again.attempt) == ("1", 1)
+            await again.ack()
+    assert await bus.keys(PROMPTS) == set()
+    assert not await bus.losses()
+
+
+async def test_a_prompt_that_nobody_has_is_withdrawn_without_a_word(bus: Bus) -> None:
+    await bus.withdraw(PROMPTS, key="1")
+    assert await bus.depth(PROMPTS) == 0

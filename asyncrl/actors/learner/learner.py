@@ -173,6 +173,7 @@ class Learner(Actor):
             "learner/window": self._run.window,
             "learner/skipped_in_a_row": self._skipped.in_a_row,
             "learner/disk_need": self._checkpointer.disk_need,
+            **self._reader.overdue_prompts.numbers(),
             **self._metrics.alarms(),
         }
 

@@ -9,7 +9,6 @@ was full forgot to remove them) and are counted, so that they hide nothing.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from asyncrl.actors.learner.prompt_link import PromptLink
@@ -20,7 +19,6 @@ from asyncrl.protocols import Bus
 
 log = logging.getLogger("asyncrl.learner")
 
-LOOK_SECONDS = 2.0
 MANY_LOOKS = 10
 """In which prompts that came back hide others that did not."""
 
@@ -35,12 +33,6 @@ class LostPrompts:
     def suspect(self) -> None:
         """Somebody deleted, purged or replaced what prompts or trajectories are on: list both for a while."""
         self._looks = MANY_LOOKS
-
-    async def watch(self) -> None:
-        """waits for: the next look"""
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            await self.look()
 
     async def look(self) -> None:
         if self._logs_changed != self._table.logs_changed:

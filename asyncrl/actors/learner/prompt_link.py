@@ -65,9 +65,11 @@ PromptReport = Published | Reconciled | Exhausted
 class PromptLink:
     """reports: prompt source -> learner.  answered: learner -> prompt source, where rows may rest.  taken: learner ->
     prompt source, groups that were not asked for yet and whose place in the log somebody has taken.  lost: learner ->
-    prompt source, groups whose prompts the bus lost, each with its position in the data."""
+    prompt source, groups whose prompts the bus lost, each with its position in the data.  overdue: learner -> prompt
+    source, groups whose prompts somebody took and does not answer, likewise."""
 
     reports: asyncio.Queue[PromptReport] = field(default_factory=asyncio.Queue)
     answered: asyncio.Queue[Answered] = field(default_factory=asyncio.Queue)
     taken: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
     lost: asyncio.Queue[dict[int, int]] = field(default_factory=asyncio.Queue)
+    overdue: asyncio.Queue[dict[int, int]] = field(default_factory=asyncio.Queue)

@@ -138,6 +138,7 @@ class PromptSource(Actor):
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_progress(), name=f"{self.name}.watch-progress")
             group.create_task(self._publish_lost(), name=f"{self.name}.publish-lost")
+            group.create_task(self._publish_overdue(), name=f"{self.name}.publish-overdue")
             for key in ("", SENT) if self._are_sampled else ():
                 group.create_task(self._watch_weights(key), name=f"{self.name}.watch-{key or 'folders'}")
             while True:
@@ -200,6 +201,17 @@ class PromptSource(Actor):
             lost = await self._link.lost.get()
             for numbered in await asyncio.to_thread(self._read_again, lost):
                 self._report(numbered, oldest_start=self._policy_version)
+                await self._publish(numbered, min_policy_version=0, again=True)
+
+    async def _publish_overdue(self) -> None:
+        """consumes: groups whose prompts somebody keeps    waits for: the learner, who gets no answer
+
+        They are the groups they were: an answer of whoever has the prompt counts as before.
+        """
+        while True:
+            overdue = await self._link.overdue.get()
+            for numbered in await asyncio.to_thread(self._read_again, overdue):
+                await self.bus.withdraw(PROMPTS, key=str(numbered.group_id))
                 await self._publish(numbered, min_policy_version=0, again=True)
 
     def _group_ids(self, keys: set[str]) -> set[int]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.lost_prompts import LostPrompts
+from asyncrl.actors.learner.overdue_prompts import OverduePrompts
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_link import Answered, Exhausted, PromptLink, PromptReport, Published, Reconciled
 from asyncrl.actors.learner.validator import Checked, Rescore, Validator, Verdict
@@ -33,6 +34,8 @@ from asyncrl.state.in_progress import InProgress
 
 log = logging.getLogger("asyncrl.learner")
 
+LOOK_SECONDS = 2.0
+
 
 class TrajectoryReader:
     """``changed`` is set whenever the table has something new for the batcher; ``max_failed_in_a_row`` ends the run."""
@@ -50,8 +53,10 @@ class TrajectoryReader:
         max_failed_in_a_row: int,
         in_progress: InProgress | None = None,
         tickets: Tickets | None = None,
+        reissue_seconds: float = 0.0,
     ) -> None:
-        """in_progress: where it notes what it decodes; None notes it nowhere;  tickets: None for none"""
+        """in_progress: where it notes what it decodes; None notes it nowhere;  tickets: None for none;
+        reissue_seconds: rollout.reissue_seconds"""
         self._bus = bus
         self._table = table
         self._link = link
@@ -64,6 +69,7 @@ class TrajectoryReader:
         self._reconciled = asyncio.Event()
         self._tickets = tickets or Tickets()
         self.lost_prompts = LostPrompts(bus, table=table, link=link, tickets=self._tickets)
+        self.overdue_prompts = OverduePrompts(bus, table=table, link=link, seconds=reissue_seconds)
         self._failed_of: set[str] = set()  # workers, since a group was buffered
         self._explained = ""
         """What a filter raised last; its traceback is in the log."""
@@ -88,9 +94,12 @@ class TrajectoryReader:
                 await self._find_log()
 
     async def watch_prompts(self) -> None:
-        """waits for: the prompt source's look at the bus, then its own looks for prompts that the bus has lost"""
+        """waits for: the prompt source's look at the bus, then its own looks for prompts that are lost or kept"""
         await self._reconciled.wait()
-        await self.lost_prompts.watch()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.lost_prompts.look()
+            await self.overdue_prompts.look()
 
     async def _find_log(self) -> None:
         """See whether the log is the one that was read so far; of another, or one that went back, the cursor means

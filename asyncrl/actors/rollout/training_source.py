@@ -18,6 +18,7 @@ from asyncrl.messages.topics import PROMPTS, group_id_of
 from asyncrl.protocols import Bus, Delivery
 
 RETRY_SECONDS: Final = 0.5
+_OWN_SECONDS: Final = 5.0
 
 
 class TrainingSource:
@@ -87,12 +88,19 @@ class TrainingSource:
                 await delivery.ack()  # no group that anybody waits for
             else:
                 work = self._work(prefetched, group_id=group_id, problem=problem)
-                if not (work.needs_worker_alone and self._follower.is_held):
+                wait = self._seconds_until_it_may_begin(work, key=delivery.key)
+                if not wait:
                     return work
-                await self._attempts.give_back(delivery, delay=RETRY_SECONDS)  # the evaluation would never end
+                await self._attempts.give_back(delivery, delay=wait)
             prefetched.keeping.cancel()
             self._prefetch.update()  # it took no slots, so nothing else tells that another one is wanted
         return None
+
+    def _seconds_until_it_may_begin(self, work: PromptWork, *, key: str) -> float:
+        """0: it may now."""
+        if self._partial_rollouts.holds(key):  # issued again while we are at it, for others
+            return _OWN_SECONDS
+        return RETRY_SECONDS if work.needs_worker_alone and self._follower.is_held else 0.0  # no evaluation would end
 
     def _problem(self, delivery: Delivery[PromptGroup], group_id: int | None) -> str:
         """Why the message is not the prompt of this group; empty: it is."""

@@ -34,7 +34,7 @@ from asyncrl.bus.jetstream.objects_elsewhere import objects_of, open_as
 from asyncrl.bus.jetstream.own_address import address_towards
 from asyncrl.bus.jetstream.records import PieceStore, Records
 from asyncrl.bus.jetstream.shared_consumer import SharedConsumers
-from asyncrl.bus.jetstream.streams import Streams, batches, subjects
+from asyncrl.bus.jetstream.streams import Streams, batches, remove_message, subjects
 from asyncrl.bus.jetstream.watch import StoredMessage, Watch, last_stored
 from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.pieces import Pieces, most_bytes
@@ -149,6 +149,11 @@ class JetStreamBus:
         if refused.code == _STORE_FAILED and refused.description.startswith("maximum"):
             raise BusFull(f"{topic.name}: full ({refused.description})")
         raise refused
+
+    async def withdraw(self, topic: Topic[Any], *, key: str) -> None:
+        stream, subject = await self._stream(topic), self._layout.subject(topic, key)
+        while (stored := await last_stored(self._connection, stream=stream, subject=subject)) is not None:
+            await remove_message(self._connection, stream, stored.sequence)
 
     @contextlib.asynccontextmanager
     async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:

@@ -10,11 +10,11 @@ from typing import Final, Generic, TypeVar
 
 from asyncrl.bus.encoding import Opened, opened
 from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.errors import IS_GONE, Refused
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.ordered_consumer import Arrival
 from asyncrl.bus.jetstream.pull_consumer import GIVE_BACK, PullConsumer
 from asyncrl.bus.jetstream.shared_consumer import SharedConsumer
+from asyncrl.bus.jetstream.streams import remove_message
 from asyncrl.errors import Unanswered
 from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import Topic
@@ -139,7 +139,7 @@ class JetStreamDelivery(Generic[M]):
             try:
                 await self._ask(b"+ACK")
             except Unanswered:
-                await self._delete()
+                await remove_message(self._connection, self._stream, self._item.sequence)
             self._until = 0.0
 
     async def retry(self, *, delay: float = 0.0) -> None:
@@ -172,11 +172,3 @@ class JetStreamDelivery(Generic[M]):
             await self._ask(word)
         except Unanswered:
             await self._tell(word)  # in case the server knows the delivery; if not, it redelivers anyway
-
-    async def _delete(self) -> None:
-        body = {"seq": self._item.sequence, "no_erase": True}
-        try:
-            await self._connection.api(f"STREAM.MSG.DELETE.{self._stream}", body)
-        except Refused as refused:
-            if not refused.description.endswith(IS_GONE):
-                raise

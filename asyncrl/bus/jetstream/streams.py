@@ -197,6 +197,15 @@ async def made_anew(connection: Connection, config: Mapping[str, Any]) -> dict[s
     return await made_stream(connection, config)
 
 
+async def remove_message(connection: Connection, stream: str, sequence: int) -> None:
+    """Nothing if it is not there any more."""
+    try:
+        await connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})
+    except Refused as refused:
+        if not refused.description.endswith(IS_GONE):
+            raise
+
+
 async def subjects(connection: Connection, stream: str, *, matching: str) -> dict[str, int]:
     """Subjects of a stream that hold messages, and how many; the server returns at most 100,000 of them at a time."""
     found: dict[str, int] = {}

@@ -66,6 +66,10 @@ class MemoryBus:
         await _let_others_run()
         return self._queue(topic).add(key, await self._pieces.sealed(topic, message, key=key), again=again)
 
+    async def withdraw(self, topic: Topic[Any], *, key: str) -> None:
+        await _let_others_run()
+        self._work(topic).remove(key)
+
     @contextlib.asynccontextmanager
     async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
         deliveries = _Deliveries(self._work(topic), topic, self._signatures)

@@ -119,8 +119,17 @@ class Work:
         if item in self._ready:
             self._ready.remove(item)
 
+    def remove(self, key: str) -> None:
+        """Whoever holds it may go on."""
+        if (item := self._stored.pop(key, None)) is not None:
+            item.stop_timer()
+            if item in self._ready:
+                self._ready.remove(item)
+
     def give_back(self, item: Item, delay: float) -> None:
         item.holder += 1
+        if self._stored.get(item.key) is not item:
+            return
         if delay:
             item.set_timer(delay, lambda: self._offer(item))
         else:

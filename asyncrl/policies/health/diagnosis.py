@@ -32,6 +32,7 @@ from asyncrl.policies.health.faults import (
     PARTS,
     PATIENCE_SECONDS,
     PROMPT_SOURCE,
+    REISSUES_LEFT,
     ROOM_IN_WINDOW,
     SENDER,
     SILENT_SECONDS,
@@ -188,6 +189,8 @@ class _Chains:
         return self._end(faults.circle(fault, who, min(wait.seconds for _, wait in path), *self._blame(LEARNER)))
 
     def _end(self, finding: Finding) -> frozenset[_Key]:
+        if any(seen.beat.numbers.get(REISSUES_LEFT) for seen in self.actors.values() if seen.beat.role == LEARNER):
+            finding = faults.before_reissues(finding)
         self._ends.setdefault(finding.key, finding)
         return frozenset({finding.key})
 

@@ -169,6 +169,7 @@ def assemble_learner(
         max_failed_in_a_row=ports.most_failed,
         in_progress=in_progress,
         tickets=ports.tickets,
+        reissue_seconds=run.rollout.reissue_seconds,
     )
     evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
     trainer = Trainer(
