@@ -7,7 +7,6 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from tests.harness.faults.run import prepare, running
 from tests.harness.forked import ForkServer
 
 KEEP_SECONDS = 2.0
+LEAVE_SECONDS = 10.0
 
 
 @contextlib.contextmanager
@@ -50,14 +50,14 @@ def keeping(folder: Path, count: int) -> Iterator[None]:
             is_taken.set()
             await bus.close()
 
-    with ThreadPoolExecutor(1) as beside:
-        keeper = beside.submit(asyncio.run, keep())
-        is_taken.wait()
-        try:
-            yield
-        finally:
-            is_over.set()
-            keeper.result()
+    keeper = threading.Thread(target=lambda: asyncio.run(keep()), daemon=True)
+    keeper.start()
+    is_taken.wait()
+    try:
+        yield
+    finally:
+        is_over.set()
+        keeper.join(LEAVE_SECONDS)  # behind a run that has ended it waits for a bus that never comes back
 
 
 @pytest.mark.slow

@@ -135,12 +135,14 @@ class Worker:
         return [record.message for record in await reading]
 
 
-async def publish_prompt(bus: Bus, number: int, *, group_size: int = 2, max_new_tokens: int = 100) -> None:
+async def publish_prompt(
+    bus: Bus, number: int, *, group_size: int = 2, max_new_tokens: int = 100, again: bool = False
+) -> None:
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     prompt = PromptGroup(
         group_id=number, prompt_tokens=[5, 6, 4 + number], group_size=group_size, sampling=sampling, label=0
     )
-    await bus.publish(PROMPTS, prompt, key=str(number))
+    await bus.publish(PROMPTS, prompt, key=str(number), again=again)
 
 
 async def killed_after_a_save(bus: Bus, **options: Any) -> None:

@@ -18,7 +18,7 @@ from asyncrl.messages.topics import PROMPTS, group_id_of
 from asyncrl.protocols import Bus, Delivery
 
 RETRY_SECONDS: Final = 0.5
-_OWN_SECONDS: Final = 5.0
+OWN_SECONDS: Final = 5.0
 
 
 class TrainingSource:
@@ -99,7 +99,7 @@ class TrainingSource:
     def _seconds_until_it_may_begin(self, work: PromptWork, *, key: str) -> float:
         """0: it may now."""
         if self._partial_rollouts.holds(key):  # issued again while we are at it, for others
-            return _OWN_SECONDS
+            return OWN_SECONDS
         return RETRY_SECONDS if work.needs_worker_alone and self._follower.is_held else 0.0  # no evaluation would end
 
     def _problem(self, delivery: Delivery[PromptGroup], group_id: int | None) -> str:

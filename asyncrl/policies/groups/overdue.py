@@ -49,7 +49,8 @@ class Overdue:
         self._next = next_group_id
 
     def look(self, outstanding: Collection[int], *, next_group_id: int, now: float) -> list[int]:
-        """The groups, of those ``outstanding``, to issue again at once. Each waits twice as long the next time.
+        """The groups, of those ``outstanding``, to issue again at once. Each waits longer the next time: twice,
+        then three times as long.
 
         next_group_id  ids below it were issued: what came and went between two looks counts, too
         now            seconds, monotonic
@@ -65,7 +66,7 @@ class Overdue:
             self._issued.setdefault(group_id, _Issued(first=now, since=now))
         if not self._seconds or now - self._heard < self._quiet_seconds:
             return []
-        due = [i for i, one in self._issued.items() if now - one.since >= self._patience * 2**one.times]
+        due = [i for i, one in self._issued.items() if now - one.since >= self._patience * (one.times + 1)]
         for group_id in due:
             one = self._issued[group_id]
             one.since, one.times = now, one.times + 1

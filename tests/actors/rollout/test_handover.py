@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from asyncrl.actors.rollout import training_source
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.protocols import Bus
 from tests.harness import fakes
@@ -31,6 +34,28 @@ async def test_what_a_hurried_worker_has_goes_to_another_at_once(bus: Bus) -> No
     assert [len(trajectory.tokens) for trajectory in group.trajectories] == [100, 100]
     assert leaving.engine.generated + heir.engine.generated - 200 == 2  # of each answer the newest token
     assert await bus.depth(PROMPTS) == 0
+
+
+async def test_what_is_issued_again_is_begun_by_another_and_not_twice_by_the_same(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that is at it gives the second prompt back; either answers, and one answer is on the log."""
+    monkeypatch.setattr(training_source, "OWN_SECONDS", 0.01)
+    await publish_prompt(bus, 0)
+    slow, idle = Worker(bus, "w0"), Worker(bus, "w1")
+    async with slow.working():
+        await slow.begun(2)
+        await bus.withdraw(PROMPTS, key="0")
+        await publish_prompt(bus, 0, again=True)
+        async with idle.working():
+            await idle.begun(2)
+            assert len(slow.engine.answers) == 2
+            await idle.until_published(bus, 1)
+            while slow.partial_rollouts.holds("0"):
+                await slow.engine.steps(1)
+                await asyncio.sleep(0.0001)
+    assert await bus.depth(PROMPTS) == 0
+    assert await bus.last_sequence(TRAJECTORIES) == 1
 
 
 async def test_a_hurried_worker_that_holds_nothing_just_leaves(bus: Bus) -> None:

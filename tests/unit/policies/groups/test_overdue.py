@@ -25,11 +25,11 @@ class Looks:
         self(set(), now=at + seconds)
 
 
-def test_what_nobody_answers_is_issued_again_and_then_half_as_often() -> None:
+def test_what_nobody_answers_is_issued_again_and_later_each_time() -> None:
     look = Looks(60)
     look.answered(0, 1.0)
     issued = [second for second in range(2, 1000) if look({1, 2}, now=float(second)) == [1, 2]]
-    assert issued == [62, 182, 422, 902]
+    assert issued == [62, 182, 362, 602, 902]
 
 
 def test_nothing_is_issued_again_while_others_are_answered() -> None:

@@ -18,6 +18,7 @@ from asyncrl.policies.health.faults import (
     HELD,
     LEARNER,
     PROMPT_SOURCE,
+    REISSUES_LEFT,
     ROOM_IN_WINDOW,
     SENDER,
     SPACE_IN_LOG,
@@ -295,6 +296,19 @@ def test_each_kind_of_fault_gets_its_name_and_no_other(row: Row) -> None:
 def test_the_table_has_more_than_twenty_kinds_of_fault() -> None:
     assert len(TABLE) >= 20
     assert len({row.fault for row in TABLE.values()}) >= 20
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["the window is full of dead groups", "everybody waits for everybody", "the data has ended and groups are lost"],
+)
+def test_a_run_that_stands_still_is_not_cured_before_its_prompts_were_issued_again(name: str) -> None:
+    """Somebody may keep them. It is named at once."""
+    (before,) = diagnose(observed(TABLE[name]))
+    (pending,) = diagnose(observed(replace(TABLE[name], numbers={REISSUES_LEFT: 1.0})))
+    assert (before.cure, pending.cure) == ("restart", "")
+    assert pending.text == before.text
+    assert "rollout.reissue_seconds" in pending.remedy and before.remedy in pending.remedy
 
 
 SLOW: dict[str, dict[str, tuple[Wait, ...]]] = {
