@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.start --rehearse          tiny, on a CPU: shows that all of it works
 
 Each start is a run of its own of two steps, one behind the other: on a fresh machine the first compiles the engine's
-and the learner's kernels, and the next ones find them. The last row is a run that is resumed. Python keeps its bytecode,
+and the learner's kernels, and the next ones find them. The last row is a run that is resumed. Python keeps bytecode,
 even where PYTHONDONTWRITEBYTECODE is set: SGLang imports 7,000 modules in each of two processes.
 """
 
