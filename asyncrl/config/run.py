@@ -125,9 +125,9 @@ class RolloutSection:
     """Deadline of a group: so long after it was begun it goes with the samples that are finished, ``min_group`` or
     more, and the others are cancelled and counted (staleness/cancelled). 0 is none."""
     reissue_seconds: float = 60.0
-    """A prompt that somebody took is issued again, for others to take, once no group was answered for this long (before
-    the first answer five times as long) and this one has taken four times the median of the last 64; the first answer
-    counts. 0: never."""
+    """Once no group was answered for this long and every worker waits for prompts, those that are outstanding are
+    issued again, after twice as long once more, and so on; the first answer counts. With load = "in_flight", also those
+    that have taken four times the median of the last 64 while others are at work. 0: never."""
     max_parts: int = 0
     """Trajectories that a rollout function may give for one rollout; a group with more in one fails. 0 is no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"

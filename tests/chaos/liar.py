@@ -3,7 +3,7 @@
     python -m tests.chaos.liar FOLDER SEED COUNTS
 
 FOLDER is a storm's; the run's bus is where its bus.json says, and that changes with each life of the run. COUNTS gets
-how many messages were stored. It takes at most half of the prompts, so that honest workers have some.
+how many messages were stored. It takes at most half of the prompts, so that honest workers have some; a few it keeps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections import deque
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -25,6 +26,8 @@ from asyncrl.run import registry
 from tests.harness import lies
 
 PAUSE_SECONDS: Final = 0.03
+_MOST_KEPT: Final = 6
+_KEEP_SECONDS: Final = 1.0
 _MAX_BYTES: Final = 2**20
 _TOPICS: Final = {topic.name: topic for topic in (ACTORS, EVENTS, TRAJECTORIES)}
 
@@ -33,6 +36,7 @@ async def lie(folder: Path, random: Random, counts: Path) -> None:
     """Until we are killed."""
     run = config.load(folder / "run.toml")
     told = 0
+    keeping: asyncio.Task[None] | None = None
 
     def note(count: int) -> None:
         counts.write_text(str(count))
@@ -43,21 +47,37 @@ async def lie(folder: Path, random: Random, counts: Path) -> None:
             assert isinstance(bus, JetStreamBus)
             try:
                 async with bus.consume(PROMPTS) as deliveries:
+                    kept: deque[Any] = deque(maxlen=_MOST_KEPT)
+                    keeping = asyncio.create_task(_keep(kept))
                     while True:
-                        told += await _one(bus, deliveries, random)
+                        told += await _one(bus, deliveries, random, kept)
                         note(told)
                         await asyncio.sleep(PAUSE_SECONDS)
             finally:
+                if keeping is not None:
+                    keeping.cancel()
                 with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
                     await bus.close()
         await asyncio.sleep(0.2)
 
 
-async def _one(bus: JetStreamBus, deliveries: Any, random: Random) -> int:
+async def _keep(kept: deque[Any]) -> None:
+    """Say of each that we are at work on it."""
+    while True:
+        await asyncio.sleep(_KEEP_SECONDS)
+        for delivery in list(kept):
+            with contextlib.suppress(AsyncRLError):
+                await delivery.keep()
+
+
+async def _one(bus: JetStreamBus, deliveries: Any, random: Random, kept: deque[Any]) -> int:
     """One lie, or an answer and what else is told with it; how many messages were stored."""
     async with asyncio.timeout(5.0):
         delivery = await anext(deliveries)
     prompt = delivery.message
+    if random.random() < 0.02:
+        kept.append(delivery)
+        return 0
     if prompt is None or random.random() < 0.1:
         await delivery.retry()
         return 0

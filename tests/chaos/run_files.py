@@ -53,6 +53,7 @@ workers = 3
 group_size = 4
 max_new_tokens = 6
 max_running = 32
+reissue_seconds = 2  # under kills and liars that keep prompts
 
 [engine]
 kind = "tests.chaos.metered_net:MeteredNet"
@@ -80,6 +81,7 @@ max_new_tokens = 400
 ignore_eos = true
 max_running = 16
 max_attempts = 10  # workers killed here did not die of their prompts
+reissue_seconds = 2
 
 [engine]
 kind = "tests.chaos.metered_model:MeteredModel"

@@ -2,62 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import threading
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncrl import config
-from asyncrl.messages import PromptGroup
-from asyncrl.messages.topics import PROMPTS
-from asyncrl.protocols import Deliveries, Delivery
-from asyncrl.run import registry
 from asyncrl.state.history import HISTORY_FILE, last_incarnation
 from tests.harness.faults.run import prepare, running
 from tests.harness.forked import ForkServer
 
-KEEP_SECONDS = 2.0
-LEAVE_SECONDS = 10.0
-
 
 @contextlib.contextmanager
-def keeping(folder: Path, count: int) -> Iterator[None]:
-    """Inside, somebody takes ``count`` prompts, says of each again and again that it is at work, and is not."""
-    run = config.load(folder / "run.toml", [f"run.directory={folder / 'runs'}"])
-    is_taken, is_over = threading.Event(), threading.Event()
-
-    async def take(deliveries: Deliveries[PromptGroup], taken: list[Delivery[PromptGroup]]) -> None:
-        while len(taken) < count:
-            taken.append(await anext(deliveries))
-            is_taken.set()
-
-    async def keep() -> None:
-        bus = await registry.connect(run, token="")
+def keeping(folder: Path, count: int, *, pause: float = 0.0) -> Iterator[None]:
+    """Inside, somebody takes ``count`` prompts, ``pause`` seconds apart, and keeps them."""
+    words = [sys.executable, "-m", "tests.chaos.keeper", str(folder), str(count), str(pause)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
         try:
-            async with bus.consume(PROMPTS) as deliveries:
-                taken: list[Delivery[PromptGroup]] = []
-                taking = asyncio.create_task(take(deliveries, taken))
-                while not is_over.is_set():
-                    for delivery in taken:
-                        await delivery.keep()
-                    await asyncio.to_thread(is_over.wait, KEEP_SECONDS)
-                taking.cancel()
+            assert keeper.stdout.readline()
+            yield
         finally:
-            is_taken.set()
-            await bus.close()
-
-    keeper = threading.Thread(target=lambda: asyncio.run(keep()), daemon=True)
-    keeper.start()
-    is_taken.wait()
-    try:
-        yield
-    finally:
-        is_over.set()
-        keeper.join(LEAVE_SECONDS)  # behind a run that has ended it waits for a bus that never comes back
+            keeper.kill()
 
 
 @pytest.mark.slow
@@ -82,7 +51,7 @@ def test_a_client_that_keeps_every_prompt_costs_a_pause_and_no_restart(tmp_path:
     settings = ("run.stall_seconds=7", "run.restarts=0", "rollout.reissue_seconds=5")
     with running(tmp_path, *settings, forks=forks) as run, keeping(tmp_path, 16):
         run.wait_for_steps(10)
-        assert run.wait_for("were taken and are not answered")
+        assert run.wait_for("prompts are not answered")
     assert last_incarnation(tmp_path / "runs" / "faults" / HISTORY_FILE) == 0
 
 
@@ -92,6 +61,10 @@ def test_a_client_that_keeps_a_prompt_of_the_last_step_does_not_keep_the_run_fro
     tmp_path: Path, forks: ForkServer
 ) -> None:
     prepare(tmp_path)
-    settings = ("run.stall_seconds=7", "run.restarts=0", "rollout.reissue_seconds=5", "run.steps=20")
-    with running(tmp_path, *settings, forks=forks) as run, keeping(tmp_path, 2):
-        assert run.process.wait(600) == 0
+    settings = ("run.restarts=0", "rollout.reissue_seconds=1", "run.steps=30")
+    with running(tmp_path, *settings, forks=forks) as run:
+        (tmp_path / "step").touch()  # the learner hangs until there is somebody
+        with keeping(tmp_path, 1000, pause=0.5):
+            (tmp_path / "step").unlink()
+            assert run.process.wait(1000) == 0
+    assert last_incarnation(tmp_path / "runs" / "faults" / HISTORY_FILE) == 0

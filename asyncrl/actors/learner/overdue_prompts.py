@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Final
 
-from asyncrl.actors.learner.prompt_link import PromptLink
-from asyncrl.messages.topics import PROMPTS
-from asyncrl.policies.groups.overdue import Overdue
+from asyncrl.actors.learner.prompt_link import OverduePrompt, PromptLink
+from asyncrl.messages.topics import ACTORS, PROMPTS
+from asyncrl.policies.groups.overdue import Overdue, all_wait_for_prompts
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.faults import REISSUES_LEFT
 from asyncrl.protocols import Bus
 
 log = logging.getLogger("asyncrl.learner")
 
+_WITHDRAWALS: Final = 2
+"""Of a prompt whose group is done, one a look: the prompt source may just be issuing it."""
+
 
 class OverduePrompts:
-    """``seconds``: rollout.reissue_seconds"""
+    """seconds: rollout.reissue_seconds;  copies_stragglers: as in ``Overdue``"""
 
-    def __init__(self, bus: Bus, *, table: GroupTable, link: PromptLink, seconds: float) -> None:
+    def __init__(
+        self, bus: Bus, *, table: GroupTable, link: PromptLink, seconds: float, copies_stragglers: bool
+    ) -> None:
         self._bus, self._table, self._link = bus, table, link
-        self._overdue = Overdue(seconds, next_group_id=table.next_group_id, now=time.monotonic())
-        self._reissued: set[int] = set()
+        self._overdue = Overdue(
+            seconds, next_group_id=table.next_group_id, now=time.monotonic(), copies_stragglers=copies_stragglers
+        )
+        self._reissued: dict[int, int] = {}  # with the withdrawals that are left
         self.num_reissued = 0
         """In this incarnation."""
 
@@ -31,16 +39,34 @@ class OverduePrompts:
     async def look(self) -> None:
         """Raises BusError."""
         table = self._table
-        due = self._overdue.look(table.outstanding, next_group_id=table.next_group_id, now=time.monotonic())
-        if due:
-            log.warning(
-                "%d prompts were taken and are not answered (groups %s): issued again, the first answer counts "
-                "(rollout.reissue_seconds)",
-                *(len(due), ", ".join(map(str, due[:5])) + (", ..." if len(due) > 5 else "")),
-            )
-            self._link.overdue.put_nowait({group_id: table.outstanding[group_id].position for group_id in due})
-            self._reissued.update(due)
-            self.num_reissued += len(due)
-        for group_id in self._reissued - table.outstanding.keys():
+        self._overdue.look(table.outstanding, next_group_id=table.next_group_id, now=time.monotonic())
+        if self._overdue.is_quiet:
+            beats = await self._bus.states(ACTORS)
+            due = self._overdue.due(all_wait=all_wait_for_prompts(beats.values()))
+            self._issue_again([group_id for group_id in due if group_id in table.outstanding])
+        for group_id in self._reissued.keys() - table.outstanding.keys():
             await self._bus.withdraw(PROMPTS, key=str(group_id))  # nobody needs to begin it any more
-            self._reissued.discard(group_id)
+            self._reissued[group_id] -= 1
+            if not self._reissued[group_id]:
+                del self._reissued[group_id]
+
+    def _issue_again(self, group_ids: list[int]) -> None:
+        if not group_ids:
+            return
+        log.warning(
+            "%d prompts are not answered (groups %s): issued again, the first answer counts (rollout.reissue_seconds)",
+            *(len(group_ids), ", ".join(map(str, group_ids[:5])) + (", ..." if len(group_ids) > 5 else "")),
+        )
+        prompts = self._table.outstanding
+        self._link.overdue.put_nowait(
+            [
+                OverduePrompt(
+                    group_id=group_id,
+                    position=prompts[group_id].position,
+                    oldest_start=prompts[group_id].oldest_start,
+                )
+                for group_id in group_ids
+            ]
+        )
+        self._reissued.update(dict.fromkeys(group_ids, _WITHDRAWALS))
+        self.num_reissued += len(group_ids)

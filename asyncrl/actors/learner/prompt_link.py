@@ -58,6 +58,15 @@ class Answered:
     rewards: Sequence[float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverduePrompt:
+    """A prompt to issue again as it was. position: in the data;  oldest_start: as in Published"""
+
+    group_id: int
+    position: int
+    oldest_start: int | None
+
+
 PromptReport = Published | Reconciled | Exhausted
 
 
@@ -66,10 +75,10 @@ class PromptLink:
     """reports: prompt source -> learner.  answered: learner -> prompt source, where rows may rest.  taken: learner ->
     prompt source, groups that were not asked for yet and whose place in the log somebody has taken.  lost: learner ->
     prompt source, groups whose prompts the bus lost, each with its position in the data.  overdue: learner -> prompt
-    source, groups whose prompts somebody took and does not answer, likewise."""
+    source, prompts that nobody answers."""
 
     reports: asyncio.Queue[PromptReport] = field(default_factory=asyncio.Queue)
     answered: asyncio.Queue[Answered] = field(default_factory=asyncio.Queue)
     taken: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
     lost: asyncio.Queue[dict[int, int]] = field(default_factory=asyncio.Queue)
-    overdue: asyncio.Queue[dict[int, int]] = field(default_factory=asyncio.Queue)
+    overdue: asyncio.Queue[Sequence[OverduePrompt]] = field(default_factory=asyncio.Queue)

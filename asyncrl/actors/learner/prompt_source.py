@@ -204,15 +204,17 @@ class PromptSource(Actor):
                 await self._publish(numbered, min_policy_version=0, again=True)
 
     async def _publish_overdue(self) -> None:
-        """consumes: groups whose prompts somebody keeps    waits for: the learner, who gets no answer
+        """consumes: prompts that nobody answers    waits for: the learner, who misses the answers
 
-        They are the groups they were: an answer of whoever has the prompt counts as before.
+        They ask for what they asked for: an answer of whoever took one before counts.
         """
         while True:
-            overdue = await self._link.overdue.get()
-            for numbered in await asyncio.to_thread(self._read_again, overdue):
+            overdue = {one.group_id: one for one in await self._link.overdue.get()}
+            positions = {group_id: one.position for group_id, one in overdue.items()}
+            for numbered in await asyncio.to_thread(self._read_again, positions):
                 await self.bus.withdraw(PROMPTS, key=str(numbered.group_id))
-                await self._publish(numbered, min_policy_version=0, again=True)
+                oldest = overdue[numbered.group_id].oldest_start or 0
+                await self._publish(numbered, min_policy_version=oldest, again=True)
 
     def _group_ids(self, keys: set[str]) -> set[int]:
         """The groups among ``keys``. They are a window wide: one far beyond all others was put there by another."""

@@ -54,9 +54,10 @@ class TrajectoryReader:
         in_progress: InProgress | None = None,
         tickets: Tickets | None = None,
         reissue_seconds: float = 0.0,
+        copies_stragglers: bool = False,
     ) -> None:
         """in_progress: where it notes what it decodes; None notes it nowhere;  tickets: None for none;
-        reissue_seconds: rollout.reissue_seconds"""
+        reissue_seconds, copies_stragglers: as in OverduePrompts"""
         self._bus = bus
         self._table = table
         self._link = link
@@ -69,7 +70,9 @@ class TrajectoryReader:
         self._reconciled = asyncio.Event()
         self._tickets = tickets or Tickets()
         self.lost_prompts = LostPrompts(bus, table=table, link=link, tickets=self._tickets)
-        self.overdue_prompts = OverduePrompts(bus, table=table, link=link, seconds=reissue_seconds)
+        self.overdue_prompts = OverduePrompts(
+            bus, table=table, link=link, seconds=reissue_seconds, copies_stragglers=copies_stragglers
+        )
         self._failed_of: set[str] = set()  # workers, since a group was buffered
         self._explained = ""
         """What a filter raised last; its traceback is in the log."""

@@ -141,8 +141,8 @@ class EvaluationSource:
         await self._pass_over(prefetched, give_back)
 
     async def _pass_over(self, prefetched: Prefetched, say: Callable[[], Any]) -> None:
+        prefetched.release()
         await say()
-        prefetched.keeping.cancel()
         if self._prefetch is not None:
             self._prefetch.update()  # it took no slots, so nothing else tells that another one is wanted
 
@@ -280,10 +280,11 @@ class EvaluationWork:
         await self._delivery.retry(delay=RETRY_SECONDS)
 
     async def give_back(self) -> None:
+        self.prefetched.release()
         await self.attempts.give_back(self._delivery, has_begun=True)
 
     def close(self) -> None:
-        self.prefetched.keeping.cancel()
+        self.prefetched.release()
         self.asked.pop(self.group_id, None)
 
     @property

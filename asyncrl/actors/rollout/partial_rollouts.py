@@ -43,10 +43,6 @@ class PartialRollouts:
     def is_on(self) -> bool:
         return self._seconds > 0
 
-    def holds(self, key: str) -> bool:
-        """Whether this group is being made here."""
-        return key in self._groups
-
     @property
     def unsaved_tokens(self) -> int:
         """In progress and not on the bus: lost if this process dies now."""

@@ -2,7 +2,8 @@
 
   F1 no more than it begins while others travel (policies/prefetch.py): no worker starves beside a full one
   F2 a worker that drains gives them back at once; they begin nowhere else before, and then with the newest weights
-  F3 a group that was given back before it began, or was looked at, has used up no attempt (delivery_attempts.py)
+  F3 a group that this worker holds already was issued again for others: it goes back to them
+  F4 a group that was given back before it began, or was looked at, has used up no attempt (delivery_attempts.py)
 Tests: tests/actors/rollout/test_prefetch.py.
 """
 
@@ -27,6 +28,9 @@ from asyncrl.protocols import Deliveries, Delivery
 
 _WINDOW_SECONDS: Final = 10.0
 _FEW: Final = 8
+RETURN_SECONDS: Final = 5.0
+"""Times the attempt: until what was issued again, and is held here already, comes again, if nobody else takes it."""
+_LONGEST_RETURN: Final = 60.0
 
 
 class PrefetchRate:
@@ -56,11 +60,18 @@ class PrefetchRate:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """A delivery that ``keeping`` renews until the group is done or given back. attempt: see delivery_attempts.py"""
+    """A delivery that is renewed until ``release``. attempt: see delivery_attempts.py"""
 
     delivery: Delivery[PromptGroup]
     attempt: int
     keeping: asyncio.Task[None]
+    held: set[str]
+
+    def release(self) -> None:
+        """Before it is given back, and once it is done; again, for nothing."""
+        if not self.keeping.cancelling():
+            self.keeping.cancel()
+            self.held.discard(self.delivery.key)
 
 
 class Prefetch:
@@ -94,6 +105,7 @@ class Prefetch:
         self._log = logging.getLogger(f"asyncrl.{worker}")
         self._ready: deque[Prefetched] = deque()
         self._group_size = slots.max_running  # until one is seen
+        self._held: set[str] = set()
         self._is_over = False
         self._is_abandoned = False
         self._closed = asyncio.Event()  # nothing is to be fetched, for now or for good
@@ -147,10 +159,15 @@ class Prefetch:
             await self._add(taking.result())
 
     async def _add(self, delivery: Delivery[PromptGroup]) -> None:
+        if delivery.key in self._held:
+            await self._attempts.give_back(delivery, delay=min(_LONGEST_RETURN, RETURN_SECONDS * delivery.attempt))
+            return
+        self._held.add(delivery.key)
         attempt = await self._attempts.number(delivery)  # here, so that nothing waits between ``next`` and the slots
         if delivery.message is not None:
             self._group_size = delivery.message.group_size
-        self._ready.append(Prefetched(delivery, attempt, self._owner.create_task(self._keep(delivery))))
+        keeping = self._owner.create_task(self._keep(delivery))
+        self._ready.append(Prefetched(delivery, attempt, keeping, self._held))
         self.update()
 
     @property
@@ -190,10 +207,8 @@ class Prefetch:
                 group.create_task(self._give_back(prefetched))
 
     async def _give_back(self, prefetched: Prefetched) -> None:
-        try:
-            await self._attempts.give_back(prefetched.delivery)
-        finally:
-            prefetched.keeping.cancel()
+        prefetched.release()
+        await self._attempts.give_back(prefetched.delivery)
 
     async def _keep(self, delivery: Delivery[PromptGroup]) -> None:
         """consumes: nothing    waits for: the next renewal    woken by: the clock

@@ -18,7 +18,6 @@ from asyncrl.messages.topics import PROMPTS, group_id_of
 from asyncrl.protocols import Bus, Delivery
 
 RETRY_SECONDS: Final = 0.5
-OWN_SECONDS: Final = 5.0
 
 
 class TrainingSource:
@@ -88,19 +87,12 @@ class TrainingSource:
                 await delivery.ack()  # no group that anybody waits for
             else:
                 work = self._work(prefetched, group_id=group_id, problem=problem)
-                wait = self._seconds_until_it_may_begin(work, key=delivery.key)
-                if not wait:
+                if not (work.needs_worker_alone and self._follower.is_held):
                     return work
-                await self._attempts.give_back(delivery, delay=wait)
-            prefetched.keeping.cancel()
+                await self._attempts.give_back(delivery, delay=RETRY_SECONDS)  # the evaluation would never end
+            prefetched.release()
             self._prefetch.update()  # it took no slots, so nothing else tells that another one is wanted
         return None
-
-    def _seconds_until_it_may_begin(self, work: PromptWork, *, key: str) -> float:
-        """0: it may now."""
-        if self._partial_rollouts.holds(key):  # issued again while we are at it, for others
-            return OWN_SECONDS
-        return RETRY_SECONDS if work.needs_worker_alone and self._follower.is_held else 0.0  # no evaluation would end
 
     def _problem(self, delivery: Delivery[PromptGroup], group_id: int | None) -> str:
         """Why the message is not the prompt of this group; empty: it is."""
@@ -163,12 +155,14 @@ class PromptWork:
         await self.attempts.forget(delivery)
 
     async def retry(self) -> None:
+        self.prefetched.release()
         await self.prefetched.delivery.retry(delay=RETRY_SECONDS)
 
     async def give_back(self) -> None:
         await self.partial_rollouts.save()
+        self.prefetched.release()
         await self.attempts.give_back(self.prefetched.delivery, has_begun=True)
 
     def close(self) -> None:
-        self.prefetched.keeping.cancel()
+        self.prefetched.release()
         self.partial_rollouts.close(self.prefetched.delivery.key)

@@ -1,28 +1,34 @@
-"""Which prompts are issued once more, because whoever took them does not answer.
+"""Which prompts are issued again, because whoever took them does not answer.
 
-The first answer to a group counts, so a second worker that samples it costs idle slots and nothing else: the backup
-tasks of MapReduce (Dean and Ghemawat, 2004, section 3.6). A worker that keeps prompts, or hangs with them, then holds
-up the run for as long as it takes another to answer.
+A client that keeps prompts, or a worker that hangs with them, would hold up the run for good. Two rules, both only once
+no group was answered for ``seconds``:
 
-Tests: tests/unit/policies/groups/test_overdue.py.
+  all wait   every worker waits for prompts, so nobody who says what it does is at work on any: all are issued again
+  stragglers some are at work; groups that took four times the median of those before are issued again, as the backup
+             tasks of MapReduce (Dean and Ghemawat, 2004, section 3.6). Where workers load weights only between groups
+             a copy that loses would keep its worker from loading: there it is not done.
+
+The first answer to a group counts. Tests: tests/unit/policies/groups/test_overdue.py.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-REISSUES: Final = 2
+from asyncrl.messages import Heartbeat
+from asyncrl.policies.health.faults import PROMPT_SOURCE, QUARANTINED, WORKER
+
+REISSUES: Final = 3
 """Issued this often in vain, what is outstanding is not waited for any more: something else is wrong."""
 _SLOWER: Final = 4.0
-"""A group is late when it takes this many times the median of those before it; the median, because what somebody kept
-must not make the next wait longer."""
+"""The median, because what somebody kept must not make the next wait longer."""
 _REMEMBERED: Final = 64
-_UNKNOWN: Final = 5
-"""Before the first answer, when engines may still be starting, all times are this many times as long."""
+_LOOKS_APART: Final = 10.0
+"""Seconds between two looks in which this process may have been deaf: they count for nothing."""
 
 
 @dataclass(slots=True)
@@ -37,24 +43,30 @@ class _Issued:
 class Overdue:
     """Looks at the outstanding groups again and again.
 
-    seconds             without any answer, until the first is issued once more; 0: none ever is
+    seconds             without any answer before something is issued again; 0: nothing ever is
     next_group_id, now  as in ``look``, at the start
+    copies_stragglers   by the second rule, too
     """
 
-    def __init__(self, seconds: float, *, next_group_id: int = 0, now: float = 0.0) -> None:
-        self._seconds = seconds
+    def __init__(
+        self, seconds: float, *, next_group_id: int = 0, now: float = 0.0, copies_stragglers: bool = True
+    ) -> None:
+        self._seconds, self._copies_stragglers = seconds, copies_stragglers
         self._issued: dict[int, _Issued] = {}
         self._took: deque[float] = deque(maxlen=_REMEMBERED)
         self._looked = self._heard = now
         self._next = next_group_id
 
-    def look(self, outstanding: Collection[int], *, next_group_id: int, now: float) -> list[int]:
-        """The groups, of those ``outstanding``, to issue again at once. Each waits longer the next time: twice,
-        then three times as long.
+    def look(self, outstanding: Collection[int], *, next_group_id: int, now: float) -> None:
+        """Note which groups are outstanding.
 
         next_group_id  ids below it were issued: what came and went between two looks counts, too
         now            seconds, monotonic
         """
+        if (gap := now - self._looked) > _LOOKS_APART:
+            self._heard += gap
+            for one in self._issued.values():
+                one.first, one.since = one.first + gap, one.since + gap
         gone = self._issued.keys() - set(outstanding)
         unseen = len(set(range(self._next, next_group_id)).difference(outstanding))
         took = [now - self._issued.pop(group_id).first for group_id in gone]
@@ -64,25 +76,40 @@ class Overdue:
         self._looked, self._next = now, next_group_id
         for group_id in outstanding:
             self._issued.setdefault(group_id, _Issued(first=now, since=now))
-        if not self._seconds or now - self._heard < self._quiet_seconds:
+
+    @property
+    def is_quiet(self) -> bool:
+        """No group was answered for so long that some may be due."""
+        return 0 < self._seconds <= self._looked - self._heard
+
+    def due(self, *, all_wait: bool) -> list[int]:
+        """The groups to issue again at once. Each waits longer the next time: twice, then three times as long.
+
+        all_wait: the first rule, for every worker waits for prompts
+        """
+        if not self.is_quiet:
             return []
-        due = [i for i, one in self._issued.items() if now - one.since >= self._patience * (one.times + 1)]
+        patience = self._seconds
+        if not all_wait:
+            if not self._copies_stragglers or not self._took:
+                return []
+            patience = max(patience, _SLOWER * statistics.median(self._took))
+        due = [i for i, one in self._issued.items() if self._looked - one.since >= patience * (one.times + 1)]
         for group_id in due:
             one = self._issued[group_id]
-            one.since, one.times = now, one.times + 1
+            one.since, one.times = self._looked, one.times + 1
         return sorted(due)
 
     @property
     def reissues_left(self) -> int:
-        """How often every group that is outstanding will be issued again before that counts as in vain."""
+        """How often everything that is outstanding will be issued again before that counts as in vain."""
         if not self._seconds or not self._issued:
             return 0
         return max(0, REISSUES - min(one.times for one in self._issued.values()))
 
-    @property
-    def _quiet_seconds(self) -> float:
-        return self._seconds * (1 if self._took else _UNKNOWN)
 
-    @property
-    def _patience(self) -> float:
-        return max(self._quiet_seconds, _SLOWER * (statistics.median(self._took) if self._took else 0.0))
+def all_wait_for_prompts(beats: Iterable[Heartbeat]) -> bool:
+    """Whether there are rollout workers, and each that has started waits for prompts and for nothing else."""
+    workers = [beat for beat in beats if beat.role == WORKER and beat.phase not in ("starting", QUARANTINED)]
+    waits = [[wait.on for wait in beat.waits if wait.on] for beat in workers]
+    return bool(waits) and all(found and set(found) == {PROMPT_SOURCE} for found in waits)

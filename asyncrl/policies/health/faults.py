@@ -349,7 +349,7 @@ def ended(seconds: float, host: str, pid: int) -> Finding:
 
 def before_reissues(finding: Finding) -> Finding:
     """While a learner that gets no answers will issue its prompts again: no cure is needed yet."""
-    if finding.fault not in ("window", "deadlock", "data"):
+    if finding.fault not in ("window", "data"):
         return finding
     remedy = f"the learner issues unanswered prompts again (rollout.reissue_seconds); after that: {finding.remedy}"
     return replace(finding, remedy=remedy, cure="")

@@ -170,6 +170,7 @@ def assemble_learner(
         in_progress=in_progress,
         tickets=ports.tickets,
         reissue_seconds=run.rollout.reissue_seconds,
+        copies_stragglers=run.load == "in_flight",
     )
     evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
     trainer = Trainer(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,6 @@ def check(run: RunConfig) -> None:
     launcher.check_machine(run)
     _check_settings(run)
     evaluation.warn_of_share(run)
-    _warn_of_bytecode(run)
     if launcher.places:  # on other machines: each process looks at its own
         if run.learner.machines > 1:
             raise ConfigError(
@@ -50,15 +48,6 @@ def check(run: RunConfig) -> None:
         registry.engine_class(run).check_machine(run)
         registry.check_reward_machine(run)
         rollout_functions.check_machine(run.rollout)
-
-
-def _warn_of_bytecode(run: RunConfig) -> None:
-    """Engines on GPUs import thousands of modules, in several processes each."""
-    if sys.dont_write_bytecode and run.rollout.workers and registry.engine_class(run).num_gpus(run):
-        log.warning(
-            "PYTHONDONTWRITEBYTECODE is set: every process compiles what it imports, and a start takes twice as long; "
-            "unset it"
-        )
 
 
 def _check_prometheus(run: RunConfig) -> None:

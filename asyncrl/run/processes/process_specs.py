@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 
 from asyncrl.config import RunConfig
@@ -37,7 +38,8 @@ class ProcessSpecs:
         """The learner, its other ranks if they are processes of their own, then ``workers`` rollout workers, or as many
         as the run file says, and those that evaluate.
 
-        Prints which process gets which GPUs, if there are any. Raises ConfigError when there are too few.
+        Prints which process gets which GPUs, if there are any, and what slows their start. Raises ConfigError when
+        there are too few.
         """
         run = self._run
         if workers is not None and workers != run.rollout.workers:
@@ -52,6 +54,8 @@ class ProcessSpecs:
         for name, its in gpus.processes.items():
             if its:
                 print(f"{name:10s}GPU {numbers(its)}", flush=True)
+        if sys.dont_write_bytecode and any(gpus.workers):  # SGLang imports 7,000 modules in each of two processes
+            print("PYTHONDONTWRITEBYTECODE is set: a start on GPUs takes twice as long; unset it", flush=True)
         return [
             *self._learner(gpus.learner, resume=resume),
             *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.actors.rollout import training_source
+from asyncrl.actors.rollout import prefetch
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.protocols import Bus
 from tests.harness import fakes
@@ -40,7 +40,7 @@ async def test_what_is_issued_again_is_begun_by_another_and_not_twice_by_the_sam
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker that is at it gives the second prompt back; either answers, and one answer is on the log."""
-    monkeypatch.setattr(training_source, "OWN_SECONDS", 0.01)
+    monkeypatch.setattr(prefetch, "RETURN_SECONDS", 0.01)
     await publish_prompt(bus, 0)
     slow, idle = Worker(bus, "w0"), Worker(bus, "w1")
     async with slow.working():
@@ -51,7 +51,7 @@ async def test_what_is_issued_again_is_begun_by_another_and_not_twice_by_the_sam
             await idle.begun(2)
             assert len(slow.engine.answers) == 2
             await idle.until_published(bus, 1)
-            while slow.partial_rollouts.holds("0"):
+            while slow.engine.answers:
                 await slow.engine.steps(1)
                 await asyncio.sleep(0.0001)
     assert await bus.depth(PROMPTS) == 0

@@ -2,96 +2,133 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.policies.groups.overdue import REISSUES, Overdue
+from asyncrl.messages import Heartbeat, Wait
+from asyncrl.policies.groups.overdue import REISSUES, Overdue, all_wait_for_prompts
+from asyncrl.policies.health.faults import LEARNER, PROMPT_SOURCE, QUARANTINED, WORKER
 
 
 class Looks:
-    """Ids are given in order; a group that no look saw has come and gone."""
+    """A look every two seconds. Ids are given in order; a group that no look saw has come and gone."""
 
-    def __init__(self, seconds: float) -> None:
-        self.overdue = Overdue(seconds)
-        self._next = 0
+    def __init__(self, seconds: float, *, copies_stragglers: bool = True) -> None:
+        self.overdue = Overdue(seconds, copies_stragglers=copies_stragglers)
+        self._next, self._now = 0, 0.0
 
-    def __call__(self, outstanding: set[int], *, now: float) -> list[int]:
+    def until(self, now: float, outstanding: set[int], *, all_wait: bool = False) -> dict[float, list[int]]:
+        """What is issued again, by when."""
         self._next = max({*outstanding, self._next - 1}) + 1
-        return self.overdue.look(outstanding, next_group_id=self._next, now=now)
+        issued = {}
+        while self._now < now:
+            self._now += 2.0
+            self.overdue.look(outstanding, next_group_id=self._next, now=self._now)
+            if due := self.overdue.due(all_wait=all_wait):
+                issued[self._now] = due
+        return issued
 
-    def answered(self, group_id: int, seconds: float, *, at: float = 0.0) -> None:
-        """One group has been answered, ``seconds`` after it was asked for."""
-        self({group_id}, now=at)
-        self(set(), now=at + seconds)
 
-
-def test_what_nobody_answers_is_issued_again_and_later_each_time() -> None:
+def test_what_nobody_is_at_work_on_is_issued_again_and_later_each_time() -> None:
     look = Looks(60)
-    look.answered(0, 1.0)
-    issued = [second for second in range(2, 1000) if look({1, 2}, now=float(second)) == [1, 2]]
-    assert issued == [62, 182, 362, 602, 902]
+    look.until(2, {0, 1})
+    issued = look.until(1000, {0, 1}, all_wait=True)
+    assert issued == dict.fromkeys((62.0, 182.0, 362.0, 602.0, 902.0), [0, 1])
 
 
 def test_nothing_is_issued_again_while_others_are_answered() -> None:
     look = Looks(60)
-    for second in range(0, 600, 20):
-        assert look({0, 1 + second}, now=float(second)) == []
-    assert look({0}, now=600.0) == look({0}, now=659.0) == []
-    assert look({0}, now=660.0) == [0]
+    for number in range(1, 20):
+        assert not look.until(50.0 * number, {0, number}, all_wait=True)
+    assert look.until(1012, {0}, all_wait=True) == {1012.0: [0]}
+
+
+def test_a_straggler_that_somebody_is_at_work_on_is_given_four_times_as_long_as_half_of_the_others() -> None:
+    """And one group that somebody kept for long does not make the next wait longer."""
+    look = Looks(60)
+    look.until(500, {0, 1, 2})
+    look.until(502, {3})
+    look.until(90_000, {3})
+    look.until(90_002, {4})
+    assert list(look.until(93_000, {4})) == [90_002.0 + 2000]
+
+
+def test_where_a_copy_would_keep_its_worker_from_loading_no_straggler_is_copied() -> None:
+    look = Looks(60, copies_stragglers=False)
+    look.until(10, {0})
+    assert not look.until(10_000, {1})
+    assert look.until(10_002, {1}, all_wait=True) == {10_002.0: [1]}
+
+
+def test_nothing_is_copied_before_the_first_answer_however_long_it_takes() -> None:
+    assert not Looks(60).until(7200, {0, 1})
 
 
 def test_what_is_answered_between_two_looks_counts_too() -> None:
     look = Looks(10)
-    look({0, 1}, now=0.0)
-    for second in range(2, 60, 2):
-        assert look({0, 1, second}, now=float(second)) == []  # one more has come and gone
-    assert look({0, 1}, now=60.0) == look({0, 1}, now=69.0) == []
-    assert look({0, 1}, now=70.0) == [0, 1]
+    for number in range(1, 30):
+        assert not look.until(2.0 * number, {0, 2 * number})  # one more has come and gone
+    assert list(look.until(100, {0}))[0] == 70.0
 
 
-def test_what_takes_long_here_is_given_four_times_as_long_as_half_of_the_others() -> None:
-    """And one group that somebody kept for long does not make the next wait longer."""
+def test_seconds_in_which_nothing_could_be_heard_do_not_count() -> None:
     look = Looks(60)
-    for number, seconds in enumerate((500.0, 500.0, 500.0, 90_000.0)):
-        look.answered(number, seconds, at=1000.0 * number)
-    look({4}, now=100_000.0)
-    assert look({4}, now=101_999.0) == []
-    assert look({4}, now=102_000.0) == [4]
-
-
-def test_engines_that_start_are_given_five_times_as_long() -> None:
-    look = Looks(60)
-    assert look({0, 1}, now=0.0) == look({0, 1}, now=299.0) == []
-    assert look({0, 1}, now=300.0) == [0, 1]
+    look.until(2, {0})
+    look._now += 5000.0  # stopped, or cut off from the bus
+    assert list(look.until(5100, {0}, all_wait=True)) == [5064.0]
 
 
 def test_zero_issues_nothing_again() -> None:
     look = Looks(0)
-    assert not any(look({1}, now=float(second)) for second in range(0, 100_000, 100))
+    assert not look.until(10_000, {1}, all_wait=True)
     assert look.overdue.reissues_left == 0
 
 
-def test_all_are_in_vain_once_each_was_issued_again_twice_and_an_answer_or_a_new_group_begins_anew() -> None:
-    look = Looks(1)
+def test_all_are_in_vain_once_each_was_issued_again_some_times_and_a_new_group_begins_anew() -> None:
+    look = Looks(60)
     assert look.overdue.reissues_left == 0  # nothing is outstanding
-    look.answered(0, 0.1)
-    for now, left in ((1.0, REISSUES), (2.0, REISSUES - 1), (4.0, 0)):
-        look({1}, now=now)
+    for now, left in ((2, REISSUES), (62, REISSUES - 1), (182, REISSUES - 2), (362, 0)):
+        look.until(now, {0}, all_wait=True)
         assert look.overdue.reissues_left == left
-    look({1, 2}, now=5.0)
+    look.until(364, {0, 1})
     assert look.overdue.reissues_left == REISSUES
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 50), st.sets(st.integers(0, 9))), max_size=60), st.floats(1, 100))
+@given(st.lists(st.tuples(st.floats(0.1, 50), st.sets(st.integers(0, 9)), st.booleans()), max_size=60))
 def test_only_outstanding_groups_are_issued_and_none_twice_within_its_patience(
-    looks: list[tuple[float, set[int]]], seconds: float
+    looks: list[tuple[float, set[int], bool]],
 ) -> None:
-    look, now, last = Looks(seconds), 0.0, dict[int, float]()
-    for pause, outstanding in looks:
+    overdue, now, last = Overdue(5.0), 0.0, dict[int, float]()
+    for pause, outstanding, all_wait in looks:
         now += pause
+        overdue.look(outstanding, next_group_id=10, now=now)
         last = {group_id: since for group_id, since in last.items() if group_id in outstanding}
-        due = look(outstanding, now=now)
+        due = overdue.due(all_wait=all_wait)
         assert set(due) <= outstanding
         for group_id in due:
-            assert now - last.get(group_id, 0.0) >= seconds
+            assert now - last.get(group_id, 0.0) >= 5.0
             last[group_id] = now
+
+
+def beat(*on: str, role: str = WORKER, phase: str = "running") -> Heartbeat:
+    return Heartbeat(actor="w", role=role, phase=phase, waits=tuple(Wait(what="it", on=one, seconds=9) for one in on))
+
+
+@pytest.mark.parametrize(
+    ("beats", "all_wait"),
+    [
+        ([], False),
+        ([beat(PROMPT_SOURCE, role=LEARNER)], False),
+        ([beat(PROMPT_SOURCE), beat(PROMPT_SOURCE, "")], True),
+        ([beat(PROMPT_SOURCE), beat()], False),
+        ([beat(PROMPT_SOURCE), beat(PROMPT_SOURCE, "engine")], False),
+        ([beat(PROMPT_SOURCE), beat("rollout")], False),
+        ([beat(PROMPT_SOURCE), beat("start", phase="starting"), beat("x", phase=QUARANTINED)], True),
+        ([beat("start", phase="starting")], False),
+    ],
+)
+def test_nobody_is_at_work_where_every_worker_waits_for_prompts_and_nothing_else(
+    beats: list[Heartbeat], all_wait: bool
+) -> None:
+    assert all_wait_for_prompts(beats) is all_wait
