@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Final
 
 from asyncrl.actors.learner.prompt_link import OverduePrompt, PromptLink
@@ -23,11 +24,18 @@ class OverduePrompts:
     """seconds: rollout.reissue_seconds;  copies_stragglers: as in ``Overdue``"""
 
     def __init__(
-        self, bus: Bus, *, table: GroupTable, link: PromptLink, seconds: float, copies_stragglers: bool
+        self,
+        bus: Bus,
+        *,
+        table: GroupTable,
+        link: PromptLink,
+        seconds: float,
+        copies_stragglers: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bus, self._table, self._link = bus, table, link
+        self._bus, self._table, self._link, self._clock = bus, table, link, clock
         self._overdue = Overdue(
-            seconds, next_group_id=table.next_group_id, now=time.monotonic(), copies_stragglers=copies_stragglers
+            seconds, next_group_id=table.next_group_id, now=clock(), copies_stragglers=copies_stragglers
         )
         self._reissued: dict[int, int] = {}  # with the withdrawals that are left
         self.num_reissued = 0
@@ -39,7 +47,7 @@ class OverduePrompts:
     async def look(self) -> None:
         """Raises BusError."""
         table = self._table
-        self._overdue.look(table.outstanding, next_group_id=table.next_group_id, now=time.monotonic())
+        self._overdue.look(table.outstanding, next_group_id=table.next_group_id, now=self._clock())
         if self._overdue.is_quiet:
             beats = await self._bus.states(ACTORS)
             due = self._overdue.due(all_wait=all_wait_for_prompts(beats.values()))
