@@ -51,7 +51,7 @@ async def test_what_is_issued_again_is_begun_by_another_and_not_twice_by_the_sam
             await idle.begun(2)
             assert len(slow.engine.answers) == 2
             await idle.until_published(bus, 1)
-            while slow.engine.answers:
+            while not all(answer.done.done() for answer in slow.engine.answers):
                 await slow.engine.steps(1)
                 await asyncio.sleep(0.0001)
     assert await bus.depth(PROMPTS) == 0
