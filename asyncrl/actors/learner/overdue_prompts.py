@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from asyncrl.actors.learner.prompt_link import OverduePrompt, PromptLink
+from asyncrl.errors import BusError
 from asyncrl.messages.topics import ACTORS, PROMPTS
 from asyncrl.policies.groups.overdue import Overdue, all_wait_for_prompts
 from asyncrl.policies.groups.table import GroupTable
@@ -53,7 +54,10 @@ class OverduePrompts:
             due = self._overdue.due(all_wait=all_wait_for_prompts(beats.values()))
             self._issue_again([group_id for group_id in due if group_id in table.outstanding])
         for group_id in self._reissued.keys() - table.outstanding.keys():
-            await self._bus.withdraw(PROMPTS, key=str(group_id))  # nobody needs to begin it any more
+            try:
+                await self._bus.withdraw(PROMPTS, key=str(group_id))  # nobody needs to begin it any more
+            except BusError:  # a full disk takes no removals
+                return
             self._reissued[group_id] -= 1
             if not self._reissued[group_id]:
                 del self._reissued[group_id]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.base import Actor
 from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, Published, Reconciled
-from asyncrl.errors import BusFull, HopelessError
+from asyncrl.errors import BusError, BusFull, HopelessError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.topics import PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
 from asyncrl.policies.groups.pass_rates import PassRates, RowKey
@@ -212,7 +212,10 @@ class PromptSource(Actor):
             overdue = {one.group_id: one for one in await self._link.overdue.get()}
             positions = {group_id: one.position for group_id, one in overdue.items()}
             for numbered in await asyncio.to_thread(self._read_again, positions):
-                await self.bus.withdraw(PROMPTS, key=str(numbered.group_id))
+                try:
+                    await self.bus.withdraw(PROMPTS, key=str(numbered.group_id))
+                except BusError:  # a full disk takes no removals, and nobody gets on behind one
+                    continue
                 oldest = overdue[numbered.group_id].oldest_start or 0
                 await self._publish(numbered, min_policy_version=oldest, again=True)
 
