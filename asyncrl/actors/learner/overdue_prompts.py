@@ -10,9 +10,8 @@ from typing import Final
 from asyncrl.actors.learner.prompt_link import OverduePrompt, PromptLink
 from asyncrl.errors import BusError
 from asyncrl.messages.topics import ACTORS, PROMPTS
-from asyncrl.policies.groups.overdue import Overdue, all_wait_for_prompts
+from asyncrl.policies.groups.overdue import REISSUES_LEFT, Overdue, all_wait_for_prompts
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.health.faults import REISSUES_LEFT
 from asyncrl.protocols import Bus
 
 log = logging.getLogger("asyncrl.learner")

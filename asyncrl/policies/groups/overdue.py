@@ -22,6 +22,8 @@ from typing import Final
 from asyncrl.messages import Heartbeat
 from asyncrl.policies.health.faults import PROMPT_SOURCE, QUARANTINED, WORKER
 
+REISSUES_LEFT: Final = "learner/reissues_left"
+"""Name of Overdue.reissues_left in the learner's heartbeat."""
 REISSUES: Final = 3
 """Issued this often in vain, what is outstanding is not waited for any more: something else is wrong."""
 _SLOWER: Final = 4.0

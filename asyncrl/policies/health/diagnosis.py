@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from asyncrl.messages import Heartbeat, Wait
+from asyncrl.policies.groups.overdue import REISSUES_LEFT
 from asyncrl.policies.health import conditions, faults, fleet, losses
 from asyncrl.policies.health.faults import (
     BUS_SECONDS,
@@ -32,7 +33,6 @@ from asyncrl.policies.health.faults import (
     PARTS,
     PATIENCE_SECONDS,
     PROMPT_SOURCE,
-    REISSUES_LEFT,
     ROOM_IN_WINDOW,
     SENDER,
     SILENT_SECONDS,
@@ -190,7 +190,7 @@ class _Chains:
 
     def _end(self, finding: Finding) -> frozenset[_Key]:
         if any(seen.beat.numbers.get(REISSUES_LEFT) for seen in self.actors.values() if seen.beat.role == LEARNER):
-            finding = faults.before_reissues(finding)
+            finding = _before_reissues(finding)
         self._ends.setdefault(finding.key, finding)
         return frozenset({finding.key})
 
@@ -213,6 +213,14 @@ class _Chains:
         """(host, pid) of the first process with this role."""
         beats = [seen.beat for seen in self.actors.values() if seen.beat.role == role]
         return (beats[0].host, beats[0].pid) if beats else ("", 0)
+
+
+def _before_reissues(finding: Finding) -> Finding:
+    """While a learner that gets no answers will issue its prompts again: no cure is needed yet."""
+    if finding.fault not in ("window", "data"):
+        return finding
+    remedy = f"the learner issues unanswered prompts again (rollout.reissue_seconds); after that: {finding.remedy}"
+    return replace(finding, remedy=remedy, cure="")
 
 
 def _without_echoes(keys: set[_Key]) -> frozenset[_Key]:

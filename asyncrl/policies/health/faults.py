@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from asyncrl.messages import Heartbeat, Wait
@@ -37,8 +37,6 @@ LEARNERS_ACTORS: Final = {"learner": LEARNER, "prompts": PROMPT_SOURCE, "weights
 """Actors of the learner's process, by name, with their roles: nobody else has either."""
 
 HELD: Final = "that would become too old"
-REISSUES_LEFT: Final = "learner/reissues_left"
-"""Number of a learner that gets no answers: how often it will issue all outstanding prompts again (overdue.py)."""
 QUARANTINED: Final = "quarantined"
 """A worker's phase."""
 ROOM_IN_WINDOW: Final = "room in the window"
@@ -345,14 +343,6 @@ def ended(seconds: float, host: str, pid: int) -> Finding:
         pid=pid,
         is_joint=True,
     )
-
-
-def before_reissues(finding: Finding) -> Finding:
-    """While a learner that gets no answers will issue its prompts again: no cure is needed yet."""
-    if finding.fault not in ("window", "data"):
-        return finding
-    remedy = f"the learner issues unanswered prompts again (rollout.reissue_seconds); after that: {finding.remedy}"
-    return replace(finding, remedy=remedy, cure="")
 
 
 # -- one actor's own words ---------------------------------------------------------------------------------------------

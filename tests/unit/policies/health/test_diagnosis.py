@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from asyncrl.messages import Heartbeat, Wait
+from asyncrl.policies.groups.overdue import REISSUES_LEFT
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import (
     FOLLOWER,
     HELD,
     LEARNER,
     PROMPT_SOURCE,
-    REISSUES_LEFT,
     ROOM_IN_WINDOW,
     SENDER,
     SPACE_IN_LOG,
