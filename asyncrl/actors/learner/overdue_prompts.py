@@ -55,7 +55,8 @@ class OverduePrompts:
         for group_id in self._reissued.keys() - table.outstanding.keys():
             try:
                 await self._bus.withdraw(PROMPTS, key=str(group_id))  # nobody needs to begin it any more
-            except BusError:  # a full disk takes no removals
+            except BusError as error:  # a full disk takes no removals
+                log.warning("group %d: its second prompt cannot be removed yet: %s", group_id, error)
                 return
             self._reissued[group_id] -= 1
             if not self._reissued[group_id]:

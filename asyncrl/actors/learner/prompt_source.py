@@ -214,7 +214,8 @@ class PromptSource(Actor):
             for numbered in await asyncio.to_thread(self._read_again, positions):
                 try:
                     await self.bus.withdraw(PROMPTS, key=str(numbered.group_id))
-                except BusError:  # a full disk takes no removals, and nobody gets on behind one
+                except BusError as error:  # a full disk takes no removals
+                    self.log.warning("group %d: its prompt cannot be issued again now: %s", numbered.group_id, error)
                     continue
                 oldest = overdue[numbered.group_id].oldest_start or 0
                 await self._publish(numbered, min_policy_version=oldest, again=True)
