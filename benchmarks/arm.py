@@ -41,19 +41,11 @@ from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured
 from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.planning.ideal import Plan
+from asyncrl.policies.planning.timing import Timing
 from asyncrl.rollouts.builtin import single_turn
 from asyncrl.run.assembly.build_learner import LearnerPorts, assemble_learner
-from benchmarks.ideal import Plan
-from benchmarks.simulated import (
-    EvenLength,
-    Lengths,
-    NoText,
-    NullChannel,
-    PromptRows,
-    SimulatedEngine,
-    TimedBackend,
-    Timing,
-)
+from benchmarks.simulated import EvenLength, Lengths, NoText, NullChannel, PromptRows, SimulatedEngine, TimedBackend
 
 Row = dict[str, Any]
 

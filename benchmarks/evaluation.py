@@ -20,10 +20,10 @@ from typing import Final
 
 import uvloop
 
+from asyncrl.policies.planning.ideal import Ideal
 from benchmarks.arm import Evaluating, Row, run_arm
-from benchmarks.ideal import Ideal, group_lengths
 from benchmarks.pipeline import Scene, chosen
-from benchmarks.simulated import Lengths
+from benchmarks.simulated import Lengths, group_lengths
 
 LEAST_BESIDE: Final = 0.97
 HEAD: Final = (

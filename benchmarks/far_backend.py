@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.planning.timing import Timing
 from asyncrl.protocols import StepResult
 from asyncrl.tensors.snapshot import Snapshot
-from benchmarks.simulated import TimedBackend, Timing
+from benchmarks.simulated import TimedBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

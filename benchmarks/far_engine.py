@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.simulated import Lengths, SimulatedEngine, Timing
+from asyncrl.policies.planning.timing import Timing
+from benchmarks.simulated import Lengths, SimulatedEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,10 @@ from typing import Final, Literal
 import uvloop
 
 from asyncrl.config.run import Mode
+from asyncrl.policies.planning.ideal import Ideal, Plan
+from asyncrl.policies.planning.timing import Timing
 from benchmarks.arm import Row, run_arm
-from benchmarks.ideal import Ideal, Plan, group_lengths
-from benchmarks.simulated import LENGTH_KINDS, LengthKind, Lengths, Timing
+from benchmarks.simulated import LENGTH_KINDS, LengthKind, Lengths, group_lengths
 
 MODES: Final[tuple[Mode, ...]] = ("sync", "one_step_off", "async")
 STARVED: Final = 0.05

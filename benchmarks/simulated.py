@@ -4,20 +4,17 @@ A decode step takes ``a + b x running`` seconds and gives every running sequence
 optimizer step takes ``tokens / rate`` seconds and a constant; lengths come from a table by the sample's own seed, so
 that every mode and split meets the same ones. Everything else of a run (bus, actors, policies) is the real thing.
 
-``Lengths``, ``Timing`` and ``Decoding`` are pure: time is an argument. ``ideal.py`` runs them on a clock of its own.
+``Decoding`` is the one that `asyncrl plan` simulates with (asyncrl/policies/planning), here on the wall clock.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
+import functools
 import itertools
 import math
 import time
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Final, Literal
@@ -25,11 +22,15 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.actors.rollout.generation_session import sample_seed
 from asyncrl.backends.adapter import BackendAdapter
 from asyncrl.data.prompts import PromptRow
 from asyncrl.engines.adapter import EngineAdapter
-from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
+from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.planning.decoding import Decoding, Finished, version_spans
+from asyncrl.policies.planning.ideal import GroupLengths
+from asyncrl.policies.planning.timing import Timing
 from asyncrl.protocols import (
     EngineStats,
     Generation,
@@ -79,6 +80,15 @@ class Lengths:
         return float(self._table.mean())
 
 
+def group_lengths(lengths: Lengths, *, group_size: int, seed: int) -> GroupLengths:
+    """What the real workers will draw, remembered."""
+
+    def of(group_id: int) -> list[int]:
+        return [lengths.of(sample_seed(seed, group_id, index, 0)) for index in range(group_size)]
+
+    return functools.cache(of)
+
+
 def _shape(kind: LengthKind) -> NDArray[np.float64]:
     """f64[_QUANTILES]: the distribution's quantiles up to a factor."""
     at = [(index + 0.5) / _QUANTILES for index in range(_QUANTILES)]
@@ -91,112 +101,6 @@ def _shape(kind: LengthKind) -> NDArray[np.float64]:
 
 def _cut(values: NDArray[np.float64], maximum: int) -> NDArray[np.int64]:
     return np.clip(np.rint(values), 1, maximum).astype(np.int64)
-
-
-# -- how long decoding takes -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """What one machine takes.
-
-    seconds_per_token     a: reading the weights, once a decode step however many sequences run
-    seconds_per_sequence  b: each running sequence's own part of a decode step
-    capacity              sequences that run at once; more of them queue
-    load_seconds          decoding stands still while new weights are loaded
-    train_tokens_per_second, train_seconds   an optimizer step of T tokens on m machines: T / (m x rate) + constant
-    """
-
-    seconds_per_token: float
-    seconds_per_sequence: float
-    capacity: int
-    load_seconds: float
-    train_tokens_per_second: float
-    train_seconds: float
-
-    def decode_step(self, running: int) -> float:
-        return self.seconds_per_token + self.seconds_per_sequence * running
-
-    def train_step(self, tokens: int, *, machines: int) -> float:
-        return tokens / (machines * self.train_tokens_per_second) + self.train_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """``entered``: the engine's position (tokens given to every running sequence so far) when it began."""
-
-    number: int
-    entered: float
-    length: int
-
-
-@dataclass(slots=True)
-class Decoding:
-    """One engine's continuous batch, advanced from event to event: between two, all running sequences go equally fast.
-
-    ``position`` counts decode steps. A sequence that enters at position p with length n is finished at p + n.
-    """
-
-    timing: Timing
-    now: float = 0.0
-    position: float = 0.0
-    busy_seconds: float = 0.0
-    is_paused: bool = False
-    _running: list[tuple[float, int, float, int]] = field(default_factory=list)  # (finish, number, entered, length)
-    _waiting: deque[tuple[int, int]] = field(default_factory=deque)
-
-    def add(self, number: int, length: int) -> None:
-        """A sequence of ``length`` tokens, from ``now`` on: runs if there is a place, else waits for one."""
-        if len(self._running) < self.timing.capacity:
-            heapq.heappush(self._running, (self.position + length, number, self.position, length))
-        else:
-            self._waiting.append((number, length))
-
-    def next_finish(self) -> float:
-        """When the next sequence ends if nothing is added; infinity when none runs or decoding is paused."""
-        if not self._running or self.is_paused:
-            return math.inf
-        left = max(0.0, self._running[0][0] - self.position)
-        return self.now + left * self.timing.decode_step(len(self._running))
-
-    def advance(self, now: float) -> list[Finished]:
-        """Decode until ``now``; what ended meanwhile, in order. A place that comes free is taken at that instant."""
-        ended: list[Finished] = []
-        while (finish := self.next_finish()) <= now:
-            self.busy_seconds += finish - self.now
-            self.now, self.position = finish, max(self.position, self._running[0][0])
-            _, number, entered, length = heapq.heappop(self._running)
-            ended.append(Finished(number, entered, length))
-            if self._waiting:
-                self.add(*self._waiting.popleft())
-        if self._running:
-            self.busy_seconds += now - self.now
-            if not self.is_paused:
-                self.position += (now - self.now) / self.timing.decode_step(len(self._running))
-        self.now = now
-        return ended
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
-    def queued(self) -> int:
-        return len(self._waiting)
-
-
-def version_spans(
-    changes: Sequence[tuple[float, tuple[int, int]]], *, entered: float, length: int
-) -> tuple[VersionSpan, ...]:
-    """Which version sampled which token: ``changes`` are (position, version), rising, the first before ``entered``."""
-    first = bisect_right(changes, entered, key=lambda change: change[0]) - 1
-    starts: dict[int, tuple[int, int]] = {}
-    for position, version in itertools.islice(changes, first, None):
-        start = max(0, math.ceil(position - entered))
-        if start >= length:
-            break
-        starts[start] = version
-    return tuple(VersionSpan(start=s, incarnation=v[0], policy_version=v[1]) for s, v in starts.items())
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------

@@ -42,10 +42,10 @@ from asyncrl.policies.corrections import diagnostics
 from asyncrl.policies.corrections.chains import chain, weights
 from asyncrl.policies.corrections.correction import CorrectionInputs
 from asyncrl.policies.losses.ppo import PPOClip
+from asyncrl.policies.planning.ideal import Ideal
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
-from benchmarks.ideal import Ideal, group_lengths
 from benchmarks.pipeline import Scene
-from benchmarks.simulated import Lengths
+from benchmarks.simulated import Lengths, group_lengths
 from tests.harness.tiny import task as staleness_task
 from tests.harness.tiny.task import LENGTH, Policy
 

@@ -32,6 +32,7 @@ VERBS: Final = {
     "learner": "Start the learner of a run; it connects to the run's bus.",
     "rollout-worker": "Start one rollout worker of a run, on any machine, at any time.",
     "check": "Print what a run file means, and refuse what cannot work.",
+    "plan": "Measure an engine and the learner, and say how to share GPUs between them.",
     "doctor": "Show what every actor of a run waits for and what is wrong; exit code 1 if anything is.",
     "top": "Show what a run does now: metrics, staleness, every rollout worker, and what is wrong.",
     "serve": "Let external programs play a run's samples over HTTP and report the outcome.",
@@ -55,6 +56,7 @@ EXAMPLES: Final = """examples:
   asyncrl run examples/demo.toml                       everything on this machine
   asyncrl run my.toml --set run.steps=10 --resume      continue from the last checkpoint
   asyncrl check my.toml                                what the run file means, and whether it can work
+  asyncrl plan my.toml --gpus 8                        how to share eight GPUs between learner and engines
   asyncrl top runs/demo                                what the run does now, on one screen
   asyncrl board runs/demo runs/other                   a web page of them, on http://127.0.0.1:8420
   asyncrl doctor runs/demo                             what every actor waits for, and what is wrong

@@ -46,6 +46,9 @@ class MetricsSection:
     hold_alarm: float = 0.2
     """Warn when the learner waits for old groups (staleness.eviction) for more than this share of ten steps' time while
     engines have nothing to do; 0 is off."""
+    split_alarm: float = 0.15
+    """Warn when another split of the run's GPUs between learner and engines would train a share more tokens a second,
+    larger than this, by the times that both were idle in ten steps; 0 is off. `asyncrl plan` finds the best split."""
 
     def __post_init__(self) -> None:
         for key in ("samples_per_step", "samples_per_evaluation"):
@@ -66,3 +69,4 @@ class MetricsSection:
         require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
         require(0 <= self.drop_alarm <= 1, f"drop_alarm must be a share, 0 to 1 (0 is off), got {self.drop_alarm}")
         require(0 <= self.hold_alarm <= 1, f"hold_alarm must be a share, 0 to 1 (0 is off), got {self.hold_alarm}")
+        require(self.split_alarm >= 0, f"split_alarm must be >= 0 (0 is off), got {self.split_alarm}")

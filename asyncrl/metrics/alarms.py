@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from asyncrl.policies.batching.batch import Histogram, Metric
+from asyncrl.policies.planning.allocation import Split, Units
+from asyncrl.policies.planning.balance import better_split
 
 log = logging.getLogger("asyncrl.metrics")
 
@@ -148,6 +150,62 @@ class HoldAlarm:
                 self._max_staleness,
             )
         elif share < self._threshold / 2 or idle_share < self.LEAST_IDLE / 2:
+            self.is_on = False
+        return {}
+
+
+class SplitAlarm:
+    """Warns when, by the last STEPS steps, another split of the GPUs between learner and engines would train more than
+    1 + ``threshold`` times as many tokens a second; 0 never does.
+
+    It is off again below half the threshold. The first steps do not count: they fill the window.
+    """
+
+    name = "split"
+    STEPS = 10
+    LEAST_BUSY = 0.02
+
+    def __init__(self, threshold: float, *, copies: int, units: Units, warmup: int) -> None:
+        """copies: of the model that train;  warmup: steps that do not count"""
+        self._threshold, self._copies, self._units, self._left = threshold, copies, units, warmup
+        self.is_on, self.text = False, ""
+        self._seconds: deque[tuple[float, float, float]] = deque(maxlen=self.STEPS)
+        """Of each step: all, learner busy, engines busy."""
+
+    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Adds no metric."""
+        waited, trained, idle, workers = (
+            float(value) if isinstance(value := metrics.get(name), float | int) else 0.0
+            for name in ("learner/wait_seconds", "learner/step_seconds", "rollout/idle_ratio", "rollout/workers")
+        )
+        if self._left or not workers:
+            self._left = max(0, self._left - 1)
+            return {}
+        elapsed = waited + trained
+        self._seconds.append((elapsed, trained, (1 - idle) * elapsed))
+        if len(self._seconds) < self.STEPS or not self._threshold:
+            return {}
+        whole, learner, engines = map(sum, zip(*self._seconds, strict=True))
+        learner_busy, engines_busy = (max(busy / max(whole, 1e-9), self.LEAST_BUSY) for busy in (learner, engines))
+        now = Split(self._copies, int(workers))
+        better = better_split(now, self._units, learner_busy=learner_busy, engines_busy=engines_busy)
+        gain = better.gain - 1 if better is not None else 0.0
+        if better is not None and gain > self._threshold and not self.is_on:
+            self.is_on = True
+            self.text = _warned(
+                "in the last %d steps the learner was idle for %.0f %% of the time and engines for %.0f %%: with "
+                "learner.ranks = %d and rollout.workers = %d instead of %d and %d the same GPUs would train about %.1f "
+                "times as many tokens a second (metrics.split_alarm; `asyncrl plan` measures it)",
+                self.STEPS,
+                100 * (1 - learner_busy),
+                100 * (1 - engines_busy),
+                better.split.copies * self._units.copy,
+                better.split.engines,
+                now.copies * self._units.copy,
+                now.engines,
+                better.gain,
+            )
+        elif gain < self._threshold / 2:
             self.is_on = False
         return {}
 

@@ -1,9 +1,9 @@
 """What a comparison would show and how long it would take, before any GPU is held: modes.py --estimate prints it.
 
-The loop's rules on a clock (benchmarks/ideal.py), with decoding and training speeds of an H200. Short samples of its
-decoding and training set them. Bus, actors and Python take no time here, so the real arms are slower; async_drain far
-slower: that its engines run empty before they load is not simulated. Nor is what becomes of answers that get too old:
-async_drop and async_partial are estimated as async.
+The loop's rules on a clock (asyncrl/policies/planning/ideal.py), with decoding and training speeds of an H200. Short
+samples of its decoding and training set them. Bus, actors and Python take no time here, so the real arms are slower;
+async_drain far slower: that its engines run empty before they load is not simulated. Nor is what becomes of answers
+that get too old: async_drop and async_partial are estimated as async.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from benchmarks import ideal
+from asyncrl.policies.planning import ideal
+from asyncrl.policies.planning.timing import Timing
 from benchmarks.gpu.plans import Plan
-from benchmarks.simulated import Lengths, Timing
+from benchmarks.simulated import Lengths
 
 START_SECONDS: Final = 15.0
 """From one arm's end to the first sequence of the next one."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.run import Mode
+from asyncrl.policies.planning.ideal import Plan
+from asyncrl.policies.planning.timing import Timing
 from benchmarks.arm import Evaluating, run_arm
-from benchmarks.ideal import Plan
-from benchmarks.simulated import Lengths, Timing
+from benchmarks.simulated import Lengths
 
 FAST = Timing(
     seconds_per_token=1e-3,

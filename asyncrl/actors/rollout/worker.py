@@ -28,7 +28,7 @@ from asyncrl.errors import BusError
 from asyncrl.messages import Event, Heartbeat, Wait
 from asyncrl.messages.topics import EVENTS, PROGRESS, QUARANTINE
 from asyncrl.policies.health.faults import FIRST_SECONDS
-from asyncrl.protocols import Bus
+from asyncrl.protocols import Bus, EngineStats
 
 
 class RolloutWorker(Actor):
@@ -152,6 +152,9 @@ class RolloutWorker(Actor):
     @property
     def version(self) -> tuple[int, int]:
         return self._engine.version
+
+    def engine_stats(self) -> EngineStats:
+        return self._engine.engine.stats()
 
     def heartbeat(self) -> Heartbeat:
         """Its follower's problem too: a process has one heartbeat."""

@@ -63,6 +63,12 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "waits for old groups with a full batch, while engines are idle (metrics.hold_alarm)",
         "raise staleness.max_staleness; the warning in learner.log says to what",
     ),
+    "alarm/split": Condition(
+        "split",
+        1,
+        "or its engines are idle for long: another split of the GPUs would train more (metrics.split_alarm)",
+        "the warning in learner.log says which; `asyncrl plan` measures it; change learner.ranks and rollout.workers",
+    ),
     "alarm/standstill": Condition(
         "standstill",
         1,

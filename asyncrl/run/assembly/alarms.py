@@ -9,9 +9,12 @@ from asyncrl.metrics.alarms import (
     HoldAlarm,
     MismatchAlarm,
     NoSignalAlarm,
+    SplitAlarm,
     StandstillAlarm,
     TruncationAlarm,
 )
+from asyncrl.policies.planning.allocation import Units
+from asyncrl.run import registry
 
 
 def alarms_of(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
@@ -26,4 +29,27 @@ def alarms_of(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
         alarms.append(TruncationAlarm())
     if are_sampled and run.reward.judges:
         alarms.append(NoSignalAlarm())
+    if are_sampled and (split := _split_alarm(run)) is not None:
+        alarms.append(split)
     return alarms
+
+
+def _split_alarm(run: RunConfig) -> SplitAlarm | None:
+    """None where learner and engines share processors, so that none is another's to give."""
+    gpus_per_engine = registry.engine_class(run).num_gpus(run)
+    if run.run.colocated or not (gpus_per_engine and registry.backend_class(run).num_gpus(run) and has_gpus()):
+        return None
+    units = Units.of(run.learner.layout, gpus_per_engine=gpus_per_engine)
+    return SplitAlarm(
+        run.metrics.split_alarm,
+        copies=run.learner.layout.ranks // units.copy,
+        units=units,
+        warmup=2 * (run.max_staleness + 1),
+    )
+
+
+def has_gpus() -> bool:
+    """Of this process."""
+    import torch
+
+    return torch.cuda.is_available()

@@ -216,7 +216,7 @@ def assemble_learner(
         bus,
         rows=ports.rows,
         admission=ports.admission or Admission.of(run),
-        sampling=_sampling(run),
+        sampling=sampling_of(run),
         max_tokens=_max_tokens(run),
         group_size=run.rollout.group_size,
         state=state,
@@ -263,7 +263,7 @@ def _timeline(run: RunConfig) -> Timeline | None:
     return Timeline(RotatedLines(folder / TIMELINE_FILE, older=folder / OLDER_FILE, most_bytes=most_bytes))
 
 
-def _sampling(run: RunConfig) -> SamplingParams:
+def sampling_of(run: RunConfig) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=run.rollout.max_new_tokens,
         temperature=run.rollout.temperature,

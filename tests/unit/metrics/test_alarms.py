@@ -12,10 +12,12 @@ from asyncrl.metrics.alarms import (
     HoldAlarm,
     MismatchAlarm,
     NoSignalAlarm,
+    SplitAlarm,
     StandstillAlarm,
     TruncationAlarm,
 )
 from asyncrl.policies.batching.batch import Metric, histogram
+from asyncrl.policies.planning.allocation import Units
 
 
 def test_a_mismatch_is_warned_of_once_for_each_time_it_rises_over_the_threshold(
@@ -128,6 +130,54 @@ def test_waiting_that_begins_again_is_warned_of_again(caplog: pytest.LogCaptureF
     for row in [held(1.0, idle=0.4)] * 20 + [held(0.0, idle=0.0)] * 20 + [held(1.0, idle=0.4)] * 20:
         alarm.look(row)
     assert len(caplog.records) == 2
+
+
+def split(*, waited: float, idle: float, workers: int = 4) -> dict[str, Metric]:
+    return {
+        "learner/wait_seconds": waited,
+        "learner/step_seconds": 1.0,
+        "rollout/idle_ratio": idle,
+        "rollout/workers": float(workers),
+    }
+
+
+def split_alarm(threshold: float = 0.15, *, warmup: int = 0) -> SplitAlarm:
+    return SplitAlarm(threshold, copies=2, units=Units(copy=2, engine=1), warmup=warmup)
+
+
+def test_a_split_that_leaves_a_side_idle_is_warned_of_once_with_the_better_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Four ranks are two copies of the model, of which one would do, for two engines more."""
+    alarm = split_alarm(warmup=3)
+    for _ in range(12):
+        assert alarm.look(split(waited=3.0, idle=0.0)) == {}
+    assert not alarm.is_on
+    for _ in range(20):
+        alarm.look(split(waited=3.0, idle=0.0))
+    assert alarm.is_on and len(caplog.records) == 1
+    assert "the learner was idle for 75 % of the time and engines for 0 %" in caplog.text
+    assert "learner.ranks = 2 and rollout.workers = 6 instead of 4 and 4" in caplog.text
+    assert "about 1.5 times" in caplog.text
+
+
+def test_a_split_that_fits_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for alarm, row in (
+        (split_alarm(), split(waited=0.1, idle=0.1)),
+        (split_alarm(), split(waited=1.0, idle=0.5)),  # both idle: it is the window, or a long tail
+        (split_alarm(0.0), split(waited=9.0, idle=0.0)),
+        (split_alarm(), split(waited=9.0, idle=0.0, workers=0)),
+    ):
+        for _ in range(30):
+            alarm.look(row)
+    assert not caplog.records
+
+
+def test_a_split_is_judged_by_the_workers_that_are_up(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = split_alarm()
+    for row in [split(waited=3.0, idle=0.0)] * 12 + [split(waited=0.0, idle=0.0, workers=6)] * 20:
+        alarm.look(row)
+    assert len(caplog.records) == 1 and not alarm.is_on
 
 
 def test_steps_without_a_gradient_are_warned_of_once_for_each_time(caplog: pytest.LogCaptureFixture) -> None:

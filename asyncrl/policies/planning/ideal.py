@@ -1,29 +1,36 @@
 """What a run would reach if bus, actors and Python took no time: the loop's rules on a clock of their own.
 
-Discrete events over the pure parts of the real thing (Admission, Buffer's order and bound, Decoding, Timing, Lengths).
-``pipeline.py`` sweeps splits with it, and reports how much of it the real loop reaches. That can be over 1 where groups
-are dropped: a real source publishes one prompt after another, which thins the engines' batches, so that long answers
-decode faster and fewer of them get too old.
+Discrete events over the pure parts of the real thing: Admission, the buffer's order and bound, what the learner waits
+for, Decoding, Timing. Where groups are dropped a real run may reach more: a real source publishes one prompt after
+another, which thins the engines' batches, so that long answers decode faster and fewer of them get too old.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
-from asyncrl.actors.rollout.generation_session import sample_seed
 from asyncrl.config.run import Mode
+from asyncrl.policies.groups.selection import Selection
+from asyncrl.policies.planning.decoding import Decoding, Finished, version_spans
+from asyncrl.policies.planning.timing import Timing
 from asyncrl.policies.staleness.admission import Admission
-from benchmarks.simulated import PROMPT_TOKENS, Decoding, Finished, Lengths, Timing, version_spans
+
+_ENDLESS: Final = 10**9
+"""Groups: a run that runs dry in its last steps is not steady."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One run to simulate: ``steps`` optimizer steps, the first ``warmup`` of them not counted."""
+    """One run to simulate: ``steps`` optimizer steps, the first ``warmup`` of them not counted.
+
+    workers, learner_machines  engines, and copies of the model that train
+    prompt_tokens              of each answer, trained on with it
+    eviction                   of async: "wait" holds a batch for groups that would become too old
+    """
 
     mode: Mode
     workers: int
@@ -34,9 +41,9 @@ class Plan:
     steps: int
     warmup: int
     seed: int
+    prompt_tokens: float = 16
     is_colocated: bool = False
     eviction: Literal["", "wait", "drop"] = ""
-    """Of async in the real loop; ideal runs drop nothing."""
 
     @property
     def bound(self) -> int:
@@ -49,12 +56,11 @@ class Plan:
 
     @property
     def admission(self) -> Admission:
-        """Without an end: a run that runs dry in its last steps is not steady."""
         return Admission(
             mode=self.mode,
             groups_per_batch=self.groups_per_batch,
             max_staleness=self.bound,
-            total_groups=10**9,
+            total_groups=_ENDLESS,
         )
 
 
@@ -62,13 +68,18 @@ GroupLengths = Callable[[int], list[int]]
 """Group id to the lengths of its answers."""
 
 
-def group_lengths(lengths: Lengths, *, group_size: int, seed: int) -> GroupLengths:
-    """What the real workers will draw, remembered."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """Of the steps behind the warm-up.
 
-    def of(group_id: int) -> list[int]:
-        return [lengths.of(sample_seed(seed, group_id, index, 0)) for index in range(group_size)]
+    tokens_per_second  response tokens that were trained
+    learner_busy       share of the time in which the learner trained
+    engines_busy       share of the time in which an engine had something to decode, mean over engines
+    """
 
-    return functools.cache(of)
+    tokens_per_second: float
+    learner_busy: float
+    engines_busy: float
 
 
 @dataclass(slots=True)
@@ -80,6 +91,7 @@ class _Engine:
     changes: list[tuple[float, tuple[int, int]]] = field(default_factory=lambda: [(-1.0, (0, 0))])
     loading_until: float = math.inf
     groups: int = 0
+    next_event: float = math.inf
 
 
 @dataclass(slots=True)
@@ -93,7 +105,7 @@ class _Group:
 
 @dataclass(slots=True)
 class Ideal:
-    """State of one run; ``tokens_per_second`` runs it."""
+    """State of one run; ``run`` runs it."""
 
     plan: Plan
     timing: Timing
@@ -105,15 +117,21 @@ class Ideal:
     steps_done: int = 0
     train_end: float = math.inf
     training: int = 0
+    training_seconds: float = 0.0
+    trained_seconds: float = 0.0
+    has_changed: bool = True
     engines: list[_Engine] = field(default_factory=list)
     queue: deque[tuple[int, int]] = field(default_factory=deque)  # (group id, min policy version)
+    starts: dict[int, int] = field(default_factory=dict)  # group id to the version that admitted it, until it is here
     groups: dict[int, _Group] = field(default_factory=dict)
     buffer: dict[int, _Group] = field(default_factory=dict)
 
     def tokens_per_second(self) -> float:
-        """Trained response tokens over the steps behind the warm-up."""
+        return self.run().tokens_per_second
+
+    def run(self) -> Reached:
         self.engines = [_Engine(Decoding(self.timing)) for _ in range(self.plan.workers)]
-        tokens, since = 0, 0.0
+        tokens, since, trained_before, busy_before = 0, 0.0, 0.0, 0.0
         self._move()
         while self.steps_done < self.plan.steps:
             self._to_next_event()
@@ -122,19 +140,35 @@ class Ideal:
                 self._end_step()
                 if self.steps_done == self.plan.warmup:
                     tokens, since = 0, self.now
-            self._move()
-        return tokens / (self.now - since)
+                    trained_before, busy_before = self.trained_seconds, self._busy_seconds()
+            if self.has_changed:
+                self._move()
+        elapsed = self.now - since
+        return Reached(
+            tokens_per_second=tokens / elapsed,
+            learner_busy=(self.trained_seconds - trained_before) / elapsed,
+            engines_busy=(self._busy_seconds() - busy_before) / elapsed / len(self.engines),
+        )
+
+    def _busy_seconds(self) -> float:
+        return sum(engine.decoding.busy_seconds for engine in self.engines)
 
     def _to_next_event(self) -> None:
-        events = [min(engine.decoding.next_finish(), engine.loading_until) for engine in self.engines]
-        self.now = min(self.train_end, *events)
+        self.now = min(self.train_end, *(engine.next_event for engine in self.engines))
         assert self.now < math.inf, "nothing will ever happen"
         for engine in self.engines:
+            if engine.next_event > self.now:
+                continue
             for ended in engine.decoding.advance(self.now):
                 self._end_sequence(engine, ended)
             if engine.loading_until <= self.now:
                 engine.loading_until, engine.decoding.is_paused = math.inf, False
                 engine.changes.append((engine.decoding.position, (0, engine.version)))
+            self._foresee(engine)
+
+    def _foresee(self, engine: _Engine) -> None:
+        """Between its events an engine is not looked at: fleets are large."""
+        engine.next_event = min(engine.decoding.next_finish(), engine.loading_until)
 
     def _end_sequence(self, engine: _Engine, ended: Finished) -> None:
         group_id = ended.number // self.plan.group_size
@@ -145,33 +179,48 @@ class Ideal:
         if not group.missing:
             engine.groups -= 1
             self.buffer[group_id] = self.groups.pop(group_id)
+            del self.starts[group_id]
+            self.has_changed = True
 
     def _end_step(self) -> None:
         self.train_end = math.inf
+        self.trained_seconds += self.training_seconds
         self.steps_done += 1
+        self.has_changed = True
         if self.plan.mode == "async":
             for engine in self.engines:
                 self._load(engine)
 
     def _load(self, engine: _Engine) -> None:
+        engine.decoding.advance(self.now)  # up to here with the weights before
         engine.version = self.steps_done
         engine.decoding.is_paused, engine.loading_until = True, self.now + self.timing.load_seconds
+        self._foresee(engine)
 
     def _move(self) -> None:
         """Everything that takes no time: take a batch, admit prompts, hand them to workers."""
+        self.has_changed = False
         stale = [i for i, group in self.buffer.items() if self.steps_done - group.version > self.plan.bound]
         for group_id in stale:
             del self.buffer[group_id]
         self.lost += len(stale)
-        if self.train_end == math.inf and len(self.buffer) >= self.plan.groups_per_batch:
+        if self.train_end == math.inf and len(self.buffer) >= self.plan.groups_per_batch and not self._holds():
             oldest = sorted(self.buffer, key=lambda i: (self.buffer[i].version, i))[: self.plan.groups_per_batch]
             self.training = sum(self.buffer.pop(group_id).tokens for group_id in oldest)
-            packed = self.training + PROMPT_TOKENS * self.plan.group_size * self.plan.groups_per_batch
-            self.train_end = self.now + self.timing.train_step(packed, machines=self.plan.learner_machines)
+            packed = self.training + round(self.plan.prompt_tokens * self.plan.group_size * self.plan.groups_per_batch)
+            self.training_seconds = self.timing.train_step(packed, machines=self.plan.learner_machines)
+            self.train_end = self.now + self.training_seconds
             self.batches_taken += 1
         self._admit()
         while self.queue and self._place(*self.queue[0]):
             self.queue.popleft()
+
+    def _holds(self) -> bool:
+        """Whether a full batch waits for groups that would become too old."""
+        if self.plan.eviction != "wait" or self.plan.mode != "async":
+            return False
+        rule = Selection(max_staleness=self.plan.bound)
+        return bool(rule.late_starts(self.steps_done, self.starts.values(), count=self.plan.groups_per_batch))
 
     def _admit(self) -> None:
         count = self.plan.admission.may_publish(
@@ -179,6 +228,7 @@ class Ideal:
         )
         for group_id in range(self.published, self.published + count):
             self.queue.append((group_id, self.steps_done))
+            self.starts[group_id] = self.steps_done
         self.published += count
 
     def _place(self, group_id: int, min_version: int) -> bool:
@@ -198,5 +248,7 @@ class Ideal:
     def _start(self, engine: _Engine, group_id: int) -> None:
         size, lengths = self.plan.group_size, self.lengths(group_id)
         self.groups[group_id] = _Group(self.plan.steps, size, sum(lengths))
+        engine.decoding.advance(self.now)
         for index, length in enumerate(lengths):
             engine.decoding.add(group_id * size + index, length)
+        self._foresee(engine)

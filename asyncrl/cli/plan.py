@@ -1,0 +1,145 @@
+"""`asyncrl plan RUN.toml --gpus N`: how to share N GPUs between learner and engines, and what to expect.
+
+It starts one engine and then one copy of the learner's model on this machine, measures each for a while, and simulates
+the loop for every split that may be the best, with several staleness bounds. The keys it prints go into the run file.
+What it leaves out: time to load new weights (0.1 s each), evaluations, checkpoints, the bus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.cli import arguments
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.policies.planning.allocation import Predicted
+    from asyncrl.run.planning.plan import Allocation
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_run_file(parser)
+    parser.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="to be shared; on CPUs, processes of learner and engines"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of measuring, for the engine and for the learner (default: 60)"
+    )
+    arguments.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    if not 1 <= options.gpus <= 100_000:
+        raise ConfigError(f"--gpus {options.gpus}: must be in 1..100000")
+    if not 1 <= options.seconds <= 3600:
+        raise ConfigError(f"--seconds {options.seconds:g}: must be in [1, 3600]")
+    run_config = arguments.load(options)
+
+    from asyncrl.run.planning.plan import plan  # imports torch
+
+    found = plan(run_config, gpus=options.gpus, seconds=options.seconds, tells=_told)
+    print(json.dumps(_as_json(run_config, found)) if options.json else "\n".join(_lines(run_config, found)))
+    return 0
+
+
+def _told(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
+    timing, best = found.timing, found.best
+    lengths = [int(one.response_mask.sum()) for group in found.engine.groups for one in group.trajectories]
+    yield (
+        f"engine    a decode step takes {1e3 * timing.seconds_per_token:.2f} ms and "
+        f"{1e6 * timing.seconds_per_sequence:.1f} us per sequence, up to {found.engine.most_running:.0f} at once were "
+        f"measured; answers have {sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most"
+    )
+    yield (
+        f"learner   a copy of the model trains {timing.train_tokens_per_second:,.0f} tokens/s, prompts included, and "
+        f"{timing.train_seconds:.2f} s a step besides"
+    )
+    yield "learner+engines  max_staleness  trained tokens/s  learner busy  engines busy"
+    for one in sorted(found.found, key=lambda one: (one.split, one.max_staleness)):
+        marks = [" best"] if one == best else []
+        marks += [" run file"] if found.now is not None and one == found.now else []
+        yield (
+            f"{_split(one, found):>15}  {one.max_staleness:13d}  {one.reached.tokens_per_second:16,.0f}  "
+            f"{one.reached.learner_busy:12.0%}  {one.reached.engines_busy:12.0%} {','.join(marks)}"
+        )
+    yield from (f"note: {note}" for note in notes(run_config, found))
+    yield ""
+    for section, key, value in settings(run_config, found):
+        yield f"--set {section}.{key}={value}"
+
+
+def _split(one: Predicted, found: Allocation) -> str:
+    return f"{one.split.copies * found.units.copy}+{one.split.engines * found.units.engine}"
+
+
+def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, int]]:
+    """(section, key, value) of what to write into the run file."""
+    best = found.best
+    keys = [
+        ("learner", "ranks", best.split.copies * found.units.copy),
+        ("rollout", "workers", best.split.engines),
+    ]
+    if run_config.run.mode == "async":
+        keys.append(("staleness", "max_staleness", best.max_staleness))
+    if found.learner.larger is not None and found.learner.larger > 1.05:
+        from asyncrl.run.planning.learner_probe import LARGER_ROWS
+
+        keys.append(("learner", "micro_batch_tokens", LARGER_ROWS * run_config.learner.micro_batch_tokens))
+    return keys
+
+
+def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
+    """What makes the numbers less than they look."""
+    engine = found.engine
+    if engine.num_failed:
+        yield f"{engine.num_failed} of {engine.num_failed + len(engine.groups)} groups failed"
+    if engine.num_unfinished:
+        yield (
+            f"{engine.num_unfinished} groups were unfinished when time was up, so the longest answers are missing; "
+            "give more --seconds"
+        )
+    if engine.most_running < 0.5 * run_config.rollout.max_running:
+        yield (
+            f"rollout.max_running is {run_config.rollout.max_running}, but no more than {engine.most_running:.0f} "
+            "samples fit into the window (groups_per_batch x (max_staleness + 1) groups) at once"
+        )
+    if found.learner.larger == 0.0:
+        yield f"learner.micro_batch_tokens: twice {run_config.learner.micro_batch_tokens:,} does not fit"
+
+
+def _as_json(run_config: RunConfig, found: Allocation) -> dict[str, Any]:
+    lengths = [int(one.response_mask.sum()) for group in found.engine.groups for one in group.trajectories]
+    return {
+        "units": dataclasses.asdict(found.units),
+        "timing": dataclasses.asdict(found.timing),
+        "num_groups": len(found.engine.groups),
+        "length_mean": sum(lengths) / len(lengths),
+        "length_max": max(lengths),
+        "most_running": found.engine.most_running,
+        "decode": [dataclasses.asdict(one) for one in found.engine.readings],
+        "train": [dataclasses.asdict(one) for one in found.learner.readings],
+        "micro_batch_tokens_gain": found.learner.larger,
+        "splits": [_row(one) for one in found.found],
+        "best": _row(found.best),
+        "now": None if found.now is None else _row(found.now),
+        "settings": {f"{section}.{key}": value for section, key, value in settings(run_config, found)},
+        "notes": list(notes(run_config, found)),
+    }
+
+
+def _row(one: Predicted) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(one.split),
+        "max_staleness": one.max_staleness,
+        **dataclasses.asdict(one.reached),
+    }

@@ -1,0 +1,172 @@
+"""What one engine of a run samples: a real rollout worker on a bus in memory, with nobody who trains.
+
+Prompts, rollout function, tools and rewards are the run's own. The worker is kept as full as a run would keep it for a
+while, and then runs dry, which shows how fast it is with few sequences; so every group that is begun is seen to its
+end, and long answers count as often as they occur.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from asyncrl.actors.base import Actor
+from asyncrl.actors.learner.prompt_link import PromptLink, Published
+from asyncrl.actors.learner.prompt_source import PromptSource
+from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.actors.supervisor import supervise
+from asyncrl.config import RunConfig
+from asyncrl.errors import EngineError
+from asyncrl.messages import Progress, TrajectoryGroup
+from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
+from asyncrl.policies.groups.saved import LearnerState, PromptState
+from asyncrl.policies.planning.timing import DecodeReading
+from asyncrl.policies.staleness.admission import Admission
+from asyncrl.protocols import Bus
+from asyncrl.run import registry
+from asyncrl.run.assembly import data
+from asyncrl.run.assembly.build_learner import sampling_of
+from asyncrl.run.assembly.build_worker import build_worker
+
+LOOK_SECONDS: Final = 0.5
+LEVELS: Final = 4
+"""Readings are joined by how many sequences ran: as many levels as this between a number and its double."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMeasured:
+    """groups: whole ones, as sampled;  num_failed: that no answer came of;  num_unfinished: still sampled at the end;
+    most_running: sequences at once"""
+
+    readings: tuple[DecodeReading, ...]
+    groups: tuple[TrajectoryGroup, ...]
+    num_failed: int
+    num_unfinished: int
+    most_running: float
+
+
+def measure_engine(run: RunConfig, *, seconds: float, dry_seconds: float | None = None) -> EngineMeasured:
+    """Full for ``seconds``, then dry in ``dry_seconds`` at most, as many again if None. Blocks. Raises ConfigError, and
+    what engines raise."""
+    return asyncio.run(_measure(run, seconds=seconds, dry_seconds=seconds if dry_seconds is None else dry_seconds))
+
+
+async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> EngineMeasured:
+    bus = await registry.own_bus(run)
+    try:
+        worker, follower = await build_worker(run, bus=bus, name="engine")
+        link = PromptLink()
+        window = min(run.window, math.ceil(run.rollout.max_running / run.rollout.group_size) + 1)
+        prompts = PromptSource(
+            "prompts",
+            bus,
+            rows=await asyncio.to_thread(data.open_rows, run),
+            admission=Admission(mode="async", groups_per_batch=1, max_staleness=window - 1, total_groups=2**31),
+            sampling=sampling_of(run),
+            group_size=run.rollout.group_size,
+            state=LearnerState(incarnation=0, step=0, policy_version=0, groups={}, consumed={}, prompts=PromptState()),
+            link=link,
+            are_sampled=False,  # no version will come
+        )
+        probe = _Probe(bus, worker=worker, link=link, seconds=seconds, dry_seconds=dry_seconds)
+        await supervise(probe, worker, follower, prompts)
+        return probe.measured()
+    finally:
+        await bus.close()
+
+
+class _Probe(Actor):
+    """consumes: trajectories    publishes: progress, which lets prompts into the window    ends: when all are here"""
+
+    role = "learner"
+
+    def __init__(
+        self, bus: Bus, *, worker: RolloutWorker, link: PromptLink, seconds: float, dry_seconds: float
+    ) -> None:
+        super().__init__("probe", bus)
+        self._worker, self._link, self._seconds, self._longest = worker, link, seconds, seconds + dry_seconds
+        self._groups: list[TrajectoryGroup] = []
+        self._failed: list[str] = []
+        self._looks: list[DecodeReading] = []
+        self._num_published = 0
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._look()), group.create_task(self._follow_prompts())]
+            reading = group.create_task(self._read(until=time.monotonic() + self._seconds))
+            with contextlib.suppress(TimeoutError):  # what is not here then is said to be unfinished
+                async with asyncio.timeout(self._longest):
+                    await asyncio.shield(reading)
+            for task in (*tasks, reading):
+                task.cancel()
+
+    def measured(self) -> EngineMeasured:
+        """Raises EngineError where nothing was sampled."""
+        if not self._groups:
+            why = f": {self._failed[0]}" if self._failed else ""
+            raise EngineError(
+                f"no group of {self._num_published} was finished in {self._longest:.0f} s{why}; "
+                "give more --seconds, or see what is wrong with `asyncrl run`"
+            )
+        return EngineMeasured(
+            readings=tuple(joined(self._looks)),
+            groups=tuple(self._groups),
+            num_failed=len(self._failed),
+            num_unfinished=max(0, self._num_published - len(self._groups) - len(self._failed)),
+            most_running=max((look.running for look in self._looks), default=0.0),
+        )
+
+    async def _read(self, *, until: float) -> None:
+        """consumes: trajectories    waits for: the next one    ends: once no more are asked for and all are here"""
+        await self._let_in()
+        async with self.bus.read(TRAJECTORIES) as records:
+            async for record in records:
+                message = record.message
+                if message is None or message.error:
+                    self._failed.append(record.problem if message is None else message.error)
+                else:
+                    self._groups.append(message)
+                if time.monotonic() < until:
+                    await self._let_in()
+                elif len(self._groups) + len(self._failed) >= self._num_published:
+                    return
+
+    async def _let_in(self) -> None:
+        done = len(self._groups) + len(self._failed)
+        await self.bus.put(PROGRESS, Progress(incarnation=0, step=done, policy_version=0))
+
+    async def _follow_prompts(self) -> None:
+        """consumes: the prompt source's reports    waits for: the next one"""
+        while True:
+            self._num_published += isinstance(await self._link.reports.get(), Published)
+
+    async def _look(self) -> None:
+        """consumes: nothing    waits for: the clock    woken by: it"""
+        stats, since = self._worker.engine_stats(), time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            before, began = stats, since
+            stats, since = self._worker.engine_stats(), time.monotonic()
+            running = (before.running + stats.running) / 2
+            tokens = stats.tokens_generated - before.tokens_generated
+            self._looks.append(DecodeReading(running=running, tokens=tokens, seconds=since - began))
+
+
+def joined(looks: Iterable[DecodeReading]) -> Iterator[DecodeReading]:
+    """Readings of about as many sequences as one: tokens arrive in bursts. Those of none are left out."""
+    levels: dict[int, list[DecodeReading]] = {}
+    for look in looks:
+        if look.running > 0:
+            levels.setdefault(round(LEVELS * math.log2(look.running)), []).append(look)
+    for _, level in sorted(levels.items()):
+        seconds = sum(look.seconds for look in level)
+        yield DecodeReading(
+            running=sum(look.running * look.seconds for look in level) / seconds,
+            tokens=sum(look.tokens for look in level),
+            seconds=seconds,
+        )

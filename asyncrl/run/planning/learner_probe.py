@@ -1,0 +1,104 @@
+"""What the learner of a run takes for a step: its own backend, algorithm and packing, on groups of an engine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.config import RunConfig
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.batching import batch as batches
+from asyncrl.policies.batching.packing import pack_parts
+from asyncrl.policies.planning.timing import TrainReading
+from asyncrl.protocols import Backend
+from asyncrl.run import learner_models, registry
+
+WARM_UP_STEPS: Final = 2
+"""Kernels are compiled and memory is found in them."""
+LEAST_STEPS: Final = 2
+"""Timed steps of each size."""
+LARGER_ROWS: Final = 2
+"""Times learner.micro_batch_tokens that are tried besides them."""
+
+log = logging.getLogger("asyncrl.plan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerMeasured:
+    """readings: steps of one copy of the model, weights copied for engines included.
+
+    larger  tokens a second with LARGER_ROWS times the packed tokens per forward pass, divided by those with the run's;
+            0 where they do not fit, None where a batch has too few tokens to tell
+    """
+
+    readings: tuple[TrainReading, ...]
+    larger: float | None
+
+
+def measure_learner(run: RunConfig, groups: Sequence[TrajectoryGroup], *, seconds: float) -> LearnerMeasured:
+    """Steps on batches of two sizes for about ``seconds``. Blocks. Raises ConfigError, and what a backend raises."""
+    algorithm, backend = registry.algorithm(run), registry.backend(run)
+    try:
+        backend.start()
+        probe = _Probe(run, backend, algorithm, groups)
+        large = probe.fitting(seconds / 4)
+        sizes = sorted({max(1, large // 4), large})
+        until, readings = time.monotonic() + seconds, list[TrainReading]()
+        for count, size in enumerate(itertools.cycle(sizes)):
+            if count >= LEAST_STEPS * len(sizes) and time.monotonic() > until:
+                break
+            readings.append(probe.step(size, rows=run.learner.micro_batch_tokens))
+        return LearnerMeasured(readings=tuple(readings), larger=_larger(run, probe, large, readings))
+    finally:
+        backend.close()
+
+
+def _larger(run: RunConfig, probe: _Probe, size: int, readings: Sequence[TrainReading]) -> float | None:
+    """Last of all: memory that runs out may leave a backend broken."""
+    rows = LARGER_ROWS * run.learner.micro_batch_tokens
+    own = [one for one in readings if one.tokens == max(reading.tokens for reading in readings)]
+    if own[0].tokens < rows:
+        return None
+    try:
+        probe.step(size, rows=rows)
+        larger = [probe.step(size, rows=rows) for _ in range(LEAST_STEPS)]
+    except Exception as error:  # whatever its backend makes of memory that runs out
+        log.warning("learner.micro_batch_tokens = %d does not fit: %s", rows, str(error).partition("\n")[0])
+        return 0.0
+    return min(one.seconds for one in own) / min(one.seconds for one in larger)
+
+
+class _Probe:
+    def __init__(
+        self, run: RunConfig, backend: Backend, algorithm: Algorithm, groups: Sequence[TrajectoryGroup]
+    ) -> None:
+        self._run, self._backend, self._algorithm, self._groups = run, backend, algorithm, groups
+        self._training = TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run))
+        self._step = learner_models.training_options(run)["critic_warmup_steps"]  # behind it the policy trains, too
+
+    def fitting(self, seconds: float) -> int:
+        """Groups of a batch that takes at most as long, or the run's batch. Warms up."""
+        size = max(1, self._run.learner.groups_per_batch // 4)
+        for _ in range(WARM_UP_STEPS):
+            reading = self.step(size, rows=self._run.learner.micro_batch_tokens)
+        return max(1, min(self._run.learner.groups_per_batch, int(size * seconds / reading.seconds)))
+
+    def step(self, size: int, *, rows: int) -> TrainReading:
+        """On ``size`` groups, with ``rows`` packed tokens per forward pass."""
+        groups = list(itertools.islice(itertools.cycle(self._groups), size))
+        batch = batches.build(
+            groups, algorithm=self._algorithm, policy_version=0, max_staleness=self._run.max_staleness, forks={}
+        )
+        parts = pack_parts(batch.documents, parts=batch.parts, ranks=self._run.learner.data_parallel, max_tokens=rows)
+        began = time.monotonic()
+        self._training(batch, parts, step=self._step, learning_rate=self._run.learner.learning_rate)
+        self._backend.export()
+        self._step += 1
+        tokens = sum(map(len, batch.documents)) // self._run.learner.data_parallel
+        return TrainReading(tokens=tokens, seconds=time.monotonic() - began)

@@ -1,0 +1,160 @@
+"""Measures what one engine and one copy of the model take, each in a process of its own, and simulates every split."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.policies.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
+from asyncrl.policies.planning.ideal import Plan
+from asyncrl.policies.planning.timing import Timing, fit_decode, fit_training
+from asyncrl.run.checks.run_file import check
+from asyncrl.run.planning.engine_probe import EngineMeasured, measure_engine
+from asyncrl.run.planning.learner_probe import LearnerMeasured, measure_learner
+from asyncrl.run.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus
+
+LOAD_SECONDS: Final = 0.1
+"""That an engine stands still for a new version; not measured, as a step takes many times that."""
+MOST_BOUNDED: Final = 2
+"""Splits, the best ones, that are tried with other staleness bounds."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """What is known of a run, and what follows.
+
+    found  every split and bound that was simulated;  best: of them;  now: the run file's own, if it is of as many GPUs
+    """
+
+    units: Units
+    timing: Timing
+    engine: EngineMeasured
+    learner: LearnerMeasured
+    found: tuple[Predicted, ...]
+    best: Predicted
+    now: Predicted | None
+
+
+def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], None]) -> Allocation:
+    """Measure for about ``seconds`` each, then simulate. Blocks for minutes; ``tells`` hears what it does.
+
+    Raises ConfigError where the run file or this machine has no room for it.
+    """
+    check(run)
+    _require_split(run)
+    units = Units.of(run.learner.layout, gpus_per_engine=gpus_per_worker(run))
+    try:
+        splits = units.splits(gpus)
+    except ValueError as error:
+        raise ConfigError(f"--gpus {gpus}: {error}") from None
+    there, needed = num_gpus(), max(gpus_per_worker(run), gpus_of_learner(run) and units.copy)
+    if 0 < there < needed:  # without any, all of it is on the CPU
+        raise ConfigError(f"asyncrl plan measures on this machine, which has {there} of the {needed} GPUs needed")
+    with tempfile.TemporaryDirectory(prefix="asyncrl-plan-") as folder:
+        alone = _alone(run, units, Path(folder))
+        tells(f"starting an engine, then sampling for up to {2 * seconds:.0f} s ...")
+        engine = in_process(measure_engine, alone, seconds=seconds)
+        tells(f"{len(engine.groups)} groups sampled; starting the learner, then training for {seconds:.0f} s ...")
+        learner = in_process(measure_learner, alone, engine.groups, seconds=seconds)
+    timing = timing_of(run, engine, learner)
+    lengths = [[int(one.response_mask.sum()) for one in group.trajectories] for group in engine.groups]
+    asked = plan_of(run, engine)
+    now = Split(max(1, run.learner.layout.ranks // units.copy), run.rollout.workers)
+    tried = likely(splits, asked, timing, lengths)
+    tells(f"simulating {', '.join(f'{one.copies * units.copy}+{one.engines * units.engine}' for one in tried)} ...")
+    found = predict(asked, timing, lengths, splits=tried, bounds=[run.max_staleness])
+    if run.run.mode == "async":
+        fast = sorted(found, key=lambda one: -one.reached.tokens_per_second)[:MOST_BOUNDED]
+        others = [bound for bound in BOUNDS if bound != run.max_staleness]
+        found += predict(asked, timing, lengths, splits=[one.split for one in fast], bounds=others)
+    own = [one for one in found if one.split == now and one.max_staleness == run.max_staleness]
+    if not own and now in splits:
+        own = predict(asked, timing, lengths, splits=[now], bounds=[run.max_staleness])
+        found += own
+    return Allocation(
+        units=units,
+        timing=timing,
+        engine=engine,
+        learner=learner,
+        found=tuple(found),
+        best=recommended(found),
+        now=own[0] if own else None,
+    )
+
+
+def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured) -> Timing:
+    step, sequence = fit_decode(engine.readings)
+    rate, constant = fit_training(learner.readings)
+    return Timing(
+        seconds_per_token=step,
+        seconds_per_sequence=sequence,
+        capacity=run.rollout.max_running,
+        load_seconds=LOAD_SECONDS,
+        train_tokens_per_second=rate,
+        train_seconds=constant,
+    )
+
+
+def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
+    """The run, to be simulated; its split and its steps are another's."""
+    prompts = [len(group.prompt_of(one)) for group in engine.groups for one in group.trajectories]
+    return Plan(
+        mode=run.run.mode,
+        workers=1,
+        learner_machines=1,
+        groups_per_batch=run.learner.groups_per_batch,
+        group_size=run.rollout.group_size,
+        max_staleness=run.max_staleness,
+        steps=1,
+        warmup=0,
+        seed=run.run.seed,
+        prompt_tokens=sum(prompts) / len(prompts),
+        eviction="wait" if run.staleness.waits else "drop",
+    )
+
+
+def _require_split(run: RunConfig) -> None:
+    if run.run.colocated:
+        raise ConfigError("run.colocated: learner and engines share all GPUs, so there is no split to plan; remove it")
+    for name, kind in (("engine.kind", run.engine.kind), ("learner.backend", run.learner.backend)):
+        if kind == "none":
+            raise ConfigError(f'{name}: "none" takes no GPUs, so there is no split to plan')
+    if run.learner.machines > 1 and gpus_of_learner(run) > num_gpus():
+        raise ConfigError("learner.machines: plan on a machine that holds a copy of the model, with machines = 1")
+
+
+def _alone(run: RunConfig, units: Units, folder: Path) -> RunConfig:
+    """The run with one copy of the model and one engine, in a folder of its own, and nothing beside training."""
+    return dataclasses.replace(
+        run,
+        run=dataclasses.replace(run.run, directory=str(folder), name="plan"),
+        bus=dataclasses.replace(run.bus, kind="memory", url="", options={}),
+        learner=dataclasses.replace(run.learner, ranks=units.copy, machines=1, gpus=(), profile_steps=()),
+        rollout=dataclasses.replace(run.rollout, workers=1, gpus=()),
+        weights=dataclasses.replace(run.weights, channel="files", options={}, models_every=0),
+        evaluation=dataclasses.replace(run.evaluation, datasets=(), every_steps=0),
+        checkpoint=dataclasses.replace(run.checkpoint, best=""),
+    )
+
+
+def in_process(measure: Callable[..., T], run: RunConfig, *arguments: object, seconds: float) -> T:
+    """In a fresh process, whose end gives back all memory. Raises what it raised, or ConfigError when it was killed."""
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(measure, run, *arguments, seconds=seconds).result()
+        except BrokenProcessPool:
+            raise AsyncRLError(
+                f"{measure.__name__}: its process was killed, perhaps for want of memory; see what `asyncrl run` says"
+            ) from None

@@ -1,0 +1,122 @@
+"""Which split of N GPUs trains most, and whether the one that is up is it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config.layout import Layout
+from asyncrl.policies.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
+from asyncrl.policies.planning.balance import better_split
+from asyncrl.policies.planning.ideal import Plan, Reached
+from asyncrl.policies.planning.timing import Timing
+
+ONE = Units(copy=1, engine=1)
+PLAN = Plan(
+    mode="async",
+    workers=1,
+    learner_machines=1,
+    groups_per_batch=8,
+    group_size=4,
+    max_staleness=2,
+    steps=1,
+    warmup=0,
+    seed=0,
+    prompt_tokens=0,
+    eviction="wait",
+)
+LENGTHS = [[50, 100, 100, 150], [80, 80, 120, 120]]
+
+
+def timing(*, decode: float, train: float) -> Timing:
+    """An engine samples ``decode`` tokens a second however many sequences it has, a copy trains ``train``."""
+    return Timing(
+        seconds_per_token=0.0,
+        seconds_per_sequence=1 / decode,
+        capacity=64,
+        load_seconds=0.0,
+        train_tokens_per_second=train,
+        train_seconds=0.0,
+    )
+
+
+@given(st.integers(1, 64), st.integers(1, 9), st.integers(1, 9))
+def test_every_split_has_a_learner_and_an_engine_and_no_gpu_twice(gpus: int, copy: int, engine: int) -> None:
+    units = Units(copy=copy, engine=engine)
+    if gpus < copy + engine:
+        with pytest.raises(ValueError, match=f"give --gpus {copy + engine} at least"):
+            units.splits(gpus)
+        return
+    for split in units.splits(gpus):
+        assert split.copies >= 1 and split.engines >= 1
+        assert gpus - engine < split.copies * copy + split.engines * engine <= gpus
+
+
+def test_the_smallest_learner_keeps_the_layout() -> None:
+    layout = Layout(ranks=16, tensor=2, pipeline=2, expert=1)
+    assert Units.of(layout, gpus_per_engine=0) == Units(copy=4, engine=1)
+    assert Units.of(Layout(ranks=8, expert=4), gpus_per_engine=2) == Units(copy=4, engine=2)
+
+
+@pytest.mark.parametrize(("decode", "train"), [(1000, 3000), (1000, 1000), (3000, 1000), (1000, 7000)])
+def test_engines_and_learner_that_are_equally_fast_are_found(decode: float, train: float) -> None:
+    """Of 8 GPUs; the rates are in whole numbers of GPUs."""
+    given = timing(decode=decode, train=train)
+    splits = ONE.splits(8)
+    found = predict(PLAN, given, LENGTHS, splits=splits, bounds=[4])
+    best = recommended(found).split
+    assert best == Split(round(8 * decode / (decode + train)), 8 - round(8 * decode / (decode + train)))
+    assert best in likely(splits, PLAN, given, LENGTHS)
+
+
+def test_of_bounds_that_train_as_much_the_lowest_is_recommended() -> None:
+    def of(bound: int, rate: float) -> Predicted:
+        reached = Reached(tokens_per_second=rate, learner_busy=1.0, engines_busy=1.0)
+        return Predicted(split=Split(1, 1), max_staleness=bound, reached=reached)
+
+    assert recommended([of(1, 50), of(2, 98), of(4, 100), of(8, 99)]).max_staleness == 2
+
+
+def test_answers_to_one_prompt_stay_together() -> None:
+    of = drawn(LENGTHS, group_size=4, seed=3)
+    groups = [of(group_id) for group_id in range(50)]
+    assert {tuple(group) for group in groups} == {tuple(group) for group in LENGTHS}
+    assert [of(group_id) for group_id in range(50)] == groups
+
+
+def test_a_learner_that_is_mostly_idle_gives_gpus_to_the_engines() -> None:
+    better = better_split(Split(4, 4), ONE, learner_busy=0.25, engines_busy=1.0)
+    assert better is not None and better.split == Split(2, 6)
+    assert better.gain == pytest.approx(1.5)
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.floats(0.02, 1.0),
+    st.floats(0.02, 1.0),
+    st.integers(1, 2),
+    st.integers(1, 4),
+)
+def test_no_split_is_called_better_that_is_not(
+    copies: int, engines: int, learner: float, engine: float, copy: int, per_engine: int
+) -> None:
+    units, now = Units(copy=copy, engine=per_engine), Split(copies, engines)
+    better = better_split(now, units, learner_busy=learner, engines_busy=engine)
+    rates = {
+        split: min(split.copies / copies / learner, split.engines / engines / engine)
+        for split in units.splits(copies * copy + engines * per_engine)
+    }
+    most = max(rates.values())
+    if better is None:
+        assert most <= rates[now] * (1 + 1e-9)
+    else:
+        assert better.gain == pytest.approx(most / rates[now]) and better.gain > 1
+
+
+def test_one_learner_and_one_engine_have_no_other_split() -> None:
+    for busy in itertools.product((0.1, 1.0), repeat=2):
+        assert better_split(Split(1, 1), ONE, learner_busy=busy[0], engines_busy=busy[1]) is None
