@@ -50,7 +50,7 @@ def overrides(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return made | {"engine.options.server_arguments": server, "weights.channel": "nccl"}
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -58,13 +58,13 @@ def start(name: str, options: argparse.Namespace, scratch: Path, *, steps: int, 
     """One start: Unix times are of this machine, like its processes'."""
     words = [sys.executable, "-m", "asyncrl", "run", "benchmarks/gpu/modes.toml", *(["--resume"] if resume else [])]
     for key, value in (overrides(options, scratch) | {"run.name": name, "run.steps": steps}).items():
-        words += ["--set", f"{key}={_toml(value)}"]
+        words += ["--set", f"{key}={as_toml(value)}"]
     log = scratch / f"{name}-{steps}.log"
     since = time.time()
     with log.open("w") as file:
         try:
             code = subprocess.run(
-                words, stdout=file, stderr=file, timeout=_LIMIT_SECONDS, check=False, env=_environment()
+                words, stdout=file, stderr=file, timeout=_LIMIT_SECONDS, check=False, env=environment()
             ).returncode
         except subprocess.TimeoutExpired:  # what it started ends with it
             code = -1
@@ -83,9 +83,9 @@ def start(name: str, options: argparse.Namespace, scratch: Path, *, steps: int, 
     }
 
 
-def _toml(value: Any) -> str:
+def as_toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items()) + "}"
     return json.dumps(value)
 
 
