@@ -105,7 +105,7 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         yield f"{engine.num_failed} of {engine.num_failed + len(engine.groups)} groups failed"
     if engine.num_unfinished:
         yield (
-            f"{engine.num_unfinished} groups were unfinished when time was up, so the longest answers are missing; "
+            f"{engine.num_unfinished} answers were unfinished when time was up, so the longest are missing; "
             "give more --seconds"
         )
     if engine.most_running < 0.5 * run_config.rollout.max_running:

@@ -84,7 +84,7 @@ def asked(verb: str, settings: Mapping[str, Any], log: Path, *words: str, limit:
 def measured(rows: Sequence[Mapping[str, Any]], *, warmup: int) -> float:
     """Trained tokens a second, from the end of step ``warmup`` to the last one's."""
     counted = rows[warmup:]
-    return sum(row["length/trained_tokens"] for row in counted) / (rows[-1]["time"] - rows[warmup - 1]["time"])
+    return float(sum(row["length/trained_tokens"] for row in counted) / (rows[-1]["time"] - rows[warmup - 1]["time"]))
 
 
 def compare(name: str, case: Case, scratch: Path, *, is_rehearsal: bool, limit: float) -> dict[str, Any]:

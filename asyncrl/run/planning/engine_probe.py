@@ -1,14 +1,13 @@
 """What one engine of a run samples: a real rollout worker on a bus in memory, with nobody who trains.
 
-Prompts, rollout function, tools and rewards are the run's own. The worker is kept as full as a run would keep it for a
-while, and then runs dry, which shows how fast it is with few sequences; so every group that is begun is seen to its
-end, and long answers count as often as they occur.
+Prompts, rollout function, tools and rewards are the run's own. The worker is kept as full as a run of one engine would
+keep it for a while, and then drains, which shows how fast it is with few sequences. So every group that is begun is
+seen to its end, and long answers count as often as they occur.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncrl.actors.base import Actor
-from asyncrl.actors.learner.prompt_link import PromptLink, Published
+from asyncrl.actors.learner.prompt_link import PromptLink
 from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
@@ -40,7 +39,7 @@ LEVELS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMeasured:
-    """groups: whole ones, as sampled;  num_failed: that no answer came of;  num_unfinished: still sampled at the end;
+    """groups: whole ones, as sampled;  num_failed: that no answer came of;  num_unfinished: answers, when time was up;
     most_running: sequences at once"""
 
     readings: tuple[DecodeReading, ...]
@@ -60,49 +59,58 @@ async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> Eng
     bus = await registry.own_bus(run)
     try:
         worker, follower = await build_worker(run, bus=bus, name="engine")
-        link = PromptLink()
-        window = min(run.window, math.ceil(run.rollout.max_running / run.rollout.group_size) + 1)
         prompts = PromptSource(
             "prompts",
             bus,
             rows=await asyncio.to_thread(data.open_rows, run),
-            admission=Admission(mode="async", groups_per_batch=1, max_staleness=window - 1, total_groups=2**31),
+            admission=Admission(mode="async", groups_per_batch=1, max_staleness=run.window - 1, total_groups=2**31),
             sampling=sampling_of(run),
             group_size=run.rollout.group_size,
             state=LearnerState(incarnation=0, step=0, policy_version=0, groups={}, consumed={}, prompts=PromptState()),
-            link=link,
+            link=PromptLink(),
             are_sampled=False,  # no version will come
         )
-        probe = _Probe(bus, worker=worker, link=link, seconds=seconds, dry_seconds=dry_seconds)
-        await supervise(probe, worker, follower, prompts)
+        probe = _Probe(bus, worker=worker, seconds=seconds, dry_seconds=dry_seconds)
+        await supervise(probe, follower, prompts)
         return probe.measured()
     finally:
         await bus.close()
 
 
 class _Probe(Actor):
-    """consumes: trajectories    publishes: progress, which lets prompts into the window    ends: when all are here"""
+    """consumes: trajectories    publishes: progress, which lets prompts into the window    owns: the worker"""
 
     role = "learner"
 
-    def __init__(
-        self, bus: Bus, *, worker: RolloutWorker, link: PromptLink, seconds: float, dry_seconds: float
-    ) -> None:
+    def __init__(self, bus: Bus, *, worker: RolloutWorker, seconds: float, dry_seconds: float) -> None:
         super().__init__("probe", bus)
-        self._worker, self._link, self._seconds, self._longest = worker, link, seconds, seconds + dry_seconds
+        self._worker, self._seconds, self._dry_seconds = worker, seconds, dry_seconds
         self._groups: list[TrajectoryGroup] = []
         self._failed: list[str] = []
         self._looks: list[DecodeReading] = []
-        self._num_published = 0
+        self._num_unfinished = 0
+        self._arrived = asyncio.Event()
+
+    async def start(self) -> None:
+        await self._worker.start()
+
+    async def stop(self) -> None:
+        await self._worker.stop()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._look()), group.create_task(self._follow_prompts())]
-            reading = group.create_task(self._read(until=time.monotonic() + self._seconds))
-            with contextlib.suppress(TimeoutError):  # what is not here then is said to be unfinished
-                async with asyncio.timeout(self._longest):
-                    await asyncio.shield(reading)
-            for task in (*tasks, reading):
+            tasks = [group.create_task(self._look()), group.create_task(self._read())]
+            work = group.create_task(self._worker.run())
+            await asyncio.wait((work,), timeout=self._seconds)
+            self._worker.drain()
+            await asyncio.wait((work,), timeout=self._dry_seconds)
+            stats = self._worker.engine_stats()
+            self._num_unfinished = stats.running + stats.queued
+            sequence = await self.bus.last_sequence(TRAJECTORIES)
+            while len(self._groups) + len(self._failed) < sequence:
+                self._arrived.clear()
+                await self._arrived.wait()
+            for task in (*tasks, work):
                 task.cancel()
 
     def measured(self) -> EngineMeasured:
@@ -110,19 +118,19 @@ class _Probe(Actor):
         if not self._groups:
             why = f": {self._failed[0]}" if self._failed else ""
             raise EngineError(
-                f"no group of {self._num_published} was finished in {self._longest:.0f} s{why}; "
-                "give more --seconds, or see what is wrong with `asyncrl run`"
+                f"no group was finished in {self._seconds + self._dry_seconds:.0f} s{why}; give more --seconds, or see "
+                "what is wrong with `asyncrl run`"
             )
         return EngineMeasured(
             readings=tuple(joined(self._looks)),
             groups=tuple(self._groups),
             num_failed=len(self._failed),
-            num_unfinished=max(0, self._num_published - len(self._groups) - len(self._failed)),
+            num_unfinished=self._num_unfinished,
             most_running=max((look.running for look in self._looks), default=0.0),
         )
 
-    async def _read(self, *, until: float) -> None:
-        """consumes: trajectories    waits for: the next one    ends: once no more are asked for and all are here"""
+    async def _read(self) -> None:
+        """consumes: trajectories    waits for: the next one"""
         await self._let_in()
         async with self.bus.read(TRAJECTORIES) as records:
             async for record in records:
@@ -131,19 +139,12 @@ class _Probe(Actor):
                     self._failed.append(record.problem if message is None else message.error)
                 else:
                     self._groups.append(message)
-                if time.monotonic() < until:
-                    await self._let_in()
-                elif len(self._groups) + len(self._failed) >= self._num_published:
-                    return
+                self._arrived.set()
+                await self._let_in()
 
     async def _let_in(self) -> None:
         done = len(self._groups) + len(self._failed)
         await self.bus.put(PROGRESS, Progress(incarnation=0, step=done, policy_version=0))
-
-    async def _follow_prompts(self) -> None:
-        """consumes: the prompt source's reports    waits for: the next one"""
-        while True:
-            self._num_published += isinstance(await self._link.reports.get(), Published)
 
     async def _look(self) -> None:
         """consumes: nothing    waits for: the clock    woken by: it"""
