@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from asyncrl.messages import VersionSpan
 from asyncrl.protocols import Generation
+from asyncrl.rollouts.agent.endpoint.chat_format import TemplateFormat
 from asyncrl.rollouts.agent.endpoint.parsers import PlainParser
 from asyncrl.rollouts.agent.endpoint.server import EndpointServer
 from asyncrl.rollouts.agent.endpoint.session import Session
@@ -77,8 +78,8 @@ class Engine:
 
 def make_session(template: Template, number: int, *, seconds: float = 0.0) -> Session:
     engine = Engine(template, seconds=seconds)
-    parser, context = PlainParser(template.source), engine.context_tokens
-    return Session(engine, template=template, parser=parser, name=str(number), max_tokens=10**9, context_tokens=context)
+    chat_format, context = TemplateFormat(template, PlainParser(template.source)), engine.context_tokens
+    return Session(engine, chat_format=chat_format, name=str(number), max_tokens=10**9, context_tokens=context)
 
 
 @contextlib.asynccontextmanager

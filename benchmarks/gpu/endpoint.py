@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
 from asyncrl.messages import SamplingParams
 from asyncrl.protocols import Generation
+from asyncrl.rollouts.agent.endpoint.chat_format import TemplateFormat
 from asyncrl.rollouts.agent.endpoint.parsers import PlainParser
 from asyncrl.rollouts.agent.endpoint.server import EndpointServer
 from asyncrl.rollouts.agent.endpoint.session import Session
@@ -135,8 +136,7 @@ class Load:
     def _session(self, number: int) -> Session:
         return Session(
             self._generate,
-            template=self._template,
-            parser=PlainParser(self._template.source),
+            chat_format=TemplateFormat(self._template, PlainParser(self._template.source)),
             name=str(number),
             max_tokens=10**9,
             context_tokens=self._generate.context_tokens,

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.messages import VersionSpan
 from asyncrl.protocols import Generation
+from asyncrl.rollouts.agent.endpoint.chat_format import ChatFormat, TemplateFormat
 from asyncrl.rollouts.agent.endpoint.parsers import PlainParser
 from asyncrl.rollouts.agent.endpoint.server import EndpointServer
 from asyncrl.rollouts.agent.endpoint.session import Session
@@ -129,11 +130,14 @@ class Scripted:
         return answer
 
 
-def session(engine: Any, *, tokenizer: Any = TOKENIZER, **changes: Any) -> Session:
+def chat_format(tokenizer: Any = TOKENIZER, *, keeps_thinking: bool = True) -> ChatFormat:
     template = Template(tokenizer)
+    return TemplateFormat(template, PlainParser(template.source), keeps_thinking=keeps_thinking)
+
+
+def session(engine: Any, **changes: Any) -> Session:
     settings: dict[str, Any] = {"max_tokens": 10_000, "context_tokens": 100_000, "name": "0/0"}
-    parser = PlainParser(template.source)
-    return Session(engine, template=template, parser=parser, **(settings | changes))
+    return Session(engine, **(settings | {"chat_format": chat_format()} | changes))
 
 
 class Client:

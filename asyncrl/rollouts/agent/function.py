@@ -24,7 +24,9 @@ import numpy as np
 from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.messages import PromptGroup, Trajectory, TurnReward, replace
 from asyncrl.protocols import Generate
+from asyncrl.rollouts.agent.endpoint.chat_format import ChatFormat, TemplateFormat
 from asyncrl.rollouts.agent.endpoint.parsers import Parser, PlainParser
+from asyncrl.rollouts.agent.endpoint.renderer_choice import AUTO, NONE, check_renderer, choose
 from asyncrl.rollouts.agent.endpoint.server import EndpointServer
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.sglang_parsers import SGLangParser
@@ -55,6 +57,10 @@ class Options:
     thinking: Literal["keep", "template"] = "keep"
     """keep: what the model thought stays in its prompt. template: as the model's chat template says; where that leaves
     out what was thought before a new question, a new sequence begins."""
+    renderer: str = "auto"
+    """What writes and reads the model's conversations: a renderer of the package renderers, by its name (qwen3), or
+    none for the chat template and the parsers below. auto: the renderer of a model of the folder's name, if the package
+    is installed and it writes what the model's chat template writes; else none."""
     tool_parser: str = ""
     """Name of one of SGLang's (--tool-call-parser). Empty: <tool_call>{JSON}</tool_call>."""
     reasoning_parser: str = ""
@@ -75,6 +81,14 @@ class Options:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be from 0 to {2**16 - 1}, got {self.port}")
         self._limits()
+        for key in ("tool_parser", "reasoning_parser", "chat_template"):
+            if getattr(self, key) and self.renderer not in (AUTO, NONE):
+                raise ConfigError(f"renderer: {self.renderer!r} takes the place of {key}; remove one of them")
+
+    @property
+    def used_renderer(self) -> str:
+        """With parsers or a template of its own, the run has no use for a renderer."""
+        return NONE if self.tool_parser or self.reasoning_parser or self.chat_template else self.renderer
 
     def _limits(self) -> Limits:
         """Raises ConfigError."""
@@ -83,8 +97,9 @@ class Options:
         )
 
     def check_machine(self) -> None:
-        """Raises ConfigError if the harness's program or virtual environment is not here."""
+        """Raises ConfigError if the harness's program or virtual environment, or the renderer, is not here."""
         self.load_harness()
+        check_renderer(self.renderer)
 
     def load_harness(self) -> Limited:
         """The harness within its limits; starts nothing. Raises ConfigError."""
@@ -101,8 +116,7 @@ class Agent:
     def __init__(self, tokenizer: Any, options: Options) -> None:
         """Raises ConfigError."""
         self._options = options
-        self._template = Template(tokenizer, chat_template=options.chat_template, options=options.chat_template_options)
-        self._parser = _parser(options, self._template)
+        self._chat_format = _chat_format(tokenizer, options)
         self._harness = options.load_harness()
         self._server = EndpointServer(host=options.host, port=options.port, model=options.model)
 
@@ -113,12 +127,10 @@ class Agent:
             )
         session = Session(
             generate,
-            template=self._template,
-            parser=self._parser,
+            chat_format=self._chat_format,
             name=f"{prompt.group_id}/{index}",
             max_tokens=prompt.sampling.max_new_tokens,
             context_tokens=generate.context_tokens,
-            keeps_thinking=self._options.thinking == "keep",
             stop=prompt.sampling.stop,
         )
         task = Task(
@@ -171,6 +183,14 @@ def _trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[in
         finish_reason=outcome.finish_reason or sequence.trajectory.finish_reason,
     )
     return made
+
+
+def _chat_format(tokenizer: Any, options: Options) -> ChatFormat:
+    """Raises ConfigError."""
+    template = Template(tokenizer, chat_template=options.chat_template, options=options.chat_template_options)
+    keeps = options.thinking == "keep"
+    renderer = choose(options.used_renderer, template, keeps_thinking=keeps, options=options.chat_template_options)
+    return renderer or TemplateFormat(template, _parser(options, template), keeps_thinking=keeps)
 
 
 def _parser(options: Options, template: Template) -> Parser:

@@ -21,11 +21,13 @@ _CLOSE: Final = "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """reasoning None: there is none. calls: (name, arguments as JSON text)."""
+    """reasoning None: there is none. calls: (name, arguments as JSON text). call_ids: one for each call where the model
+    writes them itself; others are made (turns.py)."""
 
     content: str
     reasoning: str | None = None
     calls: tuple[tuple[str, str], ...] = ()
+    call_ids: tuple[str, ...] = ()
 
 
 class Parser(Protocol):

@@ -1,6 +1,6 @@
 """A session: the calls that the agent of one sample makes, how they are answered, and what is recorded.
 
-  E1 what continues a turn is asked for as that turn's tokens and the new ones (template.py): never rendered anew
+  E1 what continues a turn is asked for as that turn's tokens and the new ones (chat_format.py): never rendered anew
   E2 the run's sampling rules hold: a request's temperature is recorded and not obeyed, its max_tokens only lowers;
      what would change the distribution otherwise is refused (fields.py)
   E3 a request that is repeated because its answer did not arrive gets that answer; nothing is sampled for it
@@ -21,10 +21,9 @@ import numpy as np
 
 from asyncrl.errors import EngineDied, EngineError, PromptError
 from asyncrl.protocols import Generate
-from asyncrl.rollouts.agent.endpoint.ask import Ask, digests
-from asyncrl.rollouts.agent.endpoint.parsers import Parser
+from asyncrl.rollouts.agent.endpoint.ask import Ask, call, digests
+from asyncrl.rollouts.agent.endpoint.chat_format import ChatFormat
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
-from asyncrl.rollouts.agent.endpoint.template import Template
 from asyncrl.rollouts.agent.endpoint.turns import Tags, Tokens, Turn, Turns, call_id
 
 Replies = list[Turn] | Refused
@@ -58,32 +57,27 @@ class Session:
         self,
         generate: Generate,
         *,
-        template: Template,
-        parser: Parser,
+        chat_format: ChatFormat,
         name: str,
         max_tokens: int,
         context_tokens: int,
-        keeps_thinking: bool = True,
         stop: Sequence[str] = (),
     ) -> None:
         """
         name            the same when the sample is made again
         max_tokens      that may be sampled in all calls together; calls at the same time may each take what is left
         context_tokens  of the model, prompt and answer together
-        keeps_thinking  reasoning stays in the prompt after a new question, whatever the template does with it
         stop            strings that end an answer in this run
         """
         self.key = "sk-" + secrets.token_hex(16)
-        self.template = template
+        self.chat_format = chat_format
         self.turns = Turns()
         self.remembered: dict[str, list[Json]] = {}
         """Conversations up to an answer, by its id: of dialects that go on from there."""
         self._generate = generate
-        self._parser = parser
         self._tags = Tags(name)
         self.context_tokens = context_tokens
         self._max_tokens = max_tokens
-        self._keeps_thinking = keeps_thinking
         self.stop = tuple(stop)
         self._num_sampled = 0
         self._num_calls = 0
@@ -150,7 +144,7 @@ class Session:
 
     def prepare(self, ask: Ask, *, is_limited: bool = True) -> Prepared:
         """is_limited: there must be room for an answer. Raises Refused."""
-        self._parser.check(ask.tools)
+        self.chat_format.check(ask.tools)
         tokens, parent, begin = self._prompt(ask)
         left = self._max_tokens - self._num_sampled
         room = min(left, self.context_tokens - len(tokens))
@@ -171,7 +165,7 @@ class Session:
             return (ask.tokens, *self.turns.longest_prefix(ask.tokens))
         if (bridged := self._bridged(ask)) is not None:
             return bridged
-        tokens = np.array(self.template.render(ask.messages, ask.tools), np.int32)
+        tokens = np.array(self.chat_format.render(ask.messages, ask.tools), np.int32)
         return (tokens, *self.turns.longest_prefix(tokens))
 
     def _bridged(self, ask: Ask) -> tuple[Tokens, Turn, int] | None:
@@ -183,12 +177,7 @@ class Session:
         turn = self._ends.get(digests(messages[:last], ask.tools)[-1])
         if turn is None or last == len(messages):
             return None
-        new = messages[last:]
-        asks_anew = any(message["role"] == "user" for message in new)
-        if not self._keeps_thinking and asks_anew and "reasoning_content" in turn.said:
-            return None
-        is_closed = self.template.is_closed(turn.answer)
-        more = self.template.bridge(messages[: last - 1], turn.said, new, ask.tools, is_closed=is_closed)
+        more = self.chat_format.bridge(turn, messages[: last - 1], messages[last:], ask.tools)
         if more is None:
             return None
         known = turn.tokens
@@ -212,17 +201,13 @@ class Session:
         self._num_sampled += len(answer.tokens)
         said: Json = {}
         if ask.tokens is None:
-            text = self.template.text_of(answer)
-            in_thought = self.template.ends_in_thought(prepared.tokens.tolist()[-8:])
-            parsed = self._parser(text, tools=ask.tools, in_thought=in_thought)
+            parsed = self.chat_format.parse(answer, context=prepared.tokens, tools=ask.tools)
             said = {"role": "assistant", "content": parsed.content}
             if parsed.reasoning is not None:
                 said["reasoning_content"] = parsed.reasoning
             if parsed.calls:
-                said["tool_calls"] = [
-                    {"id": call_id(tag, place), "type": "function", "function": {"name": name, "arguments": arguments}}
-                    for place, (name, arguments) in enumerate(parsed.calls)
-                ]
+                ids = parsed.call_ids or [call_id(tag, place) for place in range(len(parsed.calls))]
+                said["tool_calls"] = [call(one, *made) for one, made in zip(ids, parsed.calls, strict=True)]
         turn = Turn(
             number=number,
             tag=tag,

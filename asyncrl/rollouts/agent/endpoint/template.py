@@ -26,7 +26,7 @@ class Template:
 
     def __init__(self, tokenizer: Any, *, chat_template: str = "", options: Mapping[str, Any] | None = None) -> None:
         """chat_template: Jinja; empty: the tokenizer's own. Raises ConfigError where there is none, or it is broken."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._options = dict(options or {}) | ({"chat_template": chat_template} if chat_template else {})
         self.source = chat_template or getattr(tokenizer, "chat_template", None) or ""
         if not self.source:
@@ -43,21 +43,21 @@ class Template:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"the chat template cannot render an answer to a user: {error}") from None
         after = self.encode(text.partition(SENTINEL)[2])
-        if not after or after[0] not in self._tokenizer.all_special_ids:
+        if not after or after[0] not in self.tokenizer.all_special_ids:
             return "", None
-        return self._tokenizer.convert_ids_to_tokens(after[0]), after[0]
+        return self.tokenizer.convert_ids_to_tokens(after[0]), after[0]
 
     @property
     def num_tokens(self) -> int:
         """Token ids are below this."""
-        return len(self._tokenizer)
+        return len(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
         """The tokens of a conversation that is to be answered. Raises Refused."""
@@ -111,7 +111,7 @@ class Template:
     def text_of(self, answer: Generation) -> str:
         """What was said, without the token that ended it; the others are text, special or not."""
         tokens = answer.tokens.tolist()
-        if tokens and (tokens[-1] == self.close_id or tokens[-1] in self._tokenizer.all_special_ids):
+        if tokens and (tokens[-1] == self.close_id or tokens[-1] in self.tokenizer.all_special_ids):
             tokens = tokens[:-1]
         return self.decode(tokens)
 
@@ -121,14 +121,17 @@ class Template:
 
     def _text(self, messages: Sequence[Json], tools: Sequence[Json], *, asks: bool = True) -> str:
         more: Json = {"tools": list(tools)} if tools else {}
-        shown = [_shown(message) for message in messages]
-        made = self._tokenizer.apply_chat_template(
-            shown, tokenize=False, add_generation_prompt=asks, **more, **self._options
+        made = self.tokenizer.apply_chat_template(
+            [shown(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=asks,
+            **more,
+            **self._options,
         )
         return str(made)
 
 
-def _shown(message: Json) -> Json:
+def shown(message: Json) -> Json:
     """As templates want it: a call's arguments are an object."""
     if not message.get("tool_calls"):
         return message

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.errors import EngineDied, EngineError
 from asyncrl.rollouts.agent.endpoint.template import Template
-from tests.harness.agents import ANSWER, CALL, CALLED, TOKENIZER, TOOLS, Client, Scripted
+from tests.harness.agents import ANSWER, CALL, CALLED, TOKENIZER, TOOLS, Client, Scripted, chat_format
 
 SAID = [CALL, ANSWER, "<think>\nAgain?\n</think>\n\nStill 42, the same."]
 
@@ -62,7 +62,7 @@ async def test_an_answer_that_the_harness_changes_begins_a_new_sequence() -> Non
 
 
 async def test_with_thinking_as_in_the_template_a_second_question_begins_a_new_sequence() -> None:
-    async with Client(Scripted(SAID), keeps_thinking=False) as client:
+    async with Client(Scripted(SAID), chat_format=chat_format(keeps_thinking=False)) as client:
         await conversation(client)
     assert client.check() == 2
     assert "Use the tool" not in TOKENIZER.decode(client.engine.given[2])

@@ -115,5 +115,5 @@ def _pairs(turn: Turn) -> Iterator[tuple[int, float]]:
 
 
 def _logprob(token: int, logprob: float, session: Session) -> Json:
-    shown = session.template.decode([token])
+    shown = session.chat_format.decode([token])
     return {"token": shown, "logprob": logprob, "bytes": list(shown.encode()), "top_logprobs": []}

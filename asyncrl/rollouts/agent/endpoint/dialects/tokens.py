@@ -27,7 +27,7 @@ class TokenIds:
         ids = rows(body.get("token_ids"), "token_ids")
         if not ids:
             raise Refused("token_ids is empty")
-        highest = session.template.num_tokens - 1
+        highest = session.chat_format.num_tokens - 1
         for place, one in enumerate(ids):
             if type(one) is not int or not 0 <= one <= highest:
                 whole(one, f"token_ids[{place}]", low=0, high=highest)
