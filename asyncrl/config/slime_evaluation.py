@@ -39,7 +39,7 @@ _KEYS: Final[Mapping[str, str]] = {
 }
 """Their key -> ours."""
 _REWARDS: Final[Mapping[str, Mapping[str, Any]]] = {
-    **{kind: {"kind": kind} for kind in ("math", "deepscaler", "dapo", "gpqa", "f1", "ifeval", "random")},
+    **{kind: {"kind": kind} for kind in ("math", "deepscaler", "dapo", "gpqa", "f1", "ifeval", "ifbench", "random")},
     **{f"boxed_{kind}": {"kind": kind} for kind in ("math", "deepscaler", "gpqa", "random")},  # they look in the box
     "boxed_dapo": {"kind": "dapo", "options": {"boxed": True}},
     "remote_rm": {"kind": "remote"},
@@ -135,9 +135,5 @@ def _dataset(name: str, table: Mapping[str, Any], *, say: Callable[[str], None])
     if kind in _REWARDS:
         lines.append(f"reward = {toml_text(_REWARDS[kind])}")
     elif kind:
-        why = "; reward.kind ifeval knows IFEval's instructions, not IFBench's" if kind == "ifbench" else ""
-        say(
-            f"rm_type {kind!r} has no counterpart{why}: "
-            'name a reward of your own, reward = {kind = "package.module:f"}'
-        )
+        say(f'rm_type {kind!r} has no counterpart: name a reward of your own, reward = {{kind = "package.module:f"}}')
     return lines

@@ -29,18 +29,20 @@ class Options:
 
 
 class IfEvalReward:
+    follows = staticmethod(follows)
+
     def __init__(self, options: Options) -> None:
         self._options = options
 
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
-        _instructions(metadata if _NAMES in metadata else label)
+        instructions_of(label, metadata)
 
     def __call__(self, sample: Sample) -> Reward:
-        kinds, values = _instructions(sample.metadata if _NAMES in sample.metadata else sample.label)
+        kinds, values = instructions_of(sample.label, sample.metadata)
         response = after_thinking(sample.completion)
         texts = _variants(response) if self._options.loose else [response]
         followed = [
-            any([follows(text, kind, given) for text in texts]) for kind, given in zip(kinds, values, strict=True)
+            any([self.follows(text, kind, given) for text in texts]) for kind, given in zip(kinds, values, strict=True)
         ]
         share = sum(followed) / len(followed)
         return Reward(
@@ -55,8 +57,9 @@ def _variants(response: str) -> list[str]:
     return [*texts, *(text.replace("*", "") for text in texts)]
 
 
-def _instructions(table: Any) -> tuple[Sequence[str], Sequence[Mapping[str, Any]]]:
-    """Raises ValueError where there are none."""
+def instructions_of(label: Any, metadata: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[Mapping[str, Any]]]:
+    """Of a row, and the values of each. Raises ValueError where there are none."""
+    table: Any = metadata if _NAMES in metadata else label
     if isinstance(table, str):
         try:
             table = json.loads(table)
