@@ -82,6 +82,16 @@ def check_worker(run: RunConfig) -> None:
     rollout_functions.check_machine(run.rollout)
 
 
+def check_reward_worker(run: RunConfig) -> None:
+    """What ``check`` refuses, on a machine that has a reward worker only: no data, no model."""
+    if not run.reward.workers:
+        raise ConfigError(
+            "reward.workers: is 0, so the rollout workers of this run grade what they generate; set it to the number "
+            "of reward workers that `asyncrl run` is to start, for all processes of the run"
+        )
+    registry.load_reward(run).check_machine()
+
+
 def check_before_torch(run: RunConfig) -> None:
     """What ``check`` can refuse of a whole run without torch, whose import takes many seconds on a busy machine."""
     _check_data(run)
