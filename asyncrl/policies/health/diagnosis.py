@@ -167,7 +167,7 @@ class _Chains:
         if not candidates and wait.on in (PROMPT_SOURCE, SENDER):  # it comes with the learner, which may be starting
             candidates = self._others(LEARNER, name)
         if not candidates:
-            if wait.on == FOLLOWER or (wait.on != WORKER and not self._is_learner_missed):
+            if wait.on == FOLLOWER or (wait.on not in (WORKER, REWARD_WORKER) and not self._is_learner_missed):
                 return None
             return self._end(faults.nobody(wait.on, wait.seconds + seen.seconds))
         found: set[_Key] = set()
