@@ -46,7 +46,7 @@ class Topic(Generic[M]):
     speaker              field of the message that names who says it: nobody else may if the name has a key (signing.py)
     most_messages        of a work topic, that it holds at once; 0: as many groups as the run's window has
     is_in_pieces         whether a message larger than the server takes is stored in ``pieces`` (bus/pieces.py)
-    is_watched           of a state that workers publish and read: whether they watch it, too
+    is_watched           of a state that workers publish and read: whether they watch single keys of it, no more
     """
 
     name: str

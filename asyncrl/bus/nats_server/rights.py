@@ -95,12 +95,10 @@ def _of_worker(topic: Topic[Any], layout: Layout) -> list[Right]:
     if publishes:
         is_tree = topic.kind == "state" and reads
         found.append(Right(of=topic.name, word="publish", requests=(f"{prefix}>" if is_tree else f"{prefix}*",)))
-    if topic.kind == "state" and topic.seconds_to_live and reads:
+    if topic.kind == "state" and topic.seconds_to_live and reads and not topic.is_watched:
         found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.DIRECT.GET.{stream}.{prefix}>",)))
     elif reads or (topic.kind == "state" and _shares_a_stream_with_what_is_read(topic, layout)):
         found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.STREAM.MSG.GET.{stream}",)))
-    if topic.is_watched:  # a watch asks the stream's leader first
-        found.append(Right(requests=(f"$JS.API.STREAM.MSG.GET.{stream}",)))
     if topic.kind == "state" and reads and (topic.is_watched or not publishes):
         told = layout.told(topic, "*").replace(*_ANY_KEY)
         found.append(Right(of=topic.name, word="follow", follows=(told,)))
