@@ -106,8 +106,6 @@ SAMPLES: dict[type, Any] = {
             prompt="7+5=",
             prompt_tokens=[9, 2, 7, 4],
             label=[12, None],
-            metadata={"level": 3},
-            worker="w",
         ),
         Grades(rewards=(1.0, 0.5), parts=({"right": 1.0}, {}), worker="r"),
     )
