@@ -270,7 +270,7 @@ def _rewards(vetted: Vetted) -> Iterator[str]:
 def reward_problems(rewards: Mapping[str, float], parts: Mapping[str, float], *, largest: float) -> Iterator[str]:
     """What is wrong with what an answer has earned.  rewards: by what to call them;  largest: reward.largest"""
     yield from _part_names(parts)
-    for name, value in {**rewards, **parts}.items():
+    for name, value in (*rewards.items(), *parts.items()):  # a part may be named "reward"
         if not math.isfinite(value):
             yield f"{name} is {value}"
         elif abs(value) > largest:
