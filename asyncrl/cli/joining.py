@@ -1,4 +1,4 @@
-"""How a rollout worker joins a run by its bus and its name alone: the learner leaves the run's settings on the bus.
+"""How a worker joins a run by its bus and its name alone: the learner leaves the run's settings on the bus.
 
 Keys that may hold a secret are not on the bus (config/record.py), and neither are the model's files: a worker on
 another machine says where its copy is, ``--set model.path=...``. What this machine does for settings that somebody
@@ -7,14 +7,17 @@ else wrote is in foreign_settings.py.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import copy
 import logging
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl import config
-from asyncrl.cli import foreign_settings
+from asyncrl.cli import arguments, foreign_settings
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.config.addresses import without_secrets
@@ -27,6 +30,47 @@ from asyncrl.run.keys import signing_keys
 from asyncrl.run.registry import connect
 
 log = logging.getLogger("asyncrl.cli.joining")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of a worker of either kind."""
+    arguments.add_run_file(parser, nargs="?")
+    parser.add_argument(
+        "--name",
+        default="",
+        help="prefix of the worker's name; 16 digits of its key follow (default: host and process id)",
+    )
+    parser.add_argument(
+        "--join", default="", metavar="nats://HOST:PORT", help="the run's bus, to join without a run file; needs --run"
+    )
+    parser.add_argument(
+        "--run", default="", metavar="NAME", help="with --join: the run's name; its settings come from the bus"
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with --join: a package or module whose code the run's settings may name here, or a server that they may "
+        "ask (http://HOST:PORT); repeatable",
+    )
+
+
+def settings(options: argparse.Namespace) -> RunConfig:
+    """The run file, or the settings that the run's learner left on its bus. Raises ConfigError."""
+    if options.run_file is not None and not (options.join or options.run):
+        if options.allow:
+            raise ConfigError("--allow: a run file of this machine may name any code; it is for --join")
+        return arguments.load(options)
+    if options.run_file is not None or not (options.join and options.run):
+        raise ConfigError(f"{options.verb}: name a run file, or a bus and a run: --join nats://HOST:PORT --run NAME")
+    return joined(options.join, options.run, options.overrides, token=arguments.bus_token(), allow=options.allow)
+
+
+def default_label() -> str:
+    """Unique among the machines and processes of a run, and valid in a subject of the bus."""
+    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
+    return f"{host}-{os.getpid()}"
 
 
 def joined(url: str, name: str, overrides: Sequence[str], *, token: str, allow: Sequence[str] = ()) -> RunConfig:

@@ -8,7 +8,6 @@ import contextlib
 import gc
 import logging
 import os
-import socket
 
 from asyncrl import logs
 from asyncrl.actors.base import HeartbeatSender
@@ -29,35 +28,16 @@ log = logging.getLogger("asyncrl.cli.rollout_worker")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments.add_run_file(parser, nargs="?")
-    parser.add_argument(
-        "--name",
-        default="",
-        help="prefix of the worker's name; 16 digits of its key follow (default: host and process id)",
-    )
+    joining.add_arguments(parser)
     parser.add_argument(
         "--evaluate", action="store_true", help="only answer evaluations (evaluation.place = dedicated)"
-    )
-    parser.add_argument(
-        "--join", default="", metavar="nats://HOST:PORT", help="the run's bus, to join without a run file; needs --run"
-    )
-    parser.add_argument(
-        "--run", default="", metavar="NAME", help="with --join: the run's name; its settings come from the bus"
-    )
-    parser.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="with --join: a package or module whose code the run's settings may name here, or a server that they may "
-        "ask (http://HOST:PORT); repeatable",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     end_with_parent()
-    run_config = arguments.with_bus_address(_settings(options))
-    label = options.name or default_label()
+    run_config = arguments.with_bus_address(joining.settings(options))
+    label = options.name or joining.default_label()
     identity = worker_keys.identity(label, os.environ)
     if problem := name_problem(identity.name):
         raise ConfigError(f"rollout-worker --name: {problem}")
@@ -72,19 +52,6 @@ def run(options: argparse.Namespace) -> int:
     token = arguments.bus_token(run_config)
     return in_event_loop(
         _sample(run_config, identity, token=token, has_joined=bool(options.join), is_dedicated=bool(options.evaluate))
-    )
-
-
-def _settings(options: argparse.Namespace) -> RunConfig:
-    """The run file, or the settings that the run's learner left on its bus."""
-    if options.run_file is not None and not (options.join or options.run):
-        if options.allow:
-            raise ConfigError("--allow: a run file of this machine may name any code; it is for --join")
-        return arguments.load(options)
-    if options.run_file is not None or not (options.join and options.run):
-        raise ConfigError("rollout-worker: name a run file, or a bus and a run: --join nats://HOST:PORT --run NAME")
-    return joining.joined(
-        options.join, options.run, options.overrides, token=arguments.bus_token(), allow=options.allow
     )
 
 
@@ -117,9 +84,3 @@ async def _sample(
         return 0
     finally:
         await bus.close()
-
-
-def default_label() -> str:
-    """Unique among the machines and processes of a run, and valid in a subject of the bus."""
-    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
-    return f"{host}-{os.getpid()}"

@@ -35,6 +35,14 @@ class RewardSection:
     options; built-in ones that need none need no entry either."""
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
     """With kind = "parts": what it is the weighted sum of, by name; each is the metric reward/NAME."""
+    workers: int = 0
+    """Reward workers that `asyncrl run` starts. With 1 or more, reward workers grade what is trained, also those that
+    joined by themselves. 0: rollout workers grade it. Evaluations are graded by who answers them."""
+    at_once: int = 16
+    """Groups that a reward worker grades at the same time."""
+    max_ungraded: int = 256
+    """While a rollout worker has so many generated groups that are not graded, it begins no other; with and without
+    reward workers."""
 
     @property
     def judges(self) -> bool:
@@ -55,5 +63,6 @@ class RewardSection:
         }
 
     def __post_init__(self) -> None:
-        positive(self, "timeout_seconds", "largest")
+        positive(self, "timeout_seconds", "largest", "at_once", "max_ungraded")
+        require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
         require(self.largest <= 1e12, f"largest must be <= 1e12, got {self.largest:g}")

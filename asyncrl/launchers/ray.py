@@ -32,7 +32,7 @@ from asyncrl.launchers.adapter import LauncherAdapter
 from asyncrl.launchers.process_agent import MARK, LaunchRequest, OutputChunk, ProcessAgent, Started
 from asyncrl.launchers.ray_options import Options, require_answer
 from asyncrl.launchers.ray_placement import Choice, Machine, Need
-from asyncrl.policies.health.faults import LEARNER
+from asyncrl.policies.health.faults import LEARNER, REWARD_WORKER
 from asyncrl.protocols.adapter import RunConfig
 from asyncrl.protocols.launcher import ProcessSpec
 
@@ -311,6 +311,8 @@ class RayLauncher(LauncherAdapter):
         role = self._options.learner if spec.role == LEARNER else self._options.rollout_worker
         has_gpus = any(one.capacity.get("GPU", 0) for one in machines)
         gpus = role.gpus if role.gpus >= 0 else spec.num_gpus if has_gpus else 0
+        if spec.role == REWARD_WORKER:  # it has no engine
+            gpus = 0
         resources = {"CPU": role.cpus} | ({"GPU": float(gpus)} if gpus else {})
         return Need(
             name=spec.name,

@@ -19,6 +19,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 from asyncrl.messages.control import Event, Heartbeat, Progress, Quarantine, StepMetrics, WeightVersion
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
 from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus, RunSettings
+from asyncrl.messages.grading import Grades, GradingRequest
 from asyncrl.messages.pieces import Piece
 from asyncrl.messages.rollout import PromptGroup, TrajectoryGroup
 from asyncrl.messages.segments import GroupSegment
@@ -45,6 +46,7 @@ class Topic(Generic[M]):
     speaker              field of the message that names who says it: nobody else may if the name has a key (signing.py)
     most_messages        of a work topic, that it holds at once; 0: as many groups as the run's window has
     is_in_pieces         whether a message larger than the server takes is stored in ``pieces`` (bus/pieces.py)
+    is_watched           of a state that workers publish and read: whether they watch single keys of it, no more
     """
 
     name: str
@@ -56,6 +58,7 @@ class Topic(Generic[M]):
     speaker: str = ""
     most_messages: int = 0
     is_in_pieces: bool = False
+    is_watched: bool = False
 
     @property
     def is_learners(self) -> bool:
@@ -99,6 +102,23 @@ SEGMENTS = Topic(
     readers=("rollout-worker",),
     seconds_to_live=6 * 3600.0,
 )
+
+GRADING = Topic(
+    *("grading", "work", GradingRequest),
+    publishers=("rollout-worker",),
+    readers=("rollout-worker",),
+    speaker="worker",
+)
+"""A reward worker has the rights of a rollout worker."""
+GRADES = Topic(
+    *("grades", "state", Grades),
+    publishers=("rollout-worker",),
+    readers=("rollout-worker",),
+    seconds_to_live=3600.0,
+    speaker="worker",
+    is_watched=True,
+)
+"""Kept for who takes over a group whose worker died while it was graded."""
 
 EVALUATION = Topic("evaluation", "state", Evaluation, publishers=("learner",), readers=("rollout-worker",))
 EVALUATION_PROMPTS = Topic(

@@ -155,7 +155,7 @@ class GuardedReward:
         return self._checked(reward)
 
     def _checked(self, reward: Reward) -> Reward:
-        for part, number in {"the reward": reward.value, **reward.parts}.items():
+        for part, number in (("the reward", reward.value), *reward.parts.items()):
             if not math.isfinite(number):
                 raise RewardError(f"reward {self._name}: {part} is {number}")
             if abs(number) > self._largest:

@@ -15,7 +15,7 @@ def remedies() -> dict[str, str]:
     """Of every fault whose remedy names no process."""
     seen = faults.Observation(actors={}, listened=0.0)
     found = [faults.deaf(seen), faults.refused(seen), faults.ended(1.0, "", 0)]
-    found += [faults.nobody(role, 1.0) for role in (faults.WORKER, faults.LEARNER)]
+    found += [faults.nobody(role, 1.0) for role in faults.MISSING]
     return (
         {part.fault: part.remedy for part in faults.PARTS.values() if part.remedy}
         | {name: remedy for name, (_, remedy, _) in faults.CIRCLES.items()}
@@ -38,5 +38,5 @@ def test_the_table_of_faults_names_every_kind_and_they_are_forty_at_least() -> N
     said = {name for text in texts for name in re.findall(r'fault="([a-z ]+)"', text)}
     said |= {"altered", *faults.CIRCLES, *(one.fault for one in CONDITIONS.values())}
     said |= {part.fault for name, part in faults.PARTS.items() if name != "data"}
-    said |= {fleet.SAYS[number][0] for number in fleet.SAYS}
+    said |= {fleet.SAYS[number][0] for number in fleet.SAYS} | {fault for fault, *_ in faults.MISSING.values()}
     assert said <= named, said - named

@@ -120,8 +120,9 @@ class May:
         for topic in ALL:
             stream = LAYOUT.stream(topic)
             if self._has("read", topic.name):
-                is_kept_briefly = topic.kind == "state" and topic.seconds_to_live and self.role == "rollout-worker"
-                found.add(f"DIRECT.GET.{stream}.{key_of(topic)}" if is_kept_briefly else f"STREAM.MSG.GET.{stream}")
+                is_brief = topic.kind == "state" and topic.seconds_to_live and self.role == "rollout-worker"
+                is_direct = is_brief and not self._has("follow", topic.name)  # a watch asks the leader
+                found.add(f"DIRECT.GET.{stream}.{key_of(topic)}" if is_direct else f"STREAM.MSG.GET.{stream}")
             if self._has("take", topic.name):
                 found |= {f"CONSUMER.{verb}.{stream}.{WORKERS}" for verb in ("INFO", "MSG.NEXT")}
             if self._has("remove", topic.name):

@@ -32,6 +32,7 @@ SOCKET: Final = "ASYNCRL_TEST_FORKS"
 _START_SECONDS: Final = 900.0
 _IMPORTED: Final = (
     "asyncrl.cli.learner",
+    "asyncrl.cli.reward_worker",
     "asyncrl.cli.rollout_worker",
     "asyncrl.cli.run",
     "asyncrl.run.assembly.build_learner",

@@ -130,11 +130,13 @@ class RunProcess:
             command, cwd=self.folder, capture_output=True, text=True, env=self._env(), check=False, timeout=900
         )
 
-    def join(self, name: str, *words: str, folder: Path) -> subprocess.Popen[bytes] | ForkedCommand:
+    def join(
+        self, name: str, *words: str, folder: Path, verb: str = "rollout-worker"
+    ) -> subprocess.Popen[bytes] | ForkedCommand:
         """A worker that knows only the bus and the run's name, not the run's folder. It writes to NAME.txt in
         ``folder``."""
         url, token = registry.bus_address(self.config(), token=self.token)
-        words = ("rollout-worker", "--join", url, "--run", self.config().run.name, "--name", name, *words)
+        words = (verb, "--join", url, "--run", self.config().run.name, "--name", name, *words)
         environment, output = self._env() | {"ASYNCRL_BUS_TOKEN": token}, folder / f"{name}.txt"
         output.touch()
         if self._forks is not None:

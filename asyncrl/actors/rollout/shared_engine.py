@@ -25,12 +25,18 @@ class SharedEngine:
     """
 
     def __init__(
-        self, engine: Engine, *, follower: WeightFollower, max_running: int, context_tokens: int = 2**31
+        self,
+        engine: Engine,
+        *,
+        follower: WeightFollower,
+        max_running: int,
+        max_ungraded: int = 2**31,
+        context_tokens: int = 2**31,
     ) -> None:
         self.engine = engine
         self.follower = follower
         self.context_tokens = context_tokens
-        self.slots = SampleSlots(max_running)
+        self.slots = SampleSlots(max_running, max_ungraded=max_ungraded)
         self.waits = WaitTracker()
         self._activity = Activity()
         self._liveness = EngineLiveness()

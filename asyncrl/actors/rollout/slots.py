@@ -15,20 +15,24 @@ class SampleSlots:
     whatever stage.
     """
 
-    def __init__(self, max_running: int, *, beside: SampleSlots | None = None) -> None:
-        """beside: those of another stage of the same worker; each counts its own samples"""
+    def __init__(self, max_running: int, *, max_ungraded: int = 2**31, beside: SampleSlots | None = None) -> None:
+        """
+        max_ungraded  while so many groups wait for their rewards, no slot is free
+        beside        those of another stage of the same worker; each counts its own samples
+        """
         self.max_running = max_running
         self._running = 0
+        self._max_ungraded, self._num_ungraded = max_ungraded, 0
         self._worker: _Worker = _Worker() if beside is None else beside._worker
 
     @property
     def has_free(self) -> bool:
         """A group may take slots. It may take more than are free: all but one of its own samples are over soon."""
-        return self._running < self.max_running and not self.is_reserved
+        return self.num_free > 0 and not self.is_reserved
 
     @property
     def num_free(self) -> int:
-        return max(0, self.max_running - self._running)
+        return max(0, self.max_running - self._running) if self._num_ungraded < self._max_ungraded else 0
 
     @property
     def num_running_beside(self) -> int:
@@ -68,6 +72,17 @@ class SampleSlots:
             raise
         lease.add(count)
         return lease
+
+    @contextlib.contextmanager
+    def grading(self) -> Iterator[None]:
+        """Inside, a group of which everything is generated waits for its rewards. It holds no slot."""
+        self._num_ungraded += 1
+        self._worker.run(0)
+        try:
+            yield
+        finally:
+            self._num_ungraded -= 1
+            self._worker.run(0)
 
     @contextlib.contextmanager
     def watched(self, on_change: Callable[[], None]) -> Iterator[None]:

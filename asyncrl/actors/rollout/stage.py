@@ -32,7 +32,8 @@ from asyncrl.errors import EngineDied, EngineError, NotNow, PromptError, RewardE
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
 from asyncrl.messages.rollout import failed_group
-from asyncrl.protocols import RewardFn, RolloutFn, Sample, Tokenizer
+from asyncrl.policies.health.faults import REWARD_WORKER
+from asyncrl.protocols import Reward, RewardFn, RolloutFn, Sample, Tokenizer
 
 MOST_EXPLAINED: Final = 100
 
@@ -295,9 +296,18 @@ class Stage:
             )
             for parts in rollouts
         ]
-        with self._engine.waits.waiting("its reward function", on="reward"):
-            rewards = await self._reward(samples)
+        with self._slots.grading():
+            rewards = await self._rewards(samples)
         return [rewarded(parts, reward) for parts, reward in zip(rollouts, rewards, strict=True)]
+
+    async def _rewards(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+        """Raises NotNow where this worker drains and the reward workers, who may be gone, do not answer soon."""
+        if not getattr(self._reward, "is_elsewhere", False):
+            with self._engine.waits.waiting("its reward function", on="reward"):
+                return await self._reward(samples)
+        with self._engine.waits.waiting("the rewards of a group", on=REWARD_WORKER):
+            async with self._patience.limited("the rewards of a group"):
+                return await self._reward(samples)
 
     def _explain(self, error: Exception) -> None:
         """The traceback of a user's function into the log, once a reason."""

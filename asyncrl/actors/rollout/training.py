@@ -76,6 +76,7 @@ def training_worker(
     max_running: int,
     max_attempts: int,
     keep_seconds: float,
+    max_ungraded: int = 2**31,
     context_tokens: int = 2**31,
     sample_seconds: float = 0.0,
     max_parts: int = 0,
@@ -90,6 +91,7 @@ def training_worker(
     max_running       samples in progress
     max_attempts      a group that was begun this often without a result fails
     keep_seconds      between two renewals of a delivery
+    max_ungraded      while so many groups wait for their rewards, none begins
     context_tokens    that fit into the engine's model, the prompt included
     sample_seconds    that a rollout function may take for a sample besides its generations; 0: any
     min_group         fewest samples of a group that goes without those that failed; 0: it fails with one of them
@@ -101,7 +103,13 @@ def training_worker(
     """
     if partial_rollouts is None:
         partial_rollouts = PartialRollouts(bus, worker=name, seconds=0, max_attempts=max_attempts, max_staleness=0)
-    shared = SharedEngine(engine, follower=follower, max_running=max_running, context_tokens=context_tokens)
+    shared = SharedEngine(
+        engine,
+        follower=follower,
+        max_running=max_running,
+        max_ungraded=max_ungraded,
+        context_tokens=context_tokens,
+    )
     training = training_stage(
         bus,
         worker=name,

@@ -88,17 +88,18 @@ def _of_worker(topic: Topic[Any], layout: Layout) -> list[Right]:
     role: Role = "rollout-worker"
     publishes, reads = role in topic.publishers, role in topic.readers
     stream, prefix = layout.stream(topic), layout.prefix(topic)
-    if topic.kind == "work" and reads:
-        return [_taking(topic.name, stream)]
     found = []
+    if topic.kind == "work" and reads:
+        found.append(_taking(topic.name, stream))
+        reads = False
     if publishes:
         is_tree = topic.kind == "state" and reads
         found.append(Right(of=topic.name, word="publish", requests=(f"{prefix}>" if is_tree else f"{prefix}*",)))
-    if topic.kind == "state" and topic.seconds_to_live and reads:
+    if topic.kind == "state" and topic.seconds_to_live and reads and not topic.is_watched:
         found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.DIRECT.GET.{stream}.{prefix}>",)))
     elif reads or (topic.kind == "state" and _shares_a_stream_with_what_is_read(topic, layout)):
         found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.STREAM.MSG.GET.{stream}",)))
-    if topic.kind == "state" and reads and not publishes:
+    if topic.kind == "state" and reads and (topic.is_watched or not publishes):
         told = layout.told(topic, "*").replace(*_ANY_KEY)
         found.append(Right(of=topic.name, word="follow", follows=(told,)))
     return found

@@ -5,7 +5,7 @@ chain ends in somebody who does not wait for anybody and yet does not go on:
 
   a process that is not heard of any more          frozen, blocked, silent, gone
   a part that takes longer than its limit          engine, reward, rollout, load, ...
-  a role that nobody has                           no worker, no learner (one in quarantine is none)
+  a role that nobody has                           no worker, no learner (one in quarantine is none), no reward worker
   somebody who is in the chain already             window, log, deadlock
   data that has ended                              data
 
@@ -33,6 +33,7 @@ from asyncrl.policies.health.faults import (
     PARTS,
     PATIENCE_SECONDS,
     PROMPT_SOURCE,
+    REWARD_WORKER,
     ROOM_IN_WINDOW,
     SENDER,
     SILENT_SECONDS,
@@ -109,10 +110,16 @@ class _Chains:
         return [finding for key, finding in self._ends.items() if key in last]
 
     def missing(self) -> Iterable[Finding]:
-        """A run without a learner stands still, or soon will, whoever waits for it."""
+        """A run without a learner, or without the reward workers that its groups wait for, stands still, or soon will,
+        whatever goes on."""
         has_learner = any(seen.beat.role == LEARNER for seen in self.actors.values())
         if not has_learner and self._is_learner_missed:
             yield faults.nobody(LEARNER, min(self.observation.listened, self.observation.leaderless))
+        if not any(_is_at(REWARD_WORKER, seen) for seen in self.actors.values()):
+            beats = [(seen.seconds, wait) for seen in self.actors.values() for wait in seen.beat.waits]
+            longest = max((ago + wait.seconds for ago, wait in beats if wait.on == REWARD_WORKER), default=0.0)
+            if longest > PATIENCE_SECONDS:
+                yield faults.nobody(REWARD_WORKER, longest)
 
     @property
     def _is_learner_missed(self) -> bool:
@@ -160,7 +167,7 @@ class _Chains:
         if not candidates and wait.on in (PROMPT_SOURCE, SENDER):  # it comes with the learner, which may be starting
             candidates = self._others(LEARNER, name)
         if not candidates:
-            if wait.on == FOLLOWER or (wait.on != WORKER and not self._is_learner_missed):
+            if wait.on == FOLLOWER or (wait.on not in (WORKER, REWARD_WORKER) and not self._is_learner_missed):
                 return None
             return self._end(faults.nobody(wait.on, wait.seconds + seen.seconds))
         found: set[_Key] = set()

@@ -30,6 +30,7 @@ LEARNER_RANK: Final = "learner-rank"
 """Another rank of the learner, in a process of its own. It is no actor: the learner speaks for all."""
 WORKER: Final = "rollout-worker"
 EVALUATION_WORKER: Final = "evaluation-worker"
+REWARD_WORKER: Final = "reward-worker"
 PROMPT_SOURCE: Final = "prompt-source"
 FOLLOWER: Final = "weight-follower"
 SENDER: Final = "weight-sender"
@@ -278,26 +279,25 @@ def silent(label: str, name: str, seen: Seen) -> Finding:
 
 
 def nobody(role: str, seconds: float) -> Finding:
-    if role == WORKER:
-        return Finding(
-            fault="no worker",
-            actor=WORKER,
-            cause="there is no rollout worker",
-            remedy="start one: asyncrl rollout-worker RUN.toml --set bus.url=...; if they end at once, their logs say "
-            "why",
-            seconds=seconds,
-            cure="end",
-            is_joint=True,
-        )
-    return Finding(
-        fault="no learner",
-        actor=LEARNER,
-        cause="there is no learner",
-        remedy="start it: asyncrl learner RUN.toml --resume",
-        seconds=seconds,
-        cure="end",
-        is_joint=True,
-    )
+    """``role``: that somebody waits for; a part of the learner's process comes with the learner."""
+    role = role if role in MISSING else LEARNER
+    fault, cause, remedy, cure = MISSING[role]
+    return Finding(fault=fault, actor=role, cause=cause, remedy=remedy, seconds=seconds, cure=cure, is_joint=True)
+
+
+MISSING: Final[Mapping[str, tuple[str, str, str, Cure]]] = {
+    LEARNER: ("no learner", "there is no learner", "start it: asyncrl learner RUN.toml --resume", "end"),
+    WORKER: (
+        *("no worker", "there is no rollout worker"),
+        "start one: asyncrl rollout-worker RUN.toml --set bus.url=...; if they end at once, their logs say why",
+        "end",
+    ),
+    REWARD_WORKER: (
+        *("no reward worker", "groups wait for their rewards, and there is no reward worker"),
+        "start one: asyncrl reward-worker RUN.toml --set bus.url=...; the groups wait, and nothing is lost",
+        "",
+    ),
+}
 
 
 def circle(fault: str, who: str, seconds: float, host: str, pid: int) -> Finding:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.routing import ExpertArray, dtype_for, unrouted
 from asyncrl.messages.validation import name_problem
 from asyncrl.policies.staleness.staleness import Forks, effective_version
@@ -261,19 +261,23 @@ def _are_distinct(experts: ExpertArray) -> bool:
 
 
 def _rewards(vetted: Vetted) -> Iterator[str]:
-    largest = vetted.possible.largest_reward
     for trajectory in vetted.group.trajectories:
-        yield from _part_names(trajectory)
         turns = {f"the reward of turn {turn.start}": turn.reward for turn in trajectory.turn_rewards}
-        for name, value in {"reward": trajectory.reward, **trajectory.reward_parts, **turns}.items():
-            if not math.isfinite(value):
-                yield f"{name} is {value}"
-            elif abs(value) > largest:
-                yield f"{name} is {value:.4g}, beyond reward.largest = {largest:g}"
+        largest = vetted.possible.largest_reward
+        yield from reward_problems({"reward": trajectory.reward, **turns}, trajectory.reward_parts, largest=largest)
 
 
-def _part_names(trajectory: Trajectory) -> Iterator[str]:
-    parts = trajectory.reward_parts
+def reward_problems(rewards: Mapping[str, float], parts: Mapping[str, float], *, largest: float) -> Iterator[str]:
+    """What is wrong with what an answer has earned.  rewards: by what to call them;  largest: reward.largest"""
+    yield from _part_names(parts)
+    for name, value in (*rewards.items(), *parts.items()):  # a part may be named "reward"
+        if not math.isfinite(value):
+            yield f"{name} is {value}"
+        elif abs(value) > largest:
+            yield f"{name} is {value:.4g}, beyond reward.largest = {largest:g}"
+
+
+def _part_names(parts: Mapping[str, float]) -> Iterator[str]:
     if len(parts) > MOST_PARTS:
         yield f"a reward has {len(parts)} parts, over {MOST_PARTS}"
     for name in parts:

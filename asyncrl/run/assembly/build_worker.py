@@ -1,4 +1,4 @@
-"""A rollout worker, put together: its engine, what keeps its weights new, and the stages that use it."""
+"""A rollout worker, put together: its engine, what keeps its weights new, its stages. And a reward worker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from asyncrl.actors.grading.reward_worker import RewardWorker
+from asyncrl.actors.grading.rewards_elsewhere import RewardsElsewhere
 from asyncrl.actors.rollout.evaluation import EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.over_sampling import OverSampling
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
@@ -49,6 +51,7 @@ async def build_worker(
         engine,
         follower=follower,
         max_running=run.rollout.max_running,
+        max_ungraded=run.reward.max_ungraded,
         context_tokens=(await asyncio.to_thread(check_model, Path(run.model.path))).context_tokens,
     )
     partial_rollouts = PartialRollouts(
@@ -73,7 +76,9 @@ async def build_worker(
         stages.append(
             training_stage(
                 bus,
-                reward=registry.load_reward(run),
+                reward=RewardsElsewhere(bus, worker=name, largest=run.reward.largest)
+                if run.reward.workers
+                else registry.load_reward(run),
                 partial_rollouts=partial_rollouts,
                 stragglers=_stragglers(run),
                 over_sampling=OverSampling(
@@ -98,6 +103,18 @@ async def build_worker(
         )
     kind = EvaluationWorker if is_dedicated else RolloutWorker
     return kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts), follower
+
+
+def build_reward_worker(run: RunConfig, *, bus: Bus, name: str) -> RewardWorker:
+    """Ready to be supervised. Raises ConfigError."""
+    return RewardWorker(
+        name,
+        bus,
+        reward=registry.load_reward(run),
+        at_once=run.reward.at_once,
+        max_attempts=run.rollout.max_attempts,
+        keep_seconds=run.bus.ack_seconds / 3,
+    )
 
 
 def _stragglers(run: RunConfig) -> Stragglers | None:

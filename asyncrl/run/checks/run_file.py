@@ -82,6 +82,16 @@ def check_worker(run: RunConfig) -> None:
     rollout_functions.check_machine(run.rollout)
 
 
+def check_reward_worker(run: RunConfig) -> None:
+    """What ``check`` refuses, on a machine that has a reward worker only: no data, no model."""
+    if not run.reward.workers:
+        raise ConfigError(
+            "reward.workers: is 0, so the rollout workers of this run grade what they generate; set it to the number "
+            "of reward workers that `asyncrl run` is to start, for all processes of the run"
+        )
+    registry.load_reward(run).check_machine()
+
+
 def check_before_torch(run: RunConfig) -> None:
     """What ``check`` can refuse of a whole run without torch, whose import takes many seconds on a busy machine."""
     _check_data(run)
@@ -269,6 +279,13 @@ def _check_bus(run: RunConfig) -> None:
             f"bus: a trajectory group of {run.rollout.group_size} x {run.rollout.max_new_tokens} tokens may take "
             f"{largest:,} bytes, over bus.max_group_bytes ({limit:,}); raise it or lower rollout.group_size or "
             "rollout.max_new_tokens"
+        )
+    if run.reward.workers and largest > run.bus.max_message_bytes:
+        log.warning(
+            "reward.workers: a group may take %s bytes, over bus.max_message_bytes (%s), and what a reward worker is "
+            "asked must fit into one message: such a group fails",
+            f"{largest:,}",
+            f"{run.bus.max_message_bytes:,}",
         )
     _check_log(run, largest)
 

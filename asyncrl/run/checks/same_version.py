@@ -11,7 +11,7 @@ from asyncrl.actors.presence import number_of, process_state
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SCHEMA, Heartbeat
 from asyncrl.messages.topics import ACTORS, WEIGHTS
-from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, WORKER
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, REWARD_WORKER, WORKER
 from asyncrl.protocols import Bus
 
 SECOND_BEAT_SECONDS = 5.0
@@ -29,7 +29,8 @@ async def refuse_others(bus: Bus, *, run: str, is_trusted: Callable[[str], bool]
                 that is restarted out
     """
     beats = (await bus.states(ACTORS)).values()
-    others = [beat for beat in beats if beat.schema != SCHEMA and beat.role in (LEARNER, WORKER, EVALUATION_WORKER)]
+    roles = (LEARNER, WORKER, EVALUATION_WORKER, REWARD_WORKER)
+    others = [beat for beat in beats if beat.schema != SCHEMA and beat.role in roles]
     for beat in others[:MOST_ASKED]:
         if not is_trusted(beat.actor):
             log.warning(

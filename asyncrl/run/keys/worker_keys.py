@@ -26,7 +26,7 @@ from typing import Final
 
 from asyncrl.errors import ConfigError, DiskError
 from asyncrl.messages.signing import SigningKey
-from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNERS_ACTORS, WORKER
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNERS_ACTORS, REWARD_WORKER, WORKER
 from asyncrl.protocols.launcher import LaunchedProcess, Launcher, ProcessSpec
 from asyncrl.run.keys import key_files
 
@@ -62,7 +62,7 @@ class KeyedLauncher:
 
     async def start(self, spec: ProcessSpec) -> LaunchedProcess:
         """Raises DiskError, too: it is tried again."""
-        if spec.role not in (WORKER, EVALUATION_WORKER):
+        if spec.role not in (WORKER, EVALUATION_WORKER, REWARD_WORKER):
             return await self._launcher.start(spec)
         key = self._key(spec.name)
         self._bind({**self._names, spec.name: key.public})

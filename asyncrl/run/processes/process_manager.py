@@ -89,7 +89,7 @@ class ProcessManager:
     ) -> None:
         """
         settings    section [run] of the run file
-        children    the learner, then its rollout workers and those that evaluate
+        children    the learner, then its rollout workers, those that evaluate, and those that give rewards
         new_worker  makes one more worker when the run is scaled up
         server      the server of the run's own bus, restarted when it ends; None if the run uses another one
         """

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from asyncrl.config import RunConfig
 from asyncrl.launchers.placement import Gpus, Placement, free, numbers
 from asyncrl.os_process import LEARNER_SECRET
-from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, WORKER
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, REWARD_WORKER, WORKER
 from asyncrl.protocols.launcher import Launcher, ProcessSpec
 from asyncrl.run import registry
 from asyncrl.run.processes import required_paths
@@ -36,7 +36,7 @@ class ProcessSpecs:
 
     def initial(self, *, workers: int | None, resume: bool) -> list[ChildProcess]:
         """The learner, its other ranks if they are processes of their own, then ``workers`` rollout workers, or as many
-        as the run file says, and those that evaluate.
+        as the run file says, those that evaluate, and those that give rewards.
 
         Prints which process gets which GPUs, if there are any, and what slows their start. Raises ConfigError when
         there are too few.
@@ -60,6 +60,7 @@ class ProcessSpecs:
             *self._learner(gpus.learner, resume=resume),
             *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
             *(self._worker(f"e{number}", its, evaluates=True) for number, its in enumerate(gpus.evaluation_workers)),
+            *(self._reward_worker(f"r{number}") for number in range(run.reward.workers)),
         ]
 
     def new_worker(self, name: str, taken: frozenset[int]) -> ChildProcess:
@@ -114,6 +115,15 @@ class ProcessSpecs:
             environment=self._environment,
             paths=required_paths.worker_paths(self._run),
             shared=required_paths.worker_folders(self._run),
+        )
+        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
+
+    def _reward_worker(self, name: str) -> ChildProcess:
+        spec = ProcessSpec(
+            name=name,
+            role=REWARD_WORKER,
+            arguments=("reward-worker", *self._common, "--name", name),
+            environment=self._environment,
         )
         return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
 

@@ -34,6 +34,7 @@ from asyncrl.messages import (
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, EvaluationAnswers
 from asyncrl.messages.fleet import FleetSize, FleetStatus, RunSettings
+from asyncrl.messages.grading import Grades, GradingRequest, UngradedRollout
 from asyncrl.messages.pieces import Piece
 from asyncrl.messages.topics import ALL
 
@@ -100,6 +101,13 @@ SAMPLES: dict[type, Any] = {
         RunSettings(sections={"run": {"name": "x", "betas": [0.9, 0.95]}}, withheld=("reward.options",)),
         Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
         Piece(data=b"ab"),
+        GradingRequest(
+            rollouts=(UngradedRollout(completion="12", parts=(TRAJECTORY,)),),
+            prompt="7+5=",
+            prompt_tokens=[9, 2, 7, 4],
+            label=[12, None],
+        ),
+        Grades(rewards=(1.0, 0.5), parts=({"right": 1.0}, {}), worker="r"),
     )
 }
 TYPES = tuple(SAMPLES)

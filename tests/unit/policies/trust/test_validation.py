@@ -157,6 +157,7 @@ def test_a_prompt_of_an_earlier_life_may_have_asked_for_what_any_life_asked_for(
     [
         ({"response_mask": np.zeros(3, np.bool_), "behavior_logprobs": np.zeros(3, np.float32)}, "nothing to train"),
         ({"reward": 1e308}, "reward is 1e+308, beyond reward.largest = 10"),
+        ({"reward": 1e308, "reward_parts": {"reward": 0.0}}, "reward is 1e+308, beyond reward.largest = 10"),
         ({"reward_parts": {"format": -11.0}}, "format is -11"),
         ({"reward_parts": {"mean": 1.0}}, "reward/mean is a metric of the learner"),
         ({"reward_parts": {"x" * 200: 1.0}}, "1 to 128 printable characters"),

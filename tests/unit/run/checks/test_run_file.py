@@ -21,7 +21,7 @@ from asyncrl.protocols import Generate
 from asyncrl.rollouts.builtin import given
 from asyncrl.rollouts.load import described
 from asyncrl.run import registry
-from asyncrl.run.checks.run_file import check
+from asyncrl.run.checks.run_file import check, check_reward_worker
 from asyncrl.run.summary import summarize
 
 RUN_FILE = """
@@ -208,6 +208,12 @@ def test_an_argument_of_sglang_that_asyncrl_sets_is_refused(name: str, make_run:
 def test_where_sglang_declares_its_options_in_a_new_way_none_is_refused(installed_sglang: Path) -> None:
     (installed_sglang / "srt" / "server_args.py").write_text("")
     arguments.check_arguments({"anything": 1})
+
+
+def test_a_reward_worker_is_refused_where_rollout_workers_grade(make_run: RunMaker) -> None:
+    check_reward_worker(make_run("reward.workers=1"))
+    with pytest.raises(ConfigError, match="reward.workers: is 0, so the rollout workers of this run grade"):
+        check_reward_worker(make_run())
 
 
 def test_a_run_in_one_process_refuses_what_needs_others(make_run: RunMaker) -> None:

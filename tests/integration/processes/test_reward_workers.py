@@ -1,0 +1,105 @@
+"""A run with reward workers and a slow reward: one is killed, another has its groups, and engines go on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.messages import Heartbeat
+from asyncrl.messages.topics import ACTORS
+from asyncrl.run import registry
+from tests.harness.forked import ForkServer
+from tests.harness.run_process import RunProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+SLOW = """
+import asyncio, hashlib, json, os, time
+from asyncrl.data import demo_task
+
+async def judge(samples):
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(sample.prompt_tokens.tobytes() + sample.trajectory.tokens.tobytes())
+        digest.update(sample.trajectory.behavior_logprobs.tobytes())
+    note("begun", digest)
+    await asyncio.sleep(2.0)
+    note("graded", digest)
+    return [demo_task.reward(sample) for sample in samples]
+
+def note(what, digest):
+    with open(os.environ["JUDGED"], "a") as file:
+        file.write(json.dumps({"what": what, "group": digest.hexdigest(), "pid": os.getpid()}) + "\\n")
+"""
+REWARD = ("reward.kind=slow:judge", "reward.workers=2", "reward.at_once=4")
+
+
+@pytest.fixture
+def run(tmp_path: Path, forks: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunProcess]:
+    """One worker with slots for two groups of four; the reward takes two seconds."""
+    monkeypatch.setenv("JUDGED", str(tmp_path / "judged.jsonl"))
+    made = RunProcess(tmp_path, *REWARD, name="graded", forks=forks)
+    (tmp_path / "slow.py").write_text(SLOW)
+    yield made
+    made.kill()
+
+
+async def test_a_killed_reward_worker_loses_nothing_and_a_slow_judge_holds_no_engine(
+    run: RunProcess, tmp_path: Path
+) -> None:
+    run.start()
+    await run.until(lambda: run.steps >= 1, "a step")
+    killed = (await beats(run))["r0"].pid
+    await run.until(lambda: open_of(judged(tmp_path), killed) >= 2, "groups in the hands of r0")
+    os.kill(killed, signal.SIGKILL)
+    left = {one["group"] for one in judged(tmp_path) if one["pid"] == killed}
+    left -= {one["group"] for one in judged(tmp_path) if one["what"] == "graded"}
+    steps = run.steps
+    await run.until(lambda: run.steps >= steps + 3, "steps without it")
+    far = tmp_path / "far"
+    far.mkdir()
+    (far / "slow.py").write_text(SLOW)
+    joined = run.join("far", "--allow", "slow", "--set", "reward.options={}", folder=far, verb="reward-worker")
+    await run.until(lambda: open_of(judged(tmp_path), joined.pid), "a group in the hands of who has joined")
+    joined.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(joined.wait, 60) == 0
+    assert open_of(judged(tmp_path), joined.pid) == 0
+    assert await asyncio.to_thread(run.drain) == 130
+    assert "r0 ended with signal SIGKILL" in run.said and "restart 1 of" in run.said
+
+    notes = judged(tmp_path)
+    graded = Counter(one["group"] for one in notes if one["what"] == "graded")
+    assert left and left <= graded.keys()
+    assert set(graded.values()) == {1}
+    in_hands = most = 0
+    for one in notes:
+        in_hands += {"begun": 1, "graded": -1}[one["what"]]
+        most = max(most, in_hands)
+    assert most > 4, "more groups than there are slots for, and twice that"
+    found = run.audit()
+    assert (found["code"], found["lost"], found["duplicated"], found["failed"]) == (0, 0, 0, 0)
+
+
+def judged(folder: Path) -> list[dict[str, str | int]]:
+    path = folder / "judged.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def open_of(notes: list[dict[str, str | int]], pid: int) -> int:
+    """Groups that the process has begun and not graded."""
+    return sum({"begun": 1, "graded": -1}[str(one["what"])] for one in notes if one["pid"] == pid)
+
+
+async def beats(run: RunProcess) -> dict[str, Heartbeat]:
+    bus = await registry.observe(run.config(), token=run.token)
+    try:
+        return await bus.states(ACTORS)
+    finally:
+        await bus.close()
