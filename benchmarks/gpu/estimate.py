@@ -14,7 +14,7 @@ from typing import Final
 from asyncrl.policies.planning import ideal
 from asyncrl.policies.planning.timing import Timing
 from benchmarks.gpu.plans import Plan
-from benchmarks.simulated import Lengths
+from benchmarks.simulated import Lengths, group_lengths
 
 START_SECONDS: Final = 15.0
 """From one arm's end to the first sequence of the next one."""
@@ -51,7 +51,7 @@ def speeds(
         train_seconds=0.2,
     )
     lengths = Lengths("lognormal", mean=round(length_mean), maximum=length_max)
-    of_group = ideal.group_lengths(lengths, group_size=group_size, seed=seed)
+    of_group = group_lengths(lengths, group_size=group_size, seed=seed)
     for plan in plans:
         bound = plan.max_staleness(max_staleness)
         simulated = ideal.Plan(
