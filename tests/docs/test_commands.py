@@ -116,7 +116,7 @@ def test_every_part_of_a_run_file_has_known_keys_and_values_in_range(block: Bloc
     "block", [block for block in BLOCKS if block.language == "python" and not block.reason], ids=str
 )
 def test_every_python_block_compiles(block: Block) -> None:
-    compile(block.text, str(block.page), "exec")
+    assert compile(block.text, str(block.page), "exec").co_code
 
 
 def test_the_output_of_check_is_as_shown(
