@@ -149,7 +149,7 @@ class HealthMonitor:
     async def close(self) -> None:
         bus, self._bus = self._bus, None
         if bus is not None:
-            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
+            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # then it goes by itself
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await bus.forget(ACTORS, key=self._name)
             await bus.close()

@@ -133,6 +133,7 @@ class RunFeed:
 
     async def _follow_events(self) -> None:
         while True:
+            # Of a bus that is away the status tells, and events that came meanwhile are read when it is back.
             with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
                 async with contextlib.aclosing(self.watched.events(newest=NEWEST_EVENTS)) as events:
                     async for event in events:

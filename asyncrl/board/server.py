@@ -172,7 +172,7 @@ class Board:
                         await self._news_or_closing(browser)
                 async with asyncio.timeout(STALLED_SECONDS):
                     await answer.write(browser.take() or b": here\n\n")
-        except ConnectionError:
+        except ConnectionError:  # the browser is gone, and has lost nothing: another one begins with all that is there
             pass
         except TimeoutError:  # half of it may be sent: there is no going on
             if request.transport is not None:

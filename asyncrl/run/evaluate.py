@@ -159,7 +159,7 @@ class Results:
         for line in self._file.read_text().splitlines() if self._file.exists() else ():
             try:
                 found.append(json.loads(line))
-            except ValueError:
+            except ValueError:  # its model is evaluated again
                 continue
         return found
 

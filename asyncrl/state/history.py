@@ -112,8 +112,13 @@ class History:
             self._flush()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        """The lines that the disk does not take now are lost with us, which is said."""
+        try:
             self.flush()
+        except OSError as error:
+            log.error(
+                "%s: %d bytes could not be written and are lost: %s", self._path, len(self._pending), error.strerror
+            )
         self._file.close()
 
     def _write(self, kind: str, **fields: Any) -> None:

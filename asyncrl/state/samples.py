@@ -79,12 +79,17 @@ class SampleFile:
 
 
 def read(directory: Path, name: str = SAMPLES_FILE) -> Iterator[GroupSample]:
-    """The oldest first; none without files that can be read. Lines that cannot are left out."""
+    """The oldest first. Lines that cannot be read are left out, and so are files, which is said of those that exist."""
     for path in (directory / older(name), directory / name):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            for line in file:
-                if (sample := parsed(line)) is not None:
-                    yield sample
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    if (sample := parsed(line)) is not None:
+                        yield sample
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("%s: cannot be read: %s", path, error.strerror)
 
 
 def parsed(line: bytes) -> GroupSample | None:

@@ -191,13 +191,12 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_all(options: argparse.Namespace, setting: Scene, stop: Stop) -> list[Outcome]:
-    """Every job on the next free slot; what it brought is printed and kept at once."""
+def run_all(options: argparse.Namespace, setting: Scene, stop: Stop) -> tuple[list[Outcome], list[str]]:
+    """Every job on the next free slot; what it brought is printed and kept at once. Also those whose slot failed."""
+    asked = [Job(arm=arm, seed=seed) for seed in options.seeds for arm in ARMS if arm in options.arms]
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    for seed in options.seeds:
-        for arm in ARMS:
-            if arm in options.arms:
-                jobs.put(Job(arm=arm, seed=seed))
+    for job in asked:
+        jobs.put(job)
     done: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
     arguments_of_engine = engine_arguments(options)
     slots = [
@@ -207,8 +206,7 @@ def run_all(options: argparse.Namespace, setting: Scene, stop: Stop) -> list[Out
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(len(slots), thread_name_prefix="slot") as pool:
         try:
-            for slot in slots:
-                pool.submit(slot.work, jobs, done)
+            ends = [pool.submit(slot.work, jobs, done) for slot in slots]
             working = len(slots)
             while working:
                 outcome = done.get()
@@ -219,9 +217,14 @@ def run_all(options: argparse.Namespace, setting: Scene, stop: Stop) -> list[Out
                     report(outcome, options, setting)
         finally:
             stop.now()
+    for end in ends:
+        end.result()  # raises what no slot expects
+    left = {job.name for job in asked} - {outcome.job.name for outcome in outcomes}
     while not jobs.empty():
-        print(f"{jobs.get().name}: not run", flush=True)
-    return outcomes
+        name = jobs.get().name
+        left.discard(name)
+        print(f"{name}: not run", flush=True)
+    return outcomes, sorted(left)
 
 
 def report(outcome: Outcome, options: argparse.Namespace, setting: Scene) -> None:
@@ -262,7 +265,7 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         setting = scene(options, scratch)
         print(HEAD, flush=True)
-        outcomes = run_all(options, setting, stop)
+        outcomes, lost = run_all(options, setting, stop)
     except AsyncRLError as error:
         print(f"learning: {error}", file=sys.stderr)
         return 1
@@ -271,6 +274,7 @@ def main(given: Sequence[str] | None = None) -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     problems = [f"{outcome.job.name}: {problem}" for outcome in outcomes if (problem := outcome.result.problem)]
+    problems += [f"{name}: its slot failed" for name in lost]
     problems += list(broken_promises(outcomes))
     print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
     return 1 if problems or not outcomes else 0

@@ -153,12 +153,9 @@ class Slot:
         """Until no job is left or it is time to stop. Puts every outcome, and None at the end, whatever happened."""
         try:
             with self._fleet:
-                while self._stop.seconds_left() > _LEAST_SECONDS:
-                    job = jobs.get_nowait()
+                while self._stop.seconds_left() > _LEAST_SECONDS and (job := _next(jobs)) is not None:
                     self._fleet.reset()
                     done.put(self._run(job))
-        except queue.Empty:
-            pass
         except (AsyncRLError, FleetError, OSError) as error:
             print(f"slot {self.number} is out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:
@@ -236,13 +233,29 @@ class _Watch:
         self._steps = steps
         self._stop = stop
         self.began = 0.0
+        self._said = ""
 
     def is_enough(self, rows: Sequence[Row]) -> bool:
-        with contextlib.suppress(OSError, KeyError):
-            if not self.began and any(running_and_waiting(self._url)):
-                self.began = time.time()
+        if not self.began:
+            try:
+                self.began = time.time() if any(running_and_waiting(self._url)) else 0.0
+            except (OSError, KeyError) as error:  # asked again at the next look; without an answer: of the first step
+                self._say(f"its server does not say whether it samples: {type(error).__name__}: {error}")
         # One more: when its batch was sampled, the engine had the weights of the last step that counts.
         return len(rows) > self._steps or not self._stop.seconds_left()
+
+    def _say(self, problem: str) -> None:
+        if problem != self._said:
+            print(f"{self._url}: {problem}", file=sys.stderr, flush=True)
+        self._said = problem
+
+
+def _next(jobs: queue.SimpleQueue[Job]) -> Job | None:
+    """None when no job is left."""
+    try:
+        return jobs.get_nowait()
+    except queue.Empty:
+        return None
 
 
 # -- from outcomes to rows ---------------------------------------------------------------------------------------------

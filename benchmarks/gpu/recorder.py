@@ -104,7 +104,7 @@ class Recorder:
 
 
 def engine_state(url: str) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError):  # the sample says null, and the next one asks again
         running, waiting = running_and_waiting(url)
         version = str(ask(url, "/model_info", seconds=2.0).get("weight_version", ""))
         return {"running": running, "waiting": waiting, "version": version}

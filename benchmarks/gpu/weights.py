@@ -115,14 +115,17 @@ async def full_load(engine: SGLangEngine, requests: int) -> AsyncIterator[list[i
     """Answers in progress all the time; gives the running count of tokens, by version at the end of each answer."""
     generator = np.random.default_rng(0)
     finished: list[int] = []
+    failed: list[EngineError] = []
 
     async def one() -> None:
         while True:
             prompt = generator.integers(10, 30, 128).astype(np.int32)
             length = int(generator.integers(256, 1024))
-            with contextlib.suppress(EngineError):
+            try:
                 made = await engine.generate(prompt, SamplingParams(max_new_tokens=length, ignore_eos=True), seed=0)
                 finished.append(len(made.tokens))
+            except EngineError as error:  # another one takes its place: the engine is never without load
+                failed.append(error)
 
     tasks = [asyncio.create_task(one()) for _ in range(requests)]
     try:
@@ -131,6 +134,8 @@ async def full_load(engine: SGLangEngine, requests: int) -> AsyncIterator[list[i
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if failed:
+            print(f"{len(failed)} answers of the load failed, the last one: {failed[-1]}", flush=True)
 
 
 async def send(receiver: Receiver, learner: LearnerSide) -> LoadReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.run import registry
-from benchmarks.gpu import learning_arms, plot_learning, reasoning
+from benchmarks.gpu import learning, learning_arms, plot_learning, reasoning
 from benchmarks.gpu.arm import ArmResult, settings
 from benchmarks.gpu.learning import arguments, places
 from benchmarks.gpu.learning_arms import ARMS, Job, Outcome, Scene
@@ -78,6 +79,32 @@ def test_slots_fill_every_gpu_before_they_share_one() -> None:
     assert places(arguments(["--gpus", "2", "--slots-per-gpu", "2"])) == [(0, 0), (1, 1), (0, 0), (1, 1)]
     pairs = places(arguments(["--gpus", "4", "--gpus-per-arm", "2"]))
     assert pairs == [(1, 0), (3, 2)]  # engine, learner
+
+
+class BrokenSlot:
+    """Fails with the first job that it takes; ``error`` is none that a slot knows."""
+
+    error: Exception | None = None
+
+    def __init__(self, number: int, **_: Any) -> None:
+        self.number = number
+
+    def work(self, jobs: queue.SimpleQueue[Job], done: queue.SimpleQueue[Outcome | None]) -> None:
+        jobs.get_nowait()
+        done.put(None)
+        if self.error is not None:
+            raise self.error
+
+
+def test_an_arm_whose_slot_fails_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(learning, "Slot", BrokenSlot)
+    options = arguments(["--arms", "sync", "--seeds", "0", "1"])
+    given: Any = (options, None, learning_arms.Stop(60.0))
+    outcomes, lost = learning.run_all(*given)
+    assert (outcomes, lost) == ([], ["sync-seed0"]), "the other one was not begun, which is said"
+    monkeypatch.setattr(BrokenSlot, "error", KeyError("loads"))
+    with pytest.raises(KeyError, match="loads"):
+        learning.run_all(*given)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tests import ROOT
 from tests.chaos.victims import FAULTS
+from tests.harness.audits import audited
 
 Row = Mapping[str, Any]
 
@@ -34,11 +32,8 @@ SUMMED: Final = (
 
 def audit(run_directory: Path, *, environment: Mapping[str, str]) -> dict[str, Any]:
     """What `asyncrl audit --json` says of a run, and its exit code."""
-    command = [sys.executable, "-m", "asyncrl", "audit", str(run_directory), "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout, f"asyncrl audit said nothing: {done.stderr}"
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found | {"exit_code": done.returncode}
+    found = audited(run_directory, token=environment.get("ASYNCRL_BUS_TOKEN", ""))
+    return {"exit_code" if name == "code" else name: value for name, value in found.items()}
 
 
 def append(path: Path | None, row: Row) -> None:

@@ -25,14 +25,18 @@ def test_every_example_is_a_run_file(name: str) -> None:
 
 def test_the_example_for_gpus_works_with_any_model(demo: Path) -> None:
     """Here with the demo's, whose context has 64 tokens; where there is no GPU nobody gets one."""
-    check(config.load(EXAMPLES / "gpu.toml", [*on_demo(demo), "rollout.max_new_tokens=8"]))
+    run = config.load(EXAMPLES / "gpu.toml", [*on_demo(demo), "rollout.max_new_tokens=8"])
+    check(run)  # raises ConfigError for what cannot work
+    assert run.engine.kind == "sglang" and run.learner.backend == "megatron"
 
 
 def test_the_demo_works_with_sglang_as_its_first_lines_say(demo: Path) -> None:
     said = (EXAMPLES / "demo.toml").read_text()
     overrides = ["engine.kind=sglang", "engine.options={}"]
     assert " ".join(f"--set {item}" for item in overrides) in said
-    check(config.load(EXAMPLES / "demo.toml", [*overrides, *on_demo(demo)]))
+    run = config.load(EXAMPLES / "demo.toml", [*overrides, *on_demo(demo)])
+    check(run)
+    assert run.engine.kind == "sglang"
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 
 from tests import ROOT
 from tests.chaos.run_files import ANSWERS
+from tests.harness.audits import audited
 
 RUN: Final = (
     "run.restarts=3",
@@ -199,11 +200,7 @@ class RayRun:
         return dict(word.split("=", 1) for word in words if "=" in word).get("CUDA_VISIBLE_DEVICES")
 
     def audit(self) -> dict[str, Any]:
-        command = [sys.executable, "-m", "asyncrl", "audit", str(self.directory), "--json"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.stdout, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found | {"code": done.returncode}
+        return audited(self.directory)
 
     def _command(self, verb: str, *arguments: str) -> list[str]:
         sets = [word for item in self._overrides for word in ("--set", item)]

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from asyncrl.messages import Event
 from asyncrl.messages.topics import EVENTS
 from asyncrl.run import registry
 from asyncrl.run.keys.worker_keys import digits_in
+from tests.harness.audits import audited
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 
 RUN_FILE = """
@@ -84,7 +85,7 @@ class RunProcess:
         self._forks = forks
         self.events: list[Event] = []
         self._output = self.folder / f"{name}.txt"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedCommand | None = None
 
     @property
     def run_directory(self) -> Path:
@@ -117,12 +118,14 @@ class RunProcess:
         return self._process.pid
 
     def start(self, *arguments: str) -> None:
-        with self._output.open("ab") as output:
-            forked = ["--set", LAUNCHER] if self._forks is not None else []
-            command = self.command("run", "run.toml", *self._sets(), *forked, *arguments)
-            self._process = subprocess.Popen(
-                command, cwd=self.folder, stdout=output, stderr=output, env=self._env(), preexec_fn=_END_WITH_US
-            )
+        words = (
+            "run",
+            "run.toml",
+            *self._sets(),
+            *(("--set", LAUNCHER) if self._forks is not None else ()),
+            *arguments,
+        )
+        self._process = self._started(words, environment=self._env(), output=self._output, directory=self.folder)
 
     def scale(self, count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = self.command("scale", "run.toml", "--rollout-workers", str(count), *self._sets(), *arguments)
@@ -139,25 +142,11 @@ class RunProcess:
         words = (verb, "--join", url, "--run", self.config().run.name, "--name", name, *words)
         environment, output = self._env() | {"ASYNCRL_BUS_TOKEN": token}, folder / f"{name}.txt"
         output.touch()
-        if self._forks is not None:
-            return self._forks.run(words, environment=environment, output=output, directory=folder)
-        with output.open("ab") as file:
-            return subprocess.Popen(
-                self.command(*words), cwd=folder, env=environment, stdout=file, stderr=file, preexec_fn=_END_WITH_US
-            )
+        return self._started(words, environment=environment, output=output, directory=folder)
 
     def audit(self) -> dict[str, Any]:
         """What `asyncrl audit --json` says; its exit code under "code"."""
-        done = subprocess.run(
-            self.command("audit", str(self.run_directory), "--json"),
-            capture_output=True,
-            text=True,
-            env=self._env(),
-            check=False,
-            timeout=900,
-        )
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found | {"code": done.returncode}
+        return audited(self.run_directory, token=self.token)
 
     def drain(self, seconds: float = 600.0) -> int:
         """Ctrl-C; the exit code."""
@@ -215,6 +204,16 @@ class RunProcess:
                 finally:
                     await bus.close()
             await asyncio.sleep(0.1)
+
+    def _started(
+        self, words: Sequence[str], *, environment: Mapping[str, str], output: Path, directory: Path
+    ) -> subprocess.Popen[bytes] | ForkedCommand:
+        if self._forks is not None:
+            return self._forks.run(words, environment=environment, output=output, directory=directory)
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                self.command(*words), cwd=directory, env=environment, stdout=file, stderr=file, preexec_fn=_END_WITH_US
+            )
 
     def _sets(self) -> list[str]:
         return [word for item in self.overrides for word in ("--set", item)]

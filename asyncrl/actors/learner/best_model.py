@@ -59,7 +59,10 @@ def _value(file: Path, metric: str, forks: Forks) -> float | None:
         found = json.loads(file.read_text())
         order, value = (int(found["incarnation"]), int(found["step"])), float(found["value"])
         is_same_metric = found["metric"] == metric
-    except (OSError, ValueError, KeyError, TypeError):
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s: cannot be read: %s; the next model takes its place", file, error)
         return None
     if is_same_metric and not is_of_history(order, forks):
         log.warning(

@@ -167,7 +167,7 @@ class Streams:
                     raise
             if pause == _LONG_PAUSE and not self._is_waiting:
                 self._is_waiting = True  # for all streams: one line
-                with contextlib.suppress(Forbidden):
+                with contextlib.suppress(Forbidden):  # this role may not list them
                     others = f"; runs there: {await self._runs()}"
                 logger.warning(
                     "bus %s: no run %r there yet; waiting for its learner%s",

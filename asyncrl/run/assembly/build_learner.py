@@ -159,13 +159,7 @@ def assemble_learner(
         progress=progress,
         changed=changed,
         validator=ports.validator,
-        filters=GroupFilters(
-            ports.filters,
-            max_in_a_row=ports.most_filtered,
-            max_raised=ports.most_failed,
-            cap=run.algorithm.filter_cap,
-            keeps_at_cap=run.algorithm.filter_cap_action == "keep",
-        ),
+        filters=_filters(run, ports),
         max_failed_in_a_row=ports.most_failed,
         in_progress=in_progress,
         tickets=ports.tickets,
@@ -173,17 +167,13 @@ def assemble_learner(
         copies_stragglers=run.load == "in_flight",
     )
     evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
+    on_stored = evaluator.stored if evaluator is not None else None
+    weights = WeightPublisher(bus, ports.channel, waits=waits, fork=state.policy_version, on_stored=on_stored)
     trainer = Trainer(
         run,
         backend=ports.backend,
         training=ports.training,
-        weights=WeightPublisher(
-            bus,
-            ports.channel,
-            waits=waits,
-            fork=state.policy_version,
-            on_stored=evaluator.stored if evaluator is not None else None,
-        ),
+        weights=weights,
         waits=waits,
         restore_from=restore_from,
         profile=registry.profiler(run),
@@ -211,7 +201,21 @@ def assemble_learner(
         in_progress=in_progress,
         evaluator=evaluator,
     )
-    prompts = PromptSource(
+    return learner, _prompts(run, ports, bus=bus, state=state, link=link)
+
+
+def _filters(run: RunConfig, ports: LearnerPorts) -> GroupFilters:
+    return GroupFilters(
+        ports.filters,
+        max_in_a_row=ports.most_filtered,
+        max_raised=ports.most_failed,
+        cap=run.algorithm.filter_cap,
+        keeps_at_cap=run.algorithm.filter_cap_action == "keep",
+    )
+
+
+def _prompts(run: RunConfig, ports: LearnerPorts, *, bus: Bus, state: LearnerState, link: PromptLink) -> PromptSource:
+    return PromptSource(
         "prompts",
         bus,
         rows=ports.rows,
@@ -225,7 +229,6 @@ def assemble_learner(
         are_sampled=_are_sampled(run),
         pass_rates=_pass_rates(run, state),
     )
-    return learner, prompts
 
 
 def _pass_rates(run: RunConfig, state: LearnerState | None = None) -> PassRates:

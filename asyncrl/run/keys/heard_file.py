@@ -68,5 +68,7 @@ async def kept(folder: Path, heard: Freshness) -> AsyncIterator[None]:
     finally:
         keeping.cancel()
         await asyncio.wait((keeping,))
-        with contextlib.suppress(OSError):
+        try:
             save(folder, heard.newest())
+        except OSError as error:  # the next life believes what this one would have taken for old
+            log.warning("%s: cannot be written: %s; what was heard last is not kept", folder / _NAME, error.strerror)

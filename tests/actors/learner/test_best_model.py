@@ -47,6 +47,18 @@ def test_a_learner_that_died_between_two_renames_has_lost_nothing(tmp_path: Path
     assert (tmp_path / "best" / "model.safetensors").read_text() == "one"
 
 
+def test_a_best_model_whose_result_is_damaged_is_said_before_the_next_one_takes_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured = {"evaluation/a/mean@1": 0.5}
+    BestModel(tmp_path / "best", metric="a/mean@1").look(version(tmp_path / "0-1", "one"), measured, order=(0, 1))
+    (tmp_path / "best" / RESULT_FILE).write_text("{")
+    caplog.clear()
+    again = BestModel(tmp_path / "best", metric="a/mean@1")
+    assert [str(tmp_path / "best" / RESULT_FILE) in message for message in caplog.messages] == [True]
+    assert again.look(version(tmp_path / "1-2", "two"), {"evaluation/a/mean@1": 0.4}, order=(1, 2))
+
+
 @pytest.mark.parametrize("metrics", [{}, {"evaluation/b/mean@1": 1.0}])
 def test_without_the_metric_nothing_is_kept(metrics: dict[str, float], tmp_path: Path) -> None:
     assert not BestModel(tmp_path / "best", metric="a/mean@1").look(tmp_path, metrics, order=(0, 1))

@@ -91,16 +91,18 @@ async def test_what_cannot_be_made_again_is_said_once(caplog: pytest.LogCaptureF
 async def test_streams_are_made_again_while_what_was_on_them_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are stored again once their stream is there, which the same keeper makes."""
     monkeypatch.setattr(bus_keeper, "LOOK_SECONDS", 0.001)
-    rig, is_made = Rig(), asyncio.Event()
-    waiting, restored = asyncio.Event(), asyncio.Event()
+    rig, is_made, restored = Rig(), asyncio.Event(), asyncio.Event()
+    done: list[str] = []
 
     async def restore() -> None:
-        waiting.set()
+        done.append("weights wait")
         await is_made.wait()
+        done.append("weights are stored")
         restored.set()
 
     async def losses(*, repairs: bool = False) -> list[Loss]:
-        if waiting.is_set():
+        if done == ["weights wait"] and repairs:
+            done.append("streams are made")
             is_made.set()
         return []
 
@@ -110,6 +112,7 @@ async def test_streams_are_made_again_while_what_was_on_them_waits(monkeypatch: 
         keeping = group.create_task(rig.keeper.run())
         await restored.wait()
         keeping.cancel()
+    assert done == ["weights wait", "streams are made", "weights are stored"]
 
 
 async def test_a_bus_that_refuses_a_look_is_said_once_and_asked_again(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.protocols import Reward, Sample
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
@@ -37,6 +38,8 @@ async def test_the_engine_goes_on_while_rewards_are_waited_for() -> None:
     worker, follower = fakes.worker(bus, fakes.Engine(), reward=judge, max_running=2)
     running = asyncio.create_task(fakes.run_worker((worker, follower)))
     await fakes.until(lambda: judge.asked == NUM_GROUPS)
+    assert await bus.last_sequence(TRAJECTORIES) == 0, "no group has its reward"
     judge.may_answer.set()
     worker.drain()
     await running
+    assert await bus.last_sequence(TRAJECTORIES) == NUM_GROUPS

@@ -13,11 +13,11 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from asyncrl.data import demo_task
 from asyncrl.run.keys.worker_keys import WORKER_KEY_VARIABLE
-from tests.harness.forked import LAUNCHER, ForkServer
+from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 from tests.harness.processes import processes_below
 
 NAMED_SECONDS = 120.0
@@ -152,26 +152,36 @@ class Run:
     def __init__(self, folder: Path, *overrides: str, forks: ForkServer | None = None) -> None:
         self.folder = folder
         self._forks = forks
-        forked = [LAUNCHER] if forks is not None else []
-        self.process = subprocess.Popen(
-            _command("run", *overrides, *forked),
-            cwd=folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=_environment() | (forks.environment if forks is not None else {}),
-        )
+        self.process: subprocess.Popen[str] | ForkedCommand
+        if forks is None:
+            self.process = subprocess.Popen(
+                _command("run", *overrides),
+                cwd=folder,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=_environment(),
+            )
+            output = self.process.stderr
+        else:
+            pipe = folder / "output"
+            os.mkfifo(pipe)
+            words = _command("run", *overrides, LAUNCHER)[3:]
+            self.process = forks.run(
+                words, environment=_environment() | forks.environment, output=pipe, directory=folder
+            )
+            output = pipe.open()
         self.said: list[str] = []
         self._heard = threading.Condition()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener = threading.Thread(target=self._listen, args=(output,), daemon=True)
         self._listener.start()
 
-    def _listen(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            with self._heard:
-                self.said.append(line.rstrip())
-                self._heard.notify_all()
+    def _listen(self, output: TextIO) -> None:
+        with output:
+            for line in output:
+                with self._heard:
+                    self.said.append(line.rstrip())
+                    self._heard.notify_all()
 
     def wait_for(self, text: str, *, after: int = 0, seconds: float = NAMED_SECONDS) -> str:
         """The first line with ``text``, from line ``after`` on. Raises TimeoutError with the whole output."""
@@ -239,8 +249,6 @@ class Run:
             self.process.send_signal(signal.SIGINT)
             self.process.wait(60)
         self._listener.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
 
 def _command(verb: str, *overrides: str) -> list[str]:

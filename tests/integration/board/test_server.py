@@ -293,6 +293,7 @@ async def test_a_browser_that_reads_nothing_is_hung_up_on(
             with contextlib.suppress(ConnectionError):
                 while await reader.read(2**16):
                     pass
+        assert not board.hub.browsers, "nothing is kept for it"
 
 
 async def test_browsers_that_wait_for_a_slow_log_hold_up_no_others(

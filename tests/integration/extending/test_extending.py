@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli import main
 from asyncrl.data import demo_task
 from tests import ROOT
 
@@ -96,12 +97,11 @@ max_staleness = 0'''
     assert {"w0 1", "w0 2"} <= set((tmp_path / "taken").read_text().splitlines())
 
 
-def test_a_run_in_one_process_cannot_be_resumed(tmp_path: Path) -> None:
+def test_a_run_in_one_process_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo_task.write(tmp_path)
     run_file = tmp_path / "run.toml"
     run_file.write_text(RUN_FILE.format(folder=tmp_path, here=HERE, bus='kind = "memory"', launcher="", weights=NOTES))
-    command = [sys.executable, "-m", "asyncrl", "run", run_file, "--resume"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=800)
-    assert done.returncode == 2
-    assert done.stderr.startswith('asyncrl: --resume: bus.kind = "memory" keeps nothing of a run that has ended')
-    assert done.stderr.count("\n") == 1
+    assert main.main(["run", str(run_file), "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith('asyncrl: --resume: bus.kind = "memory" keeps nothing of a run that has ended')
+    assert said.count("\n") == 1

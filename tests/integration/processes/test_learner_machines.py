@@ -25,7 +25,7 @@ def run(tmp_path: Path, megatron_forks: ForkServer) -> Iterator[RunProcess]:
         "learner.ranks=2",
         "learner.machines=2",
         "checkpoint.every_steps=2",
-        "run.steps=24",
+        "run.steps=12",
         forks=megatron_forks,
     )
     yield made

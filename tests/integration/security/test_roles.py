@@ -183,6 +183,7 @@ async def test_a_server_that_lets_everybody_in_one_account_would_not_pass(tmp_pa
     attacked = Attacked(tmp_path / "server", in_one_account=True)
     try:
         async with connected(attacked, "learner"), attacked.ear() as ear, attacked.raw("observer") as client:
+            assert LAYOUT.told(PROGRESS, "") not in through(ear)
             client.publish("$JS.API.INFO", reply=LAYOUT.subject(PROGRESS, ""))
             await client.flush()
             await until(ear, lambda: LAYOUT.told(PROGRESS, "") in through(ear))

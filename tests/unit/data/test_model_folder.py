@@ -47,7 +47,12 @@ def test_a_tiny_model_of_each_architecture_loads_and_speaks(
 
 @pytest.mark.parametrize("architecture", get_args(Architecture))
 def test_the_sizes_of_every_architecture_go_with_its_weights(tmp_path: Path, architecture: Any) -> None:
-    check_model(make_tiny_model(tmp_path, architecture=architecture))
+    folder = make_tiny_model(tmp_path, architecture=architecture)
+    checked = check_model(folder)
+    assert (checked.architecture, checked.vocab_size) == (
+        json.loads((folder / "config.json").read_text())["architectures"][0],
+        4 + len(CHARACTERS),
+    )
 
 
 def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:

@@ -18,5 +18,5 @@ def test_an_agent_whose_program_is_not_here_is_refused_before_the_run_starts() -
 
 
 def test_an_agent_whose_program_is_here_and_functions_without_a_machine_s_needs_pass() -> None:
-    load.check_machine(agent("sh"))
-    load.check_machine(config.RolloutSection())
+    for section in (agent("sh"), config.RolloutSection()):
+        load.check_machine(section)  # raises ConfigError else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from pathlib import Path
 
@@ -156,6 +157,23 @@ def test_a_history_that_is_cut_while_it_is_written_keeps_its_positions(path: Pat
     history.close()
     assert [(entry.kind, entry.groups) for entry in read(path)] == [(DAMAGED, ()), ("trained", (4,))]
     assert path.stat().st_size == history.position
+
+
+def test_lines_that_the_disk_does_not_take_to_the_end_are_said_to_be_lost(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    history = History(path, incarnation=0)
+
+    def full(_: History) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(History, "_mend", full)
+    history.trained([1], step=1, max_staleness=0)
+    assert not caplog.messages, "the next flush says it"
+    history.close()
+    assert caplog.messages == [
+        f"{path}: {history.position} bytes could not be written and are lost: No space left on device"
+    ]
 
 
 def test_lines_without_a_checksum_are_read(path: Path) -> None:

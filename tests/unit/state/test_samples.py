@@ -110,8 +110,11 @@ def test_a_line_of_another_shape_is_left_out(change: dict[str, Any], tmp_path: P
     assert ids(tmp_path) == [2]
 
 
-def test_a_folder_in_the_place_of_the_file_has_none(tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_the_file_has_none_and_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     written(tmp_path, 1)
     (tmp_path / SAMPLES_FILE).rename(tmp_path / OLDER_FILE)
     (tmp_path / SAMPLES_FILE).mkdir()
     assert ids(tmp_path) == [1]
+    assert caplog.messages == [f"{tmp_path / SAMPLES_FILE}: cannot be read: Is a directory"]

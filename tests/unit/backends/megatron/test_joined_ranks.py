@@ -69,7 +69,10 @@ def test_a_stranger_that_says_nothing_sensible_keeps_nobody_out() -> None:
         with _connected(port) as stranger:
             stranger.sendall(b"\xff" * 64)  # a message of 2 ** 64 bytes
             link, _ = join(seat(1, port=port))
-        learner.result().close_channels()
+        ranks = learner.result()
+        ranks.send([Command(name="step")])
+        assert codec.decode(link.recv_bytes(), Command).name == "step"
+        ranks.close_channels()
         link.close()
 
 

@@ -225,6 +225,7 @@ def test_it_has_no_rights_there(bwrap: Sandbox) -> None:
 @needs_bwrap
 def test_a_sandbox_that_starts_passes_its_check(bwrap: Sandbox) -> None:
     bwrap.check()
+    assert run(bwrap, "print('here')").stdout == b"here\n"
 
 
 # -- sandlock ----------------------------------------------------------------------------------------------------------
@@ -272,7 +273,8 @@ def test_what_leaves_its_session_ends_with_sandlock(sandlock: Sandbox, end: str)
         "import subprocess, time\n"
         "subprocess.Popen(['/bin/sh', '-c', 'while :; do :; done # 8765.4'], start_new_session=True)\n" + end
     )
-    run(sandlock, program, limits=Limits(seconds=3.0))
+    outcome = run(sandlock, program, limits=Limits(seconds=3.0))
+    assert bool(outcome.stopped) == ("sleep" in end), "it was started, and the program ended as it should"
     while any(b"8765.4" in line and line.startswith(b"/bin/sh") for line in command_lines()):
         time.sleep(0.01)
 
@@ -286,6 +288,7 @@ def test_a_program_that_a_signal_ended_in_sandlock_says_so(sandlock: Sandbox) ->
 @needs_sandlock
 def test_sandlock_passes_its_check_where_it_starts(sandlock: Sandbox) -> None:
     sandlock.check()
+    assert run(sandlock, "print('here')").stdout == b"here\n"
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -166,7 +166,10 @@ def test_the_models_beside_the_policy_are_looked_at_too(make_run: RunMaker, fold
 
 def test_other_backends_take_what_megatron_does_not(make_run: RunMaker, tmp_path: Path) -> None:
     odd = changed_model(tmp_path / "odd", "qwen3", attention_bias=True)
-    check(make_run(f"model.path={json.dumps(str(odd))}", "learner.backend=reference"))
+    model = f"model.path={json.dumps(str(odd))}"
+    check(make_run(model, "learner.backend=reference"))
+    with pytest.raises(ConfigError, match="with attention_bias"):
+        check(make_run(model, "learner.backend=megatron"))
 
 
 @pytest.fixture
@@ -206,6 +209,8 @@ def test_an_argument_of_sglang_that_asyncrl_sets_is_refused(name: str, make_run:
 
 
 def test_where_sglang_declares_its_options_in_a_new_way_none_is_refused(installed_sglang: Path) -> None:
+    with pytest.raises(ConfigError, match="no option 'anything'"):
+        arguments.check_arguments({"anything": 1})
     (installed_sglang / "srt" / "server_args.py").write_text("")
     arguments.check_arguments({"anything": 1})
 
@@ -288,8 +293,11 @@ def test_a_file_that_is_not_there_or_a_count_that_no_machine_has_is_refused(
 
 
 def test_a_machine_needs_the_credentials_of_one_role_only(make_run: RunMaker, tmp_path: Path) -> None:
+    run = make_run("bus.url=nats://127.0.0.1:4222", f'bus.credentials="{tmp_path}/{{role}}"')
+    with pytest.raises(ConfigError, match=r"bus\.credentials"):
+        check(run)
     (tmp_path / "rollout-worker").write_text("worker:secret")
-    check(make_run("bus.url=nats://127.0.0.1:4222", f'bus.credentials="{tmp_path}/{{role}}"'))
+    check(run)
 
 
 def test_a_run_directory_that_is_a_file_is_refused(make_run: RunMaker, tmp_path: Path) -> None:

@@ -154,12 +154,19 @@ def test_a_mistake_about_the_data_is_refused_in_one_line(run_file: Path, overrid
 
 
 def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
-    check(config.load(run_file, ["learner.freeze=['embed']", "learner.megatron={deterministic_mode=true}"]))
-    check(config.load(run_file, ["learner.train_only=['q_proj']", "learner.backend=reference"]))
-    check(config.load(run_file, ["learner.lora={rank=4, modules=['q_proj', 'k_proj', 'v_proj']}"]))
+    for chosen, unknown in (
+        (["learner.freeze=['embed']", "learner.megatron={deterministic_mode=true}"], "learner.freeze=['no_such']"),
+        (["learner.train_only=['q_proj']", "learner.backend=reference"], "learner.train_only=['no_such']"),
+        (["learner.lora={rank=4, modules=['q_proj', 'k_proj', 'v_proj']}"], "learner.lora.modules=['no_such']"),
+    ):
+        check(config.load(run_file, chosen))
+        with pytest.raises(ConfigError, match="no_such"):  # it is looked at, and not passed over
+            check(config.load(run_file, [*chosen, unknown]))
 
 
 def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path) -> None:
-    check(
-        config.load(run_file, ["rollout.stop=['12', '\\n']", "rollout.stop_token_ids=[5]", "rollout.min_new_tokens=2"])
-    )
+    taken = ['rollout.stop=["12", "\\n"]', "rollout.stop_token_ids=[5]", "rollout.min_new_tokens=2"]
+    run = config.load(run_file, taken)
+    check(run)
+    sampling = run.rollout
+    assert (sampling.stop, sampling.stop_token_ids, sampling.min_new_tokens) == (("12", "\n"), (5,), 2)

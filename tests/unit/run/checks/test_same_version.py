@@ -59,6 +59,7 @@ async def test_who_calls_itself_a_learner_under_another_name_keeps_none_out(bus_
 
     beating = asyncio.create_task(beat_on())
     await single_learner.on_bus(bus, run="a")
+    assert not beating.done(), "it is let in beside one that says all the time that it is a learner"
     await bus.put(ACTORS, replace(false, actor="learner"), key="learner")
     beating.cancel()
 
@@ -68,6 +69,7 @@ async def test_a_worker_of_our_schema_is_no_matter(bus_factory: Any) -> None:
     await bus.put(ACTORS, beat(1), key="w3")
     beating = asyncio.create_task(keep_beating(bus))
     await same_version.refuse_others(bus, run="a")
+    assert not beating.done(), "it is let in beside a worker that is up"
     beating.cancel()
 
 
@@ -78,6 +80,7 @@ async def test_the_last_heartbeat_of_a_killed_worker_is_no_matter(
     bus = await bus_factory()
     await bus.put(ACTORS, beat(1, schema=1), key="w3")
     await same_version.refuse_others(bus, run="a")
+    assert (await bus.states(ACTORS))["w3"].schema == 1, "it is let in although the beat is still there"
 
 
 async def test_a_worker_waits_until_the_run_is_resumed_with_its_version(bus_factory: Any) -> None:
@@ -93,4 +96,7 @@ async def test_a_worker_waits_until_the_run_is_resumed_with_its_version(bus_fact
 
 
 async def test_a_worker_does_not_wait_for_a_learner_that_has_announced_nothing(bus_factory: Any) -> None:
-    await same_version.await_learner(await bus_factory(), run="a")
+    bus = await bus_factory()
+    async with asyncio.timeout(60):
+        await same_version.await_learner(bus, run="a")
+    assert await bus.states(WEIGHTS) == {}

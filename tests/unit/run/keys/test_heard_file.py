@@ -42,3 +42,15 @@ async def test_it_is_saved_at_the_end_of_a_process(tmp_path: Path) -> None:
     async with heard_file.kept(tmp_path, heard):
         assert not heard.is_old(W0, (5, 7), seconds_to_live=15.0)
     assert heard_file.load(tmp_path) == {W0: (5, 7)}
+
+
+async def test_a_disk_that_does_not_take_it_at_the_end_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard, folder = Freshness(), tmp_path / "keys"
+    folder.mkdir()
+    async with heard_file.kept(folder, heard):
+        assert not heard.is_old(W0, (5, 7), seconds_to_live=15.0)
+        folder.rmdir()
+        folder.touch()  # no file can be made in what is no folder
+    assert caplog.messages[-1] == f"{folder / 'heard'}: cannot be written: File exists; what was heard last is not kept"
