@@ -165,6 +165,7 @@ class Run:
             output = self.process.stderr
         else:
             pipe = folder / "output"
+            pipe.unlink(missing_ok=True)  # of an earlier one in this folder
             os.mkfifo(pipe)
             words = _command("run", *overrides, LAUNCHER)[3:]
             self.process = forks.run(
