@@ -63,6 +63,7 @@ def test_where_nothing_can_be_split_is_said_in_one_line(
         (("--gpus", "0"), "--gpus 0: must be in 1..100000"),
         (("--gpus", "2", "--seconds", "0"), "--seconds 0: must be in [1, 3600]"),
         (("--gpus", "2", "--set", "learner.backend=none"), 'learner.backend: "none" takes no GPUs'),
+        (("--gpus", "2", "--set", "rollout.function=given"), 'rollout.function: "given" samples nothing'),
     ):
         assert plan(demo, tmp_path, *arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -17,6 +17,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.policies.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
 from asyncrl.policies.planning.ideal import Plan
 from asyncrl.policies.planning.timing import Timing, fit_decode, fit_training
+from asyncrl.rollouts.load import traits
 from asyncrl.run.checks.run_file import check
 from asyncrl.run.planning.engine_probe import EngineMeasured, measure_engine
 from asyncrl.run.planning.learner_probe import LearnerMeasured, measure_learner
@@ -51,8 +52,8 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
 
     Raises ConfigError where the run file or this machine has no room for it.
     """
-    check(run)
     _require_split(run)
+    check(run)
     units = Units.of(run.learner.layout, gpus_per_engine=gpus_per_worker(run))
     try:
         splits = units.splits(gpus)
@@ -127,6 +128,8 @@ def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
 def _require_split(run: RunConfig) -> None:
     if run.run.colocated:
         raise ConfigError("run.colocated: learner and engines share all GPUs, so there is no split to plan; remove it")
+    if not traits(run.rollout.function).samples:
+        raise ConfigError(f'rollout.function: "{run.rollout.function}" samples nothing, so there is no split to plan')
     for name, kind in (("engine.kind", run.engine.kind), ("learner.backend", run.learner.backend)):
         if kind == "none":
             raise ConfigError(f'{name}: "none" takes no GPUs, so there is no split to plan')
@@ -142,6 +145,7 @@ def _alone(run: RunConfig, units: Units, folder: Path) -> RunConfig:
         bus=dataclasses.replace(run.bus, kind="memory", url="", options={}),
         learner=dataclasses.replace(run.learner, ranks=units.copy, machines=1, gpus=(), profile_steps=()),
         rollout=dataclasses.replace(run.rollout, workers=1, gpus=()),
+        reward=dataclasses.replace(run.reward, workers=0),
         weights=dataclasses.replace(run.weights, channel="files", options={}, models_every=0),
         evaluation=dataclasses.replace(run.evaluation, datasets=(), every_steps=0),
         checkpoint=dataclasses.replace(run.checkpoint, best=""),
