@@ -132,6 +132,7 @@ class HealthMonitor:
             bus_losses=self._losses.lately(self._looked),
             is_bus_blind=self._losses.is_blind,
             is_finished=self._is_finished,
+            own_roles=self._presence.own_roles,
         )
 
     def _passed(self) -> float:
