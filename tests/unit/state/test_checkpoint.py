@@ -118,7 +118,7 @@ ODD_VALUES = {
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("value", ODD_VALUES.values(), ids=ODD_VALUES.keys())
 def test_whatever_is_written_over_a_value_is_damage(directory: Path, value: bytes, has_manifest: bool) -> None:
-    """In each place of the manifest, or of learner.json without one: JSON that Python cannot read, or not to its end."""
+    """In each place of the manifest, or of learner.json without one: what Python cannot read, or not to its end."""
     path = directory / "step-00000015" / ("manifest.json" if has_manifest else "learner.json")
     if not has_manifest:
         (directory / "step-00000015" / manifest.FILE).unlink()
