@@ -56,7 +56,9 @@ def signatures(
     if role != "learner":
         known = run.bus.learner_key or _given(run, role).get("learner-key", "")
         known = known or ("" if has_joined else _public(folder))
-        learns = role == "rollout-worker" and not known
+        # One without a key of its own is of a run without keys: what the learner signed while it had some is not to be
+        # believed more than what it says now.
+        learns = role == "rollout-worker" and not known and (own is not None or has_joined)
         bound: Callable[[str], str] = worker_keys.digits_in
         life = life or key_files.now()
         return Signatures(run=name, own=own, life=life, learner=known, learns=learns, bound=bound)

@@ -104,12 +104,21 @@ def test_a_later_process_is_never_taken_for_an_earlier_one(run: RunConfig, monke
 
 def test_a_worker_believes_the_key_it_is_told_then_the_folders_then_the_first(run: RunConfig) -> None:
     told = dataclasses.replace(run, bus=dataclasses.replace(run.bus, learner_key="a" * 64))
-    first = signing_keys.signatures(run, role="rollout-worker")
+    first = signing_keys.signatures(run, role="rollout-worker", own=SigningKey.generate())
     first.open(PROGRESS, "", learners(run))
     key = signing_keys.learner_key(run)
     assert first.learner == key
     assert signing_keys.signatures(run, role="rollout-worker").learner == key
     assert signing_keys.signatures(told, role="rollout-worker").learner == "a" * 64
+
+
+def test_a_worker_of_a_run_that_has_lost_its_keys_believes_no_earlier_learner(run: RunConfig) -> None:
+    """`asyncrl run` gives workers keys if the run has them. What a learner signed before they were removed is still on
+    the bus: believed, it would make all that the present one says a stranger's."""
+    assert not signing_keys.signatures(run, role="rollout-worker")._learns
+    own = SigningKey.generate()
+    assert signing_keys.signatures(run, role="rollout-worker", own=own)._learns
+    assert signing_keys.signatures(run, role="rollout-worker", has_joined=True)._learns
 
 
 def test_an_observer_believes_no_stranger(run: RunConfig) -> None:
