@@ -59,6 +59,15 @@ def test_a_run_that_was_begun_without_tickets_goes_on_without(run: RunConfig) ->
     assert not (run.run_directory / "keys" / "tickets").exists()
 
 
+@pytest.mark.parametrize("data", [b"\xcd" * 32, b"ab" * 20, bytes(64)])
+def test_a_damaged_secret_of_the_tickets_is_refused_in_one_line(run: RunConfig, data: bytes) -> None:
+    assert signing_keys.ticket_secret(run)
+    (run.run_directory / "keys" / "tickets").write_bytes(data)
+    with pytest.raises(ConfigError, match="keys/tickets: is not the secret of the run's tickets") as refused:
+        signing_keys.ticket_secret(run)
+    assert "\n" not in str(refused.value)
+
+
 def test_of_processes_that_make_it_at_once_all_have_the_same(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     generate, together = signing_keys.SigningKey.generate, threading.Barrier(4)
 
