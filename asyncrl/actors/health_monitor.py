@@ -101,7 +101,9 @@ class HealthMonitor:
                 self._miss_own(beats)
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
-            self._silent += self._passed()  # and of what it stores nothing is known
+            is_read_too_slowly = isinstance(error, TimeoutError) and await self._answers()
+            self._silent = 0.0 if is_read_too_slowly else self._silent + self._passed()
+            # and of what it stores nothing is known
         else:
             now = time.monotonic()
             self._silent = 0.0
@@ -132,7 +134,20 @@ class HealthMonitor:
             bus_losses=self._losses.lately(self._looked),
             is_bus_blind=self._losses.is_blind,
             is_finished=self._is_finished,
+            own_roles=self._presence.own_roles,
         )
+
+    async def _answers(self) -> bool:
+        """Whether the bus answers what is short. It is not to blame where somebody sends more heartbeats than can be
+        read in time; nobody is heard then, and nobody accused."""
+        if self._bus is None:
+            return False
+        try:
+            async with asyncio.timeout(AGAIN_SECONDS):
+                await self._bus.states(PROGRESS)
+        except (AsyncRLError, OSError, TimeoutError):
+            return False
+        return True
 
     def _passed(self) -> float:
         """Seconds since the last look in which it could hear: of a time in which it was frozen, those of one look."""

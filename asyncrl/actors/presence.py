@@ -59,6 +59,8 @@ class PresenceTracker:
         self._has_listened = False
         self._heard_again = math.inf  # seconds since the bus is back, if it was ever away
         self._own: dict[str, tuple[str, int]] = {}  # name -> host and pid
+        self.own_roles: frozenset[str] = frozenset()
+        """Of own processes that are up, have been at work, and are to stay."""
         self._ended: set[tuple[str, int]] = set()
         self._worked: set[tuple[str, int]] = set()
         self._left_behind: dict[str, tuple[str, int, int]] = {}  # name -> host, pid and number of its last beat
@@ -87,6 +89,8 @@ class PresenceTracker:
         beats = {name: beat for name, beat in beats.items() if not _is_false(name, beat, places)}
         beats = {name: beat for name, beat in beats.items() if self._left_behind.get(name) != number_of(beat)}
         self._worked |= {life for name, life in up.items() if name in beats and _is_past_start(beats[name], life)}
+        working = (one for one in own.values() if up.get(one.name) in self._worked and not one.is_leaving)
+        self.own_roles = frozenset(one.role for one in working)
         self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
         passed = self._passed(beats, seconds=seconds, elapsed=elapsed)
         self._seen |= {name: self._heard(beats.get(name), name, passed(name)) for name in {*self._seen, *beats}}
@@ -184,7 +188,10 @@ class PresenceTracker:
 
 def _is_false(name: str, beat: Heartbeat, places: Mapping[tuple[str, int], str]) -> bool:
     """Whether it says that it is a process or an actor of the run that it is not: what it waits for would be laid to
-    that one, which would be killed for it. ``places``: names of own processes by host and pid."""
+    that one, which would be killed for it. So does what stands under another's name. ``places``: names of own
+    processes by host and pid."""
+    if beat.actor != name:
+        return True
     owner = places.get((beat.host, beat.pid), name)
     is_learners = name in LEARNERS_ACTORS
     if beat.role in LEARNERS_ACTORS.values() and not is_learners:

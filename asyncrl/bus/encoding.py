@@ -64,7 +64,7 @@ def opened(
     if content.problem:
         return Opened(None, content.problem)
     try:
-        message = decode(content.data if body is None else body, topic.message_type)
+        message = decode(content.data if body is None else body, topic.message_type, is_bounded=not topic.is_learners)
         if topic.speaker:
             name = getattr(message, topic.speaker)
             if problem := signatures.impostor(topic, key, data, name=name):

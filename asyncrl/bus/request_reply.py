@@ -44,7 +44,7 @@ class Line(Generic[Q, A]):
 
     def add(self, data: bytes, send: Send) -> None:
         try:
-            question = decode(data, self._service.question_type)
+            question = decode(data, self._service.question_type, is_bounded=True)
         except MessageError as error:
             self._rejections.note(self._service.name, f"invalid request: {error}")
             return
@@ -67,7 +67,7 @@ def answer_of(
         rejections.note(service.name, f"the answer {content.problem}", kind="signature")
         return None
     try:
-        return decode(content.data, service.answer_type)
+        return decode(content.data, service.answer_type, is_bounded=not service.is_answer_signed)
     except MessageError as error:
         rejections.note(service.name, f"invalid answer: {error}")
         return None

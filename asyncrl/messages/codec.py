@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 import typing
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgpack
 import numpy as np
@@ -23,11 +24,24 @@ import numpy as np
 from asyncrl.errors import MessageError
 from asyncrl.messages import upgrade
 from asyncrl.messages.upgrade import SCHEMA
+from asyncrl.messages.value_count import has_more_values
 
 M = TypeVar("M")
 
 _ARRAY = 1  # msgpack extension code
 _DTYPES = {"<i4", "<i8", "<f4", "<f8", "|b1", "|u1", "<u2"}
+_LONGEST_HEAD: Final = 128
+"""Bytes of an array's dtype and shape."""
+
+FEW_BYTES: Final = 2**16
+"""In fewer there cannot be too many values."""
+MOST_VALUES: Final = 2**18
+BYTES_A_VALUE: Final = 16
+"""Of others' messages: MOST_VALUES, and one more for so many bytes. An array is one value. A group has some thirty for
+an answer and seven for each version that sampled it: of ten tokens a version it has one value in 18 bytes."""
+_SHOWN: Final = 100
+"""Characters of another's text, and names of fields, in an error."""
+_NAMED: Final = 8
 
 
 def encode(message: object) -> bytes:
@@ -45,23 +59,35 @@ def is_encoded(data: bytes | memoryview, message_type: type) -> bool:
     return bytes(data[: len(head)]) == head
 
 
-def decode(data: bytes | memoryview, message_type: type[M]) -> M:
-    """The message in ``data``. Raises MessageError for anything that is not exactly one ``message_type``."""
+def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool = False) -> M:
+    """The message in ``data``. Raises MessageError for anything that is not exactly one ``message_type``.
+
+    is_bounded  refuse more values than such a message can need: whoever sent it is not trusted
+    """
     name = message_type.__name__
+    if is_bounded and len(data) > FEW_BYTES and has_more_values(data, MOST_VALUES + len(data) // BYTES_A_VALUE):
+        raise MessageError(f"not a {name}: its {len(data):,} bytes hold more values than a message may")
     try:
         head = msgpack.unpackb(data, ext_hook=_unpack_array, strict_map_key=False)
         kind, schema, fields = head
     except Exception as error:  # msgpack raises half a dozen types on hostile bytes
         raise MessageError(f"not a {name}: {error}") from error
     if kind != name:
-        raise MessageError(f"not a {name} but a {kind!r}")
+        raise MessageError(f"not a {name} but a {_shown(kind)}")
     is_old = schema != SCHEMA
     if is_old and not upgrade.is_read(name, schema=schema):
         raise MessageError(
-            f"{name} has schema {schema!r} and this process reads schema {SCHEMA}; run the same version of asyncrl "
-            "everywhere"
+            f"{name} has schema {_shown(schema)} and this process reads schema {SCHEMA}; run the same version of "
+            "asyncrl everywhere"
         )
     return cast(M, _build(fields, message_type, name, is_old=is_old))
+
+
+def _shown(value: Any) -> str:
+    """What another sent, for an error. Of a list or a table its type: there is no end to them, or to their depth."""
+    if isinstance(value, str | bytes):
+        return repr(value[:_SHOWN])
+    return repr(value) if value is None or isinstance(value, int | float) else f"value of type {type(value).__name__}"
 
 
 def _plain(value: Any) -> Any:
@@ -87,8 +113,8 @@ def _pack_array(value: Any) -> Any:
 def _unpack_array(code: int, data: bytes) -> Any:
     if code != _ARRAY:
         raise ValueError(f"unknown extension {code}")
-    head = msgpack.Unpacker()
-    head.feed(data)
+    head = msgpack.Unpacker(read_size=_LONGEST_HEAD)
+    head.feed(data[:_LONGEST_HEAD])
     dtype, shape = head.unpack()
     if dtype not in _DTYPES:
         raise ValueError(f"arrays of {dtype!r} are not accepted")
@@ -146,11 +172,17 @@ def _build_message(raw: Any, kind: type, where: str, *, is_old: bool) -> Any:
             raw = upgrade.fields(kind.__name__, raw)
         unknown, missing = raw.keys() - fields.keys(), _required(kind) - raw.keys()
         if unknown or missing:
-            raise MessageError(f"unknown fields {sorted(map(str, unknown))}, missing fields {sorted(missing)}")
+            raise MessageError(f"unknown fields {_named(unknown)}, missing fields {sorted(missing)}")
         values = {name: _build(raw[name], fields[name], f"{where}.{name}", is_old=is_old) for name in raw}
         return kind(**values)
     except MessageError as error:
         raise error if str(error).startswith(where) else MessageError(f"{where}: {error}") from error
+
+
+def _named(fields: set[Any]) -> str:
+    few = sorted(map(_shown, itertools.islice(fields, _NAMED)))
+    more = f" and {len(fields) - _NAMED} more" if len(fields) > _NAMED else ""
+    return f"[{', '.join(few)}]{more}"
 
 
 def _check(condition: bool, where: str, expected: str, raw: Any) -> None:

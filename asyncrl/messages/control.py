@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.messages.upgrade import SCHEMA
-from asyncrl.messages.validation import counts, require
+from asyncrl.messages.validation import counts, require, times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,9 @@ class Wait:
     limit: float = 0.0
     count: int = 1
 
+    def __post_init__(self) -> None:
+        times(self, "seconds", "usual", "limit")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
@@ -123,6 +126,9 @@ class Heartbeat:
     numbers: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA
 
+    def __post_init__(self) -> None:
+        times(self, "clock_shift")
+
     @property
     def waits_for(self) -> str:
         """The longest wait in words; empty without waits."""
@@ -144,6 +150,9 @@ class Event:
     actor: str
     time: float
     data: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        times(self, "time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,9 @@ LARGEST_KEY: Final = 200
 """Characters on the bus of a name that is a key there, where what is no letter, digit, - or _ takes three a byte. A key
 has 256, and an event's key has more than the name."""
 
+MOST_SECONDS: Final = 1e11
+"""Three thousand years."""
+
 
 def length_on_bus(name: str) -> int:
     """Characters of a name as a key on the bus."""
@@ -37,6 +40,14 @@ def counts(message: Any, *names: str) -> None:
         value = getattr(message, name)
         if not 0 <= value < 2**53:
             raise MessageError(f"{name} must be >= 0 and < 2^53, got {value}")
+
+
+def times(message: Any, *names: str) -> None:
+    """Check that the fields are seconds that can be: no NaN, and what is computed from them stays finite."""
+    for name in names:
+        value = getattr(message, name)
+        if not abs(value) <= MOST_SECONDS:
+            raise MessageError(f"{name} must be seconds between -{MOST_SECONDS:g} and {MOST_SECONDS:g}, got {value}")
 
 
 def require(condition: bool, problem: str) -> None:

@@ -161,6 +161,8 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
         table = json.loads((folder / _STATE_FILE).read_text())
         if (found := table.pop("format")) == 1:
             table = upgrade.renamed(table, upgrade.CHECKPOINT)
+        elif type(found) is not int:
+            raise ValueError(f"format is {str(found)[:20]!r}")
         elif found != FORMAT:
             raise CheckpointError(
                 f"{folder}: has format {found!r}, and this version of asyncrl reads 1 to {FORMAT}; resume the run with "
@@ -171,7 +173,7 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
             prompts[name] = {int(key): value for key, value in prompts.get(name, {}).items()}
         table["forks"] = {int(key): value for key, value in table["forks"].items()}
         state = LearnerState(prompts=PromptState(**prompts), **table)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, MessageError) as error:
+    except (OSError, MessageError, *manifest.UNREADABLE) as error:
         if isinstance(error, OSError) and not manifest.is_damage(error):
             raise
         raise CheckpointDamaged(

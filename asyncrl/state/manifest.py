@@ -25,8 +25,11 @@ FILE: Final = "manifest.json"
 _FORMAT: Final = 1
 _SIDE_BY_SIDE: Final = 8
 """Files hashed at once; hashing leaves the interpreter free."""
-_GONE: Final = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
-"""The file itself is not there. Every other errno is of the disk, the network or who reads, and may be over soon."""
+UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError)
+"""What damaged JSON raises where it is read: the last two when it is nested deeply, or has a number like 1e999."""
+_GONE: Final = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""The file itself is not there, or its damaged name can be no file's. Every other errno is of the disk, the network or
+who reads, and may be over soon."""
 
 
 def write(folder: Path, *, hashed: Mapping[Path, str] | None = None) -> None:
@@ -67,7 +70,7 @@ def damage(folder: Path, *, only: str = "") -> str:
             raise
         name = os.path.relpath(error.filename, folder) if error.filename else "a file"
         return f"{name} cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         return f"{FILE} cannot be read: {type(error).__name__} {error}"
     return ""
 
@@ -116,7 +119,7 @@ def _problem(path: Path) -> str:
     if path.suffix == ".json":
         try:
             json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"is not JSON: {error}"
     elif path.suffix == ".safetensors":
         return _problem_of_safetensors(path)
@@ -140,6 +143,6 @@ def _problem_of_safetensors(path: Path) -> str:
             header = json.loads(stream.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
             expected = 8 + length + max(ends, default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except UNREADABLE as error:
             return f"has a header that cannot be read: {type(error).__name__} {error}"
     return "" if size == expected else f"has {size:,} bytes, its header says {expected:,}"

@@ -108,8 +108,14 @@ def _bomb(prompt: PromptGroup, random: Random) -> bytes:
         b"\xdd\x7f\xff\xff\xff",
         bytes(msgpack.packb(("TrajectoryGroup", 2, fields))),
         random.randbytes(random.randint(0, 200)),
+        _nested(random),
     ]
     return random.choice(bombs)
+
+
+def _nested(random: Random) -> bytes:
+    """As deep as msgpack unpacks, in the place of a message's type."""
+    return b"\x93" + random.choice([b"\x91", b"\x81\xa1a"]) * random.choice([990, 1000, 1020]) + b"\xc0\x02\x80"
 
 
 def _poison(prompt: PromptGroup, random: Random) -> bytes:
@@ -127,7 +133,8 @@ _WAYS: Final[dict[str, Any]] = {
     "another prompt": lambda p, r: group(p, [trajectory(p, r)] * p.group_size, r, prompt_tokens=p.prompt_tokens[::-1]),
     "another group": lambda p, r: group(p, [trajectory(p, r)] * p.group_size, r, group_id=r.choice([0, 10**6, 2**52])),
     "epoch": lambda p, r: group(p, [trajectory(p, r)] * p.group_size, r, epoch=2**53 - 1),
-    "seconds": lambda p, r: group(p, [trajectory(p, r)] * p.group_size, r, seconds=math.nan),
+    "seconds": lambda p, r: group(p, [trajectory(p, r)] * p.group_size, r, seconds=r.choice([math.nan, 1e308, -1e300])),
+    "began": lambda p, r: group(p, [trajectory(p, r)] * p.group_size, r, began=r.choice([math.inf, 1e308, -1.0])),
     "short": lambda p, r: _all(p, r, length=r.randint(1, 3)),
     "long": lambda p, r: _one_odd(p, r, length=r.choice([5, 100, 20_000])),
     "no mask": lambda p, r: _all(p, r, mask=False),
@@ -155,11 +162,14 @@ def said_elsewhere(random: Random) -> tuple[str, str, bytes]:
     name = random.choice(("evil", "evil2", "e" * 150))
     numbers = {random.choice(["rollout/running", "x" * 500]): random.choice([0.0, -1.0, math.nan, 1e308])}
     beat = Heartbeat(actor=name, role="rollout-worker", life="L" * random.choice([1, 5000]), numbers=numbers)
-    event = Event(kind=random.choice(["joined", "k" * 1000]), actor=name, time=math.nan, data={"worker": "evil"})
+    event = Event(kind=random.choice(["joined", "k" * 1000]), actor=name, time=1e10, data={"worker": "evil"})
+    event_key = f"{name}-{random.random()}"[:60]
     return random.choice(
         [
             ("actors", name, encode(beat)),
-            ("events", f"{name}-{random.random()}"[:60], encode(event)),
+            ("events", event_key, encode(event)),
             ("actors", name, random.randbytes(60)),
+            ("actors", name, _nested(random)),
+            ("events", event_key, _nested(random)),
         ]
     )

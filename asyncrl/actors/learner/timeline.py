@@ -18,12 +18,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl.messages import Heartbeat
+from asyncrl.messages.validation import MOST_SECONDS
 from asyncrl.metrics.trace import rank_tokens
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.states import BufferedGroup
@@ -85,7 +85,7 @@ class Timeline:
                 [beat.actor, wait.what, wait.on, round(time.time() - wait.seconds, 3)]
                 for beat in beats
                 for wait in beat.waits
-                if wait.seconds >= LEAST_WAIT_SECONDS and math.isfinite(wait.seconds)
+                if wait.seconds >= LEAST_WAIT_SECONDS
             ],
         }
 
@@ -109,7 +109,8 @@ def _group(one: BufferedGroup, of_clock: float) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, float | int) and math.isfinite(value)
+    """Whether it is one that a viewer can draw: a worker says of itself what it likes."""
+    return isinstance(value, float | int) and abs(value) <= MOST_SECONDS
 
 
 def _number(value: Any) -> float:

@@ -124,7 +124,8 @@ class _Chains:
     @property
     def _is_learner_missed(self) -> bool:
         """One that has just left may have ended its run: whoever started it knows before long."""
-        return min(self.observation.listened, self.observation.leaderless) > PATIENCE_SECONDS
+        seen = self.observation
+        return LEARNER not in seen.own_roles and min(seen.listened, seen.leaderless) > PATIENCE_SECONDS
 
     def with_victims(self, finding: Finding) -> Finding:
         """The finding with who waits for it: the learner, then workers, by name."""
@@ -167,7 +168,9 @@ class _Chains:
         if not candidates and wait.on in (PROMPT_SOURCE, SENDER):  # it comes with the learner, which may be starting
             candidates = self._others(LEARNER, name)
         if not candidates:
-            if wait.on == FOLLOWER or (wait.on not in (WORKER, REWARD_WORKER) and not self._is_learner_missed):
+            if wait.on == FOLLOWER or wait.on in self.observation.own_roles:
+                return None
+            if wait.on not in (WORKER, REWARD_WORKER) and not self._is_learner_missed:
                 return None
             return self._end(faults.nobody(wait.on, wait.seconds + seen.seconds))
         found: set[_Key] = set()

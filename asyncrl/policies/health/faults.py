@@ -132,6 +132,7 @@ class Observation:
 
     bus_silent   seconds since the bus last answered;  bus_refuses: since it last stored something;  bus_problem: why
     bus_losses   what of it was lost lately;  is_bus_blind: of whom we listen to nothing is there
+    own_roles    of processes that its launcher keeps up and that have worked: who is not heard ends, or is hidden
     listened     seconds that the watcher has heard;  leaderless: since it last heard a learner; infinite: it never did
     """
 
@@ -145,17 +146,16 @@ class Observation:
     bus_losses: tuple[LostPart, ...] = ()
     is_bus_blind: bool = False
     is_finished: bool = False
+    own_roles: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One fault and what follows from it.
 
-    fault    its name;  actor: whose it is
-    cause    a sentence;  remedy: another;  victims: sentences on who waits for it
+    fault    its name;  actor: whose it is;  cause, remedy: a sentence each;  victims: sentences on who waits for it
     usual    seconds that this usually takes; 0: unknown; None: no length of it is usual
-    host, pid  of the process to blame; pid 0: none
-    which    tells it from others of its fault and actor
+    host, pid  of the process to blame; pid 0: none;  which: tells it from others of its fault and actor
     is_joint   concluded from waits of several, which may be older than it: a watcher counts how long it lasts
     """
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.routing import ExpertArray, dtype_for, unrouted
-from asyncrl.messages.validation import name_problem
+from asyncrl.messages.validation import MOST_SECONDS, name_problem
 from asyncrl.policies.staleness.staleness import Forks, effective_version
 
 MOST_PARTS: Final = 64
@@ -308,6 +308,12 @@ def _versions(vetted: Vetted) -> Iterator[str]:
                 )
 
 
+def _times(vetted: Vetted) -> Iterator[str]:
+    for name in ("seconds", "began", "reward_seconds"):
+        if not 0 <= (value := getattr(vetted.group, name)) <= MOST_SECONDS:
+            yield f"its {name} are {value:.4g}, and are 0 to {MOST_SECONDS:g}"
+
+
 def _either(counts: frozenset[int]) -> str:
     return " or ".join(map(str, sorted(counts)))
 
@@ -323,6 +329,7 @@ CHECKS: Final = (
     Check(what="tokens of the model's vocabulary", problems=_tokens),
     Check(what="experts of the model, each once, for every token", problems=_experts),
     Check(what="rewards and their parts: finite, within reward.largest, few, with names", problems=_rewards),
+    Check(what="times that can be", problems=_times),
     Check(what="versions that there have been", problems=_versions),
     Check(what="logprobs that an engine can have sampled with", problems=_logprobs),
 )

@@ -65,12 +65,16 @@ async def refuse(run: RunConfig, *, bus: Bus) -> None:
 
 
 def refuse_others(run: RunConfig) -> None:
-    """Raises ConfigError for what is no file in the place of one that the learner writes: a folder, a pipe, a loop."""
-    for name in (HISTORY_FILE, IN_PROGRESS_FILE, "metrics.jsonl"):
-        path = run.run_directory / name
+    """Raises ConfigError for what is no file in the place of one that the learner writes, such as a folder, a pipe or a
+    loop, and for what is no folder in the place of one."""
+    files = [run.run_directory / name for name in (HISTORY_FILE, IN_PROGRESS_FILE, "metrics.jsonl")]
+    folders = [run.run_directory / "checkpoints", run.weights_directory]
+    wanted = [*((path, stat.S_ISREG, "file") for path in files), *((path, stat.S_ISDIR, "folder") for path in folders)]
+    for path, is_right, what in wanted:
         try:
-            problem = "" if stat.S_ISREG(path.stat().st_mode) else "is not a file"
+            problem = "" if is_right(path.stat().st_mode) else f"is not a {what}"
         except OSError as error:  # not there yet, or it may be over soon
             problem = "is a link to itself" if error.errno == errno.ELOOP else ""
         if problem:
-            raise ConfigError(f"run.directory: {path}: {problem}; one of the run belongs there, so move it away")
+            of = "weights.directory" if path == run.weights_directory else "run.directory"
+            raise ConfigError(f"{of}: {path}: {problem}; one of the run belongs there, so move it away")

@@ -56,7 +56,9 @@ def signatures(
     if role != "learner":
         known = run.bus.learner_key or _given(run, role).get("learner-key", "")
         known = known or ("" if has_joined else _public(folder))
-        learns = role == "rollout-worker" and not known
+        # One without a key of its own is of a run without keys: what the learner signed while it had some is not to be
+        # believed more than what it says now.
+        learns = role == "rollout-worker" and not known and (own is not None or has_joined)
         bound: Callable[[str], str] = worker_keys.digits_in
         life = life or key_files.now()
         return Signatures(run=name, own=own, life=life, learner=known, learns=learns, bound=bound)
@@ -194,9 +196,15 @@ def ticket_secret(run: RunConfig) -> bytes:
     try:
         if not path.exists() and learner_key(run) and not (run.run_directory / HISTORY_FILE).exists():
             key_files.write(path, SigningKey.generate().text(), mode=0o600)
-        return path.read_bytes().strip() if path.exists() else b""
+        secret = path.read_bytes().strip() if path.exists() else b""
     except OSError as error:
         raise ConfigError(f"{path}: cannot keep the secret of the run's tickets there: {error.strerror}") from None
+    if secret and not is_public_key(secret.decode(errors="replace")):  # it looks like one
+        raise ConfigError(
+            f"{path}: is not the secret of the run's tickets, 64 hexadecimal digits; put it back from a copy, or "
+            "remove it: a run that has begun continues without tickets"
+        )
+    return secret
 
 
 def keyed(launcher: Launcher, run: RunConfig) -> Launcher:

@@ -26,16 +26,24 @@ async def keep_up(
     """Restart the server on its port and store whenever it ends: every actor waits for it, and nothing is lost.
 
     One that says itself that it stores no more, as after a full disk or without file descriptors, is named at once and
-    ended as soon as there is room: it would refuse for good.
+    ended as soon as there is room: it would refuse for good. If its disk was full, that uses no restart up: somebody
+    has made room since, and a run outlives as many full disks as there are.
 
     waits for: the end of the server's process, which the kernel signals; the clock
     Returns only when no restart is left: the reason why the server ended, for a person.
     """
     while True:
         started = time.monotonic()
-        failure = await _over(server, say=say, look_seconds=look_seconds)
+        failure, was_full = await _over(server, say=say, look_seconds=look_seconds)
         reason = f"{server.name} stored no more ({failure})" if failure else f"{server.name} ended"
         has_worked, uptime = True, time.monotonic() - started
+        if was_full:
+            say(f"{reason}; there is room again, so it is restarted")
+            try:
+                server.start()
+                continue
+            except AsyncRLError as error:
+                reason, has_worked, uptime = str(error), False, 0.0
         while (delay := restarts.next_delay(uptime, has_worked=has_worked)) is not None:
             say(f"{reason}; {restarts}")
             await asyncio.sleep(delay)
@@ -56,9 +64,9 @@ async def kill(server: BusServer, pid: int, *, needs_room: bool) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: float) -> str:
-    """Wait until the server's process has ended. Why it was ended here, if it was."""
-    pid, failure, is_killed, has_room = server.pid, "", False, True
+async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: float) -> tuple[str, bool]:
+    """Wait until the server's process has ended. Why it was ended here, if it was; whether its disk had been full."""
+    pid, failure, is_killed, has_room, was_full = server.pid, "", False, True, False
     ended = asyncio.create_task(_ended(pid), name="server-ended")
     try:
         while not (await asyncio.wait((ended,), timeout=look_seconds))[0]:
@@ -67,12 +75,13 @@ async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: 
             had_room, has_room = has_room, await asyncio.to_thread(server.has_room)
             if had_room and not has_room:  # the server may have none to say it either
                 say(f"{server.name}: the disk of its store is full; make room there: everybody waits, nothing is lost")
+            was_full |= not has_room
             if failure and not is_killed and has_room and server.pid == pid:
                 is_killed = True
                 os.kill(pid, signal.SIGKILL)
     finally:
         ended.cancel()
-    return failure if is_killed else ""
+    return (failure, was_full) if is_killed else ("", False)
 
 
 async def _ended(pid: int) -> None:

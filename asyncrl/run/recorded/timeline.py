@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Final
 
 from asyncrl.actors.learner.timeline import SECONDS
 from asyncrl.errors import ConfigError
+from asyncrl.messages.validation import MOST_SECONDS
 from asyncrl.metrics.trace import from_metrics
 from asyncrl.run.recorded.run_folder import RecordedRun
 
@@ -95,7 +95,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _is(kind: type, value: Any) -> bool:
-    """Whether it is of this kind: float is any finite number. Raises OverflowError for one that is too large."""
+    """Whether it is of this kind: float is any number of seconds that can be."""
     if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and abs(value) <= MOST_SECONDS
     return type(value) is kind

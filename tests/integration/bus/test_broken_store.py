@@ -61,6 +61,28 @@ async def test_a_full_disk_of_the_server_is_named_once_by_the_launcher(
     assert all("the disk of its store is full" in line for line in said)
 
 
+async def test_a_run_outlives_more_full_disks_of_its_server_than_it_has_restarts(
+    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    full, broken = asyncio.Event(), set[int]()  # pids of servers that store no more
+    monkeypatch.setattr(own_server, "has_room", lambda: not full.is_set())
+    monkeypatch.setattr(own_server, "failure", lambda: "no space left" if own_server.pid in broken else "")
+    kept = asyncio.create_task(keep_up(own_server, restarts=RestartPolicy(0), say=said.append, look_seconds=0.01))
+    for number in range(1, 4):
+        broken.add(pid := own_server.pid)
+        full.set()
+        while sum("the disk of its store is full" in line for line in said) < number:
+            await asyncio.sleep(0.01)
+        assert own_server.pid == pid  # it would not come up
+        full.clear()
+        while own_server.pid in (0, pid):
+            await asyncio.sleep(0.01)
+        assert not kept.done()
+    kept.cancel()
+    assert sum("there is room again" in line for line in said) == 3
+
+
 async def answered_nothing(group: asyncio.TaskGroup, bus: JetStreamBus, waiting: list[asyncio.Task[None]]) -> None:
     """Publish a prompt that may never be stored."""
     publishing = bus.publish(PROMPTS, prompt(0), key="0")

@@ -150,10 +150,15 @@ async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunP
 async def speak_for_others(bus: JetStreamBus, workers: tuple[str, ...]) -> None:
     """Heartbeats and events of the learner and of workers that say the worst, until it is cancelled."""
     stuck = Wait(what="nothing", on="bus", seconds=1e6, limit=1.0)
+    places: dict[str, tuple[str, int]] = {}
     for beat in itertools.count(1):
+        places |= {name: (one.host, one.pid) for name, one in (await bus.states(ACTORS)).items() if one.pid > 1}
         for name, role in (("learner", "learner"), *((worker, "rollout-worker") for worker in workers)):
             forged = Heartbeat(actor=name, role=role, beat=beat, waits=(stuck,), problem="evil", pid=1)
             await bus.put(ACTORS, forged, key=name)
+            host, pid = places.get(name, ("", 0))  # of the process itself, in a name that is nobody's
+            stalls = replace(stuck, on="step" if name == "learner" else "engine")
+            await bus.put(ACTORS, replace(forged, actor="evil", host=host, pid=pid, waits=(stalls,)), key=name)
             event = Event(kind="quarantined", actor=name, time=0.0, data={"worker": workers[0]})
             await bus.publish(EVENTS, event, key=f"evil-{id(bus)}-{name}-{beat}")
         await asyncio.sleep(0.1)

@@ -137,6 +137,32 @@ async def test_a_bus_that_does_not_answer_once_is_asked_again_at_once_and_then_n
     await watcher.close()
 
 
+@pytest.mark.parametrize("is_deaf", [False, True])
+async def test_a_bus_whose_heartbeats_cannot_be_read_in_time_is_not_to_blame(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, is_deaf: bool
+) -> None:
+    """Somebody floods them; all else is answered. A bus that answers nothing is named."""
+    monkeypatch.setattr(watching, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(watching, "AGAIN_SECONDS", 0.01)
+    bus = Flaky()
+    watcher = HealthMonitor(lambda: _ready(bus))
+    await bus.put(ACTORS, beat("learner", 1, role=LEARNER, host="there"), key="learner")
+    await watcher.look()
+    read = bus.states
+
+    async def states(topic: Any) -> Any:
+        if topic is ACTORS or is_deaf:
+            await asyncio.Event().wait()
+        return await read(topic)
+
+    bus.states = states  # type: ignore[method-assign]
+    named = set()
+    for _ in range(12):
+        clock.now += 5
+        named |= {one.fault for one in diagnose(await watcher.look())}
+    assert named == ({"bus"} if is_deaf else set())
+
+
 async def test_a_bus_that_stores_nothing_is_named_by_its_own_words(clock: Clock) -> None:
     bus = Flaky()
     watcher = HealthMonitor(lambda: _ready(bus))

@@ -171,6 +171,30 @@ def test_who_says_that_it_is_a_process_of_ours_is_not_heard(name: str, role: str
     }
 
 
+def test_what_stands_under_the_name_of_another_is_not_heard() -> None:
+    """Though it says that it is in that very process: else the process would be killed for what somebody else says."""
+    heard = tracker()
+    own = [Launched(name="learner", role="learner", pid=8, seconds=9)]
+    heard.hear({"learner": beat("learner", 1, pid=8, role="learner")}, seconds=1, launched=own)
+    heard.hear({"learner": beat("evil", 2, pid=8, role="learner")}, seconds=1, launched=own)
+    assert not any(one.beat.actor == "evil" for one in heard.present().values())
+
+
+def test_own_processes_that_have_worked_are_known_to_be_up_whoever_hides_their_heartbeats() -> None:
+    heard = tracker()
+    own = [
+        Launched(name="w0", role=WORKER, pid=7, seconds=9),
+        Launched(name="learner", role="learner", pid=8, seconds=9),
+    ]
+    heard.hear({"w0": beat("w0", 1)}, seconds=1, launched=own)
+    assert heard.own_roles == {WORKER}  # of the learner it is not known that it came past its start
+    for number in range(30):
+        heard.hear({"learner": beat("learner", number, pid=8, role="learner")}, seconds=1, launched=own)
+    assert heard.own_roles == {WORKER, "learner"}
+    heard.hear({}, seconds=1, launched=[replace(own[0], pid=0), replace(own[1], is_leaving=True)])
+    assert not heard.own_roles
+
+
 def test_other_watchers_are_no_part_of_the_run() -> None:
     heard = tracker()
     heard.hear({"watcher-9": beat("watcher-9", 1, role=WATCHER)}, seconds=1)

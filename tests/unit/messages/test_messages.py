@@ -392,6 +392,20 @@ def test_a_trajectory_that_contradicts_itself_is_refused(changes: dict[str, Any]
         replace(TRAJECTORY, **changes)
 
 
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, 1e308, -1e308])
+def test_seconds_that_cannot_be_are_refused(seconds: float) -> None:
+    """What is shown of them, or added to them, would be no number that JSON or a viewer has."""
+    for make in (
+        lambda: Event(kind="joined", actor="w0", time=seconds),
+        lambda: Heartbeat(actor="w0", role="rollout-worker", clock_shift=seconds),
+        lambda: Wait(what="prompts", seconds=seconds),
+        lambda: Wait(what="prompts", usual=seconds),
+        lambda: Wait(what="prompts", limit=seconds),
+    ):
+        with pytest.raises(MessageError, match="must be seconds"):
+            make()
+
+
 def test_newer_weights_compare_greater() -> None:
     def weights(incarnation: int, policy_version: int) -> WeightVersion:
         return WeightVersion(incarnation=incarnation, policy_version=policy_version, uri="/w", sha256="ab", num_bytes=1)

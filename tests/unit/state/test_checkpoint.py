@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -100,6 +101,43 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_taken(
     assert "kept as damaged-step-00000015; trying step-00000010" in said[0]
     assert (directory / "damaged-step-00000015").is_dir() and not (directory / "step-00000015").exists()
     assert resumed(directory) == (10, [])  # once
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+ODD_VALUES = {
+    "deep": DEEP,
+    "huge": b"1e999",
+    "below": b"-1e999",
+    "none": b"NaN",
+    "digits": b"9" * 5000,
+    "long": b'"' + b"x" * 5000 + b'"',
+    "half": b'"\\ud800"',
+}
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize("value", ODD_VALUES.values(), ids=ODD_VALUES.keys())
+def test_whatever_is_written_over_a_value_is_damage(directory: Path, value: bytes, has_manifest: bool) -> None:
+    """In each place of the manifest, or of learner.json without one: what Python cannot read, or not to its end."""
+    path = directory / "step-00000015" / ("manifest.json" if has_manifest else "learner.json")
+    if not has_manifest:
+        (directory / "step-00000015" / manifest.FILE).unlink()
+    pieces = path.read_bytes().split(b": ")
+    for at in range(1, len(pieces)):
+        rest = pieces[at]
+        end = min(rest.find(mark) for mark in (b",", b"}", b"\n") if mark in rest)
+        path.write_bytes(b": ".join([*pieces[:at], value + rest[end:], *pieces[at + 1 :]]))
+        with contextlib.suppress(CheckpointDamaged):
+            checkpoint.read(directory / "step-00000015", whole=True)
+    path.write_bytes(DEEP)
+    assert resumed(directory)[0] == 10
+
+
+@pytest.mark.parametrize("length", [300, 10_000])
+def test_a_name_that_no_file_can_have_is_damage(directory: Path, length: int) -> None:
+    path = directory / "step-00000015" / manifest.FILE
+    path.write_text(path.read_text().replace("backend/backend.json", "x" * length))
+    assert resumed(directory)[0] == 10
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -385,6 +385,16 @@ def test_a_finished_run_has_no_findings_and_its_server_may_be_gone() -> None:
     assert diagnose(replace(observation, is_finished=True, bus_silent=9.0)) == []
 
 
+@pytest.mark.parametrize("name", ["no learner", "no worker"])
+def test_processes_of_the_launcher_are_not_missed_while_they_are_up(name: str) -> None:
+    """They were at work, and are processes still: somebody hides their heartbeats, which must not end the run."""
+    rows = [row for row in TABLE.values() if row.fault == name]
+    assert rows
+    for row in rows:
+        seen = replace(observed(row), own_roles=frozenset({LEARNER, WORKER}))
+        assert not [finding for finding in diagnose(seen) if finding.fault == name]
+
+
 def test_a_learner_that_has_just_left_is_not_missed_at_once() -> None:
     observation = observed(TABLE["there is no learner"])
     assert diagnose(replace(observation, leaderless=3.0)) == []

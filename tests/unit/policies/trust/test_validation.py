@@ -63,6 +63,12 @@ def test_what_cannot_be_is_named(changes: dict[str, Any], words: str) -> None:
     assert words in problem(of(**changes))
 
 
+@pytest.mark.parametrize("name", ["seconds", "began", "reward_seconds"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0])
+def test_a_time_that_cannot_be_is_named(name: str, value: float) -> None:
+    assert f"its {name} are {value:.4g}" in problem(replace(GROUP, **{name: value}))
+
+
 def test_a_prompt_that_cannot_be_is_named() -> None:
     assert "prompt token 100" in problem(replace(GROUP, prompt_tokens=np.array([100], np.int32)))
     assert "no prompt tokens" in problem(replace(GROUP, prompt_tokens=np.zeros(0, np.int32)))

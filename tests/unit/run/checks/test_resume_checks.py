@@ -84,3 +84,20 @@ async def test_a_checkpoint_that_cannot_be_read_now_is_said_and_left_alone(
 
 def damaged_checkpoint(run: RunConfig) -> None:
     (run.run_directory / "checkpoints" / "step-00000005").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "weights"])
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_what_is_no_folder_in_the_place_of_one_is_refused_in_one_line(run: RunConfig, name: str, is_loop: bool) -> None:
+    """Six restarts would end the run, and none would find it otherwise."""
+    resume_checks.refuse_others(run)  # never begun
+    path = run.run_directory / name
+    path.mkdir(parents=True)
+    resume_checks.refuse_others(run)
+    path.rmdir()
+    path.symlink_to(path) if is_loop else path.write_text("")
+    with pytest.raises(ConfigError) as refused:
+        resume_checks.refuse_others(run)
+    problem = "is a link to itself" if is_loop else "is not a folder"
+    of = "weights.directory" if name == "weights" else "run.directory"
+    assert str(refused.value) == f"{of}: {path}: {problem}; one of the run belongs there, so move it away"

@@ -59,6 +59,15 @@ def test_a_run_that_was_begun_without_tickets_goes_on_without(run: RunConfig) ->
     assert not (run.run_directory / "keys" / "tickets").exists()
 
 
+@pytest.mark.parametrize("data", [b"\xcd" * 32, b"ab" * 20, bytes(64)])
+def test_a_damaged_secret_of_the_tickets_is_refused_in_one_line(run: RunConfig, data: bytes) -> None:
+    assert signing_keys.ticket_secret(run)
+    (run.run_directory / "keys" / "tickets").write_bytes(data)
+    with pytest.raises(ConfigError, match="keys/tickets: is not the secret of the run's tickets") as refused:
+        signing_keys.ticket_secret(run)
+    assert "\n" not in str(refused.value)
+
+
 def test_of_processes_that_make_it_at_once_all_have_the_same(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     generate, together = signing_keys.SigningKey.generate, threading.Barrier(4)
 
@@ -104,12 +113,21 @@ def test_a_later_process_is_never_taken_for_an_earlier_one(run: RunConfig, monke
 
 def test_a_worker_believes_the_key_it_is_told_then_the_folders_then_the_first(run: RunConfig) -> None:
     told = dataclasses.replace(run, bus=dataclasses.replace(run.bus, learner_key="a" * 64))
-    first = signing_keys.signatures(run, role="rollout-worker")
+    first = signing_keys.signatures(run, role="rollout-worker", own=SigningKey.generate())
     first.open(PROGRESS, "", learners(run))
     key = signing_keys.learner_key(run)
     assert first.learner == key
     assert signing_keys.signatures(run, role="rollout-worker").learner == key
     assert signing_keys.signatures(told, role="rollout-worker").learner == "a" * 64
+
+
+def test_a_worker_of_a_run_that_has_lost_its_keys_believes_no_earlier_learner(run: RunConfig) -> None:
+    """`asyncrl run` gives workers keys if the run has them. What a learner signed before they were removed is still on
+    the bus: believed, it would make all that the present one says a stranger's."""
+    assert not signing_keys.signatures(run, role="rollout-worker")._learns
+    own = SigningKey.generate()
+    assert signing_keys.signatures(run, role="rollout-worker", own=own)._learns
+    assert signing_keys.signatures(run, role="rollout-worker", has_joined=True)._learns
 
 
 def test_an_observer_believes_no_stranger(run: RunConfig) -> None:

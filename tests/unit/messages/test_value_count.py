@@ -1,0 +1,134 @@
+"""How many values a message holds is known before any is made: bytes that stand for millions of objects are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import MessageError
+from asyncrl.messages import TrajectoryGroup, codec, replace
+from asyncrl.messages.codec import BYTES_A_VALUE, FEW_BYTES, MOST_VALUES, decode, encode
+from asyncrl.messages.upgrade import SCHEMA
+from asyncrl.messages.value_count import has_more_values
+from tests.unit.messages.test_messages import SAMPLES
+
+DEEPEST = 1022
+"""Levels that msgpack unpacks; Python's ``repr`` of so many fails."""
+
+EXTENSIONS = st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=300))
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary() | EXTENSIONS
+)
+VALUES = st.recursive(
+    SCALARS | st.sampled_from(["x" * 300, bytes(70_000)]),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(), inner, max_size=20),
+)
+
+
+def count(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(count(key) + count(item) for key, item in value.items())
+    return 1 + sum(map(count, value)) if isinstance(value, list) else 1
+
+
+@given(value=VALUES)
+def test_every_value_counts_once(value: Any) -> None:
+    data = msgpack.packb(value)
+    assert not has_more_values(data, count(value))
+    assert has_more_values(data, count(value) - 1)
+
+
+@given(value=st.sampled_from([16, 70_000]))
+def test_values_of_long_lists_and_tables_count(value: int) -> None:
+    for many in ([None] * value, {str(number): None for number in range(value)}):
+        assert not has_more_values(msgpack.packb(many), count(many))
+        assert has_more_values(msgpack.packb(many), count(many) - 1)
+
+
+@given(data=st.binary(max_size=200), most=st.integers(0, 200))
+def test_any_bytes_can_be_counted(data: bytes, most: int) -> None:
+    assert has_more_values(data, most) in (True, False)
+
+
+@pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xc0", b"\xa1x", b"\x91\x90"])
+def test_bytes_that_stand_for_many_objects_cost_no_memory(item: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of messages that others than the learner send."""
+    monkeypatch.setattr(codec, "MOST_VALUES", 1000)
+    num = FEW_BYTES
+    head = b"\x93" + msgpack.packb("TrajectoryGroup") + msgpack.packb(SCHEMA)
+    for data in (
+        head + b"\xdd" + num.to_bytes(4, "big") + item * num,
+        head + (b"\xdd" + (num // 50).to_bytes(4, "big") + item * (num // 50 - 1)) * 50 + b"\xc0",
+    ):
+        with traced(most=2**16), pytest.raises(MessageError, match="more values than a message may"):
+            decode(data, TrajectoryGroup, is_bounded=True)
+
+
+@contextlib.contextmanager
+def traced(*, most: int) -> Iterator[None]:
+    """Inside, no more bytes are taken at once."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_array_has_a_short_head_whatever_follows_it() -> None:
+    shape = msgpack.ExtType(1, msgpack.packb(("<i4", [0] * 100_000)))
+    fields = {"group_id": 1, "prompt_tokens": shape, "trajectories": []}
+    data = msgpack.packb(("TrajectoryGroup", SCHEMA, fields))
+    with traced(most=300_000), pytest.raises(MessageError):  # its bytes, and no list of numbers
+        decode(data, TrajectoryGroup)
+
+
+def test_a_large_group_is_far_below_what_is_refused() -> None:
+    """512 answers, each sampled by fifty versions: less than half of what is allowed."""
+    sample = SAMPLES[TrajectoryGroup]
+    answer = sample.trajectories[0]
+    spans = tuple(replace(answer.version_spans[0], start=10 * number) for number in range(50))
+    tokens = [7] * 500
+    answers = [
+        replace(answer, tokens=tokens, response_mask=[True] * 500, behavior_logprobs=[-1.0] * 500, version_spans=spans)
+        for _ in range(512)
+    ]
+    data = encode(replace(sample, trajectories=tuple(answers)))
+    assert not has_more_values(data, (MOST_VALUES + len(data) // BYTES_A_VALUE) // 2)
+    assert decode(data, TrajectoryGroup, is_bounded=True).group_id == sample.group_id
+
+
+@pytest.mark.parametrize("depth", [100, 990, 1000, 1010, DEEPEST])
+@pytest.mark.parametrize("level", [b"\x91", b"\x81\xa1a"])
+@pytest.mark.parametrize("place", ["kind", "schema", "fields", "field", "name"])
+def test_what_is_nested_deeply_is_refused_wherever_it_stands(place: str, level: bytes, depth: int) -> None:
+    nested = level * depth + b"\xc0"
+    name, schema = msgpack.packb("TrajectoryGroup"), msgpack.packb(SCHEMA)
+    data = {
+        "kind": b"\x93" + nested + schema + b"\x80",
+        "schema": b"\x93" + name + nested + b"\x80",
+        "fields": b"\x93" + name + schema + nested,
+        "field": b"\x93" + name + schema + b"\x81" + msgpack.packb("group_id") + nested,
+        "name": b"\x93" + name + schema + b"\x81" + msgpack.packb("other") + nested,
+    }[place]
+    with pytest.raises(MessageError) as error:
+        decode(data, TrajectoryGroup)
+    assert len(str(error.value)) < 1000
+
+
+def test_what_is_said_of_another_message_is_short() -> None:
+    for data in (
+        msgpack.packb(("A" * 1_000_000, SCHEMA, {})),
+        msgpack.packb(("TrajectoryGroup", "A" * 1_000_000, {})),
+        msgpack.packb(("TrajectoryGroup", SCHEMA, {f"x{number}" * 100: 0 for number in range(1000)})),
+    ):
+        with pytest.raises(MessageError) as error:
+            decode(data, TrajectoryGroup)
+        assert len(str(error.value)) < 2000
