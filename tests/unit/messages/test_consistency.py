@@ -1,0 +1,65 @@
+"""Messages check themselves when they are made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import MessageError
+from asyncrl.messages import (
+    Event,
+    Heartbeat,
+    VersionSpan,
+    Wait,
+    WeightVersion,
+    replace,
+)
+from tests.unit.messages.test_messages import SPANS, TRAJECTORY
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": [], "response_mask": [], "behavior_logprobs": []}, "no tokens"),
+        ({"response_mask": [True]}, "response_mask has 1 of 3"),
+        ({"behavior_logprobs": [-1.0]}, "behavior_logprobs has 1 of 3"),
+        ({"behavior_logprobs": [-1.0, math.nan, 0.0]}, "NaN"),
+        ({"behavior_logprobs": [-1.0, -math.inf, 0.0]}, "infinity"),
+        ({"behavior_logprobs": [-1.0, 0.5, 0.0]}, "above 0"),
+        ({"version_spans": ()}, "version_spans"),
+        ({"version_spans": (VersionSpan(start=1, incarnation=0, policy_version=0),)}, "start at 0"),
+        ({"version_spans": (SPANS[0], VersionSpan(start=3, incarnation=0, policy_version=9))}, "below 3"),
+        ({"version_spans": (SPANS[0], SPANS[0])}, "rise"),
+        ({"finish_reason": "tired"}, "tired"),
+        ({"tokens": np.zeros(3, np.int64)}, "tokens must have one dimension of int32"),
+        ({"tokens": np.zeros((3, 1), np.int32)}, "one dimension"),
+    ],
+)
+def test_a_trajectory_that_contradicts_itself_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(MessageError, match=words):
+        replace(TRAJECTORY, **changes)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, 1e308, -1e308])
+def test_seconds_that_cannot_be_are_refused(seconds: float) -> None:
+    """What is shown of them, or added to them, would be no number that JSON or a viewer has."""
+    for make in (
+        lambda: Event(kind="joined", actor="w0", time=seconds),
+        lambda: Heartbeat(actor="w0", role="rollout-worker", clock_shift=seconds),
+        lambda: Wait(what="prompts", seconds=seconds),
+        lambda: Wait(what="prompts", usual=seconds),
+        lambda: Wait(what="prompts", limit=seconds),
+    ):
+        with pytest.raises(MessageError, match="must be seconds"):
+            make()
+
+
+def test_newer_weights_compare_greater() -> None:
+    def weights(incarnation: int, policy_version: int) -> WeightVersion:
+        return WeightVersion(incarnation=incarnation, policy_version=policy_version, uri="/w", sha256="ab", num_bytes=1)
+
+    assert weights(1, 3).order > weights(1, 2).order
+    assert weights(2, 0).order > weights(1, 99).order

@@ -1,0 +1,146 @@
+"""A run that is only slow has no findings, and what a finding says of runs with several actors and faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.messages import Heartbeat, Wait
+from asyncrl.policies.health.diagnosis import diagnose
+from asyncrl.policies.health.faults import (
+    FOLLOWER,
+    LEARNER,
+    WORKER,
+    Finding,
+    LostPart,
+    Seen,
+)
+from tests.unit.policies.health.test_diagnosis import (
+    ALL_ELSE,
+    HEALTHY,
+    IDLE,
+    TABLE,
+    TOKEN,
+    Row,
+    held,
+    observed,
+    on,
+    prompts,
+    room,
+    space,
+    trajectories,
+    weights,
+)
+
+SLOW: dict[str, dict[str, tuple[Wait, ...]]] = {
+    "everything goes on": ALL_ELSE,
+    "engines write long answers": {LEARNER: (trajectories(300),), "w1": (TOKEN, prompts(1)), "w2": (TOKEN,)},
+    "one worker works and one has nothing to do": IDLE | {"w1": (TOKEN,)},
+    "a step that is always long": IDLE | {LEARNER: (on("step", 60, usual=50, limit=200),)},
+    "a judge that is always slow": IDLE | {"w1": (on("reward", 20, usual=15, limit=60),)},
+    "a model that is being read": IDLE | {"w1": (on("start", 20, usual=0, limit=25),)},
+    "workers wait for a step": ALL_ELSE | {"w1": (prompts(9),), "w2": (weights(9),), "prompts": (room(9),)},
+    "a full batch is held for a group that nobody of these has": IDLE | {LEARNER: (held(200),)},
+    "a full batch is held while the log is full": IDLE | {LEARNER: (held(200),), "w1": (space(190),)},
+    "an engine waits for its turn": ALL_ELSE | {"w1.weights": (Wait(what="its turn", on=FOLLOWER, seconds=9),)},
+}
+
+
+@pytest.mark.parametrize("waits", SLOW.values(), ids=SLOW.keys())
+def test_a_run_that_is_only_slow_has_no_findings(waits: dict[str, tuple[Wait, ...]]) -> None:
+    assert diagnose(observed(replace(HEALTHY, waits=waits))) == []
+
+
+def test_a_learner_that_starts_brings_its_prompt_source_and_its_weights_with_it() -> None:
+    """However long workers have waited: it was killed because they did."""
+    observation = observed(replace(HEALTHY, waits=IDLE | {"w1": (prompts(90),), "w2": (prompts(90), weights(80))}))
+    starting = Heartbeat(actor=LEARNER, role=LEARNER, phase="starting", waits=(on("start", 5, limit=25),), pid=2)
+    workers = {name: seen for name, seen in observation.actors.items() if name.startswith("w")}
+    del workers["weights"]
+    assert diagnose(replace(observation, actors=workers | {LEARNER: Seen(beat=starting)})) == []
+    (found,) = diagnose(replace(observation, actors=workers))
+    assert found.fault == "no learner"
+
+
+def test_a_quarantined_worker_is_named_with_its_reason_and_is_nobody_to_wait_for() -> None:
+    def quarantined(name: str) -> Seen:
+        seen = observed(replace(HEALTHY, waits=IDLE)).actors[name]
+        return replace(seen, beat=replace(seen.beat, phase="quarantined", problem="it lies", waits=()))
+
+    healthy = observed(HEALTHY)
+    (found,) = diagnose(replace(healthy, actors=dict(healthy.actors) | {"w1": quarantined("w1")}))
+    assert (found.fault, found.actor, found.cause) == ("quarantine", "w1", "worker w1 is quarantined: it lies")
+    assert "judged anew" in found.remedy
+    idle = observed(replace(HEALTHY, waits=IDLE))
+    both = diagnose(replace(idle, actors=dict(idle.actors) | {name: quarantined(name) for name in ("w1", "w2")}))
+    assert [one.fault for one in both] == ["no worker", "quarantine", "quarantine"]
+
+
+def test_a_process_is_named_once_however_many_actors_it_has() -> None:
+    found = diagnose(observed(Row(fault="", says="", waits=ALL_ELSE, silent={1: 9, 11: 9}, process={1: "gone"})))
+    assert sorted((finding.fault, finding.actor) for finding in found) == [("gone", LEARNER), ("silent", "w1")]
+
+
+def test_faults_that_hold_up_the_learner_come_first() -> None:
+    waits = IDLE | {"w1": (on("reward", 9),), "w2": (on("engine", 9),), "w1.weights": (on("folder", 9),)}
+    found = diagnose(observed(replace(HEALTHY, waits=waits)))
+    assert [finding.fault for finding in found] == ["engine", "reward", "folder"]
+    assert [bool(finding.victims) for finding in found] == [True, True, False]
+
+
+def test_a_finished_run_has_no_findings_and_its_server_may_be_gone() -> None:
+    observation = observed(TABLE["there is no worker at all"])
+    assert diagnose(replace(observation, is_finished=True)) == []
+    assert diagnose(replace(observation, is_finished=True, bus_silent=9.0)) == []
+
+
+@pytest.mark.parametrize("name", ["no learner", "no worker"])
+def test_processes_of_the_launcher_are_not_missed_while_they_are_up(name: str) -> None:
+    """They were at work, and are processes still: somebody hides their heartbeats, which must not end the run."""
+    rows = [row for row in TABLE.values() if row.fault == name]
+    assert rows
+    for row in rows:
+        seen = replace(observed(row), own_roles=frozenset({LEARNER, WORKER}))
+        assert not [finding for finding in diagnose(seen) if finding.fault == name]
+
+
+def test_a_learner_that_has_just_left_is_not_missed_at_once() -> None:
+    observation = observed(TABLE["there is no learner"])
+    assert diagnose(replace(observation, leaderless=3.0)) == []
+    assert [one.fault for one in diagnose(replace(observation, leaderless=7.0))] == ["no learner"]
+
+
+@pytest.mark.parametrize(
+    ("part", "fault", "says"),
+    [
+        (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_gone=True), "lost", "with --resume"),
+        (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_repaired=True), "lost", "has made it again"),
+        (LostPart(name="KV_r", problem="was altered: max_age 0 -> 5", is_repaired=True), "altered", "made it again"),
+    ],
+)
+def test_what_the_bus_lost_is_named_beside_all_else_and_alone_while_nobody_can_be_heard(
+    part: LostPart, fault: str, says: str
+) -> None:
+    hung = replace(HEALTHY, waits=ALL_ELSE | {"w2": (on("engine", 9),)})
+    found = diagnose(replace(observed(hung), bus_losses=(part,)))
+    assert [one.fault for one in found] == [fault, "engine"]
+    assert found[0].text == f"nats-server: {part.name} {part.problem}"
+    assert says in found[0].remedy
+    assert [one.fault for one in diagnose(replace(observed(hung), bus_losses=(part,), is_bus_blind=True))] == [fault]
+    assert diagnose(replace(observed(hung), bus_losses=(part,), is_finished=True)) == []
+
+
+def test_a_finding_keeps_its_key_while_it_lasts() -> None:
+    def first(seconds: float) -> Finding:
+        return diagnose(observed(replace(HEALTHY, waits=ALL_ELSE | {"w2": (on("engine", seconds),)})))[0]
+
+    assert first(7).key == first(20).key
+    assert first(7).text != first(20).text
+
+
+def test_a_thousand_actors_that_all_stand_still_are_no_burden() -> None:
+    base = observed(TABLE["the window is full of dead groups"])
+    worker = base.actors["w1"]
+    many = {f"x{i}": replace(worker, beat=replace(worker.beat, actor=f"x{i}", pid=100 + i)) for i in range(200)}
+    assert [one.fault for one in diagnose(replace(base, actors=dict(base.actors) | many))] == ["window"]
