@@ -2,7 +2,7 @@
 
 It starts one engine and then one copy of the learner's model on this machine, measures each for a while, and simulates
 the loop for every split that may be the best, with several staleness bounds. The keys it prints go into the run file.
-What it leaves out: time to load new weights (0.1 s each), evaluations, checkpoints, the bus.
+It leaves out the time to load new weights (0.1 s each), evaluations, checkpoints and the bus.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
@@ -21,6 +21,10 @@ from asyncrl.errors import ConfigError
 if TYPE_CHECKING:
     from asyncrl.policies.planning.allocation import Predicted
     from asyncrl.run.planning.plan import Allocation
+
+
+MOST_GPUS: Final = 4096
+"""The simulation of more takes too long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if not 1 <= options.gpus <= 100_000:
-        raise ConfigError(f"--gpus {options.gpus}: must be in 1..100000")
+    if not 1 <= options.gpus <= MOST_GPUS:
+        raise ConfigError(f"--gpus {options.gpus}: must be in 1..{MOST_GPUS}")
     if not 1 <= options.seconds <= 3600:
         raise ConfigError(f"--seconds {options.seconds:g}: must be in [1, 3600]")
     run_config = arguments.load(options)
@@ -53,16 +57,16 @@ def _told(what: str) -> None:
 
 
 def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
-    timing, best = found.timing, found.best
-    lengths = [int(one.response_mask.sum()) for group in found.engine.groups for one in group.trajectories]
+    timing, best, full = found.timing, found.best, round(found.engine.most_running)
+    lengths = _lengths(found)
     yield (
-        f"engine    a decode step takes {1e3 * timing.seconds_per_token:.2f} ms and "
-        f"{1e6 * timing.seconds_per_sequence:.1f} us per sequence, up to {found.engine.most_running:.0f} at once were "
-        f"measured; answers have {sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most"
+        f"engine    a decode step takes {1e3 * timing.decode_step(1):.1f} ms with one sequence and "
+        f"{1e3 * timing.decode_step(full):.1f} ms with {full}, the most that ran at once; answers have "
+        f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most"
     )
     yield (
-        f"learner   a copy of the model trains {timing.train_tokens_per_second:,.0f} tokens/s, prompts included, and "
-        f"{timing.train_seconds:.2f} s a step besides"
+        f"learner   {found.units.copy} of the GPUs train {timing.train_tokens_per_second:,.0f} tokens/s, prompts "
+        f"included, plus {timing.train_seconds:.2f} s a step"
     )
     yield "learner+engines  max_staleness  trained tokens/s  learner busy  engines busy"
     for one in sorted(found.found, key=lambda one: (one.split, one.max_staleness)):
@@ -78,17 +82,25 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         yield f"--set {section}.{key}={value}"
 
 
+def _lengths(found: Allocation) -> list[int]:
+    """Of rollouts."""
+    from asyncrl.run.planning.plan import lengths_of
+
+    return [length for group in found.engine.groups for length in lengths_of(group)]
+
+
 def _split(one: Predicted, found: Allocation) -> str:
     return f"{one.split.copies * found.units.copy}+{one.split.engines * found.units.engine}"
 
 
-def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, int]]:
+def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, int | str]]:
     """(section, key, value) of what to write into the run file."""
     best = found.best
-    keys = [
+    keys: list[tuple[str, str, int | str]] = [
         ("learner", "ranks", best.split.copies * found.units.copy),
         ("rollout", "workers", best.split.engines),
     ]
+    keys += [(section, "gpus", "[]") for section in ("learner", "rollout") if getattr(run_config, section).gpus]
     if run_config.run.mode == "async":
         keys.append(("staleness", "max_staleness", best.max_staleness))
     if found.learner.larger is not None and found.learner.larger > 1.05:
@@ -99,8 +111,20 @@ def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, i
 
 
 def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
-    """What makes the numbers less than they look."""
-    engine = found.engine
+    """What the numbers leave out, or may be wrong by."""
+    engine, staleness = found.engine, run_config.staleness
+    if run_config.algorithm.filters:
+        yield f"algorithm.filters keep {found.kept:.0%} of the groups"
+    for key, is_set in (
+        ("rollout.extra_samples", run_config.rollout.extra_samples),
+        ("staleness.replay_groups", staleness.replay_groups),
+        ("staleness.stragglers", staleness.stragglers != "wait_whole"),
+        ("curriculum", run_config.curriculum.is_on),
+    ):
+        if is_set:
+            yield f"{key} is not simulated"
+    if staleness.adaptive:
+        yield "staleness.adaptive is not simulated: the bound is max_staleness"
     if engine.num_failed:
         yield f"{engine.num_failed} of {engine.num_failed + len(engine.groups)} groups failed"
     if engine.num_unfinished:
@@ -118,7 +142,7 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
 
 
 def _as_json(run_config: RunConfig, found: Allocation) -> dict[str, Any]:
-    lengths = [int(one.response_mask.sum()) for group in found.engine.groups for one in group.trajectories]
+    lengths = _lengths(found)
     return {
         "units": dataclasses.asdict(found.units),
         "timing": dataclasses.asdict(found.timing),

@@ -169,8 +169,9 @@ class SplitAlarm:
         """copies: of the model that train;  warmup: steps that do not count"""
         self._threshold, self._copies, self._units, self._left = threshold, copies, units, warmup
         self.is_on, self.text = False, ""
+        self._workers = 0
         self._seconds: deque[tuple[float, float, float]] = deque(maxlen=self.STEPS)
-        """Of each step: all, learner busy, engines busy."""
+        """Of each step with as many workers: all, learner busy, engines busy."""
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Adds no metric."""
@@ -181,6 +182,9 @@ class SplitAlarm:
         if self._left or not workers:
             self._left = max(0, self._left - 1)
             return {}
+        if int(workers) != self._workers:
+            self._workers = int(workers)
+            self._seconds.clear()
         elapsed = waited + trained
         self._seconds.append((elapsed, trained, (1 - idle) * elapsed))
         if len(self._seconds) < self.STEPS or not self._threshold:

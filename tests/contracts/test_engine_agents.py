@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.messages import SamplingParams
 from asyncrl.protocols import Engine, Generation
-from tests.harness.agents import Client
+from tests.harness.agents import Client, chat_format
 from tests.harness.engines import TOLERANCE, Model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
@@ -39,7 +39,7 @@ class Asking:
 async def test_an_agent_s_turns_are_trained_as_the_engine_sampled_them(engine: Engine, old: Model) -> None:
     """Three turns, one after another, are one sequence: the history is never tokenised again."""
     asking = Asking(engine)
-    async with Client(asking, tokenizer=old.tokenizer) as client:
+    async with Client(asking, chat_format=chat_format(old.tokenizer)) as client:
         messages: list[Any] = []
         for question in ("1+2=", "3+4=", "5+6="):
             messages.append({"role": "user", "content": question})

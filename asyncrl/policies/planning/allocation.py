@@ -79,7 +79,7 @@ def likely(splits: Sequence[Split], plan: Plan, timing: Timing, lengths: Sequenc
     def rate(split: Split) -> float:
         running = min(timing.capacity, window / split.engines)
         sampled = split.engines * running / timing.decode_step(max(1, round(running)))
-        return min(sampled, batch / timing.train_step(packed, machines=split.copies))
+        return min(sampled * plan.kept, batch / timing.train_step(packed, machines=split.copies))
 
     best = max(range(len(splits)), key=lambda place: rate(splits[place]))
     return list(splits[max(0, best - 2) : best + 3])

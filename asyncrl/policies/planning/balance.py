@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from asyncrl.policies.planning.allocation import Split, Units
+
+LIMITING: Final = 0.9
+"""A side that is busy for this share of the time limits the run. Where none is, something else does: slow rewards, long
+answers, the staleness bound; another split would not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +21,14 @@ class Better:
 
 
 def better_split(now: Split, units: Units, *, learner_busy: float, engines_busy: float) -> Better | None:
-    """The best split of the same GPUs by proportion, None where ``now`` is.
+    """The best split of the same GPUs by proportion; None where ``now`` is, or neither side limits the run.
 
     learner_busy, engines_busy  shares of the time in which each had something to do, in (0, 1]
 
-    Each side's limit is what it does now by its busy share, and grows with its GPUs. An engine that has few sequences
-    to decode could take more and counts as busy all the same, so this promises too little rather than too much.
+    What a side can do is what it does now by its busy share, and grows with its GPUs.
     """
+    if max(learner_busy, engines_busy) < LIMITING:
+        return None
     gpus = now.copies * units.copy + now.engines * units.engine
 
     def rate(split: Split) -> float:

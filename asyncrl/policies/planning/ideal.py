@@ -8,6 +8,7 @@ another, which thins the engines' batches, so that long answers decode faster an
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class Plan:
     workers, learner_machines  engines, and copies of the model that train
     prompt_tokens              of each answer, trained on with it
     eviction                   of async: "wait" holds a batch for groups that would become too old
+    kept                       share of the groups that no filter drops
     """
 
     mode: Mode
@@ -44,6 +46,7 @@ class Plan:
     prompt_tokens: float = 16
     is_colocated: bool = False
     eviction: Literal["", "wait", "drop"] = ""
+    kept: float = 1.0
 
     @property
     def bound(self) -> int:
@@ -178,8 +181,11 @@ class Ideal:
         group.missing -= 1
         if not group.missing:
             engine.groups -= 1
-            self.buffer[group_id] = self.groups.pop(group_id)
-            del self.starts[group_id]
+            del self.groups[group_id], self.starts[group_id]
+            if self.plan.kept == 1 or random.Random(group_id).random() < self.plan.kept:
+                self.buffer[group_id] = group
+            else:
+                self.lost += 1
             self.has_changed = True
 
     def _end_step(self) -> None:
@@ -233,7 +239,9 @@ class Ideal:
 
     def _place(self, group_id: int, min_version: int) -> bool:
         """On the worker with the fewest groups; one that must load first must be quiet."""
-        for engine in sorted(self.engines, key=lambda engine: engine.groups):
+        freest = min(self.engines, key=lambda engine: engine.groups)
+        is_ready = freest.version >= min_version or not freest.groups
+        for engine in (freest,) if is_ready else sorted(self.engines, key=lambda engine: engine.groups):
             if engine.groups >= self.plan.slots:
                 return False
             if engine.version < min_version:

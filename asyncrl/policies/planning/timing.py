@@ -45,7 +45,7 @@ class DecodeReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReading:
-    """One optimizer step of one copy of the model on ``tokens``, prompts included."""
+    """One optimizer step of the smallest learner on ``tokens``, prompts included."""
 
     tokens: int
     seconds: float

@@ -35,9 +35,13 @@ def alarms_of(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
 
 
 def _split_alarm(run: RunConfig) -> SplitAlarm | None:
-    """None where learner and engines share processors, so that none is another's to give."""
+    """None where learner and engines take turns, or share processors, so that none is another's to give."""
     gpus_per_engine = registry.engine_class(run).num_gpus(run)
-    if run.run.colocated or not (gpus_per_engine and registry.backend_class(run).num_gpus(run) and has_gpus()):
+    if (
+        run.run.mode != "async"
+        or run.run.colocated
+        or not (gpus_per_engine and registry.backend_class(run).num_gpus(run) and has_gpus())
+    ):
         return None
     units = Units.of(run.learner.layout, gpus_per_engine=gpus_per_engine)
     return SplitAlarm(

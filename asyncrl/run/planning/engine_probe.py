@@ -105,7 +105,7 @@ class _Probe(Actor):
             self._worker.drain()
             await asyncio.wait((work,), timeout=self._dry_seconds)
             stats = self._worker.engine_stats()
-            self._num_unfinished = stats.running + stats.queued
+            self._num_unfinished = max(stats.running + stats.queued, int(not work.done()))  # or it is being graded
             sequence = await self.bus.last_sequence(TRAJECTORIES)
             while len(self._groups) + len(self._failed) < sequence:
                 self._arrived.clear()

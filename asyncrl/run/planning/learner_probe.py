@@ -31,7 +31,7 @@ log = logging.getLogger("asyncrl.plan")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMeasured:
-    """readings: steps of one copy of the model, weights copied for engines included.
+    """readings: steps of the smallest learner (Units.copy), weights copied for engines included.
 
     larger  tokens a second with LARGER_ROWS times the packed tokens per forward pass, divided by those with the run's;
             0 where they do not fit, None where a batch has too few tokens to tell
@@ -63,7 +63,7 @@ def _larger(run: RunConfig, probe: _Probe, size: int, readings: Sequence[TrainRe
     """Last of all: memory that runs out may leave a backend broken."""
     rows = LARGER_ROWS * run.learner.micro_batch_tokens
     own = [one for one in readings if one.tokens == max(reading.tokens for reading in readings)]
-    if own[0].tokens < rows:
+    if own[0].tokens < rows * run.learner.data_parallel:
         return None
     try:
         probe.step(size, rows=rows)
@@ -100,5 +100,4 @@ class _Probe:
         self._training(batch, parts, step=self._step, learning_rate=self._run.learner.learning_rate)
         self._backend.export()
         self._step += 1
-        tokens = sum(map(len, batch.documents)) // self._run.learner.data_parallel
-        return TrainReading(tokens=tokens, seconds=time.monotonic() - began)
+        return TrainReading(tokens=sum(map(len, batch.documents)), seconds=time.monotonic() - began)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+from asyncrl.actors.learner.group_filters import ask
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
 from asyncrl.policies.planning.ideal import Plan
 from asyncrl.policies.planning.timing import Timing, fit_decode, fit_training
 from asyncrl.rollouts.load import traits
+from asyncrl.run import registry
 from asyncrl.run.checks.run_file import check
 from asyncrl.run.planning.engine_probe import EngineMeasured, measure_engine
 from asyncrl.run.planning.learner_probe import LearnerMeasured, measure_learner
@@ -35,6 +38,7 @@ T = TypeVar("T")
 class Allocation:
     """What is known of a run, and what follows.
 
+    kept   share of the sampled groups that algorithm.filters keep
     found  every split and bound that was simulated;  best: of them;  now: the run file's own, if it is of as many GPUs
     """
 
@@ -42,6 +46,7 @@ class Allocation:
     timing: Timing
     engine: EngineMeasured
     learner: LearnerMeasured
+    kept: float
     found: tuple[Predicted, ...]
     best: Predicted
     now: Predicted | None
@@ -69,10 +74,10 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
         tells(f"{len(engine.groups)} groups sampled; starting the learner, then training for {seconds:.0f} s ...")
         learner = in_process(measure_learner, alone, engine.groups, seconds=seconds)
     timing = timing_of(run, engine, learner)
-    lengths = [[int(one.response_mask.sum()) for one in group.trajectories] for group in engine.groups]
+    lengths = [lengths_of(group) for group in engine.groups]
     asked = plan_of(run, engine)
     now = Split(max(1, run.learner.layout.ranks // units.copy), run.rollout.workers)
-    tried = likely(splits, asked, timing, lengths)
+    tried = likely(_possible(run, units, splits), asked, timing, lengths)
     tells(f"simulating {', '.join(f'{one.copies * units.copy}+{one.engines * units.engine}' for one in tried)} ...")
     found = predict(asked, timing, lengths, splits=tried, bounds=[run.max_staleness])
     if run.run.mode == "async":
@@ -88,6 +93,7 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
         timing=timing,
         engine=engine,
         learner=learner,
+        kept=asked.kept,
         found=tuple(found),
         best=recommended(found),
         now=own[0] if own else None,
@@ -109,7 +115,12 @@ def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured) 
 
 def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
     """The run, to be simulated; its split and its steps are another's."""
-    prompts = [len(group.prompt_of(one)) for group in engine.groups for one in group.trajectories]
+    filters = registry.filters(run).values()
+    kept = [group for group in engine.groups if all(ask(function, group) for function in filters)]
+    if not kept:
+        raise ConfigError(f"algorithm.filters drop each of the {len(engine.groups)} groups that were sampled")
+    packed = sum(len(group.prompt_of(one)) + len(one.tokens) for group in engine.groups for one in group.trajectories)
+    sampled = [length for group in engine.groups for length in lengths_of(group)]
     return Plan(
         mode=run.run.mode,
         workers=1,
@@ -120,9 +131,25 @@ def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
         steps=1,
         warmup=0,
         seed=run.run.seed,
-        prompt_tokens=sum(prompts) / len(prompts),
+        prompt_tokens=(packed - sum(sampled)) / len(sampled),
         eviction="wait" if run.staleness.waits else "drop",
+        kept=len(kept) / len(engine.groups),
     )
+
+
+def lengths_of(group: TrajectoryGroup) -> list[int]:
+    """Tokens that the engine sampled for each rollout, all its parts and turns together; one at least."""
+    return [max(1, sum(int(part.response_mask.sum()) for part in parts)) for parts in group.rollouts]
+
+
+def _possible(run: RunConfig, units: Units, splits: Sequence[Split]) -> Sequence[Split]:
+    """Those with a learner that the backend takes: some have one rank."""
+    two = dataclasses.replace(run, learner=dataclasses.replace(run.learner, ranks=2 * units.copy, gpus=()))
+    try:
+        registry.backend_class(run).check(two)
+    except ConfigError:
+        return splits[:1]
+    return splits
 
 
 def _require_split(run: RunConfig) -> None:
@@ -153,12 +180,12 @@ def _alone(run: RunConfig, units: Units, folder: Path) -> RunConfig:
 
 
 def in_process(measure: Callable[..., T], run: RunConfig, *arguments: object, seconds: float) -> T:
-    """In a fresh process, whose end gives back all memory. Raises what it raised, or ConfigError when it was killed."""
+    """In a fresh process, whose end gives back all memory. Raises what it raised; AsyncRLError when it was killed."""
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             return pool.submit(measure, run, *arguments, seconds=seconds).result()
         except BrokenProcessPool:
             raise AsyncRLError(
-                f"{measure.__name__}: its process was killed, perhaps for want of memory; see what `asyncrl run` says"
+                f"{measure.__name__}: its process was killed; memory may have run out. See what `asyncrl run` says"
             ) from None

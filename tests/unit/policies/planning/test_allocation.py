@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.layout import Layout
 from asyncrl.policies.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
-from asyncrl.policies.planning.balance import better_split
+from asyncrl.policies.planning.balance import LIMITING, better_split
 from asyncrl.policies.planning.ideal import Plan, Reached
 from asyncrl.policies.planning.timing import Timing
 
@@ -111,10 +112,26 @@ def test_no_split_is_called_better_that_is_not(
         for split in units.splits(copies * copy + engines * per_engine)
     }
     most = max(rates.values())
-    if better is None:
+    if max(learner, engine) < LIMITING:
+        assert better is None
+    elif better is None:
         assert most <= rates[now] * (1 + 1e-9)
     else:
         assert better.gain == pytest.approx(most / rates[now]) and better.gain > 1
+
+
+def test_where_neither_side_limits_the_run_no_split_would_help() -> None:
+    """Both wait for something else: slow rewards, long answers, the staleness bound."""
+    assert better_split(Split(4, 4), ONE, learner_busy=0.3, engines_busy=0.5) is None
+
+
+def test_filters_that_drop_half_of_the_groups_ask_for_twice_the_engines() -> None:
+    """Of nine GPUs six sample and three train, instead of five and four, where both are equally fast."""
+    dropping = dataclasses.replace(PLAN, kept=0.5)
+    given = timing(decode=1000, train=1000)
+    found = predict(dropping, given, LENGTHS, splits=ONE.splits(9), bounds=[8])
+    assert recommended(found).split == Split(3, 6)
+    assert Split(3, 6) in likely(ONE.splits(9), dropping, given, LENGTHS)
 
 
 def test_one_learner_and_one_engine_have_no_other_split() -> None:
