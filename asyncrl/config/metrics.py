@@ -47,8 +47,8 @@ class MetricsSection:
     """Warn when the learner waits for old groups (staleness.eviction) for more than this share of ten steps' time while
     engines have nothing to do; 0 is off."""
     split_alarm: float = 0.15
-    """Warn when another split of the run's GPUs between learner and engines would train a share more tokens a second,
-    larger than this, by the times that both were idle in ten steps; 0 is off. `asyncrl plan` finds the best split."""
+    """Warn when learner or engines were busy for nearly all of ten steps, and another split of the run's GPUs between
+    them would train a larger share more tokens a second than this; 0 is off. `asyncrl plan` measures it."""
 
     def __post_init__(self) -> None:
         for key in ("samples_per_step", "samples_per_evaluation"):
