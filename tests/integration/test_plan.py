@@ -82,3 +82,20 @@ def test_a_measurement_that_is_killed_is_said(demo: Path, tmp_path: Path) -> Non
     run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
     with pytest.raises(AsyncRLError, match="_dies: its process was killed"):
         in_process(_dies, run, seconds=1.0)
+
+
+class _Unusual(Exception):
+    def __reduce__(self) -> str:
+        raise TypeError("not to be pickled")
+
+
+def _raises(run: config.RunConfig, *, seconds: float) -> None:
+    raise _Unusual("the engine's own")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_a_measurement_raises_is_raised_here(demo: Path, tmp_path: Path) -> None:
+    run = config.load(ROOT / "examples" / "demo.toml", overrides(demo, tmp_path))
+    with pytest.raises(AsyncRLError, match="_Unusual: the engine's own"):
+        in_process(_raises, run, seconds=1.0)

@@ -71,7 +71,7 @@ async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> Eng
             are_sampled=False,  # no version will come
         )
         probe = _Probe(bus, worker=worker, seconds=seconds, dry_seconds=dry_seconds)
-        await supervise(probe, follower, prompts)
+        await supervise(probe, follower, prompts, owns_process=False)
         return probe.measured()
     finally:
         await bus.close()

@@ -6,9 +6,8 @@ import dataclasses
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -16,6 +15,7 @@ from asyncrl.actors.learner.group_filters import ask
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.messages import TrajectoryGroup
+from asyncrl.os_process import end_with_parent
 from asyncrl.policies.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
 from asyncrl.policies.planning.ideal import Plan
 from asyncrl.policies.planning.timing import Timing, fit_decode, fit_training
@@ -28,6 +28,8 @@ from asyncrl.run.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpu
 
 LOAD_SECONDS: Final = 0.1
 """That an engine stands still for a new version; not measured, as a step takes many times that."""
+END_SECONDS: Final = 10.0
+"""For a process that has measured to end what it started."""
 MOST_BOUNDED: Final = 2
 """Splits, the best ones, that are tried with other staleness bounds."""
 
@@ -182,10 +184,34 @@ def _alone(run: RunConfig, units: Units, folder: Path) -> RunConfig:
 def in_process(measure: Callable[..., T], run: RunConfig, *arguments: object, seconds: float) -> T:
     """In a fresh process, whose end gives back all memory. Raises what it raised; AsyncRLError when it was killed."""
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(sender, measure, run, *arguments), kwargs={"seconds": seconds})
+    process.start()
+    sender.close()
+    try:
+        found = receiver.recv()
+    except EOFError:
+        raise AsyncRLError(
+            f"{measure.__name__}: its process was killed; memory may have run out. See what `asyncrl run` says"
+        ) from None
+    finally:  # Ctrl-C too
+        process.terminate()
+        process.join(END_SECONDS)
+        process.kill()
+        process.join()
+    if isinstance(found, BaseException):
+        raise found
+    measured: T = found
+    return measured
+
+
+def _tell(sender: Connection, measure: Callable[..., object], *arguments: object, seconds: float) -> None:
+    """Sends what ``measure`` gives or raises."""
+    end_with_parent()
+    try:
+        sender.send(measure(*arguments, seconds=seconds))
+    except Exception as error:
         try:
-            return pool.submit(measure, run, *arguments, seconds=seconds).result()
-        except BrokenProcessPool:
-            raise AsyncRLError(
-                f"{measure.__name__}: its process was killed; memory may have run out. See what `asyncrl run` says"
-            ) from None
+            sender.send(error)
+        except Exception:  # some errors cannot be pickled
+            sender.send(AsyncRLError(f"{type(error).__name__}: {error}"))
