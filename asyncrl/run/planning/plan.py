@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from asyncrl.actors.learner.group_filters import ask
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.messages import TrajectoryGroup
-from asyncrl.os_process import end_with_parent
+from asyncrl.os_process import signal_on_parent_death
 from asyncrl.policies.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
 from asyncrl.policies.planning.ideal import Plan
 from asyncrl.policies.planning.timing import Timing, fit_decode, fit_training
@@ -207,7 +208,7 @@ def in_process(measure: Callable[..., T], run: RunConfig, *arguments: object, se
 
 def _tell(sender: Connection, measure: Callable[..., object], *arguments: object, seconds: float) -> None:
     """Sends what ``measure`` gives or raises."""
-    end_with_parent()
+    signal_on_parent_death(signal.SIGKILL)
     try:
         sender.send(measure(*arguments, seconds=seconds))
     except Exception as error:
