@@ -1,0 +1,56 @@
+"""What the processes of a rollout worker and of a reward worker share: who they are, and the bus as they have it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+
+from asyncrl import logs
+from asyncrl.cli.actor_process import EXIT_SECONDS
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.messages.validation import name_problem
+from asyncrl.os_process import exit_within
+from asyncrl.protocols import Bus
+from asyncrl.run.checks import same_version, single_instance
+from asyncrl.run.keys import signing_keys, worker_keys
+from asyncrl.run.keys.worker_keys import Identity
+from asyncrl.run.registry import connect
+
+log = logging.getLogger("asyncrl.cli.worker_process")
+
+
+def identity(options: argparse.Namespace, run_config: RunConfig, *, label: str) -> Identity:
+    """Who this worker is, for the whole run. From here on it logs to LABEL.log. Raises ConfigError."""
+    found = worker_keys.identity(label, os.environ)
+    if problem := name_problem(found.name):
+        raise ConfigError(f"{options.verb} --name: {problem}")
+    logs.log_to(run_config.run_directory / "logs" / f"{label}.log")
+    if found.has_own_key:
+        log.info("joins run %s as %s", run_config.run.name, found.name)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def bus_of_worker(run_config: RunConfig, own: Identity, *, token: str, has_joined: bool) -> AsyncIterator[Bus]:
+    """The bus, once a learner of our version is there; behind it the process ends within EXIT_SECONDS.
+
+    has_joined  without a run file, by the bus
+
+    Raises NameTaken while another worker has its name.
+    """
+    signatures = signing_keys.signatures(
+        run_config, role="rollout-worker", own=own.key, life=own.life, has_joined=has_joined
+    )
+    bus, run = await connect(run_config, token=token, role="rollout-worker", signatures=signatures), run_config.run.name
+    alone = contextlib.nullcontext() if own.has_own_key else single_instance.worker(bus, own.name, run=run)
+    try:
+        async with alone:
+            await same_version.await_learner(bus, run=run)
+            yield bus
+        exit_within(EXIT_SECONDS, 0)
+    finally:
+        await bus.close()
