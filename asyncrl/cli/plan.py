@@ -119,6 +119,7 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         ("rollout.extra_samples", run_config.rollout.extra_samples),
         ("staleness.replay_groups", staleness.replay_groups),
         ("staleness.stragglers", staleness.stragglers != "wait_whole"),
+        ("rollout.load", run_config.load == "drain"),
         ("curriculum", run_config.curriculum.is_on),
     ):
         if is_set:

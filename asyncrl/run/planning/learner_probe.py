@@ -49,6 +49,7 @@ def measure_learner(run: RunConfig, groups: Sequence[TrajectoryGroup], *, second
         probe = _Probe(run, backend, algorithm, groups)
         large = probe.fitting(seconds / 4)
         sizes = sorted({max(1, large // 4), large})
+        probe.step(large, rows=run.learner.micro_batch_tokens)  # its kernels, too
         until, readings = time.monotonic() + seconds, list[TrainReading]()
         for count, size in enumerate(itertools.cycle(sizes)):
             if count >= LEAST_STEPS * len(sizes) and time.monotonic() > until:
