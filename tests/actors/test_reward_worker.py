@@ -189,11 +189,13 @@ async def test_a_reward_worker_that_drains_answers_what_it_has_and_takes_no_more
 
 
 async def test_a_reward_worker_ends_with_its_run(bus: Bus) -> None:
-    async with reward_worker(bus, Judge()) as worker:
+    judge = Judge()
+    async with reward_worker(bus, judge) as worker:
         running = asyncio.create_task(worker.run())
         await bus.put(PROGRESS, progress(1))
         await bus.put(PROGRESS, type(progress(2))(incarnation=0, step=2, policy_version=2, finished=True))
         await running
+    assert not worker.draining.is_set() and judge.asked == []  # nobody else ended it
 
 
 async def test_a_rollout_worker_generates_on_while_groups_are_graded_elsewhere_up_to_a_bound(bus: Bus) -> None:
