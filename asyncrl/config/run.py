@@ -126,8 +126,9 @@ class RolloutSection:
     more, and the others are cancelled and counted (staleness/cancelled). 0 is none."""
     reissue_seconds: float = 60.0
     """Once no group was answered for this long and every worker waits for prompts, those that are outstanding are
-    issued again, after twice as long once more, and so on; the first answer counts. With load = "in_flight", also those
-    that have taken four times the median of the last 64 while others are at work. 0: never."""
+    issued again, and again each time as long passes; the first answer counts. While others are at work, those that have
+    taken four times the median of the last 64 are; without load = "in_flight", four times as long as nine of ten. 0:
+    never."""
     max_parts: int = 0
     """Trajectories that a rollout function may give for one rollout; a group with more in one fails. 0 is no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"

@@ -213,6 +213,10 @@ class Bus(Protocol):
         """Number of messages stored: not yet acked on a work topic, not yet trimmed on a log."""
         ...
 
+    async def undelivered(self, topic: Topic[Any]) -> int:
+        """Number of messages stored on a work topic that nobody was ever given."""
+        ...
+
     async def keys(self, topic: Topic[Any]) -> set[str]:
         """Keys of the messages stored on a work or log topic."""
         ...

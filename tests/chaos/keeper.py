@@ -1,13 +1,15 @@
 """A process that takes prompts of a run, says of each again and again that it is at work on it, and is not.
 
-    python -m tests.chaos.keeper FOLDER COUNT PAUSE
+    python -m tests.chaos.keeper FOLDER COUNT PAUSE REQUESTS
 
-FOLDER has the run's run.toml. It prints a line when it is there, and takes COUNT prompts, PAUSE seconds apart.
+FOLDER has the run's run.toml. It prints a line when it is there, and takes COUNT prompts, each REQUESTS of them PAUSE
+seconds apart.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 from pathlib import Path
@@ -22,7 +24,7 @@ from asyncrl.run import registry
 KEEP_SECONDS: Final = 2.0
 
 
-async def keep(folder: Path, count: int, pause: float) -> None:
+async def keep(folder: Path, count: int, pause: float, requests: int) -> None:
     """Until we are killed."""
     run = config.load(folder / "run.toml", [f"run.directory={folder / 'runs'}"])
     bus = await registry.connect(run, token="")
@@ -33,9 +35,12 @@ async def keep(folder: Path, count: int, pause: float) -> None:
             taken.append(await anext(deliveries))
             await asyncio.sleep(pause)
 
-    async with bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
+    async with contextlib.AsyncExitStack() as stack:
+        consumers = [await stack.enter_async_context(bus.consume(PROMPTS)) for _ in range(requests)]
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        for deliveries in consumers:
+            group.create_task(take(deliveries))
         print("here", flush=True)
-        group.create_task(take(deliveries))
         while True:
             await asyncio.sleep(KEEP_SECONDS)
             for delivery in taken:
@@ -44,4 +49,4 @@ async def keep(folder: Path, count: int, pause: float) -> None:
 
 if __name__ == "__main__":
     os_process.signal_on_parent_death(signal.SIGKILL)
-    asyncio.run(keep(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
+    asyncio.run(keep(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])))

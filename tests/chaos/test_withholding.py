@@ -11,15 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.policies.groups.overdue import REISSUES
 from asyncrl.state.history import HISTORY_FILE, last_incarnation
 from tests.harness.faults.run import prepare, running
 from tests.harness.forked import ForkServer
 
+REQUESTS = 400
+"""Of the 512 that nats-server lets wait, and the workers have two: nearly everything is the client's."""
+
 
 @contextlib.contextmanager
-def keeping(folder: Path, count: int, *, pause: float = 0.0) -> Iterator[None]:
-    """Inside, somebody takes ``count`` prompts, ``pause`` seconds apart, and keeps them."""
-    words = [sys.executable, "-m", "tests.chaos.keeper", str(folder), str(count), str(pause)]
+def keeping(folder: Path, count: int, *, pause: float = 0.0, requests: int = 1) -> Iterator[None]:
+    """Inside, somebody takes ``count`` prompts, ``requests`` at once, ``pause`` seconds apart, and keeps them."""
+    words = [sys.executable, "-m", "tests.chaos.keeper", str(folder), str(count), str(pause), str(requests)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
         try:
@@ -52,6 +56,23 @@ def test_a_client_that_keeps_every_prompt_costs_a_pause_and_no_restart(tmp_path:
     with running(tmp_path, *settings, forks=forks) as run, keeping(tmp_path, 16):
         run.wait_for_steps(10)
         assert run.wait_for("prompts are not answered")
+    assert last_incarnation(tmp_path / "runs" / "faults" / HISTORY_FILE) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_client_that_keeps_every_prompt_again_and_again_stops_the_run_until_it_is_gone_and_no_longer(
+    tmp_path: Path, forks: ForkServer
+) -> None:
+    """It spends no restart, however long that takes."""
+    prepare(tmp_path)
+    settings = ("run.stall_seconds=2", "run.restarts=0", "rollout.reissue_seconds=2")
+    with running(tmp_path, *settings, forks=forks) as run:
+        with keeping(tmp_path, 100_000, requests=REQUESTS):
+            run.wait_for("prompts were taken by somebody who answers none", seconds=600)
+            for _ in range(2 * REISSUES):  # twice as often as a learner is left without a cure
+                run.wait_for("by whoever took them", after=len(run.said), seconds=600)
+        run.wait_for_steps(10)
     assert last_incarnation(tmp_path / "runs" / "faults" / HISTORY_FILE) == 0
 
 

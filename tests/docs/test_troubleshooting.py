@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from asyncrl.policies.health import faults, fleet
+from asyncrl.policies.groups.overdue import KEPT
+from asyncrl.policies.health import circles, faults, fleet
 from asyncrl.policies.health.conditions import CONDITIONS
 from tests import ROOT
 
@@ -14,11 +15,12 @@ PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
 def remedies() -> dict[str, str]:
     """Of every fault whose remedy names no process."""
     seen = faults.Observation(actors={}, listened=0.0)
-    found = [faults.deaf(seen), faults.refused(seen), faults.ended(1.0, "", 0)]
+    found = [faults.deaf(seen), faults.refused(seen), ended := circles.ended(1.0, "", 0)]
+    found.append(circles.unanswered(ended, {KEPT: 2.0}))
     found += [faults.nobody(role, 1.0) for role in faults.MISSING]
     return (
         {part.fault: part.remedy for part in faults.PARTS.values() if part.remedy}
-        | {name: remedy for name, (_, remedy, _) in faults.CIRCLES.items()}
+        | {name: remedy for name, (_, remedy, _) in circles.CIRCLES.items()}
         | {one.fault: one.remedy for one in found}
     )
 
@@ -36,7 +38,7 @@ def test_the_table_of_faults_names_every_kind_and_they_are_forty_at_least() -> N
     assert len(named) >= 40
     texts = [path.read_text() for path in (ROOT / "asyncrl" / "policies" / "health").glob("*.py")]
     said = {name for text in texts for name in re.findall(r'fault="([a-z ]+)"', text)}
-    said |= {"altered", *faults.CIRCLES, *(one.fault for one in CONDITIONS.values())}
+    said |= {"altered", *circles.CIRCLES, *(one.fault for one in CONDITIONS.values())}
     said |= {part.fault for name, part in faults.PARTS.items() if name != "data"}
     said |= {fleet.SAYS[number][0] for number in fleet.SAYS} | {fault for fault, *_ in faults.MISSING.values()}
     assert said <= named, said - named

@@ -10,7 +10,7 @@ from typing import Final
 from asyncrl.actors.learner.prompt_link import OverduePrompt, PromptLink
 from asyncrl.errors import BusError
 from asyncrl.messages.topics import ACTORS, PROMPTS
-from asyncrl.policies.groups.overdue import REISSUES_LEFT, Overdue, all_wait_for_prompts
+from asyncrl.policies.groups.overdue import KEPT, REISSUES_LEFT, Overdue, all_wait_for_prompts
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.protocols import Bus
 
@@ -42,7 +42,11 @@ class OverduePrompts:
         """In this incarnation."""
 
     def numbers(self) -> dict[str, float]:
-        return {"learner/reissued_prompts": self.num_reissued, REISSUES_LEFT: self._overdue.reissues_left}
+        return {
+            "learner/reissued_prompts": self.num_reissued,
+            REISSUES_LEFT: self._overdue.reissues_left,
+            KEPT: self._overdue.num_kept,
+        }
 
     async def look(self) -> None:
         """Raises BusError."""
@@ -50,7 +54,9 @@ class OverduePrompts:
         self._overdue.look(table.outstanding, next_group_id=table.next_group_id, now=self._clock())
         if self._overdue.is_quiet:
             beats = await self._bus.states(ACTORS)
-            due = self._overdue.due(all_wait=all_wait_for_prompts(beats.values()))
+            all_wait = all_wait_for_prompts(beats.values())
+            undelivered = await self._bus.undelivered(PROMPTS) if all_wait else 0
+            due = self._overdue.due(all_wait=all_wait, undelivered=undelivered)
             self._issue_again([group_id for group_id in due if group_id in table.outstanding])
         for group_id in self._reissued.keys() - table.outstanding.keys():
             try:
@@ -65,9 +71,11 @@ class OverduePrompts:
     def _issue_again(self, group_ids: list[int]) -> None:
         if not group_ids:
             return
+        takers = " by whoever took them, of whom no heartbeat is heard" if self._overdue.num_kept else ""
         log.warning(
-            "%d prompts are not answered (groups %s): issued again, the first answer counts (rollout.reissue_seconds)",
-            *(len(group_ids), ", ".join(map(str, group_ids[:5])) + (", ..." if len(group_ids) > 5 else "")),
+            "%d prompts are not answered%s (groups %s): issued again; the first answer counts"
+            " (rollout.reissue_seconds)",
+            *(len(group_ids), takers, ", ".join(map(str, group_ids[:5])) + (", ..." if len(group_ids) > 5 else "")),
         )
         prompts = self._table.outstanding
         self._link.overdue.put_nowait(

@@ -20,11 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.policies.groups.overdue import REISSUES_LEFT
-from asyncrl.policies.health import conditions, faults, fleet, losses
+from asyncrl.policies.health import circles, conditions, faults, fleet, losses
 from asyncrl.policies.health.faults import (
     BUS_SECONDS,
     FOLLOWER,
@@ -73,7 +71,6 @@ def diagnose(observation: Observation) -> list[Finding]:
 
 _Key = tuple[str, str]
 _Path = tuple[tuple[str, Wait], ...]
-_CYCLES: Final = ("window", "log", "deadlock")
 
 
 @dataclass(slots=True)
@@ -159,7 +156,7 @@ class _Chains:
     def _roots_of_wait(self, name: str, seen: Seen, wait: Wait, path: _Path) -> frozenset[_Key] | None:
         path = (*path, (name, wait))
         if wait.on == "data":  # that nobody else waits for it is how a run ends
-            return self._end(faults.ended(path[0][1].seconds, *self._blame(LEARNER))) if len(path) > 1 else None
+            return self._end(circles.ended(path[0][1].seconds, *self._blame(LEARNER))) if len(path) > 1 else None
         if wait.on in PARTS:
             return frozenset({self._stuck(name, seen, wait).key}) if _is_stuck(wait) else None
         if wait.seconds + seen.seconds <= PATIENCE_SECONDS:
@@ -196,11 +193,12 @@ class _Chains:
         if (fault, "run") in self._ends:  # of many workers each is in one
             return frozenset({(fault, "run")})
         who = "; ".join(f"{self._label(name)} waits for {wait.what}" for name, wait in path)
-        return self._end(faults.circle(fault, who, min(wait.seconds for _, wait in path), *self._blame(LEARNER)))
+        return self._end(circles.circle(fault, who, min(wait.seconds for _, wait in path), *self._blame(LEARNER)))
 
     def _end(self, finding: Finding) -> frozenset[_Key]:
-        if any(seen.beat.numbers.get(REISSUES_LEFT) for seen in self.actors.values() if seen.beat.role == LEARNER):
-            finding = _before_reissues(finding)
+        for seen in self.actors.values():
+            if seen.beat.role == LEARNER:
+                finding = circles.unanswered(finding, seen.beat.numbers)
         self._ends.setdefault(finding.key, finding)
         return frozenset({finding.key})
 
@@ -225,17 +223,9 @@ class _Chains:
         return (beats[0].host, beats[0].pid) if beats else ("", 0)
 
 
-def _before_reissues(finding: Finding) -> Finding:
-    """While a learner that gets no answers will issue its prompts again: no cure is needed yet."""
-    if finding.fault not in ("window", "data"):
-        return finding
-    remedy = f"the learner issues unanswered prompts again (rollout.reissue_seconds); after that: {finding.remedy}"
-    return replace(finding, remedy=remedy, cure="")
-
-
 def _without_echoes(keys: set[_Key]) -> frozenset[_Key]:
     """A circle, or data that has ended, is what a fault elsewhere leaves everybody else in."""
-    causes = {key for key in keys if key[0] not in (*_CYCLES, "data")}
+    causes = {key for key in keys if key[0] not in circles.ECHOES}
     return frozenset(causes or keys)
 
 

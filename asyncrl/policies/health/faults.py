@@ -300,51 +300,6 @@ MISSING: Final[Mapping[str, tuple[str, str, str, Cure]]] = {
 }
 
 
-def circle(fault: str, who: str, seconds: float, host: str, pid: int) -> Finding:
-    cause, remedy, cure = CIRCLES[fault]
-    return Finding(
-        fault=fault,
-        actor="run",
-        cause=f"{cause}: {who}",
-        remedy=remedy,
-        seconds=seconds,
-        cure=cure,
-        host=host,
-        pid=pid,
-        is_joint=True,
-    )
-
-
-CIRCLES: Final[Mapping[str, tuple[str, str, Cure]]] = {
-    "window": (
-        "the window is full of groups that nobody works on",
-        "prompts of a dead worker are redelivered after bus.ack_seconds; a learner restarted with --resume republishes "
-        "what the bus lost",
-        "restart",
-    ),
-    "log": (
-        "the trajectory log is full before a batch is in it",
-        "raise bus.max_log_bytes or lower checkpoint.every_steps",
-        "end",
-    ),
-    "deadlock": ("everybody waits for somebody else", "restart the learner with --resume", "restart"),
-}
-
-
-def ended(seconds: float, host: str, pid: int) -> Finding:
-    return Finding(
-        fault="data",
-        actor="run",
-        cause="the data has ended, and groups that would fill the last batch do not come back",
-        remedy="a learner restarted with --resume republishes them; or raise data.epochs",
-        seconds=seconds,
-        cure="restart",
-        host=host,
-        pid=pid,
-        is_joint=True,
-    )
-
-
 # -- one actor's own words ---------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from typing import Final
 
 from asyncrl.bus.credentials_file import keys
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DiskError, exit_code_of
 from asyncrl.messages.signing import Signatures, SigningKey, is_public_key
 from asyncrl.protocols.launcher import Launcher
 from asyncrl.run.keys import heard_file, key_files, worker_keys
@@ -166,7 +166,9 @@ def _secret(folder: Path) -> SigningKey | None:
         return SigningKey.from_text((folder / "learner").read_text().strip())
     except FileNotFoundError:
         return None
-    except (PermissionError, ValueError) as error:
+    except (OSError, ValueError) as error:
+        if exit_code_of(error) == DiskError.exit_code:
+            raise
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
             f"{folder / 'learner'}: cannot read the learner's key: {reason}; put it back from a copy, or remove "

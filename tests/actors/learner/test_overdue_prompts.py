@@ -27,7 +27,11 @@ async def test_what_every_worker_waits_beside_is_issued_again_and_withdrawn_once
         await overdue.look()
     assert now == 62.0
     assert link.overdue.get_nowait() == [OverduePrompt(group_id=0, position=10, oldest_start=3)]
-    assert overdue.numbers() == {"learner/reissued_prompts": 1, "learner/reissues_left": 2}
+    assert overdue.numbers() == {
+        "learner/reissued_prompts": 1,
+        "learner/reissues_left": 2,
+        "learner/kept_prompts": 1,  # it is not on the bus: somebody took it
+    }
     table.fail(0, error="answered, one way or the other")
     for _ in range(2):  # the prompt source may have been about to publish it
         await bus.publish(PROMPTS, prompt(0), key="0", again=True)

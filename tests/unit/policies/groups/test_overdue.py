@@ -30,11 +30,36 @@ class Looks:
         return issued
 
 
-def test_what_nobody_is_at_work_on_is_issued_again_and_later_each_time() -> None:
+def test_what_nobody_is_at_work_on_is_issued_again_and_again() -> None:
     look = Looks(60)
     look.until(2, {0, 1})
-    issued = look.until(1000, {0, 1}, all_wait=True)
-    assert issued == dict.fromkeys((62.0, 182.0, 362.0, 602.0, 902.0), [0, 1])
+    assert look.until(250, {0, 1}, all_wait=True) == dict.fromkeys((62.0, 122.0, 182.0, 242.0), [0, 1])
+
+
+def test_a_straggler_is_copied_later_each_time() -> None:
+    look = Looks(60)
+    look.until(2, {0, 1})
+    look.until(4, {2})
+    assert list(look.until(500, {2})) == [64.0, 184.0, 364.0]
+
+
+def test_prompts_that_somebody_took_are_kept_until_any_is_answered() -> None:
+    look = Looks(60)
+    look.until(60, {0, 1}, all_wait=True)
+    assert look.overdue.num_kept == 0
+    look.until(130, {0, 1}, all_wait=True)
+    assert look.overdue.num_kept == 2
+    look.until(132, {1}, all_wait=True)
+    assert look.overdue.num_kept == 0
+
+
+def test_prompts_that_nobody_took_are_kept_by_nobody() -> None:
+    overdue = Overdue(60)
+    for now in range(0, 200, 2):
+        overdue.look({0, 1}, next_group_id=2, now=now)
+        overdue.due(all_wait=True, undelivered=2)
+        assert overdue.num_kept == 0
+    assert overdue.reissues_left == 0
 
 
 def test_nothing_is_issued_again_while_others_are_answered() -> None:
@@ -54,11 +79,13 @@ def test_a_straggler_that_somebody_is_at_work_on_is_given_four_times_as_long_as_
     assert list(look.until(93_000, {4})) == [90_002.0 + 2000]
 
 
-def test_where_a_copy_would_keep_its_worker_from_loading_no_straggler_is_copied() -> None:
-    look = Looks(60, copies_stragglers=False)
-    look.until(10, {0})
-    assert not look.until(10_000, {1})
-    assert look.until(10_002, {1}, all_wait=True) == {10_002.0: [1]}
+def test_where_a_copy_keeps_its_worker_from_loading_stragglers_are_given_four_times_as_long_as_nine_of_ten() -> None:
+    for copies_stragglers, usual in ((True, 40.0), (False, 120.0)):
+        look = Looks(20, copies_stragglers=copies_stragglers)
+        look.until(40, {0, 1, 2, 3, 4})  # from the second 2 on
+        look.until(120, {3, 4})  # three took 40 seconds
+        (first, *_) = look.until(2000, {4})  # and one 120
+        assert first == 2.0 + 4 * usual
 
 
 def test_nothing_is_copied_before_the_first_answer_however_long_it_takes() -> None:
@@ -88,10 +115,10 @@ def test_zero_issues_nothing_again() -> None:
 def test_all_are_in_vain_once_each_was_issued_again_some_times_and_a_new_group_begins_anew() -> None:
     look = Looks(60)
     assert look.overdue.reissues_left == 0  # nothing is outstanding
-    for now, left in ((2, REISSUES), (62, REISSUES - 1), (182, REISSUES - 2), (362, 0)):
+    for now, left in ((2, REISSUES), (62, REISSUES - 1), (122, REISSUES - 2), (182, 0)):
         look.until(now, {0}, all_wait=True)
         assert look.overdue.reissues_left == left
-    look.until(364, {0, 1})
+    look.until(184, {0, 1})
     assert look.overdue.reissues_left == REISSUES
 
 

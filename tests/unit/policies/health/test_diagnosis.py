@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.policies.groups.overdue import REISSUES_LEFT
+from asyncrl.policies.groups.overdue import KEPT, REISSUES_LEFT
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import (
     FOLLOWER,
@@ -319,3 +319,10 @@ def test_a_run_that_stands_still_is_not_cured_before_its_prompts_were_issued_aga
     assert (before.cure, pending.cure) == ("restart", "")
     assert pending.text == before.text
     assert "rollout.reissue_seconds" in pending.remedy and before.remedy in pending.remedy
+
+
+@pytest.mark.parametrize("name", ["the window is full of dead groups", "the data has ended and groups are lost"])
+def test_a_run_whose_prompts_somebody_keeps_is_told_so_and_is_cured_by_nobody(name: str) -> None:
+    (finding,) = diagnose(observed(replace(TABLE[name], numbers={REISSUES_LEFT: 0.0, KEPT: 16.0})))
+    assert (finding.fault, finding.cure) == ("kept", "")
+    assert "16 prompts were taken by somebody who answers none" in finding.text

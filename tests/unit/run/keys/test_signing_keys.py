@@ -146,6 +146,19 @@ def test_a_damaged_key_is_refused_in_one_line(run: RunConfig, text: str) -> None
         signing_keys.signatures(run, role="learner")
 
 
+def test_a_folder_or_a_link_to_itself_in_the_place_of_the_key_is_refused_in_one_line(run: RunConfig) -> None:
+    signing_keys.learner_key(run)
+    key = run.run_directory / "keys" / "learner"
+    key.unlink()
+    key.mkdir()
+    with pytest.raises(ConfigError, match="cannot read the learner's key: Is a directory"):
+        signing_keys.signatures(run, role="learner")
+    key.rmdir()
+    key.symlink_to(key)
+    with pytest.raises(ConfigError, match="cannot read the learner's key: Too many levels of symbolic links"):
+        signing_keys.signatures(run, role="learner")
+
+
 @pytest.mark.parametrize("lost", ["learner", "learner.pub"])
 def test_keys_that_a_disk_did_not_take_are_made_at_the_next_start(
     run: RunConfig, lost: str, monkeypatch: pytest.MonkeyPatch
