@@ -32,6 +32,8 @@ REISSUES: Final = 3
 _SLOWER: Final = 4.0
 """Times a quantile, because what somebody kept must not make the next wait longer."""
 _QUANTILE, _CAREFUL_QUANTILE = 0.5, 0.9
+_FIRST: Final = 30.0
+"""Times ``seconds``, as long as no group was ever answered."""
 _REMEMBERED: Final = 64
 _LOOKS_APART: Final = 10.0
 """Seconds between two looks in which this process may have been deaf: they count for nothing."""
@@ -95,11 +97,9 @@ class Overdue:
         all_wait     the first rule, for every worker waits for prompts
         undelivered  prompts that are still on the bus because nobody took them
         """
-        if not self.is_quiet or not (all_wait or self._took):
+        if not self.is_quiet:
             return []
-        patience = self._seconds
-        if not all_wait:
-            patience = max(patience, _SLOWER * self._usual())
+        patience = self._seconds if all_wait else max(self._seconds, self._straggler_seconds())
         waited = {group_id: self._looked - one.since for group_id, one in self._issued.items()}
         times = {group_id: 1 if all_wait else one.times + 1 for group_id, one in self._issued.items()}
         due = [group_id for group_id in self._issued if waited[group_id] >= patience * times[group_id]]
@@ -110,10 +110,11 @@ class Overdue:
             self._is_kept = all_wait and not undelivered
         return sorted(due)
 
-    def _usual(self) -> float:
-        """Seconds that a group takes."""
+    def _straggler_seconds(self) -> float:
+        if not self._took:
+            return _FIRST * self._seconds
         took = sorted(self._took)
-        return took[int(len(took) * (_QUANTILE if self._copies_stragglers else _CAREFUL_QUANTILE))]
+        return _SLOWER * took[int(len(took) * (_QUANTILE if self._copies_stragglers else _CAREFUL_QUANTILE))]
 
     @property
     def num_kept(self) -> int:

@@ -88,8 +88,8 @@ def test_where_a_copy_keeps_its_worker_from_loading_stragglers_are_given_four_ti
         assert first == 2.0 + 4 * usual
 
 
-def test_nothing_is_copied_before_the_first_answer_however_long_it_takes() -> None:
-    assert not Looks(60).until(7200, {0, 1})
+def test_how_long_a_group_takes_is_unknown_before_the_first_answer() -> None:
+    assert list(Looks(60).until(3600, {0, 1})) == [1802.0]
 
 
 def test_what_is_answered_between_two_looks_counts_too() -> None:
