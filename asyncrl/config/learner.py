@@ -45,7 +45,8 @@ class LearnerSection:
     model; copies train different data."""
     machines: int = 1
     """With `asyncrl run`: start every rank as a process of its own, in so many groups of as many ranks, as torchrun
-    does on so many machines. On several real machines start `asyncrl learner` with torchrun instead."""
+    does on so many machines. With launcher "ray" each group goes on a machine of its own; without Ray, start `asyncrl
+    learner` with torchrun on each."""
     tensor_parallel: int = 1
     """Ranks that share every layer, each with a part of its matrices."""
     sequence_parallel: Literal["auto", "on", "off"] = "auto"

@@ -32,7 +32,8 @@ from asyncrl.launchers.adapter import LauncherAdapter
 from asyncrl.launchers.process_agent import MARK, LaunchRequest, OutputChunk, ProcessAgent, Started
 from asyncrl.launchers.ray_options import Options, require_answer
 from asyncrl.launchers.ray_placement import Choice, Machine, Need
-from asyncrl.policies.health.faults import LEARNER, REWARD_WORKER
+from asyncrl.launchers.ray_process import RayProcess, in_a_line
+from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK, REWARD_WORKER
 from asyncrl.protocols.adapter import RunConfig
 from asyncrl.protocols.launcher import ProcessSpec
 
@@ -42,8 +43,7 @@ NODE_ID: Final = "ray.io/node-id"
 _AT_ONCE_SECONDS: Final = 2.0
 """Where there is room, a placement group is placed in milliseconds."""
 _LOOK_SECONDS: Final = 5.0
-_AWAY_SECONDS: Final = 1.0
-_ANSWER_SECONDS: Final = 5.0
+_LEARNERS: Final = (LEARNER, LEARNER_RANK)
 _LAST_SECONDS: Final = 10.0
 
 
@@ -55,45 +55,6 @@ class _Place:
     choice: Choice
     group: Any
     machine: str = ""
-
-
-class RayProcess:
-    """One start of a process. We print its output, with its name before each line."""
-
-    def __init__(self, actor: Any, launcher: RayLauncher, *, name: str, started: Started) -> None:
-        self._actor, self._launcher, self._name = actor, launcher, name
-        self.pid, self.node = started.pid, started.host
-        self._seen = 0
-        self._code: int | None = None
-        self._reading = asyncio.Lock()
-
-    async def ended(self) -> int:
-        async with self._reading:
-            while self._code is None:
-                self._code = await self._next()
-        return self._code
-
-    def signal(self, number: int) -> None:
-        if self._code is None:
-            self._actor.signal.remote(number)
-            if number == signal.SIGKILL:  # works from here as well, should its machine not answer
-                asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._launcher.kill, self._actor)
-
-    async def _next(self) -> int | None:
-        try:
-            news: OutputChunk = await self._actor.news.remote(self._seen)
-        except self._launcher.errors.ActorUnavailableError:
-            await asyncio.sleep(_AWAY_SECONDS)  # the network, or an end that Ray does not know of yet: ask again
-            return None
-        except self._launcher.errors.RayError as error:
-            self._launcher.say(f"{self._name}: its actor is gone: {_in_a_line(error)}")
-            self._launcher.kill(self._actor)  # whatever was wrong with it, its process does not go on beside the next
-            return -signal.SIGKILL
-        self._launcher.print(self._name, news)
-        self._seen = news.last
-        if news.code is not None:
-            self._launcher.kill(self._actor)
-        return news.code
 
 
 class RayLauncher(LauncherAdapter):
@@ -119,8 +80,9 @@ class RayLauncher(LauncherAdapter):
         self._unfit: dict[str, frozenset[str]] = {}
         self._running: dict[str, RayProcess] = {}
         self._turn = asyncio.Lock()
-        self._has_learner = asyncio.Event()
-        self._has_learner.set()
+        self._unplaced: set[str] = set()
+        """Processes of the learner that have no machine."""
+        self._placed = asyncio.Condition()
         self._lives = itertools.count(1)
 
     def connect(self) -> str:
@@ -136,7 +98,7 @@ class RayLauncher(LauncherAdapter):
                 logging_level=logging.ERROR,
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"launcher.options: address {address!r}: {_in_a_line(error)}") from None
+            raise ConfigError(f"launcher.options: address {address!r}: {in_a_line(error)}") from None
         self._refuse_another()
         return str(ray.util.get_node_ip_address())
 
@@ -144,8 +106,7 @@ class RayLauncher(LauncherAdapter):
         machines = self._machines()
         self._planned = [self._need(spec, machines) for spec in specs]
         self._require_room(self._planned, machines)
-        if any(spec.role == LEARNER for spec in specs):
-            self._has_learner.clear()
+        self._unplaced = {spec.name for spec in specs if spec.role in _LEARNERS}
 
     async def start(self, spec: ProcessSpec) -> RayProcess:
         place = await self._find_place(spec)
@@ -172,7 +133,7 @@ class RayLauncher(LauncherAdapter):
                 raise NoRoom(f"{spec.name} on {address}: {started.problem}")
             process = self._running[spec.name] = RayProcess(actor, self, name=spec.name, started=started)
         except self.errors.RayError as error:
-            raise LaunchError(f"{spec.name}: {_in_a_line(error)}") from None
+            raise LaunchError(f"{spec.name}: {in_a_line(error)}") from None
         finally:
             if process is None:
                 self.kill(actor)
@@ -221,11 +182,10 @@ class RayLauncher(LauncherAdapter):
 
     async def _find_place(self, spec: ProcessSpec) -> _Place:
         """The place it had, if that still exists, else a new one. Waits while the cluster is full, and says so."""
-        if spec.role != LEARNER:
-            await self._has_learner.wait()  # workers without a learner would only be in its way
+        await self._wait_for_those_before(spec)
         while (place := self._places.get(spec.name)) is None or not await self._is_there(spec, place):
-            if spec.role == LEARNER:
-                self._has_learner.clear()
+            if spec.role in _LEARNERS:
+                self._unplaced.add(spec.name)
             await self.release(spec.name)
             async with self._turn:  # who comes next should see where this one went
                 machines = await asyncio.to_thread(self._machines)
@@ -233,9 +193,18 @@ class RayLauncher(LauncherAdapter):
                 await self._look(place, _AT_ONCE_SECONDS)
             if not place.machine:
                 await self._wait_for_room(spec.name, place)
-        if spec.role == LEARNER:
-            self._has_learner.set()
+        async with self._placed:
+            self._unplaced.discard(spec.name)
+            self._placed.notify_all()
         return place
+
+    async def _wait_for_those_before(self, spec: ProcessSpec) -> None:
+        """Workers without a learner would only be in its way; a rank of it goes where another one has gone."""
+        if spec.role == LEARNER:
+            return
+        before = {LEARNER, spec.beside} if spec.role == LEARNER_RANK else None
+        async with self._placed:
+            await self._placed.wait_for(lambda: not (self._unplaced if before is None else self._unplaced & before))
 
     def _reserve(self, spec: ProcessSpec, machines: list[Machine]) -> _Place:
         """Ask Ray for a place. Raises NoRoom if it could never fit beside our other processes."""
@@ -245,6 +214,7 @@ class RayLauncher(LauncherAdapter):
         unfit = self._unfit.get(spec.role, frozenset())
         if all(one.id in unfit for one in machines if need.fits(one)):  # what they lack may be there by now
             unfit = self._unfit[spec.role] = frozenset()
+        beside = self._places.get(spec.beside)
         choice = ray_placement.choose(
             need,
             strategy=self._options.strategy,
@@ -252,6 +222,8 @@ class RayLauncher(LauncherAdapter):
             ours=[place.machine for place in others],
             planned=self._planned,
             unfit=unfit,
+            beside=beside.machine if beside is not None else "",
+            apart=[self._places[name].machine for name in spec.apart if name in self._places],
         )
         if choice.within and choice.within <= choice.without:
             raise NoRoom(f"launcher: {self._options.strategy}: the machine of the others is not fit for {spec.name}")
@@ -264,7 +236,7 @@ class RayLauncher(LauncherAdapter):
                 _soft_target_node_id=choice.near or None,
             )
         except (self.errors.RayError, ValueError) as error:
-            raise LaunchError(f"{spec.name}: {_in_a_line(error)}") from None
+            raise LaunchError(f"{spec.name}: {in_a_line(error)}") from None
         return _Place(need=need, choice=choice, group=group)
 
     async def _wait_for_room(self, name: str, place: _Place) -> None:
@@ -290,15 +262,18 @@ class RayLauncher(LauncherAdapter):
         return str(table["bundles_to_node_id"][0]) if table["state"] == "CREATED" else ""
 
     async def _is_there(self, spec: ProcessSpec, place: _Place) -> bool:
-        """Whether its machine is up, fit, and (with STRICT_SPREAD) not used by another of our processes."""
+        """Whether its machine is up, fit, and still the right one beside those of our other processes."""
         if not place.machine or await self._machine_of(place) != place.machine:
             return False
         alive = {one.id for one in await asyncio.to_thread(self._machines)}
-        others = {one.machine for name, one in self._places.items() if name != spec.name}
+        others = {name: one.machine for name, one in self._places.items() if one.need.party != place.need.party}
+        shunned = others.keys() if self._options.strategy == "STRICT_SPREAD" else spec.apart
+        leader = self._places.get(spec.beside)
         return (
             place.machine in alive
             and place.machine not in self._unfit.get(spec.role, frozenset())
-            and not (self._options.strategy == "STRICT_SPREAD" and place.machine in others)
+            and place.machine not in {others.get(name) for name in shunned}
+            and (leader is None or leader.machine == place.machine)
         )
 
     def _require_room(self, needs: list[Need], machines: list[Machine]) -> None:
@@ -308,7 +283,7 @@ class RayLauncher(LauncherAdapter):
             raise NoRoom(f"launcher: {problem}; see launcher.options, or add machines with `ray start`")
 
     def _need(self, spec: ProcessSpec, machines: list[Machine]) -> Need:
-        role = self._options.learner if spec.role == LEARNER else self._options.rollout_worker
+        role = self._options.learner if spec.role in _LEARNERS else self._options.rollout_worker
         has_gpus = any(one.capacity.get("GPU", 0) for one in machines)
         gpus = role.gpus if role.gpus >= 0 else spec.num_gpus if has_gpus else 0
         if spec.role == REWARD_WORKER:  # it has no engine
@@ -318,6 +293,8 @@ class RayLauncher(LauncherAdapter):
             name=spec.name,
             resources=resources | {key: float(amount) for key, amount in role.resources.items()},
             labels={key: str(value) for key, value in role.labels.items()},
+            beside=spec.beside,
+            is_apart=bool(spec.apart),
         )
 
     def _machines(self) -> list[Machine]:
@@ -343,10 +320,11 @@ class RayLauncher(LauncherAdapter):
         learner = self._places.get(LEARNER)
         is_with_learner = spec.role != LEARNER and learner is not None and learner.machine == place.machine
         given = {name: os.environ[name] for name in self._options.environment if name in os.environ}
+        met = {"MASTER_ADDR": self._address(self._places[spec.meets].machine)} if spec.meets else {}
         return LaunchRequest(
             arguments=spec.arguments,
             directory=os.getcwd(),
-            environment=given | dict(spec.environment),
+            environment=given | dict(spec.environment) | met,
             paths={key: str(path) for key, path in spec.paths.items()},
             shared={} if is_with_learner else {key: str(folder) for key, folder in spec.shared.items()},
             mark=self._mark,
@@ -387,8 +365,3 @@ def _import_ray() -> Any:
     except ImportError:
         raise ConfigError(_NEEDS_RAY) from None
     return ray
-
-
-def _in_a_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

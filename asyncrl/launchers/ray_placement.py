@@ -11,7 +11,7 @@ with the run's others:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,11 +31,21 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What one process takes of one machine, and the labels that it must have (``!``, ``in()``, ``!in()`` as Ray)."""
+    """What one process takes of one machine, and the labels that it must have (``!``, ``in()``, ``!in()`` as Ray).
+
+    beside    the process on whose machine it goes, whatever the strategy;  is_apart: as ProcessSpec.apart
+    """
 
     name: str
     resources: Resources
     labels: Mapping[str, str] = field(default_factory=dict)
+    beside: str = ""
+    is_apart: bool = False
+
+    @property
+    def party(self) -> str:
+        """Who it goes with: the same for all processes that are beside one another."""
+        return self.beside or self.name
 
     def fits(self, machine: Machine) -> bool:
         """Whether it could go there if nobody else was there."""
@@ -65,13 +75,19 @@ def choose(
     ours: Sequence[str],
     planned: Sequence[Need],
     unfit: frozenset[str] = frozenset(),
+    beside: str = "",
+    apart: Collection[str] = (),
 ) -> Choice:
     """Where ``need`` may go.
 
     ours     the machine of each of the run's other processes that has one
     planned  everything that the run will have at once, for who comes first
     unfit    machines that lack something
+    beside   the machine where it has to go, if there is one;  apart: those where it may not
     """
+    if beside:
+        return Choice(within=frozenset((beside,)), without=unfit)
+    unfit = unfit | frozenset(apart)
     there = [one for one in machines if need.fits(one) and one.id not in unfit]
     taken = frozenset(ours)
     if strategy == "STRICT_SPREAD":
@@ -100,8 +116,26 @@ def refusal(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Mac
     if strategy == "STRICT_PACK" and not any(is_within(asked, one.capacity) for one in machines):
         largest = "; ".join(f"{one.address} {amounts(one.capacity, like=asked)}" for one in machines)
         return f"STRICT_PACK: {names} need {amounts(asked)} on one machine; there is {largest}"
-    if strategy == "STRICT_SPREAD" and len(needs) > len(machines):
-        return f"STRICT_SPREAD: {names} need {len(needs)} machines; the cluster has {len(machines)}"
+    parties = sum(not need.beside for need in needs)
+    if strategy == "STRICT_SPREAD" and parties > len(machines):
+        return f"STRICT_SPREAD: {names} need {parties} machines; the cluster has {len(machines)}"
+    return _refusal_of_those_apart(needs, strategy=strategy, machines=machines)
+
+
+def _refusal_of_those_apart(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Machine]) -> str:
+    """The same for processes that have to be on machines of their own, each with those that go beside it."""
+    leaders = [need for need in needs if need.is_apart]
+    if len(leaders) < 2:
+        return ""
+    if strategy == "STRICT_PACK":
+        return f"STRICT_PACK: learner.machines = {len(leaders)} are to be as many machines"
+    whole = total(need for need in needs if need.party == leaders[0].party)
+    fitting = [one for one in machines if leaders[0].fits(one) and is_within(whole, one.capacity)]
+    if len(fitting) < len(leaders):
+        return (
+            f"learner.machines = {len(leaders)} need as many machines with {amounts(whole)}; the cluster has "
+            f"{len(fitting)}"
+        )
     return ""
 
 

@@ -24,6 +24,10 @@ class ProcessSpec:
                  line or in a log
     paths        key of the run file -> what must exist on its machine
     shared       key of the run file -> a folder that must be shared with our machine, unless it is on the learner's
+
+    For launchers that choose machines (``Launcher.places``), by names of the run's other processes:
+    beside       it goes on the machine of this one;  apart: and on that of none of these
+    meets        MASTER_ADDR in its environment is the address of this one's machine
     """
 
     name: str
@@ -34,6 +38,9 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     paths: Mapping[str, Path] = field(default_factory=dict)
     shared: Mapping[str, Path] = field(default_factory=dict)
+    beside: str = ""
+    apart: tuple[str, ...] = ()
+    meets: str = ""
 
     def renamed(self, name: str) -> ProcessSpec:
         """A rollout worker's spec under another name, which is also its last argument."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,12 +20,23 @@ from tests import ROOT
 from tests.chaos.run_files import ANSWERS
 from tests.harness.audits import audited
 
-RUN: Final = (
-    "run.restarts=3",
-    "rollout.workers=1",
-    'engine.kind="tests.harness.tiny.engine:TinyEngine"',
-    "engine.options={step_seconds=0.05}",
-)
+RUN: Final = {
+    "short": (
+        "run.restarts=3",
+        "rollout.workers=1",
+        'engine.kind="tests.harness.tiny.engine:TinyEngine"',
+        "engine.options={step_seconds=0.05}",
+    ),
+    "ranks": (
+        "run.restarts=3",
+        "rollout.workers=1",
+        'engine.kind="inprocess"',
+        "engine.options={threads=1}",
+        "learner.ranks=2",
+        "learner.expert_parallel=1",
+        "checkpoint.every_steps=2",
+    ),
+}
 """What is other than in the storms' runs of short answers: nobody reads meters here."""
 CPUS = 4
 GPUS = 2
@@ -35,20 +47,22 @@ SECONDS = 900.0
 """The limit of every wait: a test's own timeout is above it."""
 
 
+_STARTS: Final = 4
+
+
 class TwoNodes:
     """Nodes a (the head) and b, labelled site = a and site = b."""
 
     def __init__(self) -> None:
         node = {"num_cpus": CPUS, "num_gpus": GPUS, "object_store_memory": 80 * 2**20}
         self._node = node
-        self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args=node
+        self._cluster = _started(
+            node
             | {
                 "include_dashboard": False,
                 "labels": {"site": "a"},
                 "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
-            },
+            }
         )
         self.address: str = self._cluster.address
         self.a: str = self._cluster.head_node.node_id
@@ -99,20 +113,31 @@ class TwoNodes:
         self._cluster.shutdown()
 
 
+def _started(head: dict[str, Any]) -> Cluster:
+    """Ray gives a node 30 seconds to start, which on a loaded machine is not enough each time."""
+    for _ in range(_STARTS - 1):
+        with contextlib.suppress(Exception):  # that is what it raises
+            return Cluster(initialize_head=True, head_node_args=head)
+    return Cluster(initialize_head=True, head_node_args=head)
+
+
 class RayRun:
     """`asyncrl run --launcher ray` of the tiny task, in a folder of its own."""
 
-    def __init__(self, folder: Path, cluster: TwoNodes, *overrides: str, name: str = "storm") -> None:
+    def __init__(
+        self, folder: Path, cluster: TwoNodes, *overrides: str, name: str = "storm", answers: str = "short"
+    ) -> None:
+        """answers: whose of tests/chaos/run_files.py"""
         self.folder = folder
-        self._overrides = [f"run.name={name}", *RUN, *overrides]
+        self._overrides = [f"run.name={name}", *RUN[answers], *overrides]
         self._env = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
         self._output = folder / f"{name}.txt"
         self.directory = folder / "runs" / name
         self._process: subprocess.Popen[bytes] | None = None
         if not (folder / "run.toml").exists():
-            short = ANSWERS["short"]
-            short.write(folder, 0)
-            (folder / "run.toml").write_text(short.run_file.format(folder=folder, seed=0, port=0))
+            made = ANSWERS[answers]
+            made.write(folder, 0)
+            (folder / "run.toml").write_text(made.run_file.format(folder=folder, seed=0, port=0))
 
     @property
     def said(self) -> str:

@@ -36,11 +36,6 @@ def check(run: RunConfig) -> None:
     _check_settings(run)
     evaluation.warn_of_share(run)
     if launcher.places:  # on other machines: each process looks at its own
-        if run.learner.machines > 1:
-            raise ConfigError(
-                f'learner.machines: launcher.kind = "{run.launcher.kind}" keeps a learner on one machine; remove it, '
-                "or start `asyncrl learner` with torchrun"
-            )
         return
     _check_prometheus(run)
     registry.backend_class(run).check_machine(run)

@@ -76,16 +76,28 @@ class ProcessSpecs:
             port = listener.getsockname()[1]
         secret = {LEARNER_SECRET: secrets.token_hex(32)}
         environments = registry.backend_class(self._run).environments(self._run, port=port)
-        return [
-            self._rank(
-                f"{LEARNER}-{rank}" if rank else LEARNER,
+        names = [f"{LEARNER}-{rank}" if rank else LEARNER for rank in range(len(environments))]
+        each = len(names) // self._run.learner.machines
+        leaders = names[::each]
+        made = []
+        for rank, environment in enumerate(environments):
+            child = self._rank(
+                names[rank],
                 gpus[rank : rank + 1],
                 {**environment, **secret},
                 num_gpus=min(1, gpus_of_learner(self._run)),
                 resume=resume,
             )
-            for rank, environment in enumerate(environments)
-        ]
+            leader = leaders[rank // each]
+            is_leader = leader == child.name
+            child.spec = dataclasses.replace(
+                child.spec,
+                beside="" if is_leader else leader,
+                apart=tuple(name for name in leaders if is_leader and name != leader),
+                meets=LEARNER,
+            )
+            made.append(child)
+        return made
 
     def _rank(
         self, name: str, gpus: Gpus, environment: Mapping[str, str], *, num_gpus: int, resume: bool

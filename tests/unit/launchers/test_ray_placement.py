@@ -77,3 +77,37 @@ def test_a_refusal_says_what_is_asked_and_what_there_is() -> None:
     assert refusal([CPU] * 3, "STRICT_SPREAD") == (
         "STRICT_SPREAD: 3 processes (w0 ... w0) need 3 machines; the cluster has 2"
     )
+
+
+def test_what_goes_beside_another_goes_there_whatever_the_strategy_and_what_is_apart_does_not() -> None:
+    strategies: tuple[Strategy, ...] = ("PACK", "SPREAD", "STRICT_SPREAD")
+    for strategy in strategies:
+        found = ray_placement.choose(CPU, strategy=strategy, machines=[A, B], ours="b", planned=[CPU], beside="b")
+        assert found == Choice(within=frozenset("b"))
+    apart = ray_placement.choose(CPU, strategy="PACK", machines=[A, B], ours="a", planned=[CPU], apart="a")
+    assert apart.without == frozenset("a") and apart.near != "a"
+
+
+def machines_of_a_learner(count: int, *, each: int, resources: dict[str, float]) -> list[Need]:
+    return [
+        Need(
+            name=f"{machine}.{rank}",
+            resources=resources,
+            beside=f"{machine}.0" if rank else "",
+            is_apart=not rank,
+        )
+        for machine in range(count)
+        for rank in range(each)
+    ]
+
+
+def test_machines_of_a_learner_have_room_for_all_that_goes_beside_each_other() -> None:
+    two_of_two = machines_of_a_learner(2, each=2, resources={"CPU": 1.0})
+    assert refusal(two_of_two) == refusal(two_of_two, "STRICT_SPREAD") == ""
+    assert refusal(machines_of_a_learner(2, each=2, resources={"CPU": 1.0, "GPU": 0.5})) == (
+        "learner.machines = 2 need as many machines with 2 CPU, 1 GPU; the cluster has 1"
+    )
+    assert refusal(machines_of_a_learner(3, each=1, resources={"CPU": 1.0})) == (
+        "learner.machines = 3 need as many machines with 1 CPU; the cluster has 2"
+    )
+    assert refusal(two_of_two, "STRICT_PACK") == "STRICT_PACK: learner.machines = 2 are to be as many machines"
