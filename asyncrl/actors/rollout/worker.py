@@ -180,6 +180,7 @@ class RolloutWorker(Actor):
             "weights/pause_seconds": follower.last_load.pause_seconds,
             "weights/load_seconds": follower.last_load.load_seconds,
             "weights/loads": follower.loads,
+            **follower.account.numbers(),
             "weights/loaded_at": follower.loaded_at,
             "weights/failed_reads": follower.failed_reads,
             "bus/rejected": self.bus.rejections.total,
