@@ -70,6 +70,7 @@ SCHEMA: dict[str, str] = {
     "rollout/*/discarded_tokens": "per worker",
     "rollout/*/unsaved_tokens": "per worker",
     "rollout/workers": "workers alive",
+    "rollout/joined": "of these, that `asyncrl run` did not start, by their names",
     "rollout/quarantined": "workers whose groups are dropped: learner.quarantine_mismatch",
     "rollout/*/tokens_per_second": "per worker",
     "rollout/*/idle_ratio": "per worker",
