@@ -72,8 +72,8 @@ async def test_a_fleet_grows_and_shrinks_during_training_and_has_its_size_again_
 
 
 async def test_a_fleet_grows_by_itself_while_the_learner_waits_for_answers(make: Make) -> None:
-    """Answers of up to 96 tokens: the engine is the limit. What the run chose counts when it is resumed."""
-    run = make("fleet", "rollout.most_workers=2", "rollout.max_new_tokens=96", "rollout.ignore_eos=true")
+    """Answers of 40 tokens: the engine is the limit. What the run chose counts when it is resumed."""
+    run = make("fleet", "rollout.most_workers=2", "rollout.max_new_tokens=40", "rollout.ignore_eos=true")
     run.start()
     async with run.heard():
         await run.until(lambda: run.event("first_trained", "w1"), "the second worker")
