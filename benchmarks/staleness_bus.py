@@ -38,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -70,6 +70,7 @@ LAG: Final = 16
 WORKERS: Final = 2
 STEP_SECONDS: Final = 0.15
 """Of the learner in the arms that are timed: more than generating a batch takes, so that a window of any size fills."""
+PROGRESS_SECONDS: Final = 15.0
 REWARD_SECONDS: Final = 0.15
 """Mean time until a group has its rewards, in those arms."""
 
@@ -142,11 +143,11 @@ ARMS: Final = {
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def run(arm: Arm, *, seed: int, steps: int) -> Row:
-    """One learning curve, with a nats-server of its own."""
+def run(arm: Arm, *, seed: int, steps: int, within: str | None = None) -> Row:
+    """One learning curve, with a nats-server of its own and a folder of its own, in ``within``."""
     torch.set_num_threads(1)
     start = _start(seed)
-    with tempfile.TemporaryDirectory(prefix="asyncrl-staleness-") as name:
+    with tempfile.TemporaryDirectory(prefix="asyncrl-staleness-", dir=within) as name:
         folder = Path(name)
         tiny_files.write(folder, start)
         run_config = arm.run_file(folder, seed=seed, steps=steps)
@@ -278,21 +279,35 @@ def _above(arms: Mapping[str, Row], ceilings: Mapping[str, tuple[str, float]]) -
             yield f"{name} keeps {share:.2f} of the reward of {other}; it must fall to {ceiling}"
 
 
+def progress(within: Path, *, steps: int) -> list[str]:
+    """How far the runs are that are up, in folders of ``within``."""
+    found = sorted(within.glob("*/runs/*/metrics.jsonl"))
+    return [f"{one.parent.name}: step {len(one.read_bytes().splitlines())} of {steps}" for one in found]
+
+
 def measure(arms: Sequence[Arm], *, seeds: int, steps: int, workers: int) -> list[Row]:
-    """All runs, ``workers`` at a time; says when each is done."""
+    """All runs, ``workers`` at a time; says when each is done, and every PROGRESS_SECONDS how far the others are."""
     rows: list[Row] = []
     started = time.monotonic()
-    with ProcessPoolExecutor(max_workers=workers) as pool:
-        futures = [pool.submit(run, arm, seed=seed, steps=steps) for seed in range(seeds) for arm in arms]
+    with (
+        tempfile.TemporaryDirectory(prefix="asyncrl-staleness-") as within,
+        ProcessPoolExecutor(max_workers=workers) as pool,
+    ):
+        todo = {pool.submit(run, arm, seed=seed, steps=steps, within=within) for seed in range(seeds) for arm in arms}
+        count = len(todo)
         try:
-            for future in as_completed(futures):
-                row = future.result()
-                rows.append(row)
-                print(
-                    f"{time.monotonic() - started:4.0f} s  {len(rows):3d}/{len(futures)}  {row['arm']:11s} "
-                    f"seed {row['seed']}  lag {row['lag_mean']:5.2f}  J {row['reward']:.3f}",
-                    flush=True,
-                )
+            while todo:
+                done, todo = wait(todo, timeout=PROGRESS_SECONDS, return_when=FIRST_COMPLETED)
+                for row in [future.result() for future in done]:
+                    rows.append(row)
+                    print(
+                        f"{time.monotonic() - started:4.0f} s  {len(rows):3d}/{count}  {row['arm']:11s} "
+                        f"seed {row['seed']}  lag {row['lag_mean']:5.2f}  J {row['reward']:.3f}",
+                        flush=True,
+                    )
+                if not done:
+                    far = ", ".join(progress(Path(within), steps=steps)) or "starting"
+                    print(f"{time.monotonic() - started:4.0f} s  {len(rows):3d}/{count}  {far}", flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -1,15 +1,23 @@
-"""Hears on the bus how large the fleet should be, and says there how large it is."""
+"""Hears on the bus how large the fleet should be, and says there how large it is.
+
+With a rule (policies/planning/fleet_size.py) it also decides how large, by the learner's metrics, and asks for that as
+`asyncrl scale` does: on the bus, so that it is heard, answered, and outlives the process like any other size.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.messages import Event
 from asyncrl.messages.fleet import FleetSize, FleetStatus
-from asyncrl.messages.topics import FLEET, FLEET_STATUS
+from asyncrl.messages.topics import EVENTS, FLEET, FLEET_STATUS, METRICS
+from asyncrl.policies.planning.fleet_size import Change, FleetSizer
 from asyncrl.protocols import Bus
 
 RETRY_SECONDS = 1.0
@@ -28,18 +36,23 @@ class Sized(Protocol):
 
     def status(self) -> FleetStatus: ...
 
+    def say(self, text: str) -> None: ...
+
 
 class FleetScaler:
-    """consumes: fleet    publishes: fleet_status    waits for: another size, or a change of the fleet
+    """consumes: fleet, metrics    publishes: fleet_status, fleet    waits for: another size, another fleet, a step
 
     A size that there was no room for is corrected to what there is, so that the fleet comes back with that size when
     the run is resumed.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[Bus]], fleet: Sized) -> None:
-        """connect: opens the bus, tried again until it works"""
+    def __init__(self, connect: Callable[[], Awaitable[Bus]], fleet: Sized, *, rule: FleetSizer | None = None) -> None:
+        """connect: opens the bus, tried again until it works;  rule: None leaves the size to `asyncrl scale`"""
         self._connect = connect
         self._fleet = fleet
+        self._rule = rule
+        self._own_request = ""
+        """Of the size that the rule asked for last."""
         self._asked: FleetSize | None = None
 
     async def run(self) -> None:
@@ -57,6 +70,8 @@ class FleetScaler:
                 group.create_task(self._hear(bus))
                 group.create_task(self._tell(bus))
                 group.create_task(self._keep(bus))
+                if self._rule is not None:
+                    group.create_task(self._decide(bus, self._rule))
         finally:
             await bus.close()
 
@@ -73,6 +88,26 @@ class FleetScaler:
             async for size in sizes:
                 self._asked = size
                 self._fleet.resize(size)
+
+    async def _decide(self, bus: Bus, rule: FleetSizer) -> None:
+        newest = 0
+        async with bus.watch(METRICS) as steps:
+            async for row in steps:
+                if row.step == newest:  # put again by who found it missing
+                    continue
+                newest, status = row.step, self._fleet.status()
+                if status.problem and status.request == self._own_request:
+                    rule.has_room_for(status.rollout_workers)
+                if (change := rule.look(row.numbers, own=status.rollout_workers)) is not None:
+                    await self._ask(bus, change, before=status.rollout_workers)
+
+    async def _ask(self, bus: Bus, change: Change, *, before: int) -> None:
+        self._own_request = uuid.uuid4().hex
+        self._fleet.say(f"rollout.most_workers: {before} -> {change.workers} rollout workers: {change.because}")
+        await bus.put(FLEET, FleetSize(rollout_workers=change.workers, request=self._own_request))
+        data = {"from": before, "to": change.workers, "because": change.because}
+        event = Event(kind="resized", actor="fleet", time=time.time(), data=data)
+        await bus.publish(EVENTS, event, key=f"resized-{self._own_request}")
 
     async def _tell(self, bus: Bus) -> None:
         while True:

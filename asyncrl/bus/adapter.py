@@ -103,5 +103,7 @@ def _check_one_process(run: RunConfig) -> None:
     for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
         if gpus:
             raise ConfigError(f"{section}.gpus: {because}, which sees every GPU; remove the key")
+    if run.rollout.most_workers > run.rollout.workers:
+        raise ConfigError(f"rollout.most_workers: {because} and starts no other worker; remove the key")
     if not run.rollout.workers:
         raise ConfigError(f"rollout.workers: {because} and no other worker can join; use 1 or more")

@@ -65,8 +65,8 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most"
     )
     yield (
-        f"learner   {found.units.copy} of the GPUs train {timing.train_tokens_per_second:,.0f} tokens/s, prompts "
-        f"included, plus {timing.train_seconds:.2f} s a step"
+        f"learner   {found.units.copy} of the GPUs {'trains' if found.units.copy == 1 else 'train'} "
+        f"{timing.train_tokens_per_second:,.0f} tokens/s, prompts included, plus {timing.train_seconds:.2f} s a step"
     )
     yield "learner+engines  max_staleness  trained tokens/s  learner busy  engines busy"
     for one in sorted(found.found, key=lambda one: (one.split, one.max_staleness)):

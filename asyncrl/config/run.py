@@ -77,6 +77,10 @@ class ModelSection:
 class RolloutSection:
     workers: int = 1
     """Rollout workers that `asyncrl run` starts. More can join at any time."""
+    most_workers: int = 0
+    """The run starts more workers itself, up to so many, while engines are busy and the learner waits, and lets them go
+    (down to ``workers``) while the learner is busy and engines wait or their answers get too old. 0: as many as
+    ``workers``. `asyncrl scale` still counts; a number outside of these stays."""
     gpus: tuple[int, ...] = ()
     """GPUs for these workers, dealt round-robin; empty takes those after the learner's."""
     group_size: int = 8
@@ -171,6 +175,11 @@ class RolloutSection:
         require(
             0 <= self.workers <= MOST_WORKERS,
             f"workers must be in 0..{MOST_WORKERS} (a nats-server takes no more connections), got {self.workers}",
+        )
+        require(
+            self.most_workers == 0 or self.workers <= self.most_workers <= MOST_WORKERS,
+            f"most_workers must be 0 (as many as workers) or in {self.workers}..{MOST_WORKERS}, got "
+            f"{self.most_workers}",
         )
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")

@@ -108,6 +108,7 @@ class Heartbeat:
     problem      the last error that has not been resolved, in one line
     clock_shift  seconds of the last jump of this machine's wall clock, if in the last minute
     numbers      gauges and counters by metric name, such as ``rollout/running``
+    begun        group id -> oldest policy version in it, of each group that a rollout worker is at work on
     schema       message schema of this process; all processes of a run must have the same
     """
 
@@ -124,10 +125,13 @@ class Heartbeat:
     pid: int = 0
     life: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
         times(self, "clock_shift")
+        counted = all(group.isascii() and group.isdigit() and len(group) <= 16 for group in self.begun)
+        require(counted and all(0 <= version < 2**53 for version in self.begun.values()), "begun names no groups")
 
     @property
     def waits_for(self) -> str:

@@ -191,8 +191,10 @@ class SplitAlarm:
             return {}
         whole, learner, engines = map(sum, zip(*self._seconds, strict=True))
         learner_busy, engines_busy = (max(busy / max(whole, 1e-9), self.LEAST_BUSY) for busy in (learner, engines))
-        now = Split(self._copies, int(workers))
-        better = better_split(now, self._units, learner_busy=learner_busy, engines_busy=engines_busy)
+        others = metrics.get("rollout/joined", 0.0)  # whose GPUs are not ours to split
+        joined = int(others) if isinstance(others, float | int) else 0
+        now = Split(self._copies, int(workers) - joined)
+        better = better_split(now, self._units, learner_busy=learner_busy, engines_busy=engines_busy, joined=joined)
         gain = better.gain - 1 if better is not None else 0.0
         if better is not None and gain > self._threshold and not self.is_on:
             self.is_on = True

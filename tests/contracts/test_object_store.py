@@ -325,3 +325,29 @@ def test_quick_answers_put_more_on_the_way_and_slow_ones_less() -> None:
     for number in range(1020, 3000, 10):
         pace.note(asked=number, answered=number + 5)
     assert pace.in_flight == 1
+
+
+async def test_an_object_that_was_looked_up_is_read_in_one_round_trip(stores: tuple[Any, Any]) -> None:
+    """Far away each round trip delays new weights. What was put in its place meanwhile is found the next time."""
+    writer, reader = stores
+    await put(writer, "a", b"first")
+    assert await asyncio.to_thread(reader.info, "a") is not None
+    if isinstance(reader, JetStreamObjects):
+        asked: list[str] = []
+        connection = reader._call(reader._connected())
+        request = connection.request
+
+        async def counted(subject: str, *given: Any, **options: Any) -> Any:
+            asked.append(subject)
+            return await request(subject, *given, **options)
+
+        connection.request = counted  # type: ignore[method-assign]
+        assert await read(reader, "a") == b"first"
+        assert len(asked) == 1
+        connection.request = request  # type: ignore[method-assign]
+    assert await asyncio.to_thread(reader.info, "a") is not None
+    await put(writer, "a", b"second")
+    try:
+        assert await read(reader, "a") == b"second"
+    except ObjectGone:
+        assert await read(reader, "a") == b"second"

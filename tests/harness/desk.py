@@ -16,7 +16,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.run import DataSection, ModelSection
 from asyncrl.config.staleness import StalenessSection
-from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages import Heartbeat, Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.advantages.advantage import Advantage
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
@@ -84,7 +84,10 @@ class Desk:
         wait_for_stragglers: bool = False,
         version: int = 0,
         wait_seconds: float = 0.0,
+        begun: dict[int, int] | None = None,
     ) -> None:
+        """begun: what a worker says that it has begun, with which versions; None: there is no worker"""
+        self.begun = begun or {}
         run = RunConfig(
             model=ModelSection(path=""),
             data=DataSection(path=""),
@@ -106,6 +109,7 @@ class Desk:
             progress=self.reporter,  # type: ignore[arg-type]
             changed=self.changed,
             algorithm=algorithm,
+            workers=None if begun is None else self._workers,
         )
         self._sequence = 0
 
@@ -116,6 +120,10 @@ class Desk:
             task = owner.create_task(self.batcher.prepare_ahead(owner=owner))
             yield
             task.cancel()
+
+    async def _workers(self) -> list[Heartbeat]:
+        said = {str(group_id): version for group_id, version in self.begun.items()}
+        return [Heartbeat(actor="w0", role=WORKER, policy_version=self.table.policy_version, begun=said)]
 
     async def prepare(self, groups: Sequence[BufferedGroup]) -> Prepared:
         async with asyncio.TaskGroup() as owner:

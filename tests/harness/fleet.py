@@ -14,7 +14,7 @@ from asyncrl.errors import LaunchError, NoRoom
 from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.messages.topics import FLEET, FLEET_STATUS
 from asyncrl.protocols.launcher import ProcessSpec
-from asyncrl.run.processes import process_manager, process_specs
+from asyncrl.run.processes import launch, process_manager, process_specs
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 
@@ -89,7 +89,8 @@ class Stage:
             server=None,
         )
         self.monitor = HealthMonitor(self._bus)
-        self.task = asyncio.create_task(self.manager.run(self.monitor, FleetScaler(self._bus, self.manager)))
+        scaler = FleetScaler(self._bus, self.manager, rule=launch._fleet_rule(settings))
+        self.task = asyncio.create_task(self.manager.run(self.monitor, scaler))
 
     async def _bus(self) -> MemoryBus:
         return self.bus

@@ -116,6 +116,7 @@ class Worker:
             partial_rollouts=self.partial_rollouts,
             **changes,
         )
+        _, self.follower = actors
         task = asyncio.create_task(fakes.run_worker(actors))
         try:
             yield self

@@ -25,24 +25,29 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.config import RunConfig
+from asyncrl.errors import BusError
+from asyncrl.messages import Heartbeat
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch, pack_parts, recording
+from asyncrl.policies.groups.begun import Begun
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.health.faults import HELD
+from asyncrl.policies.health.faults import BEAT_SECONDS, HELD
 from asyncrl.policies.staleness.staleness import age_weight
 
 log = logging.getLogger("asyncrl.learner")
 
+LOOK_SECONDS = BEAT_SECONDS / 2
+"""While it holds, between two looks at what workers have begun."""
 LONG_WAIT_SECONDS = 30.0
 """A learner that has waited this long for a batch says so."""
 
@@ -126,8 +131,10 @@ class Batcher:
         changed: asyncio.Event,
         algorithm: Algorithm,
         picks: Callable[[int, int], Collection[int]] | None = None,
+        workers: Callable[[], Awaitable[Sequence[Heartbeat]]] | None = None,
     ) -> None:
-        """picks: which of the groups of a step are recorded, by their count and the step's number;  None: none is"""
+        """picks: which of the groups of a step are recorded, by their count and the step's number;  None: none is
+        workers: heartbeats of those that live;  None: it is not known what they have begun"""
         self._table = table
         self._picks = picks
         self._progress = progress
@@ -151,6 +158,7 @@ class Batcher:
         self._age_weight = age_weight(
             run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
         )
+        self._workers, self._begun, self._looked = workers, Begun(), -math.inf
         self._draining = False
         self._preparation: _Preparation | None = None
 
@@ -177,6 +185,8 @@ class Batcher:
                     await self._progress.progress()  # while it tells the bus, another one may arrive
                 chosen = self._selection.next_batch(table, count=self._count)
                 late = self._late_starts() if chosen is not None else []
+                if late and await self._has_looked():
+                    continue  # meanwhile there may be others
                 if chosen is not None and (not late or hold.is_over):
                     self._note_hold(hold.seconds, late)
                     table.take(chosen)
@@ -282,12 +292,23 @@ class Batcher:
     def _is_stale_from(self, policy_version: int) -> Callable[[BufferedGroup], bool]:
         return lambda one: self._selection.is_stale(one, policy_version)
 
+    async def _has_looked(self) -> bool:
+        """Ask what workers have begun, for a batch that would hold; False if that is known already."""
+        if self._workers is None or time.monotonic() - self._looked < LOOK_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        asyncio.get_running_loop().call_later(LOOK_SECONDS, self._changed.set)
+        with contextlib.suppress(BusError):  # by what was known the learner waits longer, and nothing is lost
+            beats = await self._workers()
+            self._begun.hear(beats, outstanding=self._table.outstanding, forks=self._table.forks)
+        return True
+
     def _late_starts(self) -> list[int]:
         """Of the stragglers that the next step holds for. Where workers cut them off, with the next step as the last
         that may train them, holding earlier than for that step would be to wait for answers that nobody cuts."""
         if not self._waits_for_stragglers:
             return []
-        starts = [start for start in self._table.oldest_starts if start > self._given_up]
+        starts = [start for start in self._begun.starts(self._table.outstanding) if start > self._given_up]
         at_once = max(len(starts), 1) if self._are_stragglers_cut else self._count
         return self._selection.late_starts(self._table.policy_version, starts, count=at_once)
 

@@ -191,13 +191,14 @@ class Learner(Actor):
 
     async def _train(self, group: asyncio.TaskGroup) -> None:
         """consumes: the table    waits for: a full batch    woken by: the reader, the end of the data, drain"""
+        started, held = time.monotonic(), 0.0  # since the last step, and before batches that were rejected
         while not self.done and not self.draining.is_set():
-            started = time.monotonic()
             await self._trainer.leave_gpus()
             with self.waiting("trajectories", on=WORKER) as wait:
                 taken = await self._batcher.take(wait)
             if taken is None:
                 return
+            held += self._batcher.held_seconds
             if self._run.run.mode == "one_step_off":  # taking a batch is what admits the next one
                 await self._progress.progress()
             try:
@@ -218,21 +219,24 @@ class Learner(Actor):
                         self._in_progress.trained()
                     raise
                 await self._bisect(taken, error)
+                started, held = time.monotonic(), 0.0
                 continue
             except BaseException:  # cancelled: something else ended this incarnation
                 self._in_progress.trained()
                 raise
             self._in_progress.trained()
             if is_skipped(result.metrics) and await self._bisect(taken, None):
+                started, held = time.monotonic(), 0.0
                 continue
             self._bisector.note_trained(taken, policy_version=self.policy_version)
             self._is_repeated = False
             seconds = {
                 "learner/wait_seconds": waited,
-                "learner/held_seconds": self._batcher.held_seconds,
+                "learner/held_seconds": held,
                 "learner/step_seconds": time.monotonic() - began,
             }
             await self._trained(taken, prepared, result, seconds=seconds, group=group)
+            started, held = time.monotonic(), 0.0
 
     async def _step(self, prepared: Prepared, group: asyncio.TaskGroup) -> StepResult:
         """One step. The next batch is prepared while it runs."""

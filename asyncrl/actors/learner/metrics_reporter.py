@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -29,6 +30,8 @@ LARGE_FLEET = 64
 """Of more workers than this a row has the sums only, and they are looked up at most every LOOK_SECONDS: what a step
 costs the learner does not grow with the fleet."""
 LOOK_SECONDS = 10.0
+OWN_NAME = re.compile("w[0-9]+")
+"""What `asyncrl run` calls its rollout workers. Those that join have names with digits of their keys."""
 MANY_ROWS = 32
 """Of fewer it says little how many were passed over."""
 
@@ -73,12 +76,12 @@ class MetricsReporter:
         """cursor: the last log sequence read;  disk: waits for room where a sink has none;  groups: the step's"""
         workers = await self.workers()
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
+        row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)  # alarms look at them, too
         rung = []
         for alarm in self._alarms:
             was_on = alarm.is_on
             row |= alarm.look(row)
             rung += [alarm] if alarm.is_on and not was_on else []
-        row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)
         row[REJECTED] = self._bus.rejections.total + sum(beat.numbers.get(REJECTED, 0.0) for beat in workers)
         if slow := [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]:
             row[LEFT_OUT] = float(sum(sink.num_left_out for sink in slow))
@@ -211,7 +214,8 @@ def table_numbers(table: GroupTable) -> dict[str, float]:
 def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[str, Metric]:
     """The rollout/* and weights/* metrics over workers, and per worker unless the fleet is large."""
     has_each = len(workers) <= LARGE_FLEET
-    metrics: dict[str, Metric] = {"rollout/workers": float(len(workers))}
+    joined = sum(OWN_NAME.fullmatch(beat.actor) is None for beat in workers)
+    metrics: dict[str, Metric] = {"rollout/workers": float(len(workers)), "rollout/joined": float(joined)}
     columns: dict[str, list[float]] = {}
     for beat in sorted(workers, key=lambda beat: beat.actor):
         lag = float(max(0, policy_version - beat.policy_version))
@@ -243,5 +247,8 @@ _PER_WORKER = {
     "rollout/discarded_tokens": "sum",
     "rollout/unsaved_tokens": "sum",
     "weights/pause_seconds": "max",
+    "weights/carried_tokens": "sum",
+    "weights/lost_tokens": "sum",
+    "weights/resampled_tokens": "sum",
     "weights/lag_versions": "max",
 }

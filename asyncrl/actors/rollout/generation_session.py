@@ -117,6 +117,8 @@ class GenerationSession:
     def _begin_at(self, policy_version: int) -> None:
         if self.first_version is None:
             self.first_version = policy_version
+            if self._progress is not None:
+                self._progress.sampled_from(policy_version)
 
     @contextlib.asynccontextmanager
     async def waiting(self, *, on: str = "rollout") -> AsyncIterator[None]:

@@ -65,6 +65,8 @@ class GroupProgress:
         self._taken_over: dict[int, int] = {}
         self._is_closed = False
         self._saving = asyncio.Lock()
+        self.oldest_version: int | None = None
+        """Policy version of the oldest token, as far as its calls have begun; None: none has."""
         self.num_discarded = 0
         """Recorded tokens that were not used: they are sampled anew."""
 
@@ -97,6 +99,11 @@ class GroupProgress:
                 self._discard({key: found})
         self._begun[key] = partial
         return key, partial
+
+    def sampled_from(self, policy_version: int) -> None:
+        """A call begins with this version, or has tokens of it."""
+        oldest = self.oldest_version
+        self.oldest_version = policy_version if oldest is None else min(oldest, policy_version)
 
     def finish(self, key: Key, generation: Generation) -> None:
         """The call is done."""

@@ -48,6 +48,11 @@ class PartialRollouts:
         """In progress and not on the bus: lost if this process dies now."""
         return sum(progress.num_unsaved for progress in self._groups.values())
 
+    def begun(self) -> dict[str, int]:
+        """Heartbeat.begun"""
+        versions = {key: progress.oldest_version for key, progress in self._groups.items()}
+        return {key: version for key, version in versions.items() if version is not None}
+
     def numbers(self) -> dict[str, float]:
         return {
             "rollout/resumed_tokens": self.resumed_tokens,

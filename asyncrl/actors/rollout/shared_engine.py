@@ -55,9 +55,13 @@ class SharedEngine:
     ) -> Generation:
         """Engine.generate, counted. ``partial`` None: nothing is known of it and nobody follows it."""
         num_known = 0 if partial is None else len(partial.prefix.tokens)
-        options = {} if partial is None else {"partial": partial}
         with self._activity.running(), self._liveness.expected():
-            generation = await self.engine.generate(tokens, sampling, seed=seed, **options)
+            if partial is None:
+                generation = await self.engine.generate(tokens, sampling, seed=seed)
+            else:
+                with self.follower.account.following(partial) as ended:
+                    generation = await self.engine.generate(tokens, sampling, seed=seed, partial=partial)
+                    ended.append(generation)
         self._activity.tokens += max(0, len(generation.tokens) - num_known)
         return generation
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from asyncrl.actors.base import Actor
 from asyncrl.actors.rollout.load_turns import turn_to_load
 from asyncrl.actors.rollout.transfer_offer import offered
+from asyncrl.actors.rollout.update_account import UpdateAccount
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.errors import EngineError, WeightsError
 from asyncrl.messages import WeightVersion
@@ -83,11 +84,10 @@ class WeightFollower(Actor):
         self._listeners: list[Callable[[], None]] = []
         self._forks: dict[int, int] = {}  # incarnation -> version that it started from, as announced
         self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
-        self._running = self._demanded = 0
+        self._running = self._demanded = self._failures = 0  # failures: of sending, in a row
         self._starved_at = (-1, -1)
-        self._failures = 0  # of sending, in a row
         self._changed = asyncio.Condition()
-        self.last_load = LoadReport(pause_seconds=0.0, load_seconds=0.0)
+        self.account, self.last_load = UpdateAccount(), LoadReport(pause_seconds=0.0, load_seconds=0.0)
         self.loads, self.loaded_at, self.failed_reads = 0, 0.0, 0
 
     async def start(self) -> None:
@@ -353,7 +353,8 @@ class WeightFollower(Actor):
         """Whether the version to load is still wanted: not if another is held since. None is held meanwhile."""
         self._is_loading = self._held is held
         try:
-            yield self._is_loading
+            with self.account.load():
+                yield self._is_loading
         finally:
             self._is_loading = False
 

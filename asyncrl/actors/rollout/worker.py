@@ -159,7 +159,8 @@ class RolloutWorker(Actor):
     def heartbeat(self) -> Heartbeat:
         """Its follower's problem too: a process has one heartbeat."""
         beat = super().heartbeat()
-        said: Heartbeat = messages.replace(beat, problem=beat.problem or self._engine.follower.problem)
+        problem = beat.problem or self._engine.follower.problem
+        said: Heartbeat = messages.replace(beat, problem=problem, begun=self._partial_rollouts.begun())
         return said
 
     def present_waits(self) -> tuple[Wait, ...]:
@@ -179,6 +180,7 @@ class RolloutWorker(Actor):
             "weights/pause_seconds": follower.last_load.pause_seconds,
             "weights/load_seconds": follower.last_load.load_seconds,
             "weights/loads": follower.loads,
+            **follower.account.numbers(),
             "weights/loaded_at": follower.loaded_at,
             "weights/failed_reads": follower.failed_reads,
             "bus/rejected": self.bus.rejections.total,

@@ -40,6 +40,7 @@ CHUNK_BYTES: Final = 128 * 2**10
 """The NATS object store's default. On a slow link a chunk must not delay the connection's pings."""
 _MOST_IN_FLIGHT: Final = 128
 _SLOW_SECONDS: Final = 1.0
+_MOST_KNOWN: Final = 64
 _NAME_IN_USE: Final = 10058
 
 
@@ -57,6 +58,9 @@ class JetStreamObjects:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting: asyncio.Task[Connection] | None = None
         self._thread: threading.Thread | None = None
+        self._known: dict[str, dict[str, Any]] = {}
+        """What ``info`` found of objects that were not read since: over a long link asking again takes as long as
+        reading. If one was removed meanwhile, so were its chunks."""
         self.is_made = False  # the stream, by this process
         self._is_closed = False
 
@@ -157,10 +161,15 @@ class JetStreamObjects:
 
     def info(self, name: str) -> ObjectInfo | None:
         found = self._read_info(name)
-        return None if found is None else _info(found)
+        if found is None:
+            return None
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[name] = found
+        return _info(found)
 
     def read(self, name: str, *, start: int = 0) -> Iterator[bytes]:
-        info = self._read_info(name)
+        info = self._known.pop(name, None) or self._read_info(name)
         if info is None:
             raise ObjectGone(f"{name}: not in the object store {self._stream}")
         subject = f"$O.{self._bucket}.C.{info['nuid']}"

@@ -46,10 +46,10 @@ class Selection:
         """Where the learner waits: the groups that are still being generated, and that the next step would leave behind
         as too old, by their starts; it holds while there are any.
 
-        ``oldest_starts``: of each group that has not arrived, the oldest version that may sample it. Steps train
+        ``oldest_starts``: of each group that has not arrived, the oldest version in it (begun.py). Steps train
         ``count`` groups, the oldest first: of these groups the i-th oldest has its turn i // count steps after the
-        next one. Nothing is lost then, as long as a group begins at the version that admits it: no more than
-        (max_staleness + 1) x count are outstanding (Liu and Layland, 1973: earliest deadline first).
+        next one. Nothing is lost then: no more than (max_staleness + 1) x count are outstanding (Liu and Layland,
+        1973: earliest deadline first).
         """
         turn = policy_version + 1
         return [

@@ -311,12 +311,6 @@ class GroupTable:
         """Groups that met ``fate`` since the last step of this incarnation, or since it began."""
         return self.counts[fate] - self.counts_before_step.get(fate, 0)
 
-    @property
-    def oldest_starts(self) -> list[int]:
-        """Of each outstanding group of this history, the oldest version that may sample it."""
-        prompts = self.outstanding.values()
-        return [prompt.oldest_start for prompt in prompts if prompt.oldest_start is not None]
-
     def describe(self) -> str:
         """The counts, for a person."""
         text = "{trained} groups trained, {dropped} dropped (stale), {failed} failed".format(**self.counts)

@@ -56,7 +56,7 @@ class Units:
         ]
         if not found:
             raise ValueError(
-                f"{gpus} GPUs have no room for a learner of {self.copy} and an engine of {self.engine}; give "
+                f"there is no room for a learner of {self.copy} and an engine of {self.engine}; give "
                 f"--gpus {self.copy + self.engine} at least"
             )
         return found

@@ -20,20 +20,24 @@ class Better:
     gain: float
 
 
-def better_split(now: Split, units: Units, *, learner_busy: float, engines_busy: float) -> Better | None:
+def better_split(
+    now: Split, units: Units, *, learner_busy: float, engines_busy: float, joined: int = 0
+) -> Better | None:
     """The best split of the same GPUs by proportion; None where ``now`` is, or neither side limits the run.
 
     learner_busy, engines_busy  shares of the time in which each had something to do, in (0, 1]
+    joined                      engines besides, whose GPUs are not the run's to split
 
     What a side can do is what it does now by its busy share, and grows with its GPUs.
     """
-    if max(learner_busy, engines_busy) < LIMITING:
+    if max(learner_busy, engines_busy) < LIMITING or not now.engines:
         return None
     gpus = now.copies * units.copy + now.engines * units.engine
 
     def rate(split: Split) -> float:
         """Relative to now."""
-        return min(split.copies / now.copies / learner_busy, split.engines / now.engines / engines_busy)
+        engines = (split.engines + joined) / (now.engines + joined)
+        return min(split.copies / now.copies / learner_busy, engines / engines_busy)
 
     best = max(units.splits(gpus), key=rate)
     gain = rate(best) / rate(now)

@@ -7,7 +7,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.messages import VersionSpan
@@ -68,6 +68,11 @@ class Decoding:
                 self.position += (now - self.now) / self.timing.decode_step(len(self._running))
         self.now = now
         return ended
+
+    def places(self) -> Iterator[tuple[int, float | None]]:
+        """Each sequence that is not finished, with the position at which it began; None: it waits for a place."""
+        yield from ((number, entered) for _, number, entered, _ in self._running)
+        yield from ((number, None) for number, _ in self._waiting)
 
     @property
     def running(self) -> int:

@@ -225,8 +225,25 @@ class Ideal:
         """Whether a full batch waits for groups that would become too old."""
         if self.plan.eviction != "wait" or self.plan.mode != "async":
             return False
-        rule = Selection(max_staleness=self.plan.bound)
-        return bool(rule.late_starts(self.steps_done, self.starts.values(), count=self.plan.groups_per_batch))
+        rule, count = Selection(max_staleness=self.plan.bound), self.plan.groups_per_batch
+        if not rule.late_starts(self.steps_done, self.starts.values(), count=count):
+            return False
+        begun = self._begun()
+        return bool(
+            rule.late_starts(self.steps_done, [begun.get(i, start) for i, start in self.starts.items()], count=count)
+        )
+
+    def _begun(self) -> dict[int, int]:
+        """Of the groups that an engine has, the oldest version that has sampled one, or can (groups/begun.py)."""
+        begun: dict[int, int] = {}
+        for engine in self.engines:
+            for number, entered in engine.decoding.places():
+                group_id = number // self.plan.group_size
+                version = engine.version
+                if entered is not None:
+                    version = version_spans(engine.changes, entered=entered, length=1)[0].policy_version
+                begun[group_id] = min(version, begun.get(group_id, self.groups[group_id].version))
+        return begun
 
     def _admit(self) -> None:
         count = self.plan.admission.may_publish(

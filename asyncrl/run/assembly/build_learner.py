@@ -192,6 +192,7 @@ def assemble_learner(
             changed=changed,
             algorithm=ports.algorithm,
             picks=None if ports.samples is None else ports.samples.picks,
+            workers=ports.metrics.workers,
         ),
         trainer=trainer,
         checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress, disk=disk),

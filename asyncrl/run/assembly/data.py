@@ -73,7 +73,12 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
         judge = repr((reward.kind, sorted(hidden(reward.options).items()), *([hidden(parts)] if parts else [])))
         sets.append(dataclasses.replace(opened, judge=judge))
     require_metric(run.checkpoint.best, sets)
-    require_space(sets, log_bytes=run.bus.max_log_bytes, num_recorded=run.metrics.samples_per_evaluation)
+    require_space(
+        sets,
+        log_bytes=run.bus.max_log_bytes,
+        num_recorded=run.metrics.samples_per_evaluation,
+        turn_tokens=0 if rollout_functions.traits(run.rollout.function).gives_one else model.context_tokens,
+    )
     return sets
 
 

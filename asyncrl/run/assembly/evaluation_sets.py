@@ -22,6 +22,8 @@ ANSWER_BYTES: Final = 512
 """Of an answer in the log: a vote of 64 characters, and some numbers; as much again for the prompt that it is of."""
 TOKEN_BYTES: Final = 9
 """Of an answer that is recorded whole: a token, its logprob, and whether the policy sampled it."""
+PROMPT_TOKEN_BYTES: Final = 4
+"""Of a prompt that is recorded with its answers."""
 
 
 def row_limits(*, row_bytes: int, labelled_for: str, keeps_messages: bool = False, **more: Any) -> RowLimits:
@@ -192,17 +194,22 @@ def require_metric(best: str, sets: Iterable[EvaluationSet]) -> None:
             )
 
 
-def require_space(sets: Iterable[EvaluationSet], *, log_bytes: int, num_recorded: int = 0) -> None:
+def require_space(
+    sets: Iterable[EvaluationSet], *, log_bytes: int, num_recorded: int = 0, turn_tokens: int = 0
+) -> None:
     """Raises ConfigError when the answers do not fit into their log, which is trimmed when the next evaluation begins.
 
     log_bytes     bus.max_log_bytes, which that log has too
     num_recorded  prompts of each data set whose answers are there whole
+    turn_tokens   that an answer may have with all its turns, tools' answers included; 0: it has one turn
     """
     counted, whole = 0, 0
     for its in sets:
         samples, prompts = its.measured.num_samples, its.measured.num_prompts
         counted += ANSWER_BYTES * (1 + samples) * prompts
-        whole += TOKEN_BYTES * its.sampling.max_new_tokens * samples * min(prompts, num_recorded)
+        longest = max((len(one.tokens) for one in its.questions), default=0)
+        of_prompt = TOKEN_BYTES * max(its.sampling.max_new_tokens, turn_tokens) * samples + PROMPT_TOKEN_BYTES * longest
+        whole += of_prompt * min(prompts, num_recorded)
     if counted + whole > log_bytes:
         lower = "limit or samples" if counted > log_bytes else "metrics.samples_per_evaluation"
         raise ConfigError(

@@ -22,6 +22,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages.topics import FLEET, PROGRESS
 from asyncrl.os_process import PYTHON_PATH
+from asyncrl.policies.planning.fleet_size import FleetSizer
 from asyncrl.protocols import Bus
 from asyncrl.run import registry
 from asyncrl.run.checks import resume_checks, resume_settings, same_version, single_instance, single_learner
@@ -107,7 +108,9 @@ async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str
     monitor = HealthMonitor(bus, launched=manager.launched, server=lambda: server.pid if server is not None else 0)
     files = kept_files.of_run(run_config.run_directory, server)
     keeping = asyncio.ensure_future(kept_files.keep(files, say=manager.say))
-    running = asyncio.ensure_future(manager.run(monitor, FleetScaler(bus, manager)))  # awaited on every way out
+    running = asyncio.ensure_future(
+        manager.run(monitor, FleetScaler(bus, manager, rule=_fleet_rule(run_config)))
+    )  # awaited on every way out
     try:
         async with signing_keys.heard_kept(run_config):
             return await asyncio.shield(running)
@@ -118,6 +121,14 @@ async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str
     finally:
         keeping.cancel()
         await asyncio.wait((keeping,))  # it writes no file of a run that is over
+
+
+def _fleet_rule(run_config: RunConfig) -> FleetSizer | None:
+    """None where the number of workers is what the run file or `asyncrl scale` says."""
+    rollout = run_config.rollout
+    if rollout.most_workers <= rollout.workers:
+        return None
+    return FleetSizer(least=rollout.workers, most=rollout.most_workers, warmup=2 * (run_config.max_staleness + 1))
 
 
 # -- the bus -----------------------------------------------------------------------------------------------------------

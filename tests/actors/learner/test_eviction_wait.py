@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.messages import Heartbeat
+from asyncrl.policies.groups.begun import Begun
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
@@ -33,34 +37,48 @@ def test_waiting_leaves_a_turn_to_every_straggler() -> None:
     bound=st.integers(1, 4),
     slots=st.integers(1, 24),
     step_ticks=st.integers(1, 6),
+    beat_ticks=st.integers(0, 20),
+    load_ticks=st.integers(0, 4),
     seed=st.integers(0, 2**32),
 )
 def test_a_learner_that_waits_for_stragglers_drops_none(
-    batch_size: int, bound: int, slots: int, step_ticks: int, seed: int
+    batch_size: int, bound: int, slots: int, step_ticks: int, beat_ticks: int, load_ticks: int, seed: int
 ) -> None:
-    """A clock of its own: groups take 1 to about 60 ticks, and no more are out than admission allows."""
+    """A clock of its own: groups take 1 to about 60 ticks once a slot is free, and no more are out than admission
+    allows. What the worker has begun is heard every so many ticks, or never (0)."""
     lengths = np.random.default_rng(seed).lognormal(1.0, 1.2, 10_000).astype(int) + 1
     rule, table = Selection(max_staleness=bound), GroupTable(bound=AdaptiveBound.fixed(bound))
-    is_free_at = 0
+    begun = Begun()
+    is_free_at = tick = 0
+    queue: deque[int] = deque()
     running: dict[int, tuple[int, int]] = {}  # group -> its version, and when it is done
-    tick = 0
+    steps_done_at: list[int] = []
     while table.step < 12:
         tick += 1
         if table.training and tick >= is_free_at:
             table.trained(max_staleness=0)
+            steps_done_at.append(tick)
         for group_id, (start, done) in list(running.items()):
             if done <= tick:
                 del running[group_id]
                 table.arrive(1 + group_id, group(group_id, version=start), now=0.0)
+        loaded = sum(done + load_ticks <= tick for done in steps_done_at)
+        if beat_ticks and tick % beat_ticks == 0:
+            said = {str(group_id): start for group_id, (start, _) in running.items()}
+            beat = Heartbeat(actor="w0", role="rollout-worker", policy_version=loaded, begun=said)
+            begun.hear([beat], outstanding=table.outstanding, forks={})
         if not table.training:
             table.drop(rule.stale(table))
             chosen = rule.next_batch(table, count=batch_size)
-            if chosen is not None and not rule.late_starts(table.step, table.oldest_starts, count=batch_size):
+            starts = begun.starts(table.outstanding)
+            if chosen is not None and not rule.late_starts(table.step, starts, count=batch_size):
                 table.take(chosen)
                 is_free_at = tick + step_ticks
-        while len(running) < slots and len(running) + len(table.buffered | table.training) < (bound + 1) * batch_size:
-            begun = table.next_group_id
-            table.publish(begun, position=begun, oldest_start=table.step)
-            running[begun] = (table.step, tick + lengths[begun])
+        while len(table.outstanding | table.buffered | table.training) < (bound + 1) * batch_size:
+            queue.append(table.next_group_id)
+            table.publish(queue[-1], position=queue[-1], oldest_start=table.step)
+        while queue and len(running) < slots and loaded >= (table.outstanding[queue[0]].oldest_start or 0):
+            first = queue.popleft()
+            running[first] = (loaded, tick + lengths[first])
         assert tick < 100_000
     assert table.counts["dropped"] == 0

@@ -100,3 +100,30 @@ async def test_stragglers_of_several_batches_are_waited_for_once_all_together() 
         held.append(desk.batcher.held_seconds > 0)
         desk.table.trained(max_staleness=0)
     assert held == [True, False]
+
+
+async def test_a_group_that_was_begun_late_is_not_waited_for_until_it_is_old() -> None:
+    """Its prompt lay on the bus since version 0; the version of a group's tokens is the one that began it."""
+    desk = Desk(wait_for_stragglers=True, version=2, begun={0: 1})
+    desk.start(of={0: 0, 1: 2, 2: 2, 3: 2, 4: 2})
+    desk.arrive(1, 2, 3, 4, version=2)
+    assert await desk.take() == [1, 2]
+    assert desk.batcher.held_seconds == 0.0
+    desk.table.trained(max_staleness=0)
+    taking = asyncio.create_task(desk.take())
+    await until(lambda: not desk.changed.is_set())
+    assert not taking.done()
+    desk.arrive(0, version=1)
+    assert await taking == [0, 3]
+
+
+async def test_a_hold_ends_when_it_is_heard_that_nobody_had_begun_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batcher, "LOOK_SECONDS", 0.01)
+    desk = Desk(wait_for_stragglers=True, version=2, begun={0: 0})
+    desk.start(of={0: 0, 1: 2, 2: 2})
+    desk.arrive(1, 2, version=2)
+    taking = asyncio.create_task(desk.take())
+    await asyncio.sleep(0.05)
+    assert not taking.done()
+    desk.begun[0] = 2  # its worker died, and another one began it anew
+    assert await taking == [1, 2]

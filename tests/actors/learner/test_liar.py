@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from asyncrl import messages
+from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.errors import RewardError
 from asyncrl.messages import TrajectoryGroup
@@ -18,7 +20,7 @@ from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECT
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
 from asyncrl.protocols import Bus, Reward, Sample
 from tests.harness import fakes, groups
-from tests.harness.fakes import Engine, Loop, run_worker, until, worker
+from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
 
 
 @contextlib.asynccontextmanager
@@ -114,3 +116,23 @@ async def test_a_group_that_was_not_asked_for_is_failed_and_another_is_generated
     errors = [event["error"] for event in await events(bus, "failed")]
     for error, words in zip(errors, ("1 answers", "not the one that was asked", "200 letters"), strict=True):
         assert words in error
+
+
+async def test_the_wait_before_a_rejected_batch_is_in_the_metrics_of_the_step(
+    bus: Bus, bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, rejected = TrajectoryReader.reject_batch, []
+
+    async def once(reader: TrajectoryReader, *given: Any) -> bool:
+        if rejected:
+            return await real(reader, *given)
+        await asyncio.sleep(0.3)
+        rejected.append(given)
+        reader._table.put_back()
+        return True
+
+    monkeypatch.setattr(TrajectoryReader, "reject_batch", once)
+    loop = Loop(bus, tmp_path, steps=2)
+    await run_all(loop, worker(await bus_factory(), Engine()))
+    assert float(loop.recorder.rows[0]["learner/wait_seconds"]) >= 0.3
+    assert loop.trained_groups == 4

@@ -16,6 +16,7 @@ from asyncrl.messages.topics import PROGRESS, SEGMENTS
 from asyncrl.protocols import Bus, Generate, Generation
 from asyncrl.rollouts.builtin import single_turn
 from tests.conftest import BUS_SIZES
+from tests.harness import fakes
 from tests.harness.buses import first_event
 from tests.harness.partial_rollouts import Worker, killed_after_a_save, publish_prompt
 
@@ -252,3 +253,22 @@ async def test_what_is_too_large_for_the_bus_is_said_once_and_held_up_by_nothing
         (group,) = await worker.until_published(bus, 1)
     assert len(group.trajectories) == 2
     assert len([record for record in caplog.records if "no longer saved" in record.message]) == 1
+
+
+async def test_a_heartbeat_says_which_groups_are_begun_and_their_oldest_version(bus: Bus) -> None:
+    """The learner waits for old ones. Who takes a group over says the version of the tokens that it goes on from."""
+    await publish_prompt(bus, 0)
+    dead, heir = Worker(bus, "w0", version=3), Worker(bus, "w1", version=5)
+    async with dead.working():
+        await dead.begun(2)
+        assert dead.partial_rollouts.begun() == {"0": 3}
+        await dead.engine.steps(20)
+        await dead.partial_rollouts.save()
+    assert dead.partial_rollouts.begun() == {}
+    actors = fakes.worker(bus, heir.engine, name="w1", max_running=64, partial_rollouts=heir.partial_rollouts)
+    task = asyncio.create_task(fakes.run_worker(actors))
+    await heir.begun(2)
+    beat = actors[0].heartbeat()
+    assert (beat.policy_version, beat.begun) == (5, {"0": 3})
+    task.cancel()
+    await asyncio.wait((task,))

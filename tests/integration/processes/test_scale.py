@@ -71,6 +71,23 @@ async def test_a_fleet_grows_and_shrinks_during_training_and_has_its_size_again_
     assert run.audit()["code"] == 0
 
 
+async def test_a_fleet_grows_by_itself_while_the_learner_waits_for_answers(make: Make) -> None:
+    """Answers of 40 tokens: the engine is the limit. What the run chose counts when it is resumed."""
+    run = make("fleet", "rollout.most_workers=2", "rollout.max_new_tokens=40", "rollout.ignore_eos=true")
+    run.start()
+    async with run.heard():
+        await run.until(lambda: run.event("first_trained", "w1"), "the second worker")
+        assert "rollout.most_workers: 1 -> 2 rollout workers: in 10 steps the learner was idle for" in run.said
+        assert [one.data["to"] for one in run.events if one.kind == "resized"] == [2]
+        assert await asyncio.to_thread(run.drain) == 130
+    found = run.audit()
+    assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
+    run.start("--resume")
+    async with run.heard():
+        await run.until(lambda: "rollout workers: 2, the last size set by" in run.said, "its size")
+        assert await asyncio.to_thread(run.drain) == 130
+
+
 async def test_a_worker_joins_with_the_bus_and_a_name_and_leaves_as_it_likes(make: Make, tmp_path: Path) -> None:
     run = make()
     run.start()

@@ -180,6 +180,17 @@ def test_a_split_is_judged_by_the_workers_that_are_up(caplog: pytest.LogCaptureF
     assert len(caplog.records) == 1 and not alarm.is_on
 
 
+def test_engines_of_workers_that_joined_are_not_offered_to_the_learner(caplog: pytest.LogCaptureFixture) -> None:
+    """Six engines, four of them on machines of others: two GPUs at most can go to the learner."""
+    alarm = split_alarm()
+    for _ in range(12):
+        alarm.look(split(waited=0.0, idle=0.6, workers=6) | {"rollout/joined": 4.0})
+    assert not caplog.records  # a copy of the model takes both of the run's own engines
+    for _ in range(12):
+        alarm.look(split(waited=0.0, idle=0.6, workers=6))
+    assert "learner.ranks = 6 and rollout.workers = 4 instead of 4 and 6" in caplog.text
+
+
 def test_steps_without_a_gradient_are_warned_of_once_for_each_time(caplog: pytest.LogCaptureFixture) -> None:
     alarm = StandstillAlarm()
     still: dict[str, Metric] = {"grad_norm": 0.0, "reward/mean": 0.25, "reward/same_in_group": 1.0}

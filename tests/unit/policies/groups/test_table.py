@@ -167,11 +167,11 @@ def test_an_id_that_is_left_out_is_an_error() -> None:
 def test_a_prompt_that_is_published_again_counts_once_and_begins_anew() -> None:
     made = table(1)
     made.publish(0, position=0, oldest_start=7)
-    assert (made.next_group_id, made.oldest_starts) == (1, [7])
+    assert (made.next_group_id, made.outstanding[0].oldest_start) == (1, 7)
 
 
 def test_a_group_of_a_lost_history_has_no_known_start() -> None:
     made = table(1)
     made.publish(1, position=5)
-    assert made.oldest_starts == [0]
+    assert made.outstanding[1].oldest_start is None
     assert made.position == 6

@@ -12,23 +12,12 @@ from hypothesis import strategies as st
 from asyncrl.config.layout import Layout
 from asyncrl.policies.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
 from asyncrl.policies.planning.balance import LIMITING, better_split
-from asyncrl.policies.planning.ideal import Plan, Reached
+from asyncrl.policies.planning.ideal import Reached
 from asyncrl.policies.planning.timing import Timing
+from tests.harness.planning import plan
 
 ONE = Units(copy=1, engine=1)
-PLAN = Plan(
-    mode="async",
-    workers=1,
-    learner_machines=1,
-    groups_per_batch=8,
-    group_size=4,
-    max_staleness=2,
-    steps=1,
-    warmup=0,
-    seed=0,
-    prompt_tokens=0,
-    eviction="wait",
-)
+PLAN = plan(groups_per_batch=8, group_size=4, prompt_tokens=0, eviction="wait")
 LENGTHS = [[50, 100, 100, 150], [80, 80, 120, 120]]
 
 

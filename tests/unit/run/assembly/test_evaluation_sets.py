@@ -13,7 +13,14 @@ from asyncrl.config import EvaluationDataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.policies.evaluation.questions import EvaluationSet
-from asyncrl.run.assembly.evaluation_sets import ANSWER_BYTES, TOKEN_BYTES, open_set, require_space, row_limits
+from asyncrl.run.assembly.evaluation_sets import (
+    ANSWER_BYTES,
+    PROMPT_TOKEN_BYTES,
+    TOKEN_BYTES,
+    open_set,
+    require_space,
+    row_limits,
+)
 
 ROWS = [
     {"prompt": "12", "label": "34", "topic": ["easy", "a/b"]},
@@ -132,7 +139,19 @@ def test_answers_that_do_not_fit_into_their_log_are_refused(tmp_path: Path) -> N
 
 def test_answers_that_are_recorded_whole_must_fit_too(tmp_path: Path) -> None:
     its = opened(tmp_path, samples=7)
-    counted, whole = ANSWER_BYTES * 3 * (7 + 1), TOKEN_BYTES * its.sampling.max_new_tokens * 7 * 2
+    longest = max(len(one.tokens) for one in its.questions)
+    counted = ANSWER_BYTES * 3 * (7 + 1)
+    whole = 2 * (TOKEN_BYTES * its.sampling.max_new_tokens * 7 + PROMPT_TOKEN_BYTES * longest)
     require_space([its], log_bytes=counted + whole, num_recorded=2)
     with pytest.raises(ConfigError, match="or lower metrics.samples_per_evaluation"):
         require_space([its], log_bytes=counted + whole - 1, num_recorded=2)
+
+
+def test_answers_of_several_turns_may_fill_the_context(tmp_path: Path) -> None:
+    """What tools answer is recorded like what was sampled, and no limit but the model's context holds for both."""
+    its = opened(tmp_path, samples=1)
+    longest = max(len(one.tokens) for one in its.questions)
+    needed = ANSWER_BYTES * 3 * 2 + TOKEN_BYTES * 64 + PROMPT_TOKEN_BYTES * longest
+    require_space([its], log_bytes=needed, num_recorded=1, turn_tokens=64)
+    with pytest.raises(ConfigError, match="or lower metrics.samples_per_evaluation"):
+        require_space([its], log_bytes=needed - 1, num_recorded=1, turn_tokens=64)

@@ -1,0 +1,115 @@
+"""How many rollout workers a run should have, by how busy the learner and the engines are. Pure.
+
+What workers sample grows with their number, and what the learner trains does not. So:
+
+  more   engines are busy for nearly all of the time and the learner waits: as many as keep it busy, at most twice as
+         many
+  fewer  the learner is busy for nearly all of the time, and engines wait, or what they sample is thrown away as too
+         old: as many as give what is trained, and a reserve
+  else   as many as there are
+
+It decides by STEPS steps with the same workers, so that each change is seen before the next. Behind a change to more no
+change to fewer follows by the same numbers, nor the other way round: see test_a_fleet_comes_to_rest.
+Tests: tests/unit/policies/planning/test_fleet_size.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from asyncrl.policies.planning.balance import LIMITING
+
+STEPS: Final = 10
+IDLE: Final = 0.15
+"""Share of the time that a side must wait before the fleet changes for it."""
+RESERVE: Final = 0.9
+"""Of a fleet that shrinks the engines are busy for this share of the time at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Of the time of some steps: what the learner trained, engines had something to do, and of the answers what was
+    thrown away as too old; each in [0, 1]."""
+
+    learner_busy: float
+    engines_busy: float
+    discarded: float = 0.0
+
+
+def better_size(now: int, shares: Shares) -> int:
+    """Workers that the run should have instead of ``now``, at least 1."""
+    if shares.engines_busy >= LIMITING and shares.learner_busy < 1 - IDLE:
+        return min(2 * now, math.ceil(now * shares.engines_busy / max(shares.learner_busy, 1e-9)))
+    useful = shares.engines_busy * (1 - shares.discarded)
+    if shares.learner_busy >= LIMITING and useful < 1 - IDLE:
+        return min(now, max(1, math.ceil(now * useful / RESERVE)))
+    return now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Another number of own workers, and why, in words."""
+
+    workers: int
+    because: str
+
+
+class FleetSizer:
+    """Decides the number of a run's own workers. Others, which joined, sample as well and are counted for nothing else.
+
+    least, most  own workers; an operator may set a number outside, which stays
+    warmup       first steps, which fill the window and do not count
+    """
+
+    def __init__(self, *, least: int, most: int, warmup: int = 0) -> None:
+        self._least, self._most, self._left = least, most, warmup
+        self._workers = 0
+        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=STEPS)
+        """Of each with as many workers: seconds; of these the learner trained, engines were busy; share discarded."""
+
+    def has_room_for(self, most: int) -> None:
+        """No more own workers can be had."""
+        self._most = min(self._most, most)
+
+    def look(self, numbers: Mapping[str, float], *, own: int) -> Change | None:
+        """At a step's metrics. ``own``: workers of our own that are asked for now."""
+        workers = int(numbers.get("rollout/workers", 0))
+        if self._left or not workers:
+            self._left = max(0, self._left - 1)
+            return None
+        if workers != self._workers:
+            self._workers = workers
+            self._steps.clear()
+        trained = numbers.get("learner/step_seconds", 0.0)
+        elapsed = trained + numbers.get("learner/wait_seconds", 0.0)
+        busy = (1 - numbers.get("rollout/idle_ratio", 0.0)) * elapsed
+        self._steps.append((elapsed, trained, busy, numbers.get("staleness/dropped_share", 0.0)))
+        if len(self._steps) < STEPS or not self._least <= own <= self._most:
+            return None
+        return self._decided(own)
+
+    def _decided(self, own: int) -> Change | None:
+        seconds, trained, busy, _ = map(sum, zip(*self._steps, strict=True))
+        shares = Shares(
+            learner_busy=_share(trained, seconds),
+            engines_busy=_share(busy, seconds),
+            discarded=_share(self._steps[-1][3], 1.0),  # a mean over several steps already
+        )
+        wanted = own + better_size(self._workers, shares) - self._workers
+        wanted = min(max(wanted, self._least), self._most)
+        if wanted == own:
+            return None
+        self._steps.clear()
+        return Change(
+            workers=wanted,
+            because=f"in {STEPS} steps the learner was idle for {1 - shares.learner_busy:.0%} of the time and engines "
+            f"for {1 - shares.engines_busy:.0%}, and {shares.discarded:.0%} of the answers were too old",
+        )
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, max(0.0, part / max(whole, 1e-9)))
