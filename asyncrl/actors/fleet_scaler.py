@@ -80,8 +80,17 @@ class FleetScaler:
             status, asked = self._fleet.status(), self._asked
             await bus.put(FLEET_STATUS, status)
             if asked is not None and asked.request == status.request:
-                kept = FleetSize(rollout_workers=status.rollout_workers, request=status.request)
+                kept = _kept(asked, status)
                 newest = (await bus.states(FLEET)).get("")  # an operator may have asked for more meanwhile
                 if kept != asked and newest == asked:
                     await bus.put(FLEET, kept)
             await self._fleet.changed.wait()
+
+
+def _kept(asked: FleetSize, status: FleetStatus) -> FleetSize:
+    """What there is, of what was asked for."""
+    return FleetSize(
+        rollout_workers=None if asked.rollout_workers is None else status.rollout_workers,
+        reward_workers=None if asked.reward_workers is None else status.reward_workers,
+        request=status.request,
+    )

@@ -71,6 +71,12 @@ async def test_a_killed_reward_worker_loses_nothing_and_a_slow_judge_holds_no_en
     joined.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(joined.wait, 60) == 0
     assert open_of(judged(tmp_path), joined.pid) == 0
+    for wanted in (3, 1):
+        scaled = await asyncio.to_thread(run.scale, 1, "--reward-workers", str(wanted))
+        assert (scaled.returncode, scaled.stderr) == (0, "")
+        assert f"run graded: 1 rollout workers and {wanted} reward workers after" in scaled.stdout
+    assert "2 -> 3 reward workers: + r2" in run.said and "3 -> 1 reward workers: - r1, r2" in run.said
+    assert "r1 has left" in run.said and "r2 has left" in run.said
     assert await asyncio.to_thread(run.drain) == 130
     assert "r0 ended with signal SIGKILL" in run.said and "restart 1 of" in run.said
 
