@@ -47,7 +47,7 @@ async def test_reward_workers_come_and_go_beside_rollout_workers(stage: Callable
     assert "r2" in (await it.ask(1, reward_workers=1)).draining
     await it.until_up("w0", "r0", "r2")
     await it.ask(None, reward_workers=2)  # r2 still has its name
-    await it.until_up("w0", "r0", "r2", "r3")
+    await it.until_up("w0", "r0", "r1", "r2")
     assert it.launcher.named("r2").signals == [15]
     assert await it.end() == 0
 
