@@ -96,11 +96,10 @@ SAMPLES: dict[type, Any] = {
             worker="w1",
         ),
         StepMetrics(step=7, numbers={"loss": 0.25}, staleness=(10, 30)),
-        FleetSize(rollout_workers=8, request="1f"),
         FleetSize(reward_workers=0, request="20"),
-        FleetStatus(
-            request="1f", rollout_workers=7, workers=("w0", "w1"), graders=("r0",), draining=("w2",), problem="none"
-        ),
+        FleetSize(rollout_workers=8, request="1f"),
+        FleetStatus(request="20", reward_workers=1, graders=("r0",)),
+        FleetStatus(request="1f", rollout_workers=7, workers=("w0", "w1"), draining=("w2",), problem="no GPU is free"),
         RunSettings(sections={"run": {"name": "x", "betas": [0.9, 0.95]}}, withheld=("reward.options",)),
         Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
         Piece(data=b"ab"),

@@ -58,7 +58,10 @@ class Runner:
     async def _sample(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection, limit=LARGEST_LINE)
         try:
-            request = json.loads(await reader.readline())
+            line = await reader.readline()
+            if not line.endswith(b"\n"):  # it was cancelled before we were told what it is
+                return
+            request = json.loads(line)
             playing = asyncio.ensure_future(self._play(request))
             hung_up = asyncio.ensure_future(reader.read(1))
             await asyncio.wait({playing, hung_up}, return_when=asyncio.FIRST_COMPLETED)
