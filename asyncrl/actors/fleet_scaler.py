@@ -104,7 +104,9 @@ class FleetScaler:
     async def _ask(self, bus: Bus, change: Change, *, before: int) -> None:
         self._own_request = uuid.uuid4().hex
         self._fleet.say(f"rollout.most_workers: {before} -> {change.workers} rollout workers: {change.because}")
-        await bus.put(FLEET, FleetSize(rollout_workers=change.workers, request=self._own_request))
+        reward_workers = None if self._asked is None else self._asked.reward_workers
+        size = FleetSize(rollout_workers=change.workers, reward_workers=reward_workers, request=self._own_request)
+        await bus.put(FLEET, size)
         data = {"from": before, "to": change.workers, "because": change.because}
         event = Event(kind="resized", actor="fleet", time=time.time(), data=data)
         await bus.publish(EVENTS, event, key=f"resized-{self._own_request}")
@@ -115,8 +117,17 @@ class FleetScaler:
             status, asked = self._fleet.status(), self._asked
             await bus.put(FLEET_STATUS, status)
             if asked is not None and asked.request == status.request:
-                kept = FleetSize(rollout_workers=status.rollout_workers, request=status.request)
+                kept = _kept(asked, status)
                 newest = (await bus.states(FLEET)).get("")  # an operator may have asked for more meanwhile
                 if kept != asked and newest == asked:
                     await bus.put(FLEET, kept)
             await self._fleet.changed.wait()
+
+
+def _kept(asked: FleetSize, status: FleetStatus) -> FleetSize:
+    """What there is, of what was asked for."""
+    return FleetSize(
+        rollout_workers=None if asked.rollout_workers is None else status.rollout_workers,
+        reward_workers=None if asked.reward_workers is None else status.reward_workers,
+        request=status.request,
+    )

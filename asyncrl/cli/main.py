@@ -117,11 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _outside_event_loop(lambda: load(name).run(options))
     except ConfigError as error:
-        print(f"asyncrl: {error}", file=sys.stderr)
+        print(f"asyncrl: {_in_a_line(error)}", file=sys.stderr)
         code = error.exit_code
     except AsyncRLError as error:
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
-        print(f"asyncrl {name}: {error}", file=sys.stderr)
+        print(f"asyncrl {name}: {_in_a_line(error)}", file=sys.stderr)
         code = exit_code_of(error)
     except BrokenPipeError:
         if not _is_left_by_reader():
@@ -142,6 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def _in_a_line(error: Exception) -> str:
+    """What it says may quote what a user wrote, or what a library said in several."""
+    return " ".join(filter(None, (line.strip() for line in str(error).splitlines())))
 
 
 def _is_left_by_reader() -> bool:

@@ -1,7 +1,7 @@
-"""`asyncrl scale RUN --rollout-workers N`: sets the number of rollout workers of a run that is up, and waits for them.
+"""`asyncrl scale RUN --rollout-workers N --reward-workers N`: sets how many a run that is up has, and waits for them.
 
-The number is a state on the bus: `asyncrl run` starts or drains its own rollout workers until it has that many, and
-starts as many again after --resume. Workers that joined by themselves do not count.
+The numbers are a state on the bus: `asyncrl run` starts or drains its own workers until it has that many, and starts as
+many again after --resume. Workers that joined by themselves do not count.
 
 Exit code 0: all are up; 1: not yet, and it says what is missing; 2: there is no room for them.
 """
@@ -37,9 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rollout-workers",
         type=int,
-        required=True,
         metavar="N",
-        help="number of workers that `asyncrl run` should keep up",
+        help="number of rollout workers that `asyncrl run` should keep up",
+    )
+    parser.add_argument(
+        "--reward-workers",
+        type=int,
+        metavar="N",
+        help="number of reward workers, where the run has some (reward.workers)",
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="how long to wait for them (default: 600)"
@@ -48,20 +53,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     run_config = run_folder.run_at(options.where, options.overrides, verb="scale")
-    token = arguments.bus_token(run_config)
-    return scale(run_config, rollout_workers=options.rollout_workers, token=token, seconds=options.timeout)
+    wanted = _size(rollout_workers=options.rollout_workers, reward_workers=options.reward_workers)
+    return scale(run_config, wanted, token=arguments.bus_token(run_config), seconds=options.timeout)
 
 
-def scale(run: RunConfig, *, rollout_workers: int, token: str, seconds: float) -> int:
+def _size(*, rollout_workers: int | None, reward_workers: int | None) -> FleetSize:
+    """Raises ConfigError."""
+    if rollout_workers is None and reward_workers is None:
+        raise ConfigError("scale: say how many: --rollout-workers N, --reward-workers N, or both")
+    for option, count in (("--rollout-workers", rollout_workers), ("--reward-workers", reward_workers)):
+        if count is not None and not 0 <= count <= MOST_WORKERS:
+            raise ConfigError(f"{option}: must be in 0..{MOST_WORKERS}, got {count}")
+    return FleetSize(rollout_workers=rollout_workers, reward_workers=reward_workers)
+
+
+def scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: float) -> int:
     """Ask for the size and wait for it, up to ``seconds``. Raises ConfigError, NoRoom when it is refused."""
-    if not 0 <= rollout_workers <= MOST_WORKERS:
-        raise ConfigError(f"--rollout-workers: must be in 0..{MOST_WORKERS}, got {rollout_workers}")
     if not seconds > 0:
         raise ConfigError(f"--timeout: must be > 0 seconds, got {seconds:g}")
-    return asyncio.run(_scale(run, rollout_workers, token=token, seconds=seconds))
+    return asyncio.run(_scale(run, wanted, token=token, seconds=seconds))
 
 
-async def _scale(run: RunConfig, wanted: int, *, token: str, seconds: float) -> int:
+async def _scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: float) -> int:
     bus = await observe(run, token=token, role="operator")
     try:
         async with asyncio.timeout(seconds + GRACE_SECONDS):  # a bus that is away is waited for without end
@@ -71,23 +84,23 @@ async def _scale(run: RunConfig, wanted: int, *, token: str, seconds: float) -> 
             return await _ask(bus, run.run.name, wanted, seconds=seconds)
     except TimeoutError:
         waited = in_words(seconds + GRACE_SECONDS)
-        print(f"run {run.run.name}: not yet {wanted} rollout workers after {waited}; its bus does not answer any more")
+        print(f"run {run.run.name}: not yet {_text(wanted)} after {waited}; its bus does not answer any more")
         return 1
     finally:
         await bus.close()
 
 
-async def _ask(bus: Bus, name: str, wanted: int, *, seconds: float) -> int:
-    request = uuid.uuid4().hex
+async def _ask(bus: Bus, name: str, wanted: FleetSize, *, seconds: float) -> int:
+    request, before = uuid.uuid4().hex, (await bus.states(FLEET)).get("", FleetSize())
     started, said = time.monotonic(), ""
     status: FleetStatus | None = None
-    await bus.put(FLEET, FleetSize(rollout_workers=wanted, request=request))
+    await bus.put(FLEET, _over(before, wanted, request=request))
     async for status in _answers(bus, request, seconds=seconds):
         if status is not None and status.problem:
             raise NoRoom(status.problem)
-        missing = await _missing(bus, status) if status is not None else "`asyncrl run` to take notice"
+        missing = await _missing(bus, status, wanted) if status is not None else "`asyncrl run` to take notice"
         if not missing:
-            print(f"run {name}: {wanted} rollout workers after {time.monotonic() - started:.1f} s")
+            print(f"run {name}: {_text(wanted)} after {time.monotonic() - started:.1f} s")
             return 0
         if missing != said:
             print(f"run {name}: waiting for {missing}", flush=True)
@@ -98,7 +111,7 @@ async def _ask(bus: Bus, name: str, wanted: int, *, seconds: float) -> int:
             f"run {name}: no `asyncrl run` answered in {waited}; the size is kept on the bus and counts "
             "when the run is resumed"
         )
-    print(f"run {name}: not yet {wanted} rollout workers after {waited}; still waiting for {said}")
+    print(f"run {name}: not yet {_text(wanted)} after {waited}; still waiting for {said}")
     return 1
 
 
@@ -116,15 +129,36 @@ async def _answers(bus: Bus, request: str, *, seconds: float) -> AsyncIterator[F
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _missing(bus: Bus, status: FleetStatus) -> str:
-    """What is still missing, for a person; empty when all workers are up."""
+def _over(before: FleetSize, wanted: FleetSize, *, request: str) -> FleetSize:
+    """What is not asked for now stays as it was asked for last: a resumed run has both."""
+    return FleetSize(
+        rollout_workers=before.rollout_workers if wanted.rollout_workers is None else wanted.rollout_workers,
+        reward_workers=before.reward_workers if wanted.reward_workers is None else wanted.reward_workers,
+        request=request,
+    )
+
+
+async def _missing(bus: Bus, status: FleetStatus, wanted: FleetSize) -> str:
+    """What is still missing of what we asked for, for a person; empty when all workers are up."""
     beats = await bus.states(ACTORS)
-    phases = {name: beats[name].phase if name in beats else "" for name in status.workers}
+    names: tuple[str, ...] = ()
+    absent = 0
+    if wanted.rollout_workers is not None:
+        names += status.workers
+        absent += status.rollout_workers - len(status.workers)
+    if wanted.reward_workers is not None:
+        names += status.graders
+        absent += status.reward_workers - len(status.graders)
+    phases = {name: beats[name].phase if name in beats else "" for name in names}
     quarantined = [name for name, phase in phases.items() if phase == QUARANTINED]
     starting = [name for name, phase in phases.items() if phase not in ("running", QUARANTINED)]
     parts = [f"{', '.join(starting)} to start"] if starting else []
     parts += [f"{', '.join(quarantined)} to be fixed (quarantined; `asyncrl doctor` says why)"] if quarantined else []
-    absent = status.rollout_workers - len(status.workers)
     parts += [f"{absent} that ended and were not started again"] if absent > 0 else []
     parts += [f"{', '.join(status.draining)} to drain"] if status.draining else []
     return " and ".join(parts)
+
+
+def _text(size: FleetSize) -> str:
+    counts = ((size.rollout_workers, "rollout"), (size.reward_workers, "reward"))
+    return " and ".join(f"{count} {kind} workers" for count, kind in counts if count is not None)

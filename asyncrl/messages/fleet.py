@@ -11,17 +11,20 @@ from asyncrl.errors import MessageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSize:
-    """How many rollout workers `asyncrl run` should keep.  Topic ``fleet``: `asyncrl scale` -> `asyncrl run`.
+    """How many workers `asyncrl run` should keep.  Topic ``fleet``: `asyncrl scale` -> `asyncrl run`.
 
-    request  identifies the command, so that it recognises the answer to its own request
+    rollout_workers, reward_workers  None leaves their number as it is
+    request                          identifies the command, so that it recognises the answer to its own request
     """
 
-    rollout_workers: int
+    rollout_workers: int | None = None
+    reward_workers: int | None = None
     request: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rollout_workers <= MOST_WORKERS:
-            raise MessageError(f"rollout_workers must be in 0..{MOST_WORKERS}, got {self.rollout_workers}")
+        for name in ("rollout_workers", "reward_workers"):
+            if not 0 <= (getattr(self, name) or 0) <= MOST_WORKERS:
+                raise MessageError(f"{name} must be in 0..{MOST_WORKERS}, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,8 @@ class FleetStatus:
 
     request          of the newest FleetSize it has seen
     rollout_workers  its target: the size requested, or as many as there was room for
-    workers          names of the workers it keeps running; their heartbeats say whether they sample already
+    workers          names of the rollout workers it keeps running; their heartbeats say whether they sample already
+    reward_workers, graders  the same of reward workers
     draining         names of workers that finish their groups and then exit
     problem          why the target is not the size requested, in one line
     """
@@ -38,6 +42,8 @@ class FleetStatus:
     request: str = ""
     rollout_workers: int = 0
     workers: tuple[str, ...] = ()
+    reward_workers: int = 0
+    graders: tuple[str, ...] = ()
     draining: tuple[str, ...] = ()
     problem: str = ""
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages.codec import encode
+from asyncrl.messages.pieces import InPieces
 from asyncrl.messages.rollout import Trajectory
 from asyncrl.messages.validation import array, replace, require
 
@@ -31,21 +32,23 @@ class GradingRequest:
     """The rollouts of one prompt, to be rewarded.  Topic ``grading``: rollout workers -> reward workers.
 
     prompt, prompt_tokens, label, metadata, dataset, reward  as in PromptGroup
-    worker  who asks
+    worker     who asks
+    in_pieces  of a request that is larger than a message: where all of it but ``worker`` is (topic ``grading_pieces``)
     """
 
-    rollouts: tuple[UngradedRollout, ...]
-    prompt: str
-    prompt_tokens: NDArray[np.int32]
+    rollouts: tuple[UngradedRollout, ...] = ()
+    prompt: str = ""
+    prompt_tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     dataset: str = ""
     reward: str = ""
     worker: str = ""
+    in_pieces: InPieces | None = None
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)
-        require(bool(self.rollouts), "there is nothing to grade")
+        require(bool(self.rollouts) != (self.in_pieces is not None), "there is nothing to grade, or it is there twice")
 
     def key(self) -> str:
         """Of the request and of its answer: a digest of what is graded, whoever asks and however often."""

@@ -15,9 +15,10 @@ DIGEST_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some of a message's bytes. Topic ``pieces``, key GROUP/DIGEST: rollout worker -> learner.
+    """Some of a message's bytes.
 
-    DIGEST is the SHA-256 of ``data`` in hexadecimal digits.
+    Topic ``pieces``, key GROUP/DIGEST: rollout worker -> learner. DIGEST is the SHA-256 of ``data`` in hexadecimal
+    digits. Topic ``grading_pieces``, key KEY/NUMBER: rollout worker -> reward worker. KEY is that of the request.
     """
 
     data: bytes

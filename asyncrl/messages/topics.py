@@ -110,6 +110,12 @@ GRADING = Topic(
     speaker="worker",
 )
 """A reward worker has the rights of a rollout worker."""
+GRADING_PIECES = Topic(
+    *("grading_pieces", "state", Piece),
+    publishers=("rollout-worker",),
+    readers=("rollout-worker",),
+    seconds_to_live=3600.0,
+)
 GRADES = Topic(
     *("grades", "state", Grades),
     publishers=("rollout-worker",),

@@ -194,9 +194,12 @@ def reward_own_options(kind: str) -> tuple[str, ...]:
     return tuple(getattr(plugins.load(kind, where="reward.kind", table=KINDS), "own_options", ()))
 
 
-def check_reward_machine(run: RunConfig) -> None:
-    """What this machine lacks for the run's rewards, such as a sandbox. Raises ConfigError."""
-    for reward in (load_reward(run), *load_evaluation_rewards(run).values()):
+def check_reward_machine(run: RunConfig, *, grades_training: bool = True) -> None:
+    """What this machine lacks for the run's rewards, such as a sandbox. Raises ConfigError.
+
+    grades_training  not only its answers to evaluations
+    """
+    for reward in ([load_reward(run)] if grades_training else []) + [*load_evaluation_rewards(run).values()]:
         reward.check_machine()
 
 

@@ -84,12 +84,12 @@ class Stage:
         self.manager = process_manager.ProcessManager(
             dataclasses.replace(settings.run, stall_seconds=1e9),
             launcher=launcher,
-            children=self.specs.initial(workers=None, resume=False),
+            children=self.specs.initial(size=None, resume=False),
             new_worker=self.specs.new_worker,
             server=None,
         )
         self.monitor = HealthMonitor(self._bus)
-        scaler = FleetScaler(self._bus, self.manager, rule=launch._fleet_rule(settings))
+        scaler = FleetScaler(self._bus, self.manager.fleet, rule=launch._fleet_rule(settings))
         self.task = asyncio.create_task(self.manager.run(self.monitor, scaler))
 
     async def _bus(self) -> MemoryBus:
@@ -107,10 +107,11 @@ class Stage:
     async def until_up(self, *names: str) -> None:
         await self.until(lambda: set(self.names) == {"learner", *names})
 
-    async def ask(self, count: int) -> FleetStatus:
+    async def ask(self, count: int | None, *, reward_workers: int | None = None) -> FleetStatus:
         """What the fleet says to this size, once it has said it."""
-        await self.bus.put(FLEET, FleetSize(rollout_workers=count, request=f"to {count}"))
-        while (status := (await self.bus.states(FLEET_STATUS)).get("")) is None or status.request != f"to {count}":
+        size = FleetSize(rollout_workers=count, reward_workers=reward_workers, request=f"{count}, {reward_workers}")
+        await self.bus.put(FLEET, size)
+        while (status := (await self.bus.states(FLEET_STATUS)).get("")) is None or status.request != size.request:
             await asyncio.sleep(0.01)
         return status
 

@@ -11,16 +11,21 @@ Invariants (tests/actors/test_reward_worker.py):
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from asyncrl.actors.base import Actor
+from asyncrl.actors.grading import pieces
 from asyncrl.actors.grading.rewards_elsewhere import samples_of
 from asyncrl.actors.rollout.user_tasks import contain_exits
-from asyncrl.errors import BusError, RewardError
+from asyncrl.errors import BusError, MessageError, RewardError
 from asyncrl.messages.grading import Grades, GradingRequest
 from asyncrl.messages.rollout import LONGEST_ERROR
 from asyncrl.messages.topics import GRADES, GRADING, PROGRESS
 from asyncrl.policies.health.faults import REWARD_WORKER
 from asyncrl.protocols import Bus, Deliveries, Delivery, RewardFn
+
+PIECES_SECONDS: Final = 5.0
+"""Between two looks for pieces that the bus does not have yet, or not any more."""
 
 
 class RewardWorker(Actor):
@@ -90,32 +95,48 @@ class RewardWorker(Actor):
     async def _grade(self, delivery: Delivery[GradingRequest], keeping: asyncio.Task[None], *, places: int) -> None:
         """Raises BusError: what cannot be answered goes to another worker."""
         try:
-            await self.bus.put(GRADES, await self._grades(delivery), key=delivery.key)
+            if (grades := await self._grades(delivery)) is None:
+                await delivery.retry(delay=PIECES_SECONDS)
+                return
+            await self.bus.put(GRADES, grades, key=delivery.key)
             await delivery.ack()
+            if delivery.message is not None:
+                await pieces.remove(self.bus, delivery.message, key=delivery.key)
         finally:
             keeping.cancel()
             for _ in range(places):
                 self._free.release()
 
-    async def _grades(self, delivery: Delivery[GradingRequest]) -> Grades:
+    async def _grades(self, delivery: Delivery[GradingRequest]) -> Grades | None:
+        """None if it cannot be told yet."""
         if delivery.attempt > self._max_attempts:
             return self._failed(
                 f"gave up after {self._max_attempts} attempts: the last reward worker did not come back"
             )
         if delivery.message is None:
-            self.bus.rejections.note(GRADING.name, delivery.problem)
-            return self._failed(f"the request does not decode: {delivery.problem}")
+            return self._undecoded(delivery.problem)
+        try:
+            request = await pieces.whole(self.bus, delivery.message, key=delivery.key)
+        except MessageError as error:
+            return self._undecoded(str(error))
+        if request is None:
+            is_last = delivery.attempt == self._max_attempts
+            return self._undecoded("pieces of it are not on the bus") if is_last else None
         try:
             with self.waiting("its reward function", on="reward"):
-                rewards = await self._reward(samples_of(delivery.message))
+                rewards = await self._reward(samples_of(request))
         except RewardError as error:
-            self.log.warning("a group of %s failed: %s", delivery.message.worker, error, exc_info=error.__cause__)
+            self.log.warning("a group of %s failed: %s", request.worker, error, exc_info=error.__cause__)
             return self._failed(str(error))
         return Grades(
             rewards=tuple(reward.value for reward in rewards),
             parts=tuple(dict(reward.parts) for reward in rewards),
             worker=self.name,
         )
+
+    def _undecoded(self, problem: str) -> Grades:
+        self.bus.rejections.note(GRADING.name, problem)
+        return self._failed(f"the request does not decode: {problem}")
 
     def _failed(self, problem: str) -> Grades:
         return Grades(error=problem[:LONGEST_ERROR].encode(errors="replace").decode(), worker=self.name)

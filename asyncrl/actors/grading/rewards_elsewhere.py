@@ -12,16 +12,19 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from asyncrl.errors import BusFull, MessageTooLarge, RewardError
+from asyncrl.actors.grading import pieces
+from asyncrl.errors import BusFull, MessageError, RewardError
 from asyncrl.messages import replace
 from asyncrl.messages.grading import Grades, GradingRequest, UngradedRollout
 from asyncrl.messages.routing import NO_EXPERTS
-from asyncrl.messages.topics import GRADES, GRADING
+from asyncrl.messages.topics import GRADES, GRADING, GRADING_PIECES
 from asyncrl.policies.trust.validation import reward_problems
 from asyncrl.protocols import Bus, Reward, Sample
 
 AGAIN_SECONDS: Final = 60.0
 """Until a request is made again: the bus may have lost it, or its answer. It takes it once in ten minutes."""
+PIECES_AGAIN_SECONDS: Final = GRADING_PIECES.seconds_to_live / 2
+"""Until the pieces of a large request are put again: they must not be gone before somebody takes it."""
 FULL_SECONDS: Final = 1.0
 """Between two tries to publish where there is no room: nobody announces that there is some."""
 
@@ -44,13 +47,26 @@ class RewardsElsewhere:
         async with self._bus.watch(GRADES, key=key) as answers:
             answer = asyncio.ensure_future(anext(answers))
             try:
-                await self._publish(request, key=key)
-                while not (await asyncio.wait((answer,), timeout=AGAIN_SECONDS))[0]:
-                    self._log.warning("a group has waited %g s for a reward worker", AGAIN_SECONDS)
-                    await self._publish(request, key=key)
-                return self._rewards(await answer, count=len(samples))
+                sent = await self._asked(request, answer, key=key)
+                grades = await answer
             finally:
                 answer.cancel()
+        await pieces.remove(self._bus, sent, key=key)
+        return self._rewards(grades, count=len(samples))
+
+    async def _asked(self, request: GradingRequest, answer: asyncio.Future[Grades], *, key: str) -> GradingRequest:
+        """Ask until there is an answer; what was sent. Raises RewardError."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            try:
+                sent, since = await pieces.in_pieces(self._bus, request, key=key), clock()
+            except MessageError as error:
+                raise RewardError(f"reward: a reward worker cannot be asked: {error}") from error
+            while clock() < since + PIECES_AGAIN_SECONDS:
+                await self._publish(sent, key=key)
+                if (await asyncio.wait((answer,), timeout=AGAIN_SECONDS))[0]:
+                    return sent
+                self._log.warning("a group has waited %g s for a reward worker", AGAIN_SECONDS)
 
     async def close(self) -> None:
         pass
@@ -62,8 +78,6 @@ class RewardsElsewhere:
                 return
             except BusFull:
                 await asyncio.sleep(FULL_SECONDS)
-            except MessageTooLarge as error:
-                raise RewardError(f"reward: a reward worker cannot be asked: {error}") from error
 
     def _rewards(self, grades: Grades, *, count: int) -> list[Reward]:
         if grades.error:

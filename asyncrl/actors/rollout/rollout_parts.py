@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from asyncrl.errors import RolloutError
 from asyncrl.messages import PromptGroup, Trajectory, replace
+from asyncrl.policies.trust.validation import reward_problems
 from asyncrl.protocols import Reward
 
 _NO_PROMPT: Final = np.zeros(0, np.int32)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutLimits:
+    """What a rollout function may give. One that gives something else fails its sample, and not its group.
+
+    max_parts     trajectories of a rollout; 0: any number
+    largest       magnitude of a reward, of its parts, and of those of turns (reward.largest)
+    needs_reward  the run's reward is the rollout function's, or has it as a part
+    """
+
+    max_parts: int = 0
+    largest: float = math.inf
+    needs_reward: bool = False
+
+
+ANY: Final = RolloutLimits()
+
+
 def parts_of(
-    made: Any, prompt: PromptGroup, *, index: int, num_resumed: int, context_tokens: int, max_parts: int = 0
+    made: Any, prompt: PromptGroup, *, index: int, num_resumed: int, context_tokens: int, limits: RolloutLimits = ANY
 ) -> tuple[Trajectory, ...]:
-    """The parts of rollout ``index``.  Raises TypeError or ValueError for what cannot be trained.
+    """The parts of rollout ``index``.  Raises RolloutError, TypeError or ValueError for what cannot be trained.
 
     num_resumed: its first sampled tokens that earlier attempts sampled. Which of several parts they are in nobody can
     say, as contexts may grow side by side: all tokens of all parts count as such then (policies/trust/resumed_tokens)
@@ -25,8 +45,8 @@ def parts_of(
     trajectories = made if isinstance(made, list | tuple) else (made,)
     if not trajectories:
         raise ValueError("it gave no trajectory")
-    if 0 < max_parts < len(trajectories):
-        raise ValueError(f"it gave {len(trajectories)} trajectories, and rollout.max_parts = {max_parts}")
+    if 0 < limits.max_parts < len(trajectories):
+        raise ValueError(f"it gave {len(trajectories)} trajectories, and rollout.max_parts = {limits.max_parts}")
     for one in trajectories:
         if not isinstance(one, Trajectory):
             raise TypeError(f"it gave a {type(one).__name__}, not a Trajectory")
@@ -38,6 +58,10 @@ def parts_of(
             raise ValueError("its trajectory has no token that the model sampled: there is nothing to train")
     is_alone = len(trajectories) == 1
     given = _given_reward(trajectories)
+    _check_reward(given, needed=limits.needs_reward and not prompt.reward, largest=limits.largest)
+    for one in trajectories:
+        turns = {f"the reward of turn {turn.start}": turn.reward for turn in one.turn_rewards}
+        _refuse(reward_problems(turns, {}, largest=limits.largest))
     parts = []
     for number, one in enumerate(trajectories):
         sampled = int(one.response_mask.sum())
@@ -69,6 +93,28 @@ def first_of(rollouts: Sequence[tuple[Trajectory, ...]], count: int) -> Sequence
 def rewarded(parts: Sequence[Trajectory], reward: Reward) -> list[Trajectory]:
     """The parts of a rollout with its reward."""
     return [replace(one, reward=float(reward.value), reward_parts=dict(reward.parts)) for one in parts]
+
+
+def _check_reward(given: Trajectory, *, needed: bool, largest: float) -> None:
+    """The reward that a rollout function set, or did not set.  needed: it counts. Raises RolloutError."""
+    is_set = not math.isnan(given.reward)
+    if needed and not is_set and given.reward_parts.get("timeout"):  # of a harness that was ended (harnesses/limits.py)
+        raise RolloutError(
+            "the sample took longer than rollout.options.timeout_seconds, and nothing says its reward; set "
+            'rollout.options.timeout_reward, or on_timeout = "fail"'
+        )
+    if needed and not is_set:
+        raise RolloutError(
+            "the rollout function set no reward; give one to trajectory(reward=...), 0 if the algorithm looks at none, "
+            "or choose another reward.kind"
+        )
+    rewards = {"the reward": given.reward} if needed else {}
+    _refuse(reward_problems(rewards, given.reward_parts, largest=largest))
+
+
+def _refuse(problems: Iterator[str]) -> None:
+    if (problem := next(problems, "")) != "":
+        raise RolloutError(f"what the rollout function gave cannot be trained: {problem}")
 
 
 def _given_reward(trajectories: Sequence[Trajectory]) -> Trajectory:

@@ -21,7 +21,7 @@ from asyncrl.actors.rollout.drain_patience import DrainPatience
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
 from asyncrl.actors.rollout.group_progress import GroupProgress
 from asyncrl.actors.rollout.over_sampling import OverSampling
-from asyncrl.actors.rollout.rollout_parts import first_of, parts_of, rewarded
+from asyncrl.actors.rollout.rollout_parts import ANY, RolloutLimits, first_of, parts_of, rewarded
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SampleSlots, SlotLease
 from asyncrl.actors.rollout.stage_ports import Sink, Source, WorkItem
@@ -54,7 +54,7 @@ class Stage:
         tokenizer: Tokenizer,
         seed: int,
         sample_seconds: float = 0.0,
-        max_parts: int = 0,
+        limits: RolloutLimits = ANY,
         stragglers: Stragglers | None = None,
         over_sampling: OverSampling | None = None,
         min_group: int = 0,
@@ -65,7 +65,7 @@ class Stage:
         seed            of the run: with group, sample and call it is the seed of each generation
         sample_seconds  that a rollout function may take for a sample besides its generations; 0: any
         min_group       fewest samples of a group that goes without those that failed; 0: it fails with one of them
-        max_parts       trajectories of a rollout; 0: any number
+        limits          of what the rollout function gives
         weights         entered around each generation, once the engine may sample for this group; None: once its
                         weights are as new as the prompt asks for
         slots           of its own; None shares those of the engine
@@ -78,7 +78,7 @@ class Stage:
         self._rollout, self._reward, self._tokenizer = rollout, reward, tokenizer
         self._seed = seed
         self._sample_seconds = sample_seconds
-        self._max_parts = max_parts
+        self._limits = limits
         self._stragglers = stragglers
         self._over_sampling = over_sampling or OverSampling()
         self._min_group = min_group
@@ -267,7 +267,7 @@ class Stage:
                 index=index,
                 num_resumed=session.num_resumed,
                 context_tokens=self._engine.context_tokens,
-                max_parts=self._max_parts,
+                limits=self._limits,
             )
         except (EngineError, RolloutError, asyncio.CancelledError):
             raise

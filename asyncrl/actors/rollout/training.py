@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from asyncrl.actors.rollout.over_sampling import OverSampling
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.rollout_parts import ANY, RolloutLimits
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.stage import Stage
 from asyncrl.actors.rollout.stragglers import Stragglers
@@ -29,7 +30,7 @@ def training_stage(
     keep_seconds: float,
     partial_rollouts: PartialRollouts,
     sample_seconds: float = 0.0,
-    max_parts: int = 0,
+    limits: RolloutLimits = ANY,
     stragglers: Stragglers | None = None,
     over_sampling: OverSampling | None = None,
     min_group: int = 0,
@@ -56,7 +57,7 @@ def training_stage(
         tokenizer=tokenizer,
         seed=seed,
         sample_seconds=sample_seconds,
-        max_parts=max_parts,
+        limits=limits,
         stragglers=stragglers,
         over_sampling=over_sampling,
         min_group=min_group,
@@ -79,7 +80,7 @@ def training_worker(
     max_ungraded: int = 2**31,
     context_tokens: int = 2**31,
     sample_seconds: float = 0.0,
-    max_parts: int = 0,
+    limits: RolloutLimits = ANY,
     stragglers: Stragglers | None = None,
     over_sampling: OverSampling | None = None,
     min_group: int = 0,
@@ -95,7 +96,7 @@ def training_worker(
     context_tokens    that fit into the engine's model, the prompt included
     sample_seconds    that a rollout function may take for a sample besides its generations; 0: any
     min_group         fewest samples of a group that goes without those that failed; 0: it fails with one of them
-    max_parts         trajectories of a rollout; 0: any number
+    limits            of what the rollout function gives
     stragglers        None waits for every sample of a group
     over_sampling     None begins as many samples as are asked for, and has no deadline
     partial_rollouts  None saves and resumes nothing
@@ -122,7 +123,7 @@ def training_worker(
         keep_seconds=keep_seconds,
         partial_rollouts=partial_rollouts,
         sample_seconds=sample_seconds,
-        max_parts=max_parts,
+        limits=limits,
         stragglers=stragglers,
         over_sampling=over_sampling,
         min_group=min_group,

@@ -97,8 +97,12 @@ class Options:
         )
 
     def check_machine(self) -> None:
-        """Raises ConfigError if the harness's program or virtual environment, or the renderer, is not here."""
-        self.load_harness()
+        """Raises ConfigError if the harness's program, module or virtual environment, or the renderer, is not here."""
+        try:
+            self.load_harness().check_machine()
+        except ConfigError as error:
+            text = str(error)
+            raise ConfigError(text if text.startswith("rollout.") else f"rollout.options.harness: {text}") from None
         check_renderer(self.renderer)
 
     def load_harness(self) -> Limited:

@@ -11,6 +11,7 @@ from asyncrl.actors.grading.rewards_elsewhere import RewardsElsewhere
 from asyncrl.actors.rollout.evaluation import EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.over_sampling import OverSampling
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.rollout_parts import RolloutLimits
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.stragglers import Stragglers
 from asyncrl.actors.rollout.training import training_stage
@@ -87,7 +88,11 @@ async def build_worker(
                     at_least=run.rollout.min_group,
                 ),
                 min_group=run.rollout.min_group,
-                max_parts=run.rollout.max_parts,
+                limits=RolloutLimits(
+                    max_parts=run.rollout.max_parts,
+                    largest=run.reward.largest,
+                    needs_reward=run.reward.takes_given,
+                ),
                 **answering,
             )
         )

@@ -41,8 +41,9 @@ def check(run: RunConfig) -> None:
     registry.backend_class(run).check_machine(run)
     if run.rollout.workers:
         registry.engine_class(run).check_machine(run)
-        registry.check_reward_machine(run)
         rollout_functions.check_machine(run.rollout)
+    if run.rollout.workers or run.reward.workers:
+        registry.check_reward_machine(run)
 
 
 def _check_prometheus(run: RunConfig) -> None:
@@ -73,7 +74,7 @@ def check_worker(run: RunConfig) -> None:
     _check_of_worker_before_torch(run)
     _check_engine_and_channel(run)
     registry.engine_class(run).check_machine(run)
-    registry.check_reward_machine(run)
+    registry.check_reward_machine(run, grades_training=not run.reward.workers)
     rollout_functions.check_machine(run.rollout)
 
 

@@ -20,6 +20,7 @@ from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.messages.fleet import FleetSize
 from asyncrl.messages.topics import FLEET, PROGRESS
 from asyncrl.os_process import PYTHON_PATH
 from asyncrl.policies.planning.fleet_size import FleetSizer
@@ -90,8 +91,8 @@ async def launch(
             environment[signing_keys.LEARNER_KEY_VARIABLE] = key
         launcher = signing_keys.keyed(launcher, run_config)
         specs = ProcessSpecs(run_config, launcher=launcher, common=common, environment=environment)
-        workers = await _reopen(run_config, token=token) if resume else None
-        children = specs.initial(workers=workers, resume=resume)
+        size = await _reopen(run_config, token=token) if resume else None
+        children = specs.initial(size=size, resume=resume)
         launcher.check_room([child.spec for child in children])
         manager = ProcessManager(
             run_config.run, launcher=launcher, children=children, new_worker=specs.new_worker, server=server
@@ -108,9 +109,8 @@ async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str
     monitor = HealthMonitor(bus, launched=manager.launched, server=lambda: server.pid if server is not None else 0)
     files = kept_files.of_run(run_config.run_directory, server)
     keeping = asyncio.ensure_future(kept_files.keep(files, say=manager.say))
-    running = asyncio.ensure_future(
-        manager.run(monitor, FleetScaler(bus, manager, rule=_fleet_rule(run_config)))
-    )  # awaited on every way out
+    scaler = FleetScaler(bus, manager.fleet, rule=_fleet_rule(run_config))
+    running = asyncio.ensure_future(manager.run(monitor, scaler))  # awaited on every way out
     try:
         async with signing_keys.heard_kept(run_config):
             return await asyncio.shield(running)
@@ -183,15 +183,14 @@ async def _only_one(run_config: RunConfig, *, resume: bool, token: str) -> Async
         await bus.close()
 
 
-async def _reopen(run_config: RunConfig, *, token: str) -> int | None:
-    """Take back "finished" before workers read it. Returns the number of workers that `asyncrl scale` set last."""
+async def _reopen(run_config: RunConfig, *, token: str) -> FleetSize | None:
+    """Take back "finished" before workers read it. Returns the size that `asyncrl scale` set last."""
     bus = await connect(run_config, token=token)
     try:
         progress = (await bus.states(PROGRESS)).get("")
         if progress is not None and progress.finished:
             await bus.put(PROGRESS, replace(progress, finished=False))
-        size = (await bus.states(FLEET)).get("")
-        return None if size is None else size.rollout_workers
+        return (await bus.states(FLEET)).get("")
     finally:
         await bus.close()
 

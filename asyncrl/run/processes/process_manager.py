@@ -7,16 +7,13 @@ groups) are never retried; 5 (a disk cannot be written) is retried until it can,
 the bus is away loses no restart. The health monitor (actors/health_monitor.py) finds what is stuck; a stuck process of
 ours that does not recover is killed, and then restarts like any other.
 
-The number of rollout workers may change while the run is up (``resize``, called by actors/fleet_scaler.py for
-`asyncrl scale`). New workers get free GPUs or are refused; workers that leave drain, quarantined ones first, then the
-newest.
+How many workers there are may change while the run is up (fleet.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import signal
 import sys
@@ -30,11 +27,11 @@ from asyncrl.actors.presence import Launched
 from asyncrl.actors.supervisor import STUCK_EXIT_CODE
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunSection
-from asyncrl.errors import INTERRUPTED, ConfigError, DiskError, HopelessError, NameTaken, NoRoom
-from asyncrl.messages.fleet import FleetSize, FleetStatus
+from asyncrl.errors import INTERRUPTED, ConfigError, DiskError, HopelessError, NameTaken
 from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK, WORKER, Finding, printable
 from asyncrl.protocols.launcher import Launcher
 from asyncrl.run.processes.child_process import LONGEST_BACK_OFF_SECONDS, ChildProcess, Exit, RestartPolicy
+from asyncrl.run.processes.fleet import DRAIN_SECONDS, LETTERS, Fleet, NewWorker
 from asyncrl.run.processes.server_restarts import keep_up, kill
 
 NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
@@ -43,12 +40,8 @@ DRAINED = (0, INTERRUPTED, -signal.SIGTERM)
 """Exit codes of a learner that was told to drain: the signal itself if it was still starting."""
 FINISH_SECONDS = 10.0
 """How long workers may take to notice that the run is finished."""
-DRAIN_SECONDS = 120.0
-"""How long processes may take to drain."""
 DRAIN_REPORT_SECONDS = 10.0
 """How often an interrupted run says who still drains."""
-HAND_OVER_SECONDS = 15.0
-"""How much longer a leaving worker may take to hand over what it has; then it is killed."""
 
 BUS_FAULTS = ("bus", "bus storage")
 LOST = "lost"
@@ -58,9 +51,6 @@ BUS_SECONDS = 90.0
 BUS_PAUSE_SECONDS = 10.0
 DISK_PAUSE_SECONDS = 10.0
 RANK_PAUSE_SECONDS = 1.0
-
-NewWorker = Callable[[str, frozenset[int]], ChildProcess]
-"""Makes a rollout worker of this name that uses none of these GPUs. Raises NoRoom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,31 +83,25 @@ class ProcessManager:
         new_worker  makes one more worker when the run is scaled up
         server      the server of the run's own bus, restarted when it ends; None if the run uses another one
         """
-        self.changed = asyncio.Event()
-        self._new_worker = new_worker
-        self._size = sum(child.spec.role == WORKER for child in children)
-        self._request = self._problem = ""
         self._settings, self._launcher, self._server = settings, launcher, server
         self._lasting = Lasting()
         self._has_worked: Callable[[str, int], bool] = lambda node, pid: False
         self._heard: Callable[[], Collection[str]] = tuple  # names of all actors of the run
-        self._children = list(children)
         self._tasks: set[asyncio.Task[None]] = set()
         self._killing_server: asyncio.Task[None] | None = None
         self._group = asyncio.TaskGroup()
         self._over = asyncio.Event()  # the learner is done, we were interrupted, or a process cannot come back
+        self.fleet = Fleet(children, new_worker=new_worker, start=self._keep_running, over=self._over, say=self.say)
         self._is_done = False  # the learner ended well: whatever comes now, nothing is left to continue
         self._interrupts = 0
         self._failure = 0
         self._reason = ""
         self._bus_was_away = -math.inf  # monotonic time
         self._is_refused: Callable[[], bool] = lambda: False  # a wrong token stays wrong
-        self._quarantined: set[str] = set()  # names, as the health monitor saw them last
-        self._taken: set[str] = set()  # names of workers that are not ours
 
     def launched(self) -> list[Launched]:
         """What the health monitor should know of our processes."""
-        return [launched for child in self._children for launched in child.launched()]
+        return [launched for child in self.fleet.children for launched in child.launched()]
 
     async def run(self, monitor: HealthMonitor, scaler: FleetScaler) -> Outcome:
         """Keep the run up until it is over.
@@ -138,7 +122,7 @@ class ProcessManager:
 
     async def _run(self, monitor: HealthMonitor, scaler: FleetScaler) -> None:
         async with self._group as group:
-            for child in self._children:
+            for child in self.fleet.children:
                 self._keep_running(child)
             helpers = [group.create_task(monitor.run(self._on_findings)), group.create_task(scaler.run())]
             server = [group.create_task(self._keep_server_up(self._server))] if self._server is not None else []
@@ -151,7 +135,7 @@ class ProcessManager:
 
     async def _end_processes(self) -> None:
         """Drain them, and kill after a time those that do not end."""
-        for child in self._children:
+        for child in self.fleet.children:
             child.no_restart.set()
         if not self._failure and not self._interrupts:  # workers read on the bus that the run is finished
             await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
@@ -182,7 +166,7 @@ class ProcessManager:
         """The learner's task, if its process is up and has got past its start."""
         has_trained = any(
             one.spec.role == LEARNER and one.process and self._has_worked(one.process.node, one.process.pid)
-            for one in self._children
+            for one in self.fleet.children
         )
         return [task for task in self._tasks if has_trained and task.get_name() == LEARNER and not task.done()]
 
@@ -202,10 +186,7 @@ class ProcessManager:
                 await child.back_off(delay)
         finally:
             await self._launcher.release(child.name)
-            child.is_kept_running = False
-            if child.spec.role == WORKER:
-                self._children.remove(child)
-            self.changed.set()
+            self.fleet.ended(child)
 
     def _restart_delay(self, child: ChildProcess, ended: Exit) -> float | None:
         """Seconds until the process is restarted; None when it is not. Ends the run where that is the end of it."""
@@ -232,7 +213,7 @@ class ProcessManager:
             return None
         if ended.has_no_room and (child.starts or child.is_added):
             return self._without_room(child, ended)
-        if code == NameTaken.exit_code and child.spec.role == WORKER:
+        if code == NameTaken.exit_code and child.spec.role in LETTERS:
             return self._rename(child, ended)
         if code == DiskError.exit_code:
             self.say(f"{ended.reason}: a disk cannot be written; next try in {DISK_PAUSE_SECONDS:.0f} s, at no cost")
@@ -244,7 +225,7 @@ class ProcessManager:
         child.is_configured |= has_worked
         if code == ConfigError.exit_code and child.is_added and not child.is_configured:
             child.is_kept_running = False
-            self._refuse_size(ended.reason)
+            self.fleet.refuse_size(child.spec.role, ended.reason)
             return None
         is_hopeless = code in NEVER_AGAIN and not (code == ConfigError.exit_code and child.is_configured)
         delay = None if is_hopeless else child.restarts.next_delay(ended.uptime_seconds, has_worked=has_worked)
@@ -256,7 +237,7 @@ class ProcessManager:
 
     def _end_ranks(self) -> None:
         """Of a learner that has ended. They would end by themselves, but for one that hangs."""
-        for child in self._children:
+        for child in self.fleet.children:
             if child.spec.role == LEARNER_RANK and child.process is not None:
                 child.signal(signal.SIGKILL)
 
@@ -265,17 +246,14 @@ class ProcessManager:
         if (delay := child.renames.next_delay(0.0, has_worked=False)) is None:
             self._fail(ended.code, f"{ended.reason}; ending the run")
             return None
-        self._taken.add(taken := child.name)
-        child.spec = child.spec.renamed(self._free_name(besides=self._heard()))
-        self.say(f"{taken!r} is the name of a rollout worker that is not ours: ours is {child.name!r} now")
-        self.changed.set()
+        self.fleet.rename(child, besides=self._heard())
         return delay
 
     def _without_room(self, child: ChildProcess, ended: Exit) -> float | None:
         """Its GPUs went with their machine, so it waits for others. A worker that never had any is given up."""
         if not child.starts:
             child.is_kept_running = False
-            self._refuse_size(ended.reason)
+            self.fleet.refuse_size(child.spec.role, ended.reason)
             return None
         self.say(f"{ended.reason}; next try in {LONGEST_BACK_OFF_SECONDS:.0f} s")
         return LONGEST_BACK_OFF_SECONDS
@@ -284,70 +262,11 @@ class ProcessManager:
         reason = await keep_up(server, restarts=RestartPolicy(self._settings.restarts), say=self.say)
         self._fail(1, f"{server.name} does not stay up ({reason}); ending the run")
 
-    # -- number of workers ---------------------------------------------------------------------------------------------
-
-    def resize(self, size: FleetSize) -> None:
-        """Start or drain rollout workers until there are this many; ``status`` says what came of it."""
-        wanted = size.rollout_workers
-        if self._over.is_set() or (size.request == self._request and wanted == self._size):
-            return
-        self._size, self._request, self._problem = wanted, size.request, ""
-        workers = self._workers()
-        for child in workers[wanted:]:
-            child.drain()
-            later = asyncio.get_running_loop().call_later
-            later(DRAIN_SECONDS, child.signal, signal.SIGTERM)
-            later(DRAIN_SECONDS + HAND_OVER_SECONDS, child.signal, signal.SIGKILL)
-        try:
-            added = [self._add_worker() for _ in range(wanted - len(workers))]
-        except NoRoom as error:
-            self._refuse_size(str(error))
-        else:
-            if moved := added or workers[wanted:]:
-                names = ", ".join(child.name for child in moved)
-                self.say(f"{len(workers)} -> {wanted} rollout workers: {'+' if added else '-'} {names}")
-        self.changed.set()
-
-    def status(self) -> FleetStatus:
-        """Of the rollout workers that we started; workers that joined by themselves do not count."""
-        return FleetStatus(
-            request=self._request,
-            rollout_workers=self._size,
-            workers=tuple(child.name for child in self._workers()),
-            draining=tuple(child.name for child in self._children if child.is_leaving),
-            problem=self._problem,
-        )
-
-    def _add_worker(self) -> ChildProcess:
-        child = self._new_worker(self._free_name(), frozenset(gpu for one in self._children for gpu in one.spec.gpus))
-        child.is_added = True
-        self._children.append(child)
-        self._keep_running(child)
-        return child
-
-    def _free_name(self, *, besides: Collection[str] = ()) -> str:
-        names = {child.name for child in self._children} | self._taken | set(besides)
-        return next(name for number in itertools.count() if (name := f"w{number}") not in names)
-
-    def _refuse_size(self, reason: str) -> None:
-        """The fleet stays as large as it is."""
-        self._size = len(self._workers())
-        self._problem = f"{reason}; the fleet stays at {self._size} rollout worker{'s' * (self._size != 1)}"
-        self.say(self._problem)
-        self.changed.set()
-
-    def _workers(self) -> list[ChildProcess]:
-        """Rollout workers that are to stay. The last leaves first: quarantined ones, then the newest."""
-        workers = [
-            one for one in self._children if one.spec.role == WORKER and one.is_kept_running and not one.is_leaving
-        ]
-        return sorted(workers, key=lambda child: child.name in self._quarantined)
-
     # -- what is stuck -------------------------------------------------------------------------------------------------
 
     def _on_findings(self, findings: Iterable[Finding]) -> None:
         """Report faults that begin or end; restart processes of ours that do not recover."""
-        self._quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
+        self.fleet.quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
         if not self._is_refused() and any(finding.fault in (*BUS_FAULTS, LOST) for finding in findings):
             self._bus_was_away = time.monotonic()
         begun, ended = self._lasting.update(findings)
@@ -361,7 +280,7 @@ class ProcessManager:
 
     def _heal(self, finding: Finding) -> None:
         where = (finding.host, finding.pid)
-        ours = (one for one in self._children for there in one.launched() if (there.host, there.pid) == where)
+        ours = (one for one in self.fleet.children for there in one.launched() if (there.host, there.pid) == where)
         child = next(ours, None)
         if finding.fault in BUS_FAULTS and self._server is not None and (pid := self._server.pid):
             if self._killing_server is None or self._killing_server.done():
@@ -370,7 +289,9 @@ class ProcessManager:
         elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)
-        elif finding.cure == "end" and self._workers():  # without workers of our own, others may be on their way
+        elif finding.cure == "end" and self.fleet.workers(
+            WORKER
+        ):  # without workers of our own, others may be on their way
             self._fail(STUCK_EXIT_CODE, f"{printable(finding.text)}; ending the run")
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -396,5 +317,5 @@ class ProcessManager:
             self._signal_all(signal.SIGKILL)
 
     def _signal_all(self, number: int) -> None:
-        for child in self._children:
+        for child in self.fleet.children:
             child.signal(number)

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from asyncrl.config import RunConfig
+from asyncrl.errors import NoRoom
 from asyncrl.launchers.placement import Gpus, Placement, free, numbers
+from asyncrl.messages.fleet import FleetSize
 from asyncrl.os_process import LEARNER_SECRET
 from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, REWARD_WORKER, WORKER
 from asyncrl.protocols.launcher import Launcher, ProcessSpec
@@ -34,21 +36,21 @@ class ProcessSpecs:
         self._common = common
         self._environment = dict(environment)
 
-    def initial(self, *, workers: int | None, resume: bool) -> list[ChildProcess]:
-        """The learner, its other ranks if they are processes of their own, then ``workers`` rollout workers, or as many
-        as the run file says, those that evaluate, and those that give rewards.
+    def initial(self, *, size: FleetSize | None, resume: bool) -> list[ChildProcess]:
+        """The learner, its other ranks if they are processes of their own, then the rollout workers, those that
+        evaluate, and those that give rewards.
+
+        size  the last one that `asyncrl scale` set; what it leaves out is as the run file says
 
         Prints which process gets which GPUs, if there are any, and what slows their start. Raises ConfigError when
         there are too few.
         """
         run = self._run
-        if workers is not None and workers != run.rollout.workers:
-            print(
-                f"rollout workers: {workers}, the last size set by `asyncrl scale`; rollout.workers is "
-                f"{run.rollout.workers}",
-                flush=True,
-            )
-            run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
+        workers = _scaled("rollout", run.rollout.workers, size.rollout_workers if size is not None else None)
+        graders = run.reward.workers
+        if graders:  # otherwise rollout workers grade
+            graders = _scaled("reward", graders, size.reward_workers if size is not None else None)
+        run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
         evaluating = run.num_evaluation_workers
         gpus = placement(run) if not self._places else _nowhere(run.rollout.workers, evaluating)
         for name, its in gpus.processes.items():
@@ -60,11 +62,15 @@ class ProcessSpecs:
             *self._learner(gpus.learner, resume=resume),
             *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
             *(self._worker(f"e{number}", its, evaluates=True) for number, its in enumerate(gpus.evaluation_workers)),
-            *(self._reward_worker(f"r{number}") for number in range(run.reward.workers)),
+            *(self._reward_worker(f"r{number}") for number in range(graders)),
         ]
 
-    def new_worker(self, name: str, taken: frozenset[int]) -> ChildProcess:
-        """One more rollout worker, on none of the GPUs ``taken``. Raises NoRoom."""
+    def new_worker(self, role: str, name: str, taken: frozenset[int]) -> ChildProcess:
+        """One more worker of this role, on none of the GPUs ``taken``. Raises NoRoom."""
+        if role == REWARD_WORKER:
+            if not self._run.reward.workers:
+                raise NoRoom("reward.workers is 0, so rollout workers grade; set it to 1 or more and --resume the run")
+            return self._reward_worker(name)
         needed = gpus_per_worker(self._run)
         given = self._run.rollout.gpus
         return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
@@ -138,6 +144,15 @@ class ProcessSpecs:
             environment=self._environment,
         )
         return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
+
+
+def _scaled(kind: str, configured: int, scaled: int | None) -> int:
+    """How many workers of a kind to start with."""
+    if scaled is None or scaled == configured:
+        return configured
+    said = f"the last size set by `asyncrl scale`; {kind}.workers is {configured}"
+    print(f"{kind} workers: {scaled}, {said}", flush=True)
+    return scaled
 
 
 def _nowhere(workers: int, evaluating: int) -> Placement:

@@ -12,17 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.rollout.rollout_parts import parts_of
-from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
+from asyncrl import config
+from asyncrl.actors.rollout.rollout_parts import RolloutLimits, parts_of
+from asyncrl.errors import RolloutError
+from asyncrl.messages import PromptGroup, SamplingParams, Trajectory, TurnReward
 from asyncrl.policies.batching import packing
 from asyncrl.protocols import Bus, Generate, Reward, Sample
+from asyncrl.rewards.load import load_reward
 from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 from asyncrl.run.recorded.account import account_with
 from asyncrl.run.recorded.run_folder import RecordedRun
 from tests.harness import fakes
+from tests.harness.buses import first, publish_prompts
 from tests.harness.groups import trajectory
 
 OWN_PROMPT = [9, 9, 9]
+PROMPT = PromptGroup(
+    group_id=0,
+    prompt_tokens=[1, 2],
+    group_size=4,
+    sampling=SamplingParams(max_new_tokens=4),  # type: ignore[arg-type]
+)
 
 
 async def compacts(prompt: PromptGroup, generate: Generate, *, index: int) -> Sequence[Trajectory]:
@@ -61,23 +71,17 @@ async def test_the_parts_of_a_rollout_are_trained_once_each_with_its_advantage(b
 
 
 def test_a_worker_numbers_the_parts_and_gives_them_one_reward() -> None:
-    prompt = PromptGroup(
-        group_id=0,
-        prompt_tokens=[1, 2],
-        group_size=4,
-        sampling=SamplingParams(max_new_tokens=4),  # type: ignore[arg-type]
-    )
     same = dataclasses.replace(trajectory(reward=math.nan), prompt_tokens=np.array([1, 2], np.int32))
     own = dataclasses.replace(trajectory(reward=0.5), prompt_tokens=np.array([7], np.int32))
-    made = parts_of([same, own], prompt, index=2, num_resumed=0, context_tokens=9)
+    made = parts_of([same, own], PROMPT, index=2, num_resumed=0, context_tokens=9)
     assert [(one.rollout, one.part, one.reward, one.prompt_tokens.tolist()) for one in made] == [
         (2, 0, 0.5, []),  # it follows the group's prompt, which need not be sent again
         (2, 1, 0.5, [7]),
     ]
     assert [one.resumed for one in made] == [0, 0]
-    taken_over = parts_of([same, own], prompt, index=2, num_resumed=1, context_tokens=9)
+    taken_over = parts_of([same, own], PROMPT, index=2, num_resumed=1, context_tokens=9)
     assert [one.resumed for one in taken_over] == [3, 3], "nobody can say which of them it is in"
-    (alone,) = parts_of(own, prompt, index=2, num_resumed=1, context_tokens=9)
+    (alone,) = parts_of(own, PROMPT, index=2, num_resumed=1, context_tokens=9)
     assert alone.resumed == 1
 
 
@@ -91,11 +95,62 @@ def test_a_worker_numbers_the_parts_and_gives_them_one_reward() -> None:
     ],
 )
 def test_parts_that_cannot_be_trained_are_refused_with_the_reason(made: Any, problem: str) -> None:
-    prompt = PromptGroup(
-        group_id=0,
-        prompt_tokens=[1, 2],
-        group_size=4,
-        sampling=SamplingParams(max_new_tokens=4),  # type: ignore[arg-type]
-    )
     with pytest.raises((TypeError, ValueError), match=problem):
-        parts_of(made, prompt, index=0, num_resumed=0, context_tokens=9)
+        parts_of(made, PROMPT, index=0, num_resumed=0, context_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (trajectory(reward=math.nan), "^the rollout function set no reward; give one to trajectory"),
+        (
+            dataclasses.replace(trajectory(reward=math.nan), reward_parts={"timeout": 1.0}),
+            r"^the sample took longer than rollout\.options\.timeout_seconds, and nothing says its reward",
+        ),
+        (trajectory(reward=101.0), r"the reward is 101, beyond reward\.largest = 100"),
+        (dataclasses.replace(trajectory(), reward_parts={"a": 1e300}), r"a is 1e\+300, beyond reward\.largest = 100"),
+        (dataclasses.replace(trajectory(), reward_parts={"": 1.0}), "the name of a reward's part must have 1 to"),
+        (dataclasses.replace(trajectory(), reward_parts={str(n): 1.0 for n in range(65)}), "65 parts, over 64"),
+        (
+            dataclasses.replace(trajectory(), turn_rewards=(TurnReward(start=0, reward=-1e9),)),
+            r"the reward of turn 0 is -1e\+09, beyond reward\.largest = 100",
+        ),
+    ],
+)
+def test_a_reward_that_cannot_be_trained_fails_its_sample_with_the_reason(made: Trajectory, problem: str) -> None:
+    limits = RolloutLimits(largest=100.0, needs_reward=True)
+    with pytest.raises(RolloutError, match=problem):
+        parts_of(made, PROMPT, index=0, num_resumed=0, context_tokens=9, limits=limits)
+
+
+def test_a_reward_that_another_takes_the_place_of_need_not_be_there_and_may_be_any() -> None:
+    limits = RolloutLimits(largest=100.0)
+    for reward in (math.nan, 1e9):
+        parts_of(trajectory(reward=reward), PROMPT, index=0, num_resumed=0, context_tokens=9, limits=limits)
+    of_row = dataclasses.replace(PROMPT, reward="math")
+    needed = RolloutLimits(needs_reward=True)
+    parts_of(trajectory(reward=math.nan), of_row, index=0, num_resumed=0, context_tokens=9, limits=needed)
+
+
+async def test_a_sample_without_the_reward_that_counts_costs_its_group_nothing_else(bus: Bus) -> None:
+    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        turns = TrajectoryBuilder(prompt.prompt_tokens)
+        turns.answered(await generate(turns.tokens))
+        return turns.trajectory(reward=math.nan if index == 1 else 0.5)
+
+    worker = fakes.worker(
+        bus,
+        fakes.Engine(),
+        rollout=rollout,
+        reward=load_reward(config.RewardSection(kind="none")),
+        min_group=1,
+        limits=RolloutLimits(needs_reward=True),
+    )
+    running = asyncio.ensure_future(fakes.run_worker(worker))
+    await publish_prompts(bus, 0)
+    (record,) = await first(bus, 1)
+    worker[0].drain()
+    await running
+    assert record.message is not None
+    assert (record.message.failed_samples, record.message.error) == (1, "")
+    assert {one.reward for one in record.message.trajectories} == {0.5}

@@ -21,7 +21,7 @@ from tests.harness.run_process import RunProcess
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SLOW = """
-import asyncio, hashlib, json, os, time
+import asyncio, hashlib, json, os, sys
 from asyncrl.data import demo_task
 
 async def judge(samples):
@@ -36,16 +36,18 @@ async def judge(samples):
 
 def note(what, digest):
     with open(os.environ["JUDGED"], "a") as file:
-        file.write(json.dumps({"what": what, "group": digest.hexdigest(), "pid": os.getpid()}) + "\\n")
+        by = "reward-worker" if "reward-worker" in sys.argv else "rollout-worker"
+        file.write(json.dumps({"what": what, "group": digest.hexdigest(), "pid": os.getpid(), "by": by}) + "\\n")
 """
 REWARD = ("reward.kind=slow:judge", "reward.workers=2", "reward.at_once=4")
 
 
 @pytest.fixture
 def run(tmp_path: Path, forks: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunProcess]:
-    """One worker with slots for two groups of four; the reward takes two seconds."""
+    """One worker with slots for two groups of four; the reward takes two seconds. Evaluations have the same reward."""
     monkeypatch.setenv("JUDGED", str(tmp_path / "judged.jsonl"))
-    made = RunProcess(tmp_path, *REWARD, name="graded", forks=forks)
+    data = f'evaluation.datasets=[{{name = "prompts", path = "{tmp_path}/prompts.jsonl", limit = 8}}]'
+    made = RunProcess(tmp_path, *REWARD, "evaluation.every_steps=2", data, name="graded", forks=forks)
     (tmp_path / "slow.py").write_text(SLOW)
     yield made
     made.kill()
@@ -71,10 +73,23 @@ async def test_a_killed_reward_worker_loses_nothing_and_a_slow_judge_holds_no_en
     joined.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(joined.wait, 60) == 0
     assert open_of(judged(tmp_path), joined.pid) == 0
+    for wanted in (3, 1):
+        scaled = await asyncio.to_thread(run.scale, 1, "--reward-workers", str(wanted))
+        assert (scaled.returncode, scaled.stderr) == (0, "")
+        assert f"run graded: 1 rollout workers and {wanted} reward workers after" in scaled.stdout
+    assert "2 -> 3 reward workers: + r2" in run.said and "3 -> 1 reward workers: - r1, r2" in run.said
+    assert "r1 has left" in run.said and "r2 has left" in run.said
+
+    answering = (await beats(run))["w0"].pid  # it grades its answers to evaluations itself
+    await run.until(lambda: open_of(judged(tmp_path), answering), "an evaluation that is graded")
+    evaluated = len(evaluations(run))
+    os.kill(answering, signal.SIGKILL)
+    await run.until(lambda: len(evaluations(run)) > evaluated, "the evaluation without it")
     assert await asyncio.to_thread(run.drain) == 130
     assert "r0 ended with signal SIGKILL" in run.said and "restart 1 of" in run.said
 
-    notes = judged(tmp_path)
+    assert set(evaluations(run)) == {1.0}, "each is complete"
+    notes = [one for one in judged(tmp_path) if one["by"] == "reward-worker"]
     graded = Counter(one["group"] for one in notes if one["what"] == "graded")
     assert left and left <= graded.keys()
     assert set(graded.values()) == {1}
@@ -85,6 +100,14 @@ async def test_a_killed_reward_worker_loses_nothing_and_a_slow_judge_holds_no_en
     assert most > 4, "more groups than there are slots for, and twice that"
     found = run.audit()
     assert (found["code"], found["lost"], found["duplicated"], found["failed"]) == (0, 0, 0, 0)
+    assert found["evaluation_problems"] == 0
+
+
+def evaluations(run: RunProcess) -> list[float]:
+    """Of each that has a result, how much of it there is."""
+    rows = (run.run_directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    found = [json.loads(row) for row in rows if row.endswith("\n")]
+    return [row["evaluation/complete"] for row in found if "evaluation/complete" in row]
 
 
 def judged(folder: Path) -> list[dict[str, str | int]]:

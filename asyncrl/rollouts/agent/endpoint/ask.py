@@ -127,17 +127,17 @@ def digests(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes]:
 
 
 def _normal(one: Json) -> list[Any]:
-    calls = [
-        [made["function"]["name"], _canonical(made["function"]["arguments"])] for made in one.get("tool_calls", ())
-    ]
+    calls = [[made["function"]["name"], as_object(made["function"]["arguments"])] for made in one.get("tool_calls", ())]
     return [one["role"], one["content"].strip(), calls]
 
 
-def _canonical(arguments: str) -> Any:
+def as_object(arguments: str) -> Json:
+    """A call's arguments, a JSON text, as Anthropic's clients have them: always an object."""
     try:
-        return json.loads(arguments)
+        found = json.loads(arguments)
     except ValueError:
-        return arguments
+        found = arguments
+    return found if isinstance(found, dict) else {"arguments": found}
 
 
 def _bytes(value: Any) -> bytes:

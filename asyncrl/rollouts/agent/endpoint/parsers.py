@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
 
@@ -77,6 +77,27 @@ def _call(text: str) -> tuple[str, str] | None:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(found, dict):
         return None
-    return found["name"], json.dumps(found.get("arguments", {}), ensure_ascii=False)
+    return sound_call(found.get("name"), found.get("arguments", {}))
+
+
+def sound_call(name: Any, arguments: Any) -> tuple[str, str] | None:
+    """A call as every client can read it, and send it again. None where it is none: one without a name, or with what
+    JSON and Unicode do not have (NaN, half of a surrogate pair)."""
+    if not isinstance(name, str) or not name:
+        return None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + text).encode()
+    except (ValueError, RecursionError):
+        return None
+    return name, text
+
+
+def sound_json(text: str) -> bool:
+    """Whether a client can read it, whatever its JSON library."""
+    try:
+        return sound_call("a", json.loads(text)) is not None
+    except (ValueError, RecursionError):
+        return False

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from asyncrl.protocols import Generation
-from asyncrl.rollouts.agent.endpoint.parsers import Parsed
+from asyncrl.rollouts.agent.endpoint.parsers import Parsed, sound_call, sound_json
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
 from asyncrl.rollouts.agent.endpoint.template import Template, shown
 from asyncrl.rollouts.agent.endpoint.turns import Tokens, Turn
@@ -120,23 +120,15 @@ def _call(found: Any) -> tuple[str, str] | None:
     if found.status != "ok" or not isinstance(found.name, str) or not found.name:
         return None
     arguments = {} if found.arguments is None else found.arguments
-    if isinstance(arguments, str) and _is_json(arguments):
+    if isinstance(arguments, str) and sound_json(arguments):
         return found.name, arguments
-    return found.name, json.dumps(arguments, ensure_ascii=False)
+    return sound_call(found.name, arguments)
 
 
 def _ids(calls: Sequence[Any]) -> tuple[str, ...]:
     """Those that the model wrote, if they tell its calls apart: its template writes them before the results."""
     ids = [one.id for one in calls]
     return tuple(ids) if all(isinstance(one, str) and one for one in ids) and len({*ids}) == len(ids) else ()
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def said(error: Exception) -> str:

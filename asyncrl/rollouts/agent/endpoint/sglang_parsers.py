@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollouts.agent.endpoint.parsers import Parsed, thought
+from asyncrl.rollouts.agent.endpoint.parsers import Parsed, sound_json, thought
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
 
 
@@ -56,6 +56,8 @@ class SGLangParser:
             return Parsed(content=text, reasoning=reasoning)
         content, items = self._function_parser(self._tools(tools), tool_parser).parse_non_stream(text)
         calls = tuple((item.name or "", item.parameters) for item in items)
+        if not all(name and sound_json(parameters) for name, parameters in calls):
+            return Parsed(content=text, reasoning=reasoning)  # what is no call stays text, all of it
         # a call that it drops (an unknown tool, broken JSON) must not look as if nothing had been said
         return Parsed(content=content if calls or content.strip() else text, reasoning=reasoning, calls=calls)
 

@@ -1,6 +1,7 @@
 """A long-lived process that runs a harness written in Python, many samples at once. A script without asyncrl.
 
     python child.py package.module:Harness
+    python child.py --check package.module:Harness    whether it could: options as JSON on standard input
 
 It needs Python 3.10 and what the harness imports; protocol.py is read from beside it. Standard input is a socket: each
 byte from it brings the descriptor of a connection for one sample. A line of JSON comes on that, {"task", "endpoint",
@@ -20,7 +21,6 @@ import resource
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,10 @@ class Runner:
     async def _sample(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection, limit=LARGEST_LINE)
         try:
-            request = json.loads(await reader.readline())
+            line = await reader.readline()
+            if not line.endswith(b"\n"):  # it was cancelled before we were told what it is
+                return
+            request = json.loads(line)
             playing = asyncio.ensure_future(self._play(request))
             hung_up = asyncio.ensure_future(reader.read(1))
             await asyncio.wait({playing, hung_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -84,8 +87,7 @@ class Runner:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a user's: also one that exits
-            text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-            reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            reason = in_a_line(error)
             if reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
                 self._explained.add(reason)
                 traceback.print_exc()
@@ -94,16 +96,45 @@ class Runner:
 
 def made(address: str, options: dict[str, Any]) -> Any:
     """The user's function, or the object of the class that it is."""
+    found, arguments = looked_up(address, options)
+    return found(*arguments) if inspect.isclass(found) else found
+
+
+def misfit(found: Any) -> str:
+    """Why it cannot be called as a harness is, or an object of it if it is a class; "" if it can."""
+    is_class = inspect.isclass(found)
+    call = (
+        next((vars(one)["__call__"] for one in found.__mro__ if "__call__" in vars(one)), None) if is_class else found
+    )
+    if not callable(call):
+        return "has no __call__" if is_class else "cannot be called"
+    try:
+        signature = inspect.signature(call)
+    except ValueError:  # of a function that is not written in Python
+        return ""
+    try:
+        signature.bind(*[None] * (3 if is_class else 2))
+    except TypeError as error:
+        return f"takes other arguments: {error}"
+    return ""
+
+
+def in_a_line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def looked_up(address: str, options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The user's function or class, and what the class is made from. Raises whatever is wrong with it."""
     name, _, attribute = address.rpartition(":")
     module = load_file("asyncrl_harness", Path(name)) if name.endswith(".py") else importlib.import_module(name)
     found: Any = getattr(module, attribute)
-    options_type = getattr(module, "Options", None) if inspect.isclass(found) else None
+    if problem := misfit(found):
+        raise TypeError(f"{address} {problem}; a harness is called with (task, endpoint)")
+    options_type: Any = getattr(module, "Options", None) if inspect.isclass(found) else None
     if options and options_type is None:
         raise TypeError(f"{address} takes no options, got {', '.join(options)}; a class with an Options beside it does")
-    if not inspect.isclass(found):
-        return found
-    kind: Callable[..., Any] = found
-    return kind() if options_type is None else kind(options_type(**options))
+    return found, () if options_type is None else (options_type(**options),)
 
 
 async def called(harness: Any, task: Any, endpoint: Any) -> Any:
@@ -132,8 +163,20 @@ def load_file(name: str, path: Path) -> Any:
     return module
 
 
+def check(address: str) -> int:
+    """Says on the last line of standard output what is wrong, if anything is."""
+    try:
+        looked_up(address, json.load(sys.stdin))
+    except BaseException as error:  # a user's: also one that exits
+        print("\n" + in_a_line(error), flush=True)
+        return 1
+    return 0
+
+
 def main() -> None:
     sys.path[0] = os.getcwd()  # it was this file's folder, whose names are no harness's to import
+    if sys.argv[1] == "--check":
+        os._exit(check(sys.argv[2]))
     control = socket.socket(fileno=os.dup(0))
     control.setblocking(False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -67,6 +67,11 @@ class Limited:
         limit = f"timeout_seconds = {self._limits.timeout_seconds:g}"
         raise RolloutError(f"harness {self._name}: took longer than {limit} for a sample")
 
+    def check_machine(self) -> None:
+        """Raises ConfigError for what could play nothing here."""
+        if (check := getattr(self._harness, "check_machine", None)) is not None:
+            check()
+
     async def close(self) -> None:
         """End what the harness has started; again is harmless."""
         close = getattr(self._harness, "close", None)

@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Outcome, Task, o
 
 CANCEL_SECONDS: Final = 5.0
 """For a sample to end when it is told to; its child is killed then."""
+CHECK_SECONDS: Final = 120.0
+"""For its import before the run starts, by a child that plays nothing."""
 _STDERR: Final = 2
 log: Final = logging.getLogger(__name__)
 
@@ -81,6 +84,30 @@ class PythonHarness:
         self._children: list[_Child] = []
         self._starting = asyncio.Lock()
 
+    def check_machine(self) -> None:
+        """Import it as a child does. Raises ConfigError for what no child could play."""
+        options = self._options
+        try:
+            done = subprocess.run(
+                [options.python, child.__file__, "--check", self._address],
+                env=self._variables(),
+                cwd=options.directory or None,
+                input=json.dumps(dict(options.options), default=str),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=CHECK_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            log.warning("harness %s: its import takes longer than %g s", self._name, CHECK_SECONDS)
+            return
+        if done.returncode:
+            said = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip()]
+            problem = said[-1] if said else f"its import ends with exit code {done.returncode}"
+            where = f" with {options.python}" if options.venv else ""
+            raise ConfigError(f"{self._name!r} cannot be imported{where}: {problem}")
+
     async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
         member = await self._place()
         try:
@@ -93,6 +120,10 @@ class PythonHarness:
                 self._forget(member)
                 if not member.num_samples:
                     await _end(member)
+
+    def _variables(self) -> dict[str, str]:
+        options = self._options
+        return environment.base(venv=options.venv, inherit=options.inherit, added=options.environment)
 
     async def close(self) -> None:
         while self._children:
@@ -115,9 +146,7 @@ class PythonHarness:
             try:
                 program = await Program.start(
                     [self._options.python, child.__file__, self._address],
-                    environment=environment.base(
-                        venv=self._options.venv, inherit=self._options.inherit, added=self._options.environment
-                    ),
+                    environment=self._variables(),
                     directory=self._options.directory,
                     memory_mib=2 * self._options.memory_mib,
                     stdin=theirs,

@@ -43,7 +43,21 @@ def test_calls_are_read_and_taken_out_of_the_text() -> None:
     assert [(name, json.loads(arguments)) for name, arguments in found.calls] == [("add", {"a": 40, "b": 2})]
 
 
-@pytest.mark.parametrize("broken", [LOST, "<tool_call>\n[1]\n</tool_call>", '<tool_call>{"name": 3}</tool_call>'])
+BROKEN = [
+    LOST,
+    "<tool_call>\n[1]\n</tool_call>",
+    '<tool_call>{"name": 3}</tool_call>',
+    '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',  # no JSON to a client in another language
+    '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',  # no text: it could not be sent again
+    '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+    f'<tool_call>{{"name": "add", "arguments": {"[" * 5000}{"]" * 5000}}}</tool_call>',
+    f'<tool_call>{{"name": "add", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>',
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
 def test_what_is_no_call_stays_text_and_so_do_the_calls_beside_it(broken: str) -> None:
     found = parsed(f"one\n{CALL.partition('</think>')[2]}\n{broken}")
     assert found.calls == ()

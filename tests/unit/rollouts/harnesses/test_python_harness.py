@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import venv
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import RolloutError
+from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.rollouts.agent.harnesses import python_harness
 from asyncrl.rollouts.agent.harnesses.protocol import Outcome, Task
 from asyncrl.rollouts.agent.harnesses.python_harness import Options, PythonHarness
@@ -37,6 +38,51 @@ async def test_one_child_plays_many_samples_and_never_in_this_process() -> None:
     assert len({one.metrics["pid"] for one in outcomes}) == 1
     assert outcomes[0].metrics["pid"] != os.getpid()
     assert sorted(one.metrics["played"] for one in outcomes) == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "problem"),
+    [
+        ("", {}, "ModuleNotFoundError: No module named 'my_harness'"),
+        ("import no_such_package", {}, "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("raise SystemExit('not today')", {}, "SystemExit: not today"),
+        ("other = 1", {}, "AttributeError: module 'my_harness' has no attribute 'play'"),
+        ("play = 7", {}, "TypeError: my_harness:play cannot be called; a harness is called with (task, endpoint)"),
+        ("def play(task): pass", {}, "TypeError: my_harness:play takes other arguments: too many positional arguments"),
+        ("class play: pass", {}, "TypeError: my_harness:play has no __call__"),
+        ("class play:\n def __call__(self, task): pass", {}, "TypeError: my_harness:play takes other arguments"),
+        ("def play(task, endpoint): pass", {"a": 1}, "TypeError: my_harness:play takes no options, got a"),
+        ("import os\nos._exit(3)", {}, "its import ends with exit code 3"),
+        (
+            "print('hello')\ndef play(task, endpoint, more): pass",
+            {},
+            "TypeError: my_harness:play takes other arguments",
+        ),
+    ],
+)
+def test_a_harness_that_no_child_could_play_is_refused_before_the_run_starts(
+    module: str, options: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    if module:
+        (tmp_path / "my_harness.py").write_text(module)
+    harness = PythonHarness("my_harness:play", Options(directory=str(tmp_path), options=options))
+    with pytest.raises(ConfigError, match=re.escape(problem)) as refused:
+        harness.check_machine()
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "def play(task, endpoint): pass",
+        "async def play(task, endpoint, more=1): pass",
+        "class play:\n def __init__(self): raise ValueError('a child makes it')\n def __call__(self, *all): pass",
+        "import functools\nplay = functools.partial(print)",
+    ],
+)
+def test_a_harness_that_can_be_called_passes(module: str, tmp_path: Path) -> None:
+    (tmp_path / "my_harness.py").write_text(module)
+    PythonHarness("my_harness:play", Options(directory=str(tmp_path))).check_machine()  # raises ConfigError else
 
 
 async def test_samples_at_once_are_shared_among_children() -> None:

@@ -200,8 +200,8 @@ async def test_a_worker_whose_name_another_one_has_takes_the_next_that_is_free(
     await it.until_up("w1", "w2", "w3")
     it.launcher.named("w3").code.set_result(NameTaken.exit_code)
     await it.until_up("w1", "w2", "w4")
-    assert it.manager.status().workers == ("w2", "w1", "w4")
-    assert not it.manager.status().problem
+    assert it.manager.fleet.status().workers == ("w2", "w1", "w4")
+    assert not it.manager.fleet.status().problem
     assert await it.end() == 0
 
 
@@ -309,7 +309,7 @@ async def test_a_rank_that_hangs_is_killed_when_its_learner_has_ended_and_both_c
     launcher = Launcher()
     it = stage(launcher, "learner.backend=megatron", "learner.ranks=2", "learner.machines=2")
     await it.until_up("learner-1", "w0", "w1")
-    await it.until(lambda: all(child.process for child in it.manager._children))  # the manager knows what is up
+    await it.until(lambda: all(child.process for child in it.manager.fleet.children))  # the manager knows what is up
     learner, rank = launcher.named("learner"), launcher.named("learner-1")
     learner.code.set_result(1)
     await it.until(lambda: launcher.named("learner") is not learner and launcher.named("learner-1") is not rank)

@@ -31,5 +31,5 @@ def test_python_that_keeps_no_bytecode_is_warned_of_where_engines_are_on_gpus(
     monkeypatch.setattr("asyncrl.run.processes.gpus.num_gpus", lambda: gpus)
     monkeypatch.setattr("asyncrl.run.processes.gpus.gpus_per_worker", lambda run: int(gpus > 0))
     run = config.load(tmp_path / "run.toml")
-    ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(workers=None, resume=False)
+    ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
     assert ("PYTHONDONTWRITEBYTECODE" in capsys.readouterr().out) is is_said

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncrl.rollouts.agent.endpoint.ask import Ask, call, content, tool
+from asyncrl.rollouts.agent.endpoint.ask import Ask, as_object, call, content, tool
 from asyncrl.rollouts.agent.endpoint.dialects.chat import model, usage
 from asyncrl.rollouts.agent.endpoint.dialects.dialect import Event, is_cut
 from asyncrl.rollouts.agent.endpoint.fields import offers_tools, wishes
@@ -93,16 +93,10 @@ def _blocks(turn: Turn) -> list[Json]:
         blocks.append({"type": "text", "text": turn.said["content"]})
     for one in turn.said.get("tool_calls", ()):
         function = one["function"]
-        blocks.append({"type": "tool_use", "id": one["id"], "name": function["name"], "input": _input(function)})
+        blocks.append(
+            {"type": "tool_use", "id": one["id"], "name": function["name"], "input": as_object(function["arguments"])}
+        )
     return blocks
-
-
-def _input(function: Json) -> Any:
-    try:
-        found = json.loads(function["arguments"])
-    except ValueError:
-        return {"arguments": function["arguments"]}
-    return found if isinstance(found, dict) else {"arguments": found}
 
 
 def _delta(block: Json) -> tuple[Json, Json]:
