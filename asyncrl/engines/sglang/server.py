@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.engines.sglang.arguments import option_name
+from asyncrl.engines.sglang.options import Options
 from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.errors import ConfigError
 
@@ -50,6 +51,8 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",  # otherwise rotary embeddings need vllm
     "TOKENIZERS_PARALLELISM": "false",
 }
+_COMPILES: Final = "enable-torch-compile"
+_OPTIONS: Final = Options()
 
 
 def check_pause(pause: str, *, url: str, version: str) -> None:
@@ -161,8 +164,12 @@ def _argument(key: str, value: Any) -> list[str]:
     return [f"--{key}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
 
 
-def server_environment(base: Mapping[str, str], *, device: str, tensor_parallel: int = 1) -> dict[str, str]:
-    """``base`` plus the server's variables. Only the server may see the stubs on PYTHONPATH."""
+def server_environment(base: Mapping[str, str], *, device: str, options: Options = _OPTIONS) -> dict[str, str]:
+    """``base`` plus the server's variables. Only the server may see the stubs on PYTHONPATH.
+
+    A CPU server compiles nothing that nobody asks for: SGLang decorates a few small functions with torch.compile, which
+    there costs each rank ten seconds of a C++ compiler, and an error where there is none.
+    """
     environment = {
         **base,
         "HF_HUB_OFFLINE": "1",  # the model is a local folder
@@ -171,8 +178,10 @@ def server_environment(base: Mapping[str, str], *, device: str, tensor_parallel:
     if device == "cpu":
         environment.update(_CPU_ENVIRONMENT)
         environment.setdefault("OMP_NUM_THREADS", "1")
-        if tensor_parallel > 1:
-            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares_of_cores(tensor_parallel))
+        if not any(option_name(key) == _COMPILES and value for key, value in options.server_arguments.items()):
+            environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+        if options.tensor_parallel > 1:
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares_of_cores(options.tensor_parallel))
         stubs = [_HERE / "cpu_stubs"] if importlib.util.find_spec("sgl_kernel") is None else []
         paths = [*map(str, [*stubs, _HERE / "cpu_plugin"]), base.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
