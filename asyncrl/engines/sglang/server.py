@@ -7,9 +7,11 @@ The server runs under ``reaper.py``: no process of its tree outlives us, even if
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
+import random
 import socket
 import sys
 from collections.abc import Mapping
@@ -52,6 +54,8 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _COMPILES: Final = "enable-torch-compile"
+_PORTS: Final = range(10_000, 32_000)
+_RANDOM: Final = random.SystemRandom()  # a run seeds the usual one, and other processes draw, too
 _OPTIONS: Final = Options()
 
 
@@ -197,10 +201,12 @@ def _shares_of_cores(ranks: int) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Of those that the system gives to no connection: the server takes it half a minute later, or more."""
+    while True:
+        port = _RANDOM.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def ranks_with_loader(info: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -160,6 +161,18 @@ def test_a_server_on_a_cpu_forks_its_processes_unless_it_has_threads(
         monkeypatch.setattr(os, "listdir", lambda path, threads=threads: threads)
         plugin.fork_if_alone(None, "the server's arguments")
     assert methods == ["fork"]
+
+
+def test_a_servers_port_is_free_and_none_that_a_connection_may_get_until_the_server_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", sglang_server.free_port()))
+        in_use = taken.getsockname()[1]
+        drawn = iter((in_use, in_use, sglang_server.free_port()))
+        monkeypatch.setattr(sglang_server._RANDOM, "choice", lambda ports: next(drawn))
+        assert sglang_server.free_port() != in_use
+    assert max(sglang_server._PORTS) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
 def test_stand_ins_are_seen_by_cpu_servers_only() -> None:
