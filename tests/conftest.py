@@ -180,7 +180,7 @@ async def bus(bus_factory: BusFactory) -> Bus:
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Starts the processes of runs by fork, without the seconds that importing torch takes each of them."""
-    tiny = ("tests.chaos.metered_net", "tests.harness.tiny.backend", "tests.harness.tiny.reward")
+    tiny = ("tests.chaos.metered_net", "tests.chaos.clocked_backend", "tests.harness.tiny.reward")
     server = ForkServer(tmp_path_factory.mktemp("forks"), (*MODELS, *tiny))
     server.connect().close()  # whoever names it to a run starts no sooner than it can fork
     yield server

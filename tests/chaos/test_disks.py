@@ -27,8 +27,11 @@ CANNOT, WAS = "cannot be written", "was written after"
 
 
 @contextlib.asynccontextmanager
-async def waiting(storm: Storm, seen: Any, *, what: str, is_mute: bool = False) -> AsyncIterator[None]:
-    """Inside, the learner waits for a disk and says so; behind, it goes on, and nobody was restarted."""
+async def waiting(storm: Storm, seen: Any, *, what: str = "", is_mute: bool = False) -> AsyncIterator[None]:
+    """Inside, the learner waits for a disk and says so; behind, it goes on, and nobody was restarted.
+
+    what  it cannot write; "" where that is whatever comes next
+    """
     before = storm.pids()
     if not is_mute:
         await storm.until(lambda: f"{what} {CANNOT}" in storm.output, "the learner says so")
@@ -50,14 +53,14 @@ async def _says_so(storm: Storm) -> bool:
 
 
 async def test_a_learner_whose_files_cannot_grow_waits(tmp_path: Path, forks: ForkServer) -> None:
-    """None of them, what it says to the run's output included: its history first, and it tells nothing that is not on
-    record."""
+    """None of them, what it says to the run's output included. Its history comes first, or its metrics when the disk
+    is full just between the two; it tells nothing that is not on record."""
     storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10",), forks=forks)
     async with storm.up() as seen:
         limit = contextlib.ExitStack()
         limit.enter_context(full_disk(storm.pids()["learner"]))
         with limit:
-            async with waiting(storm, seen, what="the history", is_mute=True):
+            async with waiting(storm, seen, is_mute=True):
                 limit.close()
     audit = await asyncio.to_thread(storm.audit)
     assert_is_clean(audit)

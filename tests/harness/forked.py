@@ -31,24 +31,41 @@ SOCKET: Final = "ASYNCRL_TEST_FORKS"
 """The environment variable that tells ForkingLauncher where the server is."""
 _START_SECONDS: Final = 900.0
 _IMPORTED: Final = (
+    "asyncrl.bus.jetstream.bus",
+    "asyncrl.bus.nats_server.adapter",
+    "asyncrl.cli.audit",
+    "asyncrl.cli.check",
     "asyncrl.cli.learner",
     "asyncrl.cli.reward_worker",
     "asyncrl.cli.rollout_worker",
     "asyncrl.cli.run",
+    "asyncrl.launchers.local",
+    "asyncrl.policies.algorithms.critic",
+    "asyncrl.policies.algorithms.table",
+    "asyncrl.rollouts.builtin",
     "asyncrl.run.assembly.build_learner",
+    "asyncrl.run.assembly.build_worker",
     "asyncrl.run.assembly.training",
+    "asyncrl.run.recorded.account",
+    "asyncrl.run.routing_replay",
     "asyncrl.weights.files",
+    "numpy.ctypeslib",
+    "numpy.ma",
+    "tests.harness.forked",
+    "torch._dynamo",
     "transformers.models.auto.tokenization_auto",
     "uvloop",
 )
+"""What any run imports, also where it does so late: each module that is missing here is imported by every process."""
 MODELS: Final = (
     "asyncrl.backends.reference.backend",
+    "asyncrl.data.demo_task",
     "asyncrl.engines.inprocess.engine",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )
 """What runs of Hugging Face models import besides."""
-MEGATRON: Final = ("asyncrl.backends.megatron.rank",)
+MEGATRON: Final = ("asyncrl.backends.megatron.backend", "asyncrl.backends.megatron.rank")
 """What learners of Megatron import besides."""
 
 

@@ -61,7 +61,11 @@ class TwoNodes:
             | {
                 "include_dashboard": False,
                 "labels": {"site": "a"},
-                "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+                "_system_config": {
+                    "enable_worker_prestart": False,
+                    "prestart_worker_first_driver": False,
+                    "worker_niceness": 0,  # 15 by default: beside other tests a run on Ray would get what they leave
+                },
             }
         )
         self.address: str = self._cluster.address

@@ -87,8 +87,9 @@ class RunProcess:
         self._output = self.folder / f"{name}.txt"
         self._process: subprocess.Popen[bytes] | ForkedCommand | None = None
 
-    @property
+    @functools.cached_property
     def run_directory(self) -> Path:
+        """Cached: who waits for a step asks fifty times a second, and reading the run file is most of what it costs."""
         return self.folder / self.config().run_directory
 
     def config(self) -> RunConfig:

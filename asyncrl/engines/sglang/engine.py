@@ -307,7 +307,7 @@ class SGLangEngine(EngineAdapter):
             tells_experts=self._tells_experts,
         )
         log.info("starting SGLang, output in %s: %s", self._log_path, " ".join(command))
-        environment = server_environment(os.environ, device=self._device, tensor_parallel=self._options.tensor_parallel)
+        environment = server_environment(os.environ, device=self._device, options=self._options)
         self._server = ServerProcess(command, environment=environment, log_path=self._log_path)
         self._client.url = f"http://127.0.0.1:{port}"
         await self._server.start()

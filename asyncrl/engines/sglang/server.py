@@ -7,9 +7,11 @@ The server runs under ``reaper.py``: no process of its tree outlives us, even if
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
+import random
 import socket
 import sys
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.engines.sglang.arguments import option_name
+from asyncrl.engines.sglang.options import Options
 from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.errors import ConfigError
 
@@ -50,6 +53,10 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",  # otherwise rotary embeddings need vllm
     "TOKENIZERS_PARALLELISM": "false",
 }
+_COMPILES: Final = "enable-torch-compile"
+_PORTS: Final = range(10_000, 32_000)
+_RANDOM: Final = random.SystemRandom()  # a run seeds the usual one, and other processes draw, too
+_OPTIONS: Final = Options()
 
 
 def check_pause(pause: str, *, url: str, version: str) -> None:
@@ -161,8 +168,12 @@ def _argument(key: str, value: Any) -> list[str]:
     return [f"--{key}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
 
 
-def server_environment(base: Mapping[str, str], *, device: str, tensor_parallel: int = 1) -> dict[str, str]:
-    """``base`` plus the server's variables. Only the server may see the stubs on PYTHONPATH."""
+def server_environment(base: Mapping[str, str], *, device: str, options: Options = _OPTIONS) -> dict[str, str]:
+    """``base`` plus the server's variables. Only the server may see the stubs on PYTHONPATH.
+
+    A CPU server compiles nothing that nobody asks for: SGLang decorates a few small functions with torch.compile, which
+    there costs each rank ten seconds of a C++ compiler, and an error where there is none.
+    """
     environment = {
         **base,
         "HF_HUB_OFFLINE": "1",  # the model is a local folder
@@ -171,8 +182,10 @@ def server_environment(base: Mapping[str, str], *, device: str, tensor_parallel:
     if device == "cpu":
         environment.update(_CPU_ENVIRONMENT)
         environment.setdefault("OMP_NUM_THREADS", "1")
-        if tensor_parallel > 1:
-            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares_of_cores(tensor_parallel))
+        if not any(option_name(key) == _COMPILES and value for key, value in options.server_arguments.items()):
+            environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+        if options.tensor_parallel > 1:
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares_of_cores(options.tensor_parallel))
         stubs = [_HERE / "cpu_stubs"] if importlib.util.find_spec("sgl_kernel") is None else []
         paths = [*map(str, [*stubs, _HERE / "cpu_plugin"]), base.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -188,10 +201,12 @@ def _shares_of_cores(ranks: int) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Of those that the system gives to no connection: the server takes it half a minute later, or more."""
+    while True:
+        port = _RANDOM.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def ranks_with_loader(info: Mapping[str, Any]) -> int:

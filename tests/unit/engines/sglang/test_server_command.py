@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -115,7 +118,8 @@ def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.Monkey
     """Else SGLang refuses more ranks than NUMA nodes. What the user says himself stays."""
 
     def shares(ranks: int, **base: str) -> str | None:
-        environment = sglang_server.server_environment(base, device="cpu", tensor_parallel=ranks)
+        options = Options(tensor_parallel=ranks)
+        environment = sglang_server.server_environment(base, device="cpu", options=options)
         return environment.get("SGLANG_CPU_OMP_THREADS_BIND")
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 3, 4})
@@ -123,6 +127,52 @@ def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.Monkey
     assert shares(2) == "2,3|4,5"
     assert shares(8) == "2|3|4|5|2|3|4|5"
     assert shares(2, SGLANG_CPU_OMP_THREADS_BIND="0|1") == "0|1"
+
+
+def test_a_server_on_a_cpu_compiles_nothing_that_nobody_asks_for() -> None:
+    """A machine without a C++ compiler can run it, and its start is not as long again. What the user says stays."""
+
+    def disables(device: str, base: Mapping[str, str], **given: Any) -> str | None:
+        options = Options(server_arguments=given)
+        environment = sglang_server.server_environment(base, device=device, options=options)
+        return environment.get("TORCHDYNAMO_DISABLE")
+
+    assert disables("cpu", {}) == "1"
+    assert disables("cpu", {}, enable_torch_compile=False) == "1"
+    assert disables("cpu", {}, enable_torch_compile=True) is None
+    assert disables("cpu", {"TORCHDYNAMO_DISABLE": "0"}) == "0"
+    assert disables("cuda", {}) is None
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(Path(sglang_server.__file__).parent / "cpu_plugin"))
+    yield importlib.import_module("asyncrl_sglang_cpu")
+    sys.modules.pop("asyncrl_sglang_cpu")
+
+
+def test_a_server_on_a_cpu_forks_its_processes_unless_it_has_threads(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has imported is not imported again; a lock that a thread holds would stay locked in a fork."""
+    methods: list[str] = []
+    monkeypatch.setattr("multiprocessing.set_start_method", lambda method, force: methods.append(method))
+    for threads in (["1", "2"], ["1"]):
+        monkeypatch.setattr(os, "listdir", lambda path, threads=threads: threads)
+        plugin.fork_if_alone(None, "the server's arguments")
+    assert methods == ["fork"]
+
+
+def test_a_servers_port_is_free_and_none_that_a_connection_may_get_until_the_server_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", sglang_server.free_port()))
+        in_use = taken.getsockname()[1]
+        drawn = iter((in_use, in_use, sglang_server.free_port()))
+        monkeypatch.setattr(sglang_server._RANDOM, "choice", lambda ports: next(drawn))
+        assert sglang_server.free_port() != in_use
+    assert max(sglang_server._PORTS) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
 def test_stand_ins_are_seen_by_cpu_servers_only() -> None:

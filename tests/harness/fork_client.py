@@ -1,0 +1,37 @@
+"""`asyncrl ARGUMENTS` of a shell, forked by the server that ASYNCRL_TEST_FORKS names (forks.py).
+
+    python -m tests.harness.fork_client ARGUMENTS
+
+A stand-in for the command in scripts: it writes where this process writes, and ends with its exit code. It imports
+hardly anything, so that it costs less than what it saves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+
+def main() -> int:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.environ["ASYNCRL_TEST_FORKS"])
+    request = {
+        "name": "",
+        "arguments": sys.argv[1:],
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "output": [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)],
+    }
+    with connection, connection.makefile("rwb") as lines:
+        lines.write(json.dumps(request).encode() + b"\n")
+        lines.flush()
+        while "code" not in (said := json.loads(lines.readline())):
+            pass
+    code = int(said["code"])
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
