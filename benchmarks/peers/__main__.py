@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,29 +34,21 @@ ARMS: Final = (*OURS, *PEERS)
 
 HEAD: Final = (
     "scene          arm             samples/s  of ideal  thrown away  staleness mean  max  over bound  "
-    "learner idle  overhead  engine busy  cpu"
+    "length  learner idle  overhead  engine busy  cpu"
 )
 
 
-def measure(scene: Scene, *, arms: Sequence[str], folder: Path, limit: float) -> Iterator[Row]:
-    """Rows of a scene, each when it is done; one that failed says so."""
-    ideal = scene.ideal_samples_per_second(lengths_of(scene).mean)
-    for arm in arms:
-        started = time.monotonic()
-        try:
-            row = OURS[arm](scene) if arm in OURS else run_peer(arm, scene, folder=folder, limit=limit)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            row = {"failed": type(error).__name__}
-        else:
-            row["of_ideal"] = row["samples_per_second"] / ideal
-        yield (
-            {"scene": scene.name, "arm": arm, "max_staleness": scene.max_staleness, "ideal": ideal}
-            | row
-            | {
-                "seconds": time.monotonic() - started,
-                "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
-            }
-        )
+def measure(arm: str, scenes: Sequence[Scene], *, folder: Path, limit: float) -> Iterator[Row]:
+    """Rows of an arm, one a scene; one that failed says so."""
+    command = shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]])
+    rows = map(OURS[arm], scenes) if arm in OURS else run_peer(arm, scenes, folder=folder, limit=limit)
+    for scene, row in zip(scenes, rows, strict=True):
+        ideal = scene.ideal_tokens_per_second(lengths_of(scene).mean)
+        head = {"scene": scene.name, "arm": arm, "max_staleness": scene.max_staleness}
+        head |= {"ideal_tokens_per_second": ideal, "length_mean_drawn": lengths_of(scene).mean}
+        if "failed" not in row:
+            head["of_ideal"] = row["tokens_per_second"] / ideal
+        yield head | row | {"command": command}
 
 
 def line(row: Row) -> str:
@@ -69,7 +59,7 @@ def line(row: Row) -> str:
     return (
         f"{head}  {row['samples_per_second']:9.1f}  {row['of_ideal']:8.2f}  {row['thrown_away_share']:11.1%}"
         f"  {row['staleness_mean']:14.2f}  {row['staleness_max']:3d}  {0 if over is None else over:10.1%}"
-        f"  {row['learner_idle']:12.1%}  {row['learner_overhead']:8.1%}  {row['engine_busy']:11.1%}"
+        f"  {row['length_mean']:6.0f}  {row['learner_idle']:12.1%}  {row['learner_overhead']:8.1%}  {row['engine_busy']:11.1%}"
         f"  {row['cpu_share']:4.0%}"
     )
 
@@ -83,7 +73,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--arms", nargs="+", choices=ARMS, default=ARMS[:-1], metavar="ARM", help=", ".join(ARMS))
     add("--scenes", nargs="+", choices=[*SCENES, "all"], default=["balanced"], metavar="SCENE", help=", ".join(SCENES))
     add("--steps", type=int, help="optimizer steps measured in an arm (default 12)")
-    add("--limit", type=float, default=600, help="seconds that an arm may take, installation not counted")
+    add("--limit", type=float, default=600, help="seconds that a peer may take for a scene, installation not counted")
     add("--json", type=Path, metavar="FILE", help="append the rows there, one object a line")
     return parser.parse_args(given)
 
@@ -91,11 +81,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     names = list(SCENES) if "all" in options.scenes else options.scenes
+    scenes = [replace(SCENES[name], steps=options.steps or SCENES[name].steps) for name in names]
     failed = False
     print(HEAD)
-    for scene in map(SCENES.__getitem__, names):
-        scene = replace(scene, steps=options.steps or scene.steps)
-        for row in measure(scene, arms=options.arms, folder=options.folder, limit=options.limit):
+    for arm in options.arms:
+        for row in measure(arm, scenes, folder=options.folder, limit=options.limit):
             print(line(row), flush=True)
             failed |= "failed" in row
             if options.json is not None:

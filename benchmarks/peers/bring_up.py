@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -57,19 +57,26 @@ def _clone(address: str, *, commit: str, into: Path) -> None:
         subprocess.run(["git", *command], cwd=into, check=True)
 
 
-def run_peer(peer: str, scene: Scene, *, folder: Path, limit: float) -> Row:
-    """Raises CalledProcessError or TimeoutExpired; what the driver said is in ``folder``/peer.log."""
+def run_peer(peer: str, scenes: Sequence[Scene], *, folder: Path, limit: float) -> list[Row]:
+    """One row a scene; of scenes that it did not finish, what became of it. Its words are in ``folder``/peer.log."""
     python = python_of(peer, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    job_file, out = folder / f"{peer}.job.json", folder / f"{peer}.row.json"
-    out.unlink(missing_ok=True)
-    with scripted_engine(scene, folder / f"{peer}.engine.json") as address:
-        Job(scene=scene, engine=address, out=out).write(job_file)
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for number, scene in enumerate(scenes):
+            out = folder / f"{peer}.{number}.row.json"
+            out.unlink(missing_ok=True)
+            address = stack.enter_context(scripted_engine(scene, folder / f"{peer}.{number}.engine.json"))
+            jobs.append((Job(scene=scene, engine=address, out=out.absolute()), folder / f"{peer}.{number}.job.json"))
+            jobs[-1][0].write(jobs[-1][1])
+        command = [str(python), "-m", f"benchmarks.peers.{peer}", *(str(path.absolute()) for _, path in jobs)]
+        failure = ""
         with (folder / f"{peer}.log").open("w") as log:
-            command = [str(python), "-m", f"benchmarks.peers.{peer}", str(job_file)]
-            subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True, timeout=limit)
-    row: Row = json.loads(out.read_text())
-    return row
+            try:
+                subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True, timeout=limit * len(scenes))
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                failure = type(error).__name__
+    return [json.loads(job.out.read_text()) if job.out.exists() else {"failed": failure} for job, _ in jobs]
 
 
 @contextlib.contextmanager

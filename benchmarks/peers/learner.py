@@ -143,8 +143,9 @@ def versions_of(*distributions: str) -> dict[str, str]:
     return {name: version(name) for name in distributions}
 
 
-def job_of(arguments: Sequence[str]) -> Job:
-    return Job.read(Path(arguments[1]))
+def jobs_of(arguments: Sequence[str]) -> list[Job]:
+    """One for each scene, done one after another: some peers take a minute to import."""
+    return [Job.read(Path(path)) for path in arguments[1:]]
 
 
 def prompt_of(group: int) -> list[int]:

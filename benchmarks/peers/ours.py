@@ -29,6 +29,7 @@ class FullEngine(Plan):
 def run_ours(scene: Scene, *, mode: Mode, is_colocated: bool = False) -> Row:
     """One arm. Colocated: both machines generate, then both train, and switching costs nothing."""
     machines = 2 if is_colocated else 1
+    warmup = scene.warmup if mode == "async" else 2
     plan = FullEngine(
         mode=mode,
         workers=machines,
@@ -36,8 +37,8 @@ def run_ours(scene: Scene, *, mode: Mode, is_colocated: bool = False) -> Row:
         groups_per_batch=scene.groups_per_batch,
         group_size=scene.group_size,
         max_staleness=scene.max_staleness,
-        warmup=scene.warmup if mode == "async" else 2,
-        steps=(scene.warmup if mode == "async" else 2) + scene.steps,
+        warmup=warmup,
+        steps=warmup + scene.steps,
         seed=scene.seed,
         prompt_tokens=PROMPT_TOKENS,
         is_colocated=is_colocated,

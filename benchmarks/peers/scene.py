@@ -18,11 +18,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One engine and one learner. Times are real seconds: nothing is scaled, because peers poll by constants.
+    """One engine and one learner. A step takes two seconds where one of a small real model takes about ten.
 
     capacity              sequences that the engine decodes at once; more of them queue
     seconds_per_token, seconds_per_sequence   a decode step of n sequences takes a + b x n
     load_seconds          decoding stands still for new weights
+    speed                 seconds that one of ours stands for: a peer's constant waits at an update are divided by it
     """
 
     name: str
@@ -36,6 +37,7 @@ class Scene:
     seconds_per_token: float = 3e-3
     seconds_per_sequence: float = 6.25e-5
     load_seconds: float = 0.1
+    speed: float = 5.0
     train_tokens_per_second: float = 10_000.0
     train_seconds: float = 0.3
     warmup: int = 8
@@ -48,18 +50,23 @@ class Scene:
 
     @property
     def groups_at_once(self) -> int:
-        """Groups that fill the engine."""
+        """Groups whose samples fill the engine."""
         return self.capacity // self.group_size
+
+    @property
+    def whole_groups_at_once(self) -> int:
+        """The same where a group keeps its place until its last sample ends: half of them have ended by then."""
+        return 2 * self.groups_at_once
 
     def train_step_seconds(self, tokens: float) -> float:
         return tokens / self.train_tokens_per_second + self.train_seconds
 
-    def ideal_samples_per_second(self, length_mean: float) -> float:
+    def ideal_tokens_per_second(self, length_mean: float) -> float:
         """Of the slower of the two if it never waited: the engine always full, the learner always busy."""
         tokens = self.samples * length_mean
         step = (self.seconds_per_token + self.seconds_per_sequence * self.capacity) / self.capacity
         learner = self.train_step_seconds(tokens + self.samples * PROMPT_TOKENS)
-        return self.samples / max(tokens * step + self.load_seconds, learner)
+        return tokens / max(tokens * step + self.load_seconds, learner)
 
 
 SCENES: Final = {

@@ -10,14 +10,19 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from benchmarks.peers.learner import TimedLearner, job_of, prompt_of
+from benchmarks.peers.learner import TimedLearner, jobs_of, prompt_of
+from benchmarks.peers.scene import Job
 
 REQUIREMENTS: Final = ()
 ADAPTATIONS: Final = ("not a framework",)
 
 
 def main() -> None:
-    job = job_of(sys.argv)
+    for job in jobs_of(sys.argv):
+        drive(job)
+
+
+def drive(job: Job) -> None:
     scene, learner = job.scene, TimedLearner(job)
     groups: queue.Queue[list[list[int]]] = queue.Queue(maxsize=scene.max_staleness * scene.groups_per_batch)
     ended = threading.Event()

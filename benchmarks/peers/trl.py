@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
-from benchmarks.peers.learner import TimedLearner, as_ints, job_of, prompt_of, response_of, versions_of
+from benchmarks.peers.learner import TimedLearner, as_ints, jobs_of, prompt_of, response_of, versions_of
+from benchmarks.peers.scene import Job
 
 REQUIREMENTS: Final = ("trl==1.16.0", "accelerate==1.15.0")
 """Without their dependencies: what else they import is among ours."""
@@ -70,11 +71,17 @@ def main() -> None:
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     from accelerate.state import PartialState
     from trl.experimental.async_grpo import async_rollout_worker
-    from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 
     PartialState()
     async_rollout_worker.is_vllm_available = lambda: True
-    job = job_of(sys.argv)
+    for job in jobs_of(sys.argv):
+        drive(job)
+
+
+def drive(job: Job) -> None:
+    from trl.experimental.async_grpo import async_rollout_worker
+    from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
+
     scene, learner = job.scene, TimedLearner(job)
     worker = async_rollout_worker.AsyncRolloutWorker(
         model_name="scripted",
