@@ -59,8 +59,8 @@ def line(row: Row) -> str:
     return (
         f"{head}  {row['samples_per_second']:9.1f}  {row['of_ideal']:8.2f}  {row['thrown_away_share']:11.1%}"
         f"  {row['staleness_mean']:14.2f}  {row['staleness_max']:3d}  {0 if over is None else over:10.1%}"
-        f"  {row['length_mean']:6.0f}  {row['learner_idle']:12.1%}  {row['learner_overhead']:8.1%}  {row['engine_busy']:11.1%}"
-        f"  {row['cpu_share']:4.0%}"
+        f"  {row['length_mean']:6.0f}  {row['learner_idle']:12.1%}  {row['learner_overhead']:8.1%}"
+        f"  {row['engine_busy']:11.1%}  {row['cpu_share']:4.0%}"
     )
 
 

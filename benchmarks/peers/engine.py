@@ -11,11 +11,12 @@ on after the prompt is one that was aborted: it is finished, not drawn again. Pr
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import math
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -62,6 +63,19 @@ class AbortableDecoding(Decoding):
         self._waiting.clear()
         return partial
 
+    def drop(self, number: int) -> int:
+        """Tokens of the one that nobody waits for any more; its place is free."""
+        for at, (_, running, entered, length) in enumerate(self._running):
+            if running == number:
+                self._running[at] = self._running[-1]
+                self._running.pop()
+                heapq.heapify(self._running)
+                if self._waiting:
+                    self.add(*self._waiting.popleft())
+                return min(length, max(0, math.floor(self.position - entered)))
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != number)
+        return 0
+
     def sampled_so_far(self) -> int:
         """Tokens of what still runs."""
         return sum(min(length, max(0, math.floor(self.position - entered))) for _, _, entered, length in self._running)
@@ -88,6 +102,7 @@ class ScriptedEngine:
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._finished_tokens = 0
+        self._abandoned_tokens = 0
 
     async def generate(self, input_ids: list[int]) -> tuple[list[int], str]:
         """(tokens, why it ended: stop or abort). Waits while the engine is paused."""
@@ -106,7 +121,11 @@ class ScriptedEngine:
         length = self._lengths.of(sample_seed(self._scene.seed, group, index, 0))
         self._decoding.add(number, max(1, length - already))
         self._schedule()
-        tokens, reason = await request.answer
+        try:
+            tokens, reason = await request.answer
+        except asyncio.CancelledError:
+            self._abandon(number)
+            raise
         if not tokens and not already:
             self._free[group].insert(0, index)  # asked again it is the same sample
         return tokens, reason
@@ -136,6 +155,7 @@ class ScriptedEngine:
         self._advance()
         return {
             "sampled_tokens": self._finished_tokens + self._decoding.sampled_so_far(),
+            "abandoned_tokens": self._abandoned_tokens,
             "busy_seconds": self._decoding.busy_seconds,
             "running": self._decoding.running,
             "queued": self._decoding.queued,
@@ -168,6 +188,15 @@ class ScriptedEngine:
         self._finished_tokens += length
         if not request.answer.done():
             request.answer.set_result((tokens, reason))
+
+    def _abandon(self, number: int) -> None:
+        """Whoever asked is gone: what was sampled for it is lost."""
+        self._advance()
+        if self._requests.pop(number, None) is not None:
+            lost = self._decoding.drop(number)
+            self._abandoned_tokens += lost
+            self._finished_tokens += lost
+        self._schedule()
 
     def _schedule(self) -> None:
         if self._timer is not None:
@@ -232,7 +261,7 @@ def application(engine: ScriptedEngine) -> web.Application:
 
 
 async def serve(scene: Scene) -> None:
-    runner = web.AppRunner(application(ScriptedEngine(scene)), access_log=None)
+    runner = web.AppRunner(application(ScriptedEngine(scene)), access_log=None, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

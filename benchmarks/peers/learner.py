@@ -84,6 +84,8 @@ class TimedLearner:
     def row(self, more: Row) -> Row:
         first, last = self._moments
         seconds = last["at"] - first["at"]
+        sampled = last["sampled_tokens"] - first["sampled_tokens"]
+        thrown = self._thrown + last["abandoned_tokens"] - first["abandoned_tokens"]
         waiting, busy = self._wait_seconds / seconds, self._train_seconds / seconds
         return {
             "samples_per_second": self._samples / seconds,
@@ -91,9 +93,9 @@ class TimedLearner:
             "learner_idle": waiting,
             "learner_overhead": 1 - waiting - busy,
             "engine_busy": (last["busy_seconds"] - first["busy_seconds"]) / seconds,
-            "sampled_tokens": last["sampled_tokens"] - first["sampled_tokens"],
+            "sampled_tokens": sampled,
             "trained_tokens": self._tokens,
-            "thrown_away_share": self._thrown / (last["sampled_tokens"] - first["sampled_tokens"]),
+            "thrown_away_share": thrown / sampled,
             "staleness_mean": self._staleness_sum / self._tokens,
             "staleness_max": self._staleness_max,
             "tokens_over_bound_share": self._over_bound / self._tokens,

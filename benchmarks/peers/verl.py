@@ -96,7 +96,7 @@ async def drive(job: Job) -> None:
                 yield 0, Group(group, scene.group_size)
 
     rollouter = object.__new__(Rollouter)
-    vars(rollouter).update(_rollouter_state(scene.groups_per_batch))
+    rollouter.__dict__.update(_rollouter_state(scene.groups_per_batch))
     rollouter.config = SimpleNamespace(async_training=SimpleNamespace(trigger_parameter_sync_step=1))
     rollouter.staleness_threshold = scene.max_staleness
     rollouter.concurrent_samples_per_replica = scene.whole_groups_at_once

@@ -1,4 +1,4 @@
-"""Peers behind one scripted engine: what it samples, what an abort keeps, and that both kinds of arm give whole rows."""
+"""Peers behind one scripted engine: what it samples, what an abort keeps, and that both kinds of arm give rows."""
 
 from __future__ import annotations
 
