@@ -1,0 +1,1 @@
+"""asyncrl and other frameworks behind the same scripted engine and the same timed learner."""
