@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib import metadata
 
 import uvloop
 
 from asyncrl.config.run import Mode
 from asyncrl.policies.planning.ideal import Plan
-from asyncrl.version import VERSION
 from benchmarks.arm import run_arm
 from benchmarks.peers.engine import lengths_of, timing_of
 from benchmarks.peers.scene import PROMPT_TOKENS, Row, Scene
@@ -64,6 +64,6 @@ def run_ours(scene: Scene, *, mode: Mode, is_colocated: bool = False) -> Row:
         "server_cpu_share": row["server_cpu_share"],
         "starved_share": row["starved_share"],
         "load_average": os.getloadavg()[0],
-        "versions": {"asyncrl": VERSION},
+        "versions": {"asyncrl": metadata.version("asyncrl")},
         "adaptations": ["rollout.max_running fills the engine"],
     }
