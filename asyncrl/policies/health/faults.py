@@ -294,7 +294,7 @@ MISSING: Final[Mapping[str, tuple[str, str, str, Cure]]] = {
     ),
     REWARD_WORKER: (
         *("no reward worker", "groups wait for their rewards, and there is no reward worker"),
-        "start one: asyncrl reward-worker RUN.toml --set bus.url=...; the groups wait, and nothing is lost",
+        "start one: asyncrl scale RUN --reward-workers 1, or asyncrl reward-worker RUN.toml; groups wait for it",
         "",
     ),
 }
