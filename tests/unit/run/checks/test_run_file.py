@@ -21,7 +21,7 @@ from asyncrl.protocols import Generate
 from asyncrl.rollouts.builtin import given
 from asyncrl.rollouts.load import described
 from asyncrl.run import registry
-from asyncrl.run.checks.run_file import check, check_reward_worker, check_worker
+from asyncrl.run.checks.run_file import check
 from asyncrl.run.summary import summarize
 
 RUN_FILE = """
@@ -213,34 +213,6 @@ def test_where_sglang_declares_its_options_in_a_new_way_none_is_refused(installe
         arguments.check_arguments({"anything": 1})
     (installed_sglang / "srt" / "server_args.py").write_text("")
     arguments.check_arguments({"anything": 1})
-
-
-def test_a_reward_worker_is_refused_where_rollout_workers_grade(make_run: RunMaker) -> None:
-    check_reward_worker(make_run("reward.workers=1"))
-    with pytest.raises(ConfigError, match="reward.workers: is 0, so the rollout workers of this run grade"):
-        check_reward_worker(make_run())
-
-
-def test_a_machine_needs_what_a_reward_needs_only_where_it_grades(
-    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")  # without bubblewrap
-    code = ("reward.kind=code", "reward.options={}")
-    rollout_worker, reward_worker = make_run(*code), make_run(*code, "reward.workers=1")
-    for check_one, run in (
-        (check_worker, rollout_worker),
-        (check, rollout_worker),
-        (check_reward_worker, reward_worker),
-        (check, reward_worker),  # which starts both
-        (check, make_run(*code, "reward.workers=1", "rollout.workers=0")),
-    ):
-        with pytest.raises(ConfigError, match="^reward code: sandbox"):
-            check_one(run)
-    check_worker(reward_worker)
-    check(make_run(*code, "rollout.workers=0"))
-    data = f'evaluation.datasets=[{{name = "a", path = "{reward_worker.data.path}"}}]'
-    with pytest.raises(ConfigError, match="^reward code: sandbox"):
-        check_worker(make_run(*code, "reward.workers=1", "evaluation.every_steps=1", data))
 
 
 def test_a_run_in_one_process_refuses_what_needs_others(make_run: RunMaker) -> None:
