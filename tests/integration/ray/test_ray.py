@@ -99,29 +99,69 @@ def test_one_machine_for_all_and_each_process_sees_its_gpus_alone(cluster: TwoNo
     assert_is_clean(run.audit())
 
 
-def test_a_killed_worker_comes_back_and_so_does_one_whose_actor_is_killed(cluster: TwoNodes, make: Make) -> None:
-    run = make()
+@pytest.fixture(scope="class")
+def up(tmp_path_factory: pytest.TempPathFactory, two_nodes: TwoNodes) -> Iterator[RayRun]:
+    two_nodes.mend()
+    run = RayRun(tmp_path_factory.mktemp("up"), two_nodes, name="one")
     run.start()
     run.until_trained()
-    where = cluster.places()
-    first, _ = run.processes()["w0"]
-    kill(first)
-    run.until(lambda: "w0 ended with signal SIGKILL" in run.said and "restart 1 of 3" in run.said, "its end")
-    run.until(lambda: run.processes().get("w0", (first, 0))[0] != first, "another life")
-    run.until_trained()
-    assert cluster.places() == where
+    yield run
+    run.end()
 
-    second, actor = run.processes()["w0"]
-    kill(actor)
-    run.until(lambda: "restart 2 of 3" in run.said, "its actor's end")
-    run.until(lambda: run.processes().get("w0", (second, 0))[0] != second, "a third life")
-    run.until_trained()
-    assert cluster.places() == where
 
-    run.signal(signal.SIGINT)
-    assert run.wait() == 130
-    assert_nothing_is_left(cluster, run)
-    assert_is_clean(run.audit())
+class TestARunThatIsUp:
+    """One run for all: what a start of one costs is most of what they would cost alone."""
+
+    def test_a_killed_worker_comes_back_and_so_does_one_whose_actor_is_killed(
+        self, cluster: TwoNodes, up: RayRun
+    ) -> None:
+        where = cluster.places()
+        first, _ = up.processes()["w0"]
+        kill(first)
+        up.until(lambda: "w0 ended with signal SIGKILL" in up.said and "restart 1 of 3" in up.said, "its end")
+        up.until(lambda: up.processes().get("w0", (first, 0))[0] != first, "another life")
+        up.until_trained()
+        assert cluster.places() == where
+
+        second, actor = up.processes()["w0"]
+        kill(actor)
+        up.until(lambda: "restart 2 of 3" in up.said, "its actor's end")
+        up.until(lambda: up.processes().get("w0", (second, 0))[0] != second, "a third life")
+        up.until_trained()
+        assert cluster.places() == where
+
+    def test_a_fleet_grows_and_shrinks_during_training_and_gives_room_back(self, cluster: TwoNodes, up: RayRun) -> None:
+        up.scale(3)
+        up.until(lambda: up.has_loaded("w1") and up.has_loaded("w2"), "all three at work")
+        assert set(cluster.places()) == {"learner", "w0", "w1", "w2"}
+        up.scale(1)
+        up.until(lambda: set(cluster.places()) == {"learner", "w0"}, "their room")
+        assert "w1 has left" in up.said and "w2 has left" in up.said
+        assert set(up.processes()) == {"run", "nats-server", "learner", "w0"}
+        up.until_trained()
+
+    def test_two_runs_share_a_cluster_and_a_name_is_taken_once(
+        self, cluster: TwoNodes, up: RayRun, make: Make, tmp_path: Path
+    ) -> None:
+        other = make(name="two")
+        other.start()
+        other.until_trained()
+        second = RayRun(tmp_path, cluster, f"run.directory={tmp_path / 'elsewhere'}", name="one")
+        second.start()
+        assert second.wait() == 2
+        assert 'run.name: a run "one" is up on this Ray cluster' in second.said
+        assert len(cluster.left_behind()) == 8  # a place and an actor for each of four processes
+        other.signal(signal.SIGINT)
+        assert other.wait() == 130
+        assert len(cluster.places()) == 2
+        up.until_trained()
+        assert_is_clean(other.audit())
+
+    def test_ctrl_c_ends_a_run_with_nothing_left_of_it(self, cluster: TwoNodes, up: RayRun) -> None:
+        up.signal(signal.SIGINT)
+        assert up.wait() == 130
+        assert_nothing_is_left(cluster, up)
+        assert_is_clean(up.audit())
 
 
 def test_a_killed_nodes_work_is_redelivered_and_its_worker_comes_back_on_the_other(
@@ -143,24 +183,6 @@ def test_a_killed_nodes_work_is_redelivered_and_its_worker_comes_back_on_the_oth
     assert_is_clean(run.audit())
 
 
-def test_a_fleet_grows_and_shrinks_during_training_and_gives_room_back(cluster: TwoNodes, make: Make) -> None:
-    run = make()
-    run.start()
-    run.until_trained()
-    run.scale(3)
-    run.until(lambda: run.has_loaded("w1") and run.has_loaded("w2"), "all three at work")
-    assert set(cluster.places()) == {"learner", "w0", "w1", "w2"}
-    run.scale(1)
-    run.until(lambda: set(cluster.places()) == {"learner", "w0"}, "their room")
-    assert "w1 has left" in run.said and "w2 has left" in run.said
-    assert set(run.processes()) == {"run", "nats-server", "learner", "w0"}
-    run.until_trained()
-    run.signal(signal.SIGINT)
-    assert run.wait() == 130
-    assert_nothing_is_left(cluster, run)
-    assert_is_clean(run.audit())
-
-
 def test_a_killed_run_leaves_nothing_and_goes_on_with_resume(cluster: TwoNodes, make: Make) -> None:
     run = make(LEARNER_ON_A, WORKERS_ON_B)
     run.start()
@@ -172,27 +194,6 @@ def test_a_killed_run_leaves_nothing_and_goes_on_with_resume(cluster: TwoNodes, 
     assert run.wait() == 0
     assert_nothing_is_left(cluster, run)
     assert_is_clean(run.audit())
-
-
-def test_two_runs_share_a_cluster_and_a_name_is_taken_once(cluster: TwoNodes, make: Make, tmp_path: Path) -> None:
-    runs = [make(name="one"), make(name="two")]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.until_trained()
-    second = RayRun(tmp_path, cluster, f"run.directory={tmp_path / 'elsewhere'}", name="one")
-    second.start()
-    assert second.wait() == 2
-    assert 'run.name: a run "one" is up on this Ray cluster' in second.said
-    runs[0].signal(signal.SIGINT)
-    assert runs[0].wait() == 130
-    assert len(cluster.places()) == 2
-    runs[1].until_trained()
-    runs[1].signal(signal.SIGINT)
-    assert runs[1].wait() == 130
-    assert_nothing_is_left(cluster, runs[1])
-    for run in runs:
-        assert_is_clean(run.audit())
 
 
 def test_a_full_node_is_waited_for_aloud_and_ctrl_c_ends_the_wait(cluster: TwoNodes, make: Make) -> None:
