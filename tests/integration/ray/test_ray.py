@@ -88,13 +88,15 @@ def test_processes_go_where_they_are_told_and_the_token_nowhere(cluster: TwoNode
 def test_one_machine_for_all_and_each_process_sees_its_gpus_alone(cluster: TwoNodes, make: Make) -> None:
     gpus = ["launcher.options.learner.gpus=1", "launcher.options.rollout_worker.gpus=0.5"]
     run = make('launcher.options.strategy="STRICT_PACK"', *gpus, "rollout.workers=2")
-    run.start(steps=60)
+    run.start()
     names = ("learner", "w0", "w1")
     run.until(lambda: set(names) <= set(run.processes()), "all processes")
     learner, *workers = (run.visible_gpus(name) for name in names)
     assert len(set(cluster.places().values())) == 1
     assert sorted([learner, *set(workers)]) == ["0", "1"], "a GPU for the learner, and one that two workers share"
-    assert run.wait() == 0
+    run.until_trained()
+    run.signal(signal.SIGINT)
+    assert run.wait() == 130
     assert_nothing_is_left(cluster, run)
     assert_is_clean(run.audit())
 
