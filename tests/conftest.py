@@ -179,9 +179,16 @@ async def bus(bus_factory: BusFactory) -> Bus:
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Starts the processes of runs by fork, without the seconds that importing torch takes each of them."""
+    """Starts the processes of runs by fork, without the seconds that importing torch takes each of them.
+
+    xdist's processes share one, which ends with their parent: its own imports take eight seconds of CPU.
+    """
     tiny = ("tests.chaos.metered_net", "tests.chaos.clocked_backend", "tests.harness.tiny.reward")
-    server = ForkServer(tmp_path_factory.mktemp("forks"), (*MODELS, *tiny))
+    modules = (*MODELS, *tiny)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        server = ForkServer(tmp_path_factory.getbasetemp().parent / "forks", modules, owner=os.getppid())
+    else:
+        server = ForkServer(tmp_path_factory.mktemp("forks"), modules)
     server.connect().close()  # whoever names it to a run starts no sooner than it can fork
     yield server
     server.close()

@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 
 from asyncrl.protocols import Bus
-from tests.harness.buses import brief_leases
+from tests.harness.buses import brief_leases, long_leases
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
+SOON = 60.0
+"""Seconds, before a dead holder would have lost a lease of these tests."""
+
+
+@pytest.fixture(autouse=True)
+def leases_that_outlive_what_is_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    long_leases(monkeypatch)
 
 
 class Holder:
@@ -54,7 +61,7 @@ async def waits(bus: Bus) -> Holder:
 async def gets_it_soon(waiting: Holder) -> bool:
     """Whether it was told: by itself it would look again only after a dead holder had lost it."""
     try:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(SOON):
             return await waiting.has_it.wait()
     except TimeoutError:
         return False
@@ -63,7 +70,7 @@ async def gets_it_soon(waiting: Holder) -> bool:
 async def is_free(bus: Bus, name: str = "load") -> bool:
     """Whether it can be taken before a dead holder would have lost it."""
     try:
-        async with asyncio.timeout(3), bus.lease(name, holder="x"):
+        async with asyncio.timeout(SOON), bus.lease(name, holder="x"):
             return True
     except TimeoutError:
         return False
@@ -154,7 +161,7 @@ async def test_a_lease_held_for_longer_than_it_lives_is_kept(bus_factory: Any, m
 
 async def test_closing_a_bus_does_not_wait_for_its_leases(bus_factory: Any) -> None:
     bus, has_closed = await bus_factory(), False
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON):
         async with bus.lease("load", holder="a"):
             await bus.close()
             has_closed = True

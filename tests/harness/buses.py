@@ -86,7 +86,16 @@ async def first_event(bus: Bus, kind: str) -> Event:
 
 def brief_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases of runs made from here on live for a second."""
-    monkeypatch.setattr(Lease, "TOPIC", dataclasses.replace(Lease.TOPIC, seconds_to_live=1.0))
+    _leases_live(1.0, monkeypatch)
+
+
+def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They live for two minutes: on a busy machine, too, what comes in half of that came before one would expire."""
+    _leases_live(120.0, monkeypatch)
+
+
+def _leases_live(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lease, "TOPIC", dataclasses.replace(Lease.TOPIC, seconds_to_live=seconds))
 
 
 def group_ids(deliveries: list[Delivery[PromptGroup]]) -> set[int]:

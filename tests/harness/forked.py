@@ -70,14 +70,25 @@ MEGATRON: Final = ("asyncrl.backends.megatron.backend", "asyncrl.backends.megatr
 
 
 class ForkServer:
-    """Ends, with everything it forked, by ``close`` or with this process.
+    """Ends, with everything it forked, by ``close`` or with its owner.
 
     modules   what it imports besides
     imported  what it imports in any case
+    owner     the process with this id; 0: this one. Where it is another, whoever comes second to the same folder
+              shares the server, and nobody closes it
     """
 
-    def __init__(self, folder: Path, modules: Sequence[str] = (), *, imported: Sequence[str] = _IMPORTED) -> None:
+    def __init__(
+        self, folder: Path, modules: Sequence[str] = (), *, imported: Sequence[str] = _IMPORTED, owner: int = 0
+    ) -> None:
         self.path = folder / "forks.socket"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_shared = owner != 0
+        if self._is_shared:
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                return
         self.path.unlink(missing_ok=True)
         own = {
             "OPENBLAS_NUM_THREADS": "1",
@@ -85,7 +96,7 @@ class ForkServer:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": _python_path(),
         }
-        command = [sys.executable, "-m", "tests.harness.forks", str(self.path), *imported, *modules]
+        command = [sys.executable, "-m", "tests.harness.forks", str(self.path), str(owner), *imported, *modules]
         self._process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdin=subprocess.DEVNULL)
 
     @property
@@ -122,13 +133,14 @@ class ForkServer:
                 return connection
             except OSError:
                 connection.close()
-                assert self._process.poll() is None, "the fork server ended"
+                assert self._process is None or self._process.poll() is None, "the fork server ended"
                 assert time.monotonic() < deadline, "the fork server does not come up"
                 time.sleep(0.05)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None and not self._is_shared:
+            self._process.kill()
+            self._process.wait()
 
 
 class ForkedCommand:

@@ -1,10 +1,10 @@
 """Starts `asyncrl ...` by fork, from a process that has already imported everything.
 
-    python -m tests.harness.forks SOCKET MODULE ...
+    python -m tests.harness.forks SOCKET OWNER MODULE ...
 
 Imports are most of what a tiny process costs. What is forked is a process like any other: own session, environment,
 directory and connections; SIGKILL ends it. Whoever connects to SOCKET owns the processes it asks for: they are killed
-when its connection ends, however it ended.
+when its connection ends, however it ended. The server ends with the process OWNER, or with its parent if that is 0.
 
 A fork keeps no thread of its parent, so where an import has started one (torch for CUDA does, on some versions) each
 process is a new Python instead: as good, and slow.
@@ -62,8 +62,11 @@ class Owner:
 class Server:
     """One thread of its own and no event loop, so that forking is safe."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owner: int) -> None:
         self._selector = selectors.DefaultSelector()
+        self._owner = os.pidfd_open(owner) if owner else -1
+        if owner:
+            self._selector.register(self._owner, selectors.EVENT_READ)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -80,6 +83,8 @@ class Server:
     def serve(self) -> NoReturn:
         while True:
             for key, _ in self._selector.select():
+                if key.fileobj == self._owner:
+                    sys.exit()
                 if key.fileobj is self._listener:
                     connection, _ = self._listener.accept()
                     self._owners[connection] = Owner(connection)
@@ -135,6 +140,8 @@ class Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._listener, self._ended, self._wakeup, *self._owners):
             end.close()
+        if self._owner >= 0:
+            os.close(self._owner)
         self._selector.close()
 
     def _reap(self) -> None:
@@ -187,8 +194,12 @@ def name_of(arguments: list[str]) -> str:
 if __name__ == "__main__":
     if sys.argv[1] == _BECOME:
         become(json.loads(sys.argv[2]))
-    os_process.signal_on_parent_death(signal.SIGKILL)
-    for module in sys.argv[2:]:
+    if (its_owner := int(sys.argv[2])) == 0:
+        os_process.signal_on_parent_death(signal.SIGKILL)
+    for module in sys.argv[3:]:
         importlib.import_module(module)
     gc.freeze()  # else a collection in a fork would copy every page
-    Server(Path(sys.argv[1])).serve()
+    try:
+        Server(Path(sys.argv[1]), its_owner).serve()
+    except ProcessLookupError:
+        sys.exit()  # the owner has ended before we could watch it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,3 +42,16 @@ def test_several_threads_may_wait_for_one_process(tmp_path: Path) -> None:
                 assert [future.result() for future in [threads.submit(command.wait, 60) for _ in range(3)]] == [0, 0, 0]
     finally:
         server.close()
+
+
+def test_processes_share_a_server_that_ends_with_its_owner(tmp_path: Path) -> None:
+    """Not with who started it: another may still need it."""
+    with subprocess.Popen(["sleep", "600"]) as owner:
+        first, second = (ForkServer(tmp_path / "shared", (), imported=(), owner=owner.pid) for _ in range(2))
+        assert second._process is None
+        assert first.call("--version") == second.call("--version") == (0, f"asyncrl {VERSION}\n")
+        first.close()
+        assert second.call("--version")[0] == 0
+        owner.kill()
+    assert first._process is not None
+    assert first._process.wait(60) == 0

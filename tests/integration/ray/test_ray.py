@@ -69,11 +69,12 @@ def assert_is_clean(found: dict[str, Any]) -> None:
 
 
 def test_processes_go_where_they_are_told_and_the_token_nowhere(cluster: TwoNodes, make: Make) -> None:
-    run = make(LEARNER_ON_A, WORKERS_ON_B, "rollout.workers=2")
+    """A reward worker, too: it gives the rewards of the run."""
+    run = make(LEARNER_ON_A, WORKERS_ON_B, "rollout.workers=2", "reward.workers=1")
     run.start(steps=60)
-    run.until(lambda: len(cluster.places()) == 3, "three places")
-    assert cluster.places() == {"learner": cluster.a, "w0": cluster.b, "w1": cluster.b}
-    run.until(lambda: len(run.processes()) == 5, "all processes")
+    run.until(lambda: len(cluster.places()) == 4, "four places")
+    assert cluster.places() == {"learner": cluster.a, "w0": cluster.b, "w1": cluster.b, "r0": cluster.b}
+    run.until(lambda: len(run.processes()) == 6, "all processes")
     token = json.loads((run.directory / "bus.json").read_text())["token"]
     lines = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert "nats-server" in lines and token not in lines
@@ -88,40 +89,82 @@ def test_processes_go_where_they_are_told_and_the_token_nowhere(cluster: TwoNode
 def test_one_machine_for_all_and_each_process_sees_its_gpus_alone(cluster: TwoNodes, make: Make) -> None:
     gpus = ["launcher.options.learner.gpus=1", "launcher.options.rollout_worker.gpus=0.5"]
     run = make('launcher.options.strategy="STRICT_PACK"', *gpus, "rollout.workers=2")
-    run.start(steps=60)
+    run.start()
     names = ("learner", "w0", "w1")
     run.until(lambda: set(names) <= set(run.processes()), "all processes")
     learner, *workers = (run.visible_gpus(name) for name in names)
     assert len(set(cluster.places().values())) == 1
     assert sorted([learner, *set(workers)]) == ["0", "1"], "a GPU for the learner, and one that two workers share"
-    assert run.wait() == 0
-    assert_nothing_is_left(cluster, run)
-    assert_is_clean(run.audit())
-
-
-def test_a_killed_worker_comes_back_and_so_does_one_whose_actor_is_killed(cluster: TwoNodes, make: Make) -> None:
-    run = make()
-    run.start()
     run.until_trained()
-    where = cluster.places()
-    first, _ = run.processes()["w0"]
-    kill(first)
-    run.until(lambda: "w0 ended with signal SIGKILL" in run.said and "restart 1 of 3" in run.said, "its end")
-    run.until(lambda: run.processes().get("w0", (first, 0))[0] != first, "another life")
-    run.until_trained()
-    assert cluster.places() == where
-
-    second, actor = run.processes()["w0"]
-    kill(actor)
-    run.until(lambda: "restart 2 of 3" in run.said, "its actor's end")
-    run.until(lambda: run.processes().get("w0", (second, 0))[0] != second, "a third life")
-    run.until_trained()
-    assert cluster.places() == where
-
     run.signal(signal.SIGINT)
     assert run.wait() == 130
     assert_nothing_is_left(cluster, run)
     assert_is_clean(run.audit())
+
+
+@pytest.fixture(scope="class")
+def up(tmp_path_factory: pytest.TempPathFactory, two_nodes: TwoNodes) -> Iterator[RayRun]:
+    two_nodes.mend()
+    run = RayRun(tmp_path_factory.mktemp("up"), two_nodes, name="one")
+    run.start()
+    run.until_trained()
+    yield run
+    run.end()
+
+
+class TestARunThatIsUp:
+    """One run for all: what a start of one costs is most of what they would cost alone."""
+
+    def test_a_killed_worker_comes_back_and_so_does_one_whose_actor_is_killed(
+        self, cluster: TwoNodes, up: RayRun
+    ) -> None:
+        where = cluster.places()
+        first, _ = up.processes()["w0"]
+        kill(first)
+        up.until(lambda: "w0 ended with signal SIGKILL" in up.said and "restart 1 of 3" in up.said, "its end")
+        up.until(lambda: up.processes().get("w0", (first, 0))[0] != first, "another life")
+        up.until_trained()
+        assert cluster.places() == where
+
+        second, actor = up.processes()["w0"]
+        kill(actor)
+        up.until(lambda: "restart 2 of 3" in up.said, "its actor's end")
+        up.until(lambda: up.processes().get("w0", (second, 0))[0] != second, "a third life")
+        up.until_trained()
+        assert cluster.places() == where
+
+    def test_a_fleet_grows_and_shrinks_during_training_and_gives_room_back(self, cluster: TwoNodes, up: RayRun) -> None:
+        up.scale(3)
+        up.until(lambda: up.has_loaded("w1") and up.has_loaded("w2"), "all three at work")
+        assert set(cluster.places()) == {"learner", "w0", "w1", "w2"}
+        up.scale(1)
+        up.until(lambda: set(cluster.places()) == {"learner", "w0"}, "their room")
+        assert "w1 has left" in up.said and "w2 has left" in up.said
+        assert set(up.processes()) == {"run", "nats-server", "learner", "w0"}
+        up.until_trained()
+
+    def test_two_runs_share_a_cluster_and_a_name_is_taken_once(
+        self, cluster: TwoNodes, up: RayRun, make: Make, tmp_path: Path
+    ) -> None:
+        other = make(name="two")
+        other.start()
+        other.until_trained()
+        second = RayRun(tmp_path, cluster, f"run.directory={tmp_path / 'elsewhere'}", name="one")
+        second.start()
+        assert second.wait() == 2
+        assert 'run.name: a run "one" is up on this Ray cluster' in second.said
+        assert len(cluster.left_behind()) == 8  # a place and an actor for each of four processes
+        other.signal(signal.SIGINT)
+        assert other.wait() == 130
+        assert len(cluster.places()) == 2
+        up.until_trained()
+        assert_is_clean(other.audit())
+
+    def test_ctrl_c_ends_a_run_with_nothing_left_of_it(self, cluster: TwoNodes, up: RayRun) -> None:
+        up.signal(signal.SIGINT)
+        assert up.wait() == 130
+        assert_nothing_is_left(cluster, up)
+        assert_is_clean(up.audit())
 
 
 def test_a_killed_nodes_work_is_redelivered_and_its_worker_comes_back_on_the_other(
@@ -143,25 +186,6 @@ def test_a_killed_nodes_work_is_redelivered_and_its_worker_comes_back_on_the_oth
     assert_is_clean(run.audit())
 
 
-def test_a_fleet_grows_and_shrinks_during_training_and_gives_room_back(cluster: TwoNodes, make: Make) -> None:
-    """A reward worker gives its rewards, on a machine that Ray finds."""
-    run = make("reward.workers=1")
-    run.start()
-    run.until_trained()
-    run.scale(3)
-    run.until(lambda: run.has_loaded("w1") and run.has_loaded("w2"), "all three at work")
-    assert set(cluster.places()) == {"learner", "r0", "w0", "w1", "w2"}
-    run.scale(1)
-    run.until(lambda: set(cluster.places()) == {"learner", "r0", "w0"}, "their room")
-    assert "w1 has left" in run.said and "w2 has left" in run.said
-    assert set(run.processes()) == {"run", "nats-server", "learner", "r0", "w0"}
-    run.until_trained()
-    run.signal(signal.SIGINT)
-    assert run.wait() == 130
-    assert_nothing_is_left(cluster, run)
-    assert_is_clean(run.audit())
-
-
 def test_a_killed_run_leaves_nothing_and_goes_on_with_resume(cluster: TwoNodes, make: Make) -> None:
     run = make(LEARNER_ON_A, WORKERS_ON_B)
     run.start()
@@ -173,27 +197,6 @@ def test_a_killed_run_leaves_nothing_and_goes_on_with_resume(cluster: TwoNodes, 
     assert run.wait() == 0
     assert_nothing_is_left(cluster, run)
     assert_is_clean(run.audit())
-
-
-def test_two_runs_share_a_cluster_and_a_name_is_taken_once(cluster: TwoNodes, make: Make, tmp_path: Path) -> None:
-    runs = [make(name="one"), make(name="two")]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.until_trained()
-    second = RayRun(tmp_path, cluster, f"run.directory={tmp_path / 'elsewhere'}", name="one")
-    second.start()
-    assert second.wait() == 2
-    assert 'run.name: a run "one" is up on this Ray cluster' in second.said
-    runs[0].signal(signal.SIGINT)
-    assert runs[0].wait() == 130
-    assert len(cluster.places()) == 2
-    runs[1].until_trained()
-    runs[1].signal(signal.SIGINT)
-    assert runs[1].wait() == 130
-    assert_nothing_is_left(cluster, runs[1])
-    for run in runs:
-        assert_is_clean(run.audit())
 
 
 def test_a_full_node_is_waited_for_aloud_and_ctrl_c_ends_the_wait(cluster: TwoNodes, make: Make) -> None:

@@ -86,7 +86,7 @@ async def test_a_size_that_the_bus_lost_is_put_again(monkeypatch: pytest.MonkeyP
     sizer = FleetScaler(lambda: asyncio.sleep(0, bus), Full())
     asked = FleetSize(rollout_workers=5, request="to 5")
     keeping = asyncio.create_task(sizer._keep(bus))
-    async with asyncio.timeout(20), bus.watch(FLEET) as sizes:
+    async with asyncio.timeout(120), bus.watch(FLEET) as sizes:
         sizer._asked = asked
         assert await anext(sizes) == asked
         await bus.forget(FLEET, key="")

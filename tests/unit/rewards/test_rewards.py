@@ -353,7 +353,7 @@ def test_a_reward_that_cannot_be_is_refused_before_the_run(kind: str, options: d
 
 
 def test_loading_starts_nothing() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # one that an earlier test has left may end meanwhile
     reward = load("math")
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     assert not reward._function._judges.idle  # type: ignore[attr-defined]

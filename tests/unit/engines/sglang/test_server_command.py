@@ -172,7 +172,7 @@ def test_a_servers_port_is_free_and_none_that_a_connection_may_get_until_the_ser
         drawn = iter((in_use, in_use, sglang_server.free_port()))
         monkeypatch.setattr(sglang_server._RANDOM, "choice", lambda ports: next(drawn))
         assert sglang_server.free_port() != in_use
-    assert max(sglang_server._PORTS) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(sglang_server._PORTS) < 32_768, "Linux gives connections those from there on, unless told otherwise"
 
 
 def test_stand_ins_are_seen_by_cpu_servers_only() -> None:

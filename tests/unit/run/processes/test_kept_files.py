@@ -36,7 +36,7 @@ async def kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[l
 
 
 async def until(said: list[str], count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while len(said) < count:
             await asyncio.sleep(0.001)
 
