@@ -184,9 +184,9 @@ class Batcher:
                     await self._progress.announce(table.drop(stale))
                     await self._progress.progress()  # while it tells the bus, another one may arrive
                 chosen = self._selection.next_batch(table, count=self._count)
-                late = self._late_starts() if chosen is not None else []
-                if late and await self._has_looked():
+                if chosen is not None and await self._has_looked():
                     continue  # meanwhile there may be others
+                late = self._late(self._begun.starts(table.outstanding)) if chosen is not None else []
                 if chosen is not None and (not late or hold.is_over):
                     self._note_hold(hold.seconds, late)
                     table.take(chosen)
@@ -293,8 +293,11 @@ class Batcher:
         return lambda one: self._selection.is_stale(one, policy_version)
 
     async def _has_looked(self) -> bool:
-        """Ask what workers have begun, for a batch that would hold; False if that is known already."""
+        """Ask what workers have begun, where a batch would hold by the versions that admitted its groups; False if that
+        is known already, or does not matter."""
         if self._workers is None or time.monotonic() - self._looked < LOOK_SECONDS:
+            return False
+        if not self._late(Begun().starts(self._table.outstanding)):
             return False
         self._looked = time.monotonic()
         asyncio.get_running_loop().call_later(LOOK_SECONDS, self._changed.set)
@@ -303,12 +306,13 @@ class Batcher:
             self._begun.hear(beats, outstanding=self._table.outstanding, forks=self._table.forks)
         return True
 
-    def _late_starts(self) -> list[int]:
-        """Of the stragglers that the next step holds for. Where workers cut them off, with the next step as the last
-        that may train them, holding earlier than for that step would be to wait for answers that nobody cuts."""
+    def _late(self, starts: Sequence[int]) -> list[int]:
+        """Of the ``starts`` of stragglers those that the next step holds for. Where workers cut them off, with the next
+        step as the last that may train them, holding earlier than for that step would be to wait for answers that
+        nobody cuts."""
         if not self._waits_for_stragglers:
             return []
-        starts = [start for start in self._begun.starts(self._table.outstanding) if start > self._given_up]
+        starts = [start for start in starts if start > self._given_up]
         at_once = max(len(starts), 1) if self._are_stragglers_cut else self._count
         return self._selection.late_starts(self._table.policy_version, starts, count=at_once)
 
