@@ -23,8 +23,9 @@ class Stragglers:
     """For all groups of one worker."""
 
     def __init__(self, *, max_staleness: int, min_group: int, are_waited_for: bool = False) -> None:
-        """are_waited_for: the learner waits for groups in progress (staleness.eviction = "wait"). It counts their age
-        from the version at which they were asked for, and so must the worker, or each would wait for the other."""
+        """are_waited_for: the learner waits for groups in progress (staleness.eviction = "wait"). Until it hears which
+        version began one it counts from the version at which it was asked for, and so must the worker, or each might
+        wait for the other."""
         self._max_staleness = max_staleness
         self._min_group = min_group
         self._are_waited_for = are_waited_for
