@@ -10,6 +10,7 @@ import os
 import time
 import urllib.request
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,6 @@ def starved_seconds() -> float:
 
 def versions_of(*distributions: str) -> dict[str, str]:
     """Of what is installed here."""
-    from importlib.metadata import version
-
     return {name: version(name) for name in distributions}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Literal
 
 import uvloop
 
@@ -26,7 +27,9 @@ class FullEngine(Plan):
         return self.groups_at_once
 
 
-def run_ours(scene: Scene, *, mode: Mode, is_colocated: bool = False) -> Row:
+def run_ours(
+    scene: Scene, *, mode: Mode, is_colocated: bool = False, eviction: Literal["", "wait", "drop"] = ""
+) -> Row:
     """One arm. Colocated: both machines generate, then both train, and switching costs nothing."""
     machines = 2 if is_colocated else 1
     warmup = scene.warmup if mode == "async" else 2
@@ -42,6 +45,7 @@ def run_ours(scene: Scene, *, mode: Mode, is_colocated: bool = False) -> Row:
         seed=scene.seed,
         prompt_tokens=PROMPT_TOKENS,
         is_colocated=is_colocated,
+        eviction=eviction,
         groups_at_once=scene.groups_at_once,
     )
     row = uvloop.run(run_arm(plan, timing=timing_of(scene), lengths=lengths_of(scene)))
