@@ -27,6 +27,7 @@ from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.protocols import StepResult
 from asyncrl.tensors.snapshot import Snapshot
+from tests.harness.tiny.adam import Adam
 from tests.harness.tiny.files import FIRST_DIGIT, WEIGHTS_FILE
 from tests.harness.tiny.task import LENGTH, Policy, expected_reward
 
@@ -67,7 +68,7 @@ class TinyBackend(BackendAdapter):
 
     def start(self) -> None:
         self._policy = Policy.of(safetensors.torch.load_file(self._path / WEIGHTS_FILE), is_trained=True)
-        self._optimizer = torch.optim.AdamW(
+        self._optimizer = Adam(
             self._policy.parameters,
             betas=self._settings.betas,
             eps=self._settings.eps,
@@ -80,9 +81,7 @@ class TinyBackend(BackendAdapter):
         started = time.monotonic()
         totals, norm = self._gradients(dp_shards)
         learning_rate *= self._algorithm.learning_rate_share(totals)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
+        self._optimizer.step(learning_rate)
         metrics = step_metrics(
             self._algorithm.metrics(totals), model=model, grad_norm=norm, learning_rate=learning_rate, is_skipped=False
         )
@@ -97,7 +96,7 @@ class TinyBackend(BackendAdapter):
     def _gradients(self, dp_shards: Sequence[Sequence[MicroBatch]]) -> tuple[diagnostics.Sums, float]:
         """Of the whole batch, clipped: its sums, and the norm before the clip."""
         (share,) = dp_shards
-        self._optimizer.zero_grad()
+        self._optimizer.clear_gradients()
         totals = self._algorithm.zero(_CPU)
         for micro_batch in share:
             totals = totals + self._accumulate(micro_batch)
@@ -143,12 +142,12 @@ class TinyBackend(BackendAdapter):
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(self._policy.copy().named_parameters, folder / WEIGHTS_FILE)
-        torch.save(self._optimizer.state_dict(), folder / _STATE_FILE)
+        torch.save(self._optimizer.state(), folder / _STATE_FILE)
 
     def restore(self, folder: Path) -> None:
         self._path = folder
         self.start()
-        self._optimizer.load_state_dict(torch.load(folder / _STATE_FILE, weights_only=True))
+        self._optimizer.load(torch.load(folder / _STATE_FILE, weights_only=True))
 
     def close(self) -> None:
         pass
