@@ -69,6 +69,10 @@ MEGATRON: Final = ("asyncrl.backends.megatron.backend", "asyncrl.backends.megatr
 """What learners of Megatron import besides."""
 
 
+_OUTLIVE_US: Final[list[subprocess.Popen[bytes]]] = []
+"""Kept, since Python warns of a process that runs while nobody has its handle any more."""
+
+
 class ForkServer:
     """Ends, with everything it forked, by ``close`` or with its owner.
 
@@ -138,7 +142,9 @@ class ForkServer:
                 time.sleep(0.05)
 
     def close(self) -> None:
-        if self._process is not None and not self._is_shared:
+        if self._process is not None and self._is_shared:
+            _OUTLIVE_US.append(self._process)
+        elif self._process is not None:
             self._process.kill()
             self._process.wait()
 
