@@ -350,10 +350,10 @@ class Connection:
         return lambda: self._listeners.discard(on_change)
 
     async def _on_error(self, error: Exception) -> None:
-        """Also stops the client's reconnect task: it can lose a cancellation (through asyncio.wait_for) and would then
-        continue forever after ``close``."""
+        """Also stops the client's attempts to connect: they can lose a cancellation (through asyncio.wait_for) and
+        would then go on forever, after ``close`` or after the time for ``open``."""
         task = asyncio.current_task()
-        if self._is_closing and task is not None and task.cancelling():
+        if (self._is_closing or self._is_starting) and task is not None and task.cancelling():
             raise asyncio.CancelledError
         text = str(error) or type(error).__name__
         if self._is_starting and "authorization" in text.lower():
