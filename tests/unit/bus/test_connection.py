@@ -1,11 +1,14 @@
-"""A connection to nats-server closes whatever state it is in."""
+"""A connection to nats-server closes whatever state it is in, and opens in its time or not at all."""
 
 from __future__ import annotations
+
+import asyncio
 
 import nats.errors
 import pytest
 
 from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.errors import NoAnswer
 
 
 class Client:
@@ -31,3 +34,18 @@ async def test_it_closes_while_it_is_being_lost(error: Exception) -> None:
     connection._client = client = Client(error)  # type: ignore[assignment]
     await connection.close()
     assert client.is_asked
+
+
+async def test_opening_ends_when_its_time_is_over_though_the_attempt_that_fails_then_loses_the_cancellation() -> None:
+    """As wait_for of Python 3.11 loses it when both come at once; nats-py would make attempt after attempt."""
+
+    async def refused(_server: object) -> None:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            raise ConnectionRefusedError from None
+
+    connection = Connection("nats://127.0.0.1:9")
+    connection._client._connect_to_server = refused
+    with pytest.raises(NoAnswer, match=r"127\.0\.0\.1:9: no response"):
+        await connection.open("nats://127.0.0.1:9", options={}, inbox="inbox", seconds=0.01)
