@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import NoRoom
@@ -85,30 +86,24 @@ class ProcessSpecs:
         names = [f"{LEARNER}-{rank}" if rank else LEARNER for rank in range(len(environments))]
         each = len(names) // self._run.learner.machines
         leaders = names[::each]
-        made = []
-        for rank, environment in enumerate(environments):
-            child = self._rank(
-                names[rank],
+        return [
+            self._rank(
+                name,
                 gpus[rank : rank + 1],
                 {**environment, **secret},
                 num_gpus=min(1, gpus_of_learner(self._run)),
                 resume=resume,
-            )
-            leader = leaders[rank // each]
-            is_leader = leader == child.name
-            child.spec = dataclasses.replace(
-                child.spec,
-                beside="" if is_leader else leader,
-                apart=tuple(name for name in leaders if is_leader and name != leader),
+                beside="" if rank % each == 0 else leaders[rank // each],
+                apart=tuple(leader for leader in leaders if rank % each == 0 and leader != name),
                 meets=LEARNER,
             )
-            made.append(child)
-        return made
+            for rank, (name, environment) in enumerate(zip(names, environments, strict=True))
+        ]
 
     def _rank(
-        self, name: str, gpus: Gpus, environment: Mapping[str, str], *, num_gpus: int, resume: bool
+        self, name: str, gpus: Gpus, environment: Mapping[str, str], *, num_gpus: int, resume: bool, **where: Any
     ) -> ChildProcess:
-        """The learner, or another rank of it."""
+        """The learner, or another rank of it. ``where``: beside, apart and meets of its ProcessSpec"""
         spec = ProcessSpec(
             name=name,
             role=LEARNER if name == LEARNER else LEARNER_RANK,
@@ -118,6 +113,7 @@ class ProcessSpecs:
             environment={**self._environment, **environment},
             paths=required_paths.learner_paths(self._run),
             shared=required_paths.learner_folders(self._run),
+            **where,
         )
         restarts = RestartPolicy(self._run.run.restarts)
         return ChildProcess(spec=spec, restarts=restarts, restart_arguments=("--resume",), resumed=resume)

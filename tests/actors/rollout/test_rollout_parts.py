@@ -124,12 +124,15 @@ def test_a_reward_that_cannot_be_trained_fails_its_sample_with_the_reason(made: 
 
 
 def test_a_reward_that_another_takes_the_place_of_need_not_be_there_and_may_be_any() -> None:
-    limits = RolloutLimits(largest=100.0)
-    for reward in (math.nan, 1e9):
-        parts_of(trajectory(reward=reward), PROMPT, index=0, num_resumed=0, context_tokens=9, limits=limits)
     of_row = dataclasses.replace(PROMPT, reward="math")
-    needed = RolloutLimits(needs_reward=True)
-    parts_of(trajectory(reward=math.nan), of_row, index=0, num_resumed=0, context_tokens=9, limits=needed)
+    for reward, prompt, limits in (
+        (math.nan, PROMPT, RolloutLimits(largest=100.0)),
+        (1e9, PROMPT, RolloutLimits(largest=100.0)),
+        (math.nan, of_row, RolloutLimits(needs_reward=True)),
+    ):
+        made = trajectory(reward=reward)
+        (part,) = parts_of(made, prompt, index=0, num_resumed=0, context_tokens=9, limits=limits)
+        assert part.response_mask.sum() == made.response_mask.sum()
 
 
 async def test_a_sample_without_the_reward_that_counts_costs_its_group_nothing_else(bus: Bus) -> None:
