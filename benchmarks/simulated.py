@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Final, Literal
@@ -106,6 +106,29 @@ def _cut(values: NDArray[np.float64], maximum: int) -> NDArray[np.int64]:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
+class DecodingTimer:
+    """Calls ``advance`` whenever an answer ends. To be set anew whenever ``decoding`` has got or lost some."""
+
+    def __init__(self, decoding: Decoding, advance: Callable[[], None]) -> None:
+        self._decoding, self._advance = decoding, advance
+        self._handle: asyncio.Handle | None = None
+
+    def set(self) -> None:
+        self.stop()
+        finish = self._decoding.next_finish()
+        if finish < math.inf:
+            delay = max(finish - time.monotonic(), _TICK_SECONDS)
+            self._handle = asyncio.get_running_loop().call_later(delay, self._on_time)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _on_time(self) -> None:
+        self._advance()
+        self.set()
+
+
 class SimulatedEngine(EngineAdapter):
     """An Engine on the wall clock. It needs no task: the event loop's timer fires when the next answer ends."""
 
@@ -115,7 +138,7 @@ class SimulatedEngine(EngineAdapter):
         self._changes: list[tuple[float, tuple[int, int]]] = [(-1.0, (0, 0))]
         self._futures: dict[int, asyncio.Future[Finished]] = {}
         self._numbers = itertools.count()
-        self._timer: asyncio.Handle | None = None
+        self._timer = DecodingTimer(self._decoding, self._advance)
         self._generated = 0
 
     async def start(self) -> None:
@@ -134,7 +157,7 @@ class SimulatedEngine(EngineAdapter):
         self._futures[number] = future
         self._advance()
         self._decoding.add(number, length)
-        self._schedule()
+        self._timer.set()
         ended = await future
         return Generation(
             tokens=np.full(length, 7, np.int32),
@@ -150,7 +173,7 @@ class SimulatedEngine(EngineAdapter):
         self._advance()
         self._decoding.is_paused = False
         self._changes.append((self._decoding.position, weights.order))
-        self._schedule()
+        self._timer.set()
         return LoadReport(pause_seconds=self._timing.load_seconds, load_seconds=self._timing.load_seconds)
 
     @property
@@ -172,8 +195,7 @@ class SimulatedEngine(EngineAdapter):
         return EngineStats(running=decoding.running, queued=decoding.queued, tokens_generated=self._generated)
 
     async def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.stop()
 
     def _advance(self) -> None:
         for ended in self._decoding.advance(time.monotonic()):
@@ -181,18 +203,6 @@ class SimulatedEngine(EngineAdapter):
             future = self._futures.pop(ended.number)
             if not future.done():
                 future.set_result(ended)
-
-    def _schedule(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        finish = self._decoding.next_finish()
-        if finish < math.inf:
-            delay = max(finish - time.monotonic(), _TICK_SECONDS)
-            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._advance()
-        self._schedule()
 
 
 class TimedBackend(BackendAdapter):

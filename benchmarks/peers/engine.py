@@ -29,9 +29,7 @@ from asyncrl.policies.planning.decoding import Decoding, version_spans
 from asyncrl.policies.planning.timing import Timing
 from benchmarks.peers.learner import starved_seconds
 from benchmarks.peers.scene import PROMPT_TOKENS, Job, Scene, index_and_version, sampled_token
-from benchmarks.simulated import LengthKind, Lengths
-
-_TICK_SECONDS = 0.002
+from benchmarks.simulated import DecodingTimer, LengthKind, Lengths
 
 
 def timing_of(scene: Scene) -> Timing:
@@ -98,7 +96,7 @@ class ScriptedEngine:
         self._requests: dict[int, _Request] = {}
         self._numbers = itertools.count()
         self._free: dict[int, list[int]] = defaultdict(list)  # of a group: indexes to draw next
-        self._timer: asyncio.Handle | None = None
+        self._timer = DecodingTimer(self._decoding, self._advance)
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._finished_tokens = 0
@@ -120,7 +118,7 @@ class ScriptedEngine:
         self._advance()
         length = self._lengths.of(sample_seed(self._scene.seed, group, index, 0))
         self._decoding.add(number, max(1, length - already))
-        self._schedule()
+        self._timer.set()
         try:
             tokens, reason = await request.answer
         except asyncio.CancelledError:
@@ -167,11 +165,11 @@ class ScriptedEngine:
     def _stand_still(self) -> None:
         self._advance()
         self._decoding.is_paused = True
-        self._schedule()
+        self._timer.set()
 
     def _go_on(self) -> None:
         self._decoding.is_paused = False
-        self._schedule()
+        self._timer.set()
 
     def _advance(self) -> None:
         for ended in self._decoding.advance(time.monotonic()):
@@ -196,19 +194,7 @@ class ScriptedEngine:
             lost = self._decoding.drop(number)
             self._abandoned_tokens += lost
             self._finished_tokens += lost
-        self._schedule()
-
-    def _schedule(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        finish = self._decoding.next_finish()
-        if finish < math.inf:
-            delay = max(finish - time.monotonic(), _TICK_SECONDS)
-            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._advance()
-        self._schedule()
+        self._timer.set()
 
 
 def application(engine: ScriptedEngine) -> web.Application:
