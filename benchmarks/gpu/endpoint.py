@@ -1,14 +1,15 @@
 """What the endpoint for agents costs an engine: tokens/s through it against the plain path, on SGLang.
 
     python -m benchmarks.gpu.endpoint --shape 0.6B --requests 256 --json FILE
-    python -m benchmarks.gpu.endpoint --calls 4        conversations of four calls instead of one
     python -m benchmarks.gpu.endpoint --shape tiny --requests 8 --tokens 32 --turns 2       a rehearsal on a CPU
 
 In turns, the same load goes through SGLangEngine as a worker's plain path asks for it (token ids), and through
 /v1/chat/completions of the endpoint on the same engine, whose clients are a process of their own, as harnesses are.
---requests samples are in flight, each of --tokens sampled tokens in --calls calls; every call but the first continues
-the answers before it. A ratio is taken within one turn, the median of the turns is reported. The weights are random;
-the tokenizer has a word for each id of theirs, so answers are some 8 characters a token, twice what real ones are.
+--requests samples are always in flight, of lengths that are drawn around --tokens, in one call and in four (--calls);
+every call but the first continues the answers before it. What counts is the time while all places are taken: neither
+the first answers nor the last. A ratio is taken within one turn, the median of the turns is reported. The weights are
+random; the tokenizer has a word for each id of theirs, so answers are some 8 characters a token, twice what real ones
+are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -23,7 +25,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,52 +97,104 @@ class Calls:
         return await self._engine.generate(tokens, self._sampling, seed=0)
 
 
+Ends = list[tuple[float, int]]
+"""When a call ended, in seconds, and the tokens it brought. All processes of a machine read the same clock."""
+
+
+def steady(ends: Ends, *, skipped: int) -> float:
+    """Tokens/s without the first and the last ``skipped`` ends.
+
+    >>> steady([(0.0, 9), (1.0, 9), (2.0, 4), (3.0, 4), (4.0, 9)], skipped=2)
+    4.0
+    """
+    (began, _), *measured = sorted(ends)[skipped - 1 : len(ends) - skipped + 1]
+    return sum(tokens for _, tokens in measured) / (measured[-1][0] - began)
+
+
+async def keep_busy(places: int, samples: int, play: Callable[[int], Awaitable[None]]) -> None:
+    """Plays each sample once, ``places`` of them at a time."""
+    left = iter(range(samples))
+
+    async def place() -> None:
+        for number in left:
+            await play(number)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(places):
+            group.create_task(place())
+
+
+def tokens_of_a_call(number: int, *, tokens: int, calls: int) -> int:
+    """Drawn for each sample, between half of the mean and one and a half, so that samples end at different times."""
+    return max(1, int(np.random.default_rng(number).uniform(0.5, 1.5) * tokens / calls))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """places: samples in flight. samples: played in all. tokens: sampled for one of them, on average, in all calls."""
+
+    places: int
+    samples: int
+    tokens: int
+    calls: int
+
+    def each(self, number: int) -> int:
+        return tokens_of_a_call(number, tokens=self.tokens, calls=self.calls)
+
+
 class Load:
     """One engine's samples, on either path."""
 
-    def __init__(self, engine: SGLangEngine, template: Template, options: argparse.Namespace) -> None:
+    def __init__(self, engine: SGLangEngine, template: Template, scene: Scene) -> None:
+        self._engine = engine
         self._template = template
-        self._samples: int = options.requests
-        self._calls: int = options.calls
-        self._each = options.tokens // options.calls
-        self._generate = Calls(engine, num_tokens=self._each)
+        self._scene = scene
         self._follow_up = template.encode(
             f"<|im_end|>\n<|im_start|>user\n{_FOLLOW_UP}<|im_end|>\n<|im_start|>assistant\n"
         )
 
-    async def plain(self) -> float:
-        """Tokens/s of calls with token ids."""
+    async def plain(self) -> dict[str, float]:
+        """Calls with token ids."""
+        ends: Ends = []
 
-        async def one(number: int) -> int:
+        async def play(number: int) -> None:
             text = f"<|im_start|>user\n{question(number)['content']}<|im_end|>\n<|im_start|>assistant\n"
-            tokens, count = self._template.encode(text), 0
-            for _ in range(self._calls):
-                answer = await self._generate(np.array(tokens, np.int32))
-                count += len(answer.tokens)
+            tokens = self._template.encode(text)
+            generate = Calls(self._engine, num_tokens=self._scene.each(number))
+            for _ in range(self._scene.calls):
+                answer = await generate(np.array(tokens, np.int32))
+                ends.append((time.monotonic(), len(answer.tokens)))
                 tokens += [*answer.tokens.tolist(), *self._follow_up]
-            return count
 
-        began = time.monotonic()
-        done = await asyncio.gather(*map(one, range(self._samples)))
-        return sum(done) / (time.monotonic() - began)
+        cpu = time.process_time()
+        await keep_busy(self._scene.places, self._scene.samples, play)
+        cpu = time.process_time() - cpu
+        return {
+            "plain_tokens_per_second": steady(ends, skipped=self._scene.places * self._scene.calls),
+            "plain_cpu_ms_a_call": cpu / len(ends) * 1e3,
+        }
 
     async def agents(self) -> dict[str, float]:
-        """Tokens/s of chat completions, and the CPU seconds of this process a call."""
-        sessions = [self._session(number) for number in range(self._samples)]
-        async with _serving(sessions) as server, _clients(server.url, sessions, self._calls, self._each) as go:
-            began, cpu = time.monotonic(), time.process_time()
-            count = await go()
-            seconds, cpu = time.monotonic() - began, time.process_time() - cpu
+        """Chat completions."""
+        sessions = [self._session(number) for number in range(self._scene.samples)]
+        async with _serving(sessions) as server, _clients(server.url, sessions, self._scene) as go:
+            cpu = time.process_time()
+            ends = await go()
+            cpu = time.process_time() - cpu
         assert all(len(session.turns.sequences()) == 1 for session in sessions)  # no history began anew
-        return {"tokens_per_second": count / seconds, "cpu_ms_a_call": cpu / (self._samples * self._calls) * 1e3}
+        return {
+            "tokens_per_second": steady(ends, skipped=self._scene.places * self._scene.calls),
+            "cpu_ms_a_call": cpu / len(ends) * 1e3,
+        }
 
     def _session(self, number: int) -> Session:
+        generate = Calls(self._engine, num_tokens=self._scene.each(number))
         return Session(
-            self._generate,
+            generate,
             chat_format=TemplateFormat(self._template, PlainParser(self._template.source)),
             name=str(number),
             max_tokens=10**9,
-            context_tokens=self._generate.context_tokens,
+            context_tokens=generate.context_tokens,
         )
 
 
@@ -154,22 +209,22 @@ async def _serving(sessions: Sequence[Session]) -> AsyncIterator[EndpointServer]
 
 
 @contextlib.asynccontextmanager
-async def _clients(url: str, sessions: Sequence[Session], calls: int, tokens: int) -> AsyncIterator[Any]:
-    """Gives a function that lets a process that is up make all calls, and returns the tokens of its answers."""
+async def _clients(url: str, sessions: Sequence[Session], scene: Scene) -> AsyncIterator[Callable[[], Awaitable[Ends]]]:
+    """Gives a function that lets a process that is up make all calls, and returns when they ended."""
     context = multiprocessing.get_context("spawn")
     begin, results = context.Event(), context.Queue()
     keys = [session.key for session in sessions]
-    process = context.Process(target=_ask_there, args=(url, keys, calls, tokens, begin, results), daemon=True)
+    process = context.Process(target=_ask_there, args=(url, keys, scene, begin, results), daemon=True)
     process.start()
     try:
         await asyncio.to_thread(results.get)
 
-        async def go() -> int:
+        async def go() -> Ends:
             begin.set()
-            count = await asyncio.to_thread(results.get)
-            if isinstance(count, str):
-                raise RuntimeError(count)
-            return int(count)
+            ends: Ends | str = await asyncio.to_thread(results.get)
+            if isinstance(ends, str):
+                raise RuntimeError(ends)
+            return ends
 
         yield go
     finally:
@@ -177,33 +232,36 @@ async def _clients(url: str, sessions: Sequence[Session], calls: int, tokens: in
         await asyncio.to_thread(process.join)
 
 
-def _ask_there(url: str, keys: Sequence[str], calls: int, tokens: int, begin: Any, results: Any) -> None:
-    async def one(http: aiohttp.ClientSession, key: str, number: int) -> int:
-        messages, count = [question(number)], 0
-        for _ in range(calls):
-            body = {"model": "m", "messages": messages, "max_tokens": tokens}
-            async with http.post(url + CHAT, json=body, headers={"Authorization": f"Bearer {key}"}) as reply:
+def _ask_there(url: str, keys: Sequence[str], scene: Scene, begin: Any, results: Any) -> None:
+    ends: Ends = []
+
+    async def play(http: aiohttp.ClientSession, number: int) -> None:
+        messages = [question(number)]
+        for _ in range(scene.calls):
+            body = {"model": "m", "messages": messages, "max_tokens": scene.each(number)}
+            async with http.post(url + CHAT, json=body, headers={"Authorization": f"Bearer {keys[number]}"}) as reply:
                 said = await reply.json()
                 if reply.status != 200:
                     raise RuntimeError(f"{reply.status}: {said}")
-            count += said["usage"]["completion_tokens"]
+            ends.append((time.monotonic(), said["usage"]["completion_tokens"]))
             messages += [said["choices"][0]["message"], {"role": "user", "content": _FOLLOW_UP}]
-        return count
 
-    async def all_of_them() -> int:
+    async def all_of_them() -> None:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
-            return sum(await asyncio.gather(*(one(http, key, number) for number, key in enumerate(keys))))
+            await keep_busy(scene.places, scene.samples, functools.partial(play, http))
 
     results.put("up")
     begin.wait()
     try:
-        results.put(asyncio.run(all_of_them()))
+        asyncio.run(all_of_them())
+        results.put(ends)
     except Exception as error:
         results.put(f"{type(error).__name__}: {error}")
 
 
-async def measure(options: argparse.Namespace, model: Path) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, model: Path) -> AsyncGenerator[dict[str, Any]]:
+    """A row for each number of calls, on one server."""
     is_gpu = has_gpu()
     engine = SGLangEngine(
         model,
@@ -221,17 +279,33 @@ async def measure(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     await engine.start()
     try:
         started = time.monotonic() - began
-        load = Load(engine, Template(make_tokenizer(SHAPES[options.shape].vocabulary)), options)
-        await load.plain()  # kernels of these batch sizes are compiled
-        turns = []
-        for _ in range(options.turns):
-            plain = await load.plain()
-            turns.append({"plain_tokens_per_second": plain} | await load.agents())
+        template = Template(make_tokenizer(SHAPES[options.shape].vocabulary))
+        for calls in options.calls:
+            scene = Scene(
+                places=options.requests,
+                samples=options.requests * options.rounds,
+                tokens=options.tokens,
+                calls=calls,
+            )
+            load = Load(engine, template, scene)
+            await load.plain()  # kernels of these batch sizes are compiled
+            turns = [await load.plain() | await load.agents() for _ in range(options.turns)]
+            ratios = [turn["tokens_per_second"] / turn["plain_tokens_per_second"] for turn in turns]
+            found = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+            about = {"calls": calls, "start_seconds": round(started, 1), "load": os.getloadavg()[0]}
+            yield about | found | {"ratio": statistics.median(ratios), "ratios": ratios, "each": turns}
     finally:
         await engine.close()
-    found = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
-    ratio = statistics.median(turn["tokens_per_second"] / turn["plain_tokens_per_second"] for turn in turns)
-    return {"start_seconds": started, **found, "ratio": ratio, "each": turns, "load": os.getloadavg()[0]}
+
+
+async def report(options: argparse.Namespace, model: Path) -> None:
+    """Prints each row, and keeps it, as it comes."""
+    async with contextlib.aclosing(measure(options, model)) as rows:
+        async for found in rows:
+            row = {name: value for name, value in vars(options).items() if name != "json"}
+            row |= found | {"command": command("benchmarks.gpu.endpoint"), **machine()}
+            keep(row, options.json)
+            print(json.dumps(row), flush=True)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -240,17 +314,15 @@ def main(given: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="0.6B")
     add("--requests", type=int, default=256, help="samples in flight")
-    add("--tokens", type=int, default=512, help="that are sampled for each, in all calls together")
-    add("--calls", type=int, default=1)
-    add("--turns", type=int, default=4)
+    add("--rounds", type=int, default=5, help="samples that each of these places plays, one after another")
+    add("--tokens", type=int, default=512, help="sampled for each on average, in all its calls together")
+    add("--calls", type=int, nargs="+", default=[1, 4], help="of a sample; a row for each")
+    add("--turns", type=int, default=3)
     add("--json", type=Path)
     options = parser.parse_args(given)
     with tempfile.TemporaryDirectory(prefix="asyncrl-endpoint-") as folder:
         model = make_model(SHAPES[options.shape], Path(folder) / "model")
-        row = {name: value for name, value in vars(options).items() if name != "json"}
-        row |= asyncio.run(measure(options, model)) | {"command": command("benchmarks.gpu.endpoint"), **machine()}
-    keep(row, options.json)
-    print(json.dumps(row), flush=True)
+        asyncio.run(report(options, model))
     return 0
 
 
