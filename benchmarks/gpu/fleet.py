@@ -37,9 +37,8 @@ GPU_ARGUMENTS: Final[Mapping[str, Any]] = {
     "attention-backend": "triton",
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
-    "disable-prefill-cuda-graph": True,  # its capture takes most of a minute
 }
-"""What an SGLang server needs beside a torch that has no other attention kernels, and to start fast."""
+"""What an SGLang server needs beside a torch that has no other attention kernels."""
 
 _QUIET_SECONDS: Final = 15.0
 _RELOAD_SECONDS: Final = 60.0

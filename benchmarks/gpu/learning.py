@@ -184,7 +184,6 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "mem-fraction-static": 0.85,
         "max-total-tokens": 384 * sequences,  # 23 KB each
-        "max-running-requests": sequences,
         "cuda-graph-max-bs-decode": min(512, sequences),
         "context-length": 2048,
         **options.engine,

@@ -226,7 +226,6 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     is_shared = any(plan.is_colocated for plan in options.plans)
     return {
         "mem-fraction-static": options.engine_memory or (0.4 if is_shared else 0.85),
-        "max-running-requests": sequences,
         "cuda-graph-max-bs-decode": min(512, sequences),
         **options.engine,
     }

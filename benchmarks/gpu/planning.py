@@ -65,7 +65,7 @@ def overrides(case: Case, scratch: Path, *, is_rehearsal: bool) -> dict[str, Any
     }
     if is_rehearsal:
         return made | {"model.dtype": "float32", "learner.device": "cpu", "engine.kind": "inprocess"}
-    server = {**GPU_ARGUMENTS, "max-running-requests": 264, "cuda-graph-max-bs": 264}
+    server = {**GPU_ARGUMENTS, "cuda-graph-max-bs": 264}
     return made | {"engine.options.server_arguments": server, "weights.channel": "nccl"}
 
 

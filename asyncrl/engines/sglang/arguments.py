@@ -65,6 +65,7 @@ _FOR_ALL: Final = frozenset(
         *("enable-torch-compile", "enable-deterministic-inference", "enable-memory-saver", "enable-p2p-check"),
         *("enable-nan-detection", "disable-cuda-graph", "disable-cuda-graph-padding", "disable-custom-all-reduce"),
         *("disable-overlap-schedule", "disable-radix-cache", "sleep-on-idle", "skip-server-warmup", "log-level"),
+        *("enable-prefill-delayer", "prefill-delayer-queue-min-ratio", "prefill-delayer-max-delay-ms"),
     )
 )
 """Options that set a size or a method. Others open files, addresses or ports, or load code: loaders, plugins, hooks,

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from asyncrl.engines.sglang.arguments import option_name
 from asyncrl.engines.sglang.options import Options
+from asyncrl.engines.sglang.prefill_delay import prefill_arguments
 from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.errors import ConfigError
 
@@ -150,6 +151,7 @@ def server_command(
         "custom-weight-loader": [LOADER],
         **({OPTION: True} if tells_experts else {}),
         **(_CPU_ARGUMENTS if device == "cpu" else {}),
+        **prefill_arguments(model_path, server_arguments, device=device, tensor_parallel=tensor_parallel),
         **({"quantization": "fp8"} if is_fp8 else {}),
         **{option_name(key): value for key, value in server_arguments.items()},
     }
