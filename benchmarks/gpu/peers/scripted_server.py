@@ -1,6 +1,6 @@
 """Answers AReaL's requests to SGLang without a model, so that its arm can be rehearsed without GPUs.
 
-    python -m benchmarks.gpu.peers.scripted_server --host HOST --port PORT [any option of SGLang]
+python -m benchmarks.gpu.peers.scripted_server --host HOST --port PORT [any option of SGLang]
 """
 
 from __future__ import annotations
