@@ -65,6 +65,7 @@ def run_areal(options: argparse.Namespace, scratch: Path) -> Row:
         "port": free_port(),
         "server": "benchmarks.gpu.peers.scripted_server" if options.rehearse else "sglang.launch_server",
         "server_options": SERVER_OPTIONS,
+        "server_path": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
     }
     (out / "job.json").write_text(json.dumps(job))
     overrides = [*areal_overrides(options), f"actor.path={model}", f"actor.dtype={dtype}", *options.areal]
@@ -141,16 +142,20 @@ def areal_environment(peer: Path, out: Path) -> dict[str, str]:
     behind = os.environ.get("PYTHONPATH", "")
     paths = [str(REPOSITORY), str(peer / "stand_in"), str(peer / "site"), *filter(None, [behind])]
     return {
-        **os.environ,
+        **environment(),
         "PYTHONPATH": os.pathsep.join(paths),
         # Its workers are started as python3.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "NCCL_NVLS_ENABLE": "0",
         OUT_VARIABLE: str(out),
     }
+
+
+def environment() -> dict[str, str]:
+    """Of both arms. Bytecode is kept: their processes import thousands of modules each."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONUNBUFFERED": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
 def look(url: str, looks: list[Look], over: threading.Event) -> None:
@@ -191,7 +196,7 @@ def run_ours(options: argparse.Namespace) -> Row:
     began = time.monotonic()
     with Family(
         [sys.executable, "-m", "benchmarks.gpu.modes", *words],
-        environment={**os.environ, "PYTHONUNBUFFERED": "1", "NCCL_NVLS_ENABLE": "0"},
+        environment=environment(),
         cwd=REPOSITORY,
         log=out / "run.log",
     ) as family:
@@ -277,6 +282,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     if options.rehearse:
         tiny: dict[str, Any] = {"shape": "tiny", "groups": 8, "group_size": 4, "length_mean": 24.0, "length_max": 96}
         tiny |= {"max_staleness": 2, "running": 32, "groups_at_once": 16, "warmup": 2, "window": 5.0, "steps": 2}
+        tiny |= {"micro_batch_tokens": 2048}  # the tiny model has 4096 positions
         parser.set_defaults(**tiny)
         options = parser.parse_args(given)
     return options

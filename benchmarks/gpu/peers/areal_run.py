@@ -41,6 +41,7 @@ class Server:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
         environment = {
             **os.environ,
+            "PYTHONPATH": job["server_path"],  # without AReaL's packages and stand-ins
             "CUDA_VISIBLE_DEVICES": visible[-1],
             "NCCL_CUMEM_ENABLE": "0",
             "NCCL_NVLS_ENABLE": "0",

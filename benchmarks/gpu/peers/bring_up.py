@@ -109,8 +109,8 @@ ADAPTATIONS: Final = (
     "stock sglang.launch_server instead of its launcher, which wraps private parts of SGLang 0.5.10; it is started "
     "beside the trainer, not after it",
     "no evaluation engine",
-    "a RolloutWorkflow of 30 lines: one answer of the length drawn, top_k = -1 (its default, 1e8, makes SGLang sort the "
-    "vocabulary at each step), the reward that asyncrl's arm has",
+    "a RolloutWorkflow of 30 lines: one answer of the length drawn, top_k = -1 (its default, 1e8, makes SGLang sort "
+    "the vocabulary at each step), the reward that asyncrl's arm has",
     "its Archon engine with torch.compile; scheduler.type = local",
 )
 
