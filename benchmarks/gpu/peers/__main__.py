@@ -59,6 +59,9 @@ def run_areal(options: argparse.Namespace, scratch: Path) -> Row:
     model = scratch / "model"
     words = [sys.executable, "-m", "benchmarks.gpu.shapes", options.shape, str(model), dtype]
     subprocess.run(words, cwd=REPOSITORY, check=True)
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = max(40_960, config["max_position_embeddings"])  # it pads beyond the tiny one's
+    (model / "config.json").write_text(json.dumps(config))
     job = {
         "prompts": str(write_prompts(scratch / "prompts.jsonl", metadata={}, seed=options.seed)),
         "lengths": lengths(options).as_metadata(),
@@ -282,7 +285,6 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     if options.rehearse:
         tiny: dict[str, Any] = {"shape": "tiny", "groups": 8, "group_size": 4, "length_mean": 24.0, "length_max": 96}
         tiny |= {"max_staleness": 2, "running": 32, "groups_at_once": 16, "warmup": 2, "window": 5.0, "steps": 2}
-        tiny |= {"micro_batch_tokens": 2048}  # the tiny model has 4096 positions
         parser.set_defaults(**tiny)
         options = parser.parse_args(given)
     return options
