@@ -219,7 +219,7 @@ def run_ours(options: argparse.Namespace) -> Row:
     samples: list[Row] = []
     steps_of: list[Row] = []
     for line in read_rows(out / "runs" / row["name"] / "timeline.jsonl"):
-        if "step" in line:
+        if isinstance(line.get("step"), dict):  # the run's own lines there have its number
             steps_of.append(line["step"])
         elif "engines" in line:
             samples.append(line)
