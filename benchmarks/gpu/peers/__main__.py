@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.engines.sglang.prefill_delay import ARGUMENTS
 from asyncrl.engines.sglang.server import free_port
 from benchmarks.gpu.arm import REPOSITORY, read_rows
 from benchmarks.gpu.fleet import running_and_waiting
@@ -44,7 +45,12 @@ LOOK_SECONDS: Final = 0.1
 _FLEET_SECONDS: Final = 150.0
 """What starting SGLang may add to the limit of asyncrl's arm, which does not count it."""
 
-SERVER_OPTIONS: Final = {"grammar_backend": "none", "disable_prefill_cuda_graph": True, "skip_server_warmup": True}
+SERVER_OPTIONS: Final = {
+    "grammar_backend": "none",
+    "skip_server_warmup": True,
+    **{name.replace("-", "_"): value for name, value in ARGUMENTS.items()},
+}
+"""AReaL's server gets what ours has by default: without it an engine decodes half as fast (benchmarks.gpu.arrivals)."""
 
 
 def say(*words: object) -> None:
