@@ -122,3 +122,16 @@ async def test_an_environment_of_verifiers_runs_untouched() -> None:
     row = {"prompt": "task 1", "metadata": {"task": 1}}
     (made,) = await play("verifiers", row, engine, TOKENIZER, venv=venv, directory=str(AGENTS))
     assert made.reward == 1.0 and made.response_mask.all()
+
+
+@pytest.mark.parametrize("program", ["null", "bash"])
+async def test_a_program_that_comes_with_verifiers_plays_its_tasks_untouched(program: str) -> None:
+    venv = venv_with("verifiers/v1/harnesses")
+    call = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo $((1 + 2)) lamps"}}\n</tool_call>'
+    engine = Scripted([*([call] if program == "bash" else []), "It has 3 lamps."])
+    row = {"prompt": "task 1", "metadata": {"task": 1}}
+    agent = {"harness": {"id": program}, "runtime": {"type": "subprocess"}}
+    options = {"environment": "lamp_tasks", "arguments": {"agent": agent}, "directory": str(AGENTS)}
+    (made,) = await play("verifiers", row, engine, TOKENIZER, venv=venv, **options)
+    assert made.reward == 1.0 and len(engine.given) == len(engine.answers) == (2 if program == "bash" else 1)
+    assert [*made.prompt_tokens.tolist(), *made.tokens.tolist()][: len(engine.given[-1])] == engine.given[-1]
