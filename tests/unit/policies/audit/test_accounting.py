@@ -267,9 +267,13 @@ def test_only_tokens_that_the_policy_sampled_have_an_age() -> None:
     assert [(s.policy_version, count) for s, count in sampled_spans(trajectory)] == [(1, 1), (2, 1)]
 
 
+def oldest(one: Logged, *, step: int, forks: dict[int, int]) -> int:
+    return one.trained(step=step, forks=forks, too_old="whole", bound=0)[0]
+
+
 def test_versions_of_a_lost_history_count_as_old_as_the_fork() -> None:
     """Sampled by version 9 of epoch 0, of which epoch 1 kept 6; trained by step 8 (from version 7): 1 old."""
-    assert logged(1, 0, 9).ages(step=8, forks={1: 6}) == [1]
+    assert oldest(logged(1, 0, 9), step=8, forks={1: 6}) == 1
 
 
 class Life:
@@ -304,7 +308,7 @@ class Life:
             self.log.append(logged(len(self.log) + self.trimmed + 1, group_id, self.step, epoch=self.epoch))
         elif what in ("train", "fail"):
             ready = [r for r in self.log if r.sequence not in self.consumed and r.group_id not in self.groups]
-            young = [r for r in ready if max(r.ages(step=self.step + 1, forks=self.forks)) <= BOUND]
+            young = [r for r in ready if oldest(r, step=self.step + 1, forks=self.forks) <= BOUND]
             for record in [r for r in ready if r not in young]:
                 self.dispose(record)
                 self.written.add("dropped", record.group_id, step=self.step, epoch=self.epoch)
@@ -317,9 +321,9 @@ class Life:
                 self.written.add("failed", taken[0].group_id, step=self.step, epoch=self.epoch)
             elif taken:
                 self.step += 1
-                oldest = max(age for record in taken for age in record.ages(step=self.step, forks=self.forks))
+                age = max(oldest(record, step=self.step, forks=self.forks) for record in taken)
                 ids = [record.group_id for record in taken]
-                self.written.add("trained", *ids, step=self.step, epoch=self.epoch, oldest=oldest)
+                self.written.add("trained", *ids, step=self.step, epoch=self.epoch, oldest=age)
         elif what == "save":
             self.checkpoint = self.saved()
         elif what == "trim" and self.checkpoint is not None:
