@@ -294,6 +294,8 @@ def _row(plan: Plan, *, window: Window, backend: TimedBackend) -> Row:
         "staleness_mean": sum(n * mean for (n, _), mean in zip(trained, staleness, strict=True)) / tokens,
         "staleness_max": int(window.largest("staleness/max")),
         "dropped_groups": int(last.dropped - first.dropped),
+        "tokens": tokens,
+        "old_tokens": window.sum("staleness/old_tokens") if plan.too_old == "tokens" else 0.0,
         "length_mean": tokens / (len(trained) * plan.groups_per_batch * plan.group_size),
         "steps": len(trained),
         "step_seconds": seconds / len(trained),
