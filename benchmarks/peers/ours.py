@@ -64,6 +64,7 @@ def run_ours(
         "learner_overhead": row["learner_overhead"],
         "engine_busy": 1 - row["rollout_idle"],
         "thrown_away_share": row["dropped_groups"] / (trained_groups + row["dropped_groups"]),
+        "thrown_away_tokens_share": row["dropped_tokens"] / (row["tokens"] + row["dropped_tokens"]),
         "left_out_share": row["old_tokens"] / (row["tokens"] + row["old_tokens"]),
         "staleness_mean": row["staleness_mean"],
         "staleness_max": row["staleness_max"],

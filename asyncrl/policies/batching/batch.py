@@ -85,7 +85,8 @@ def build(
         for _, t in trajectories
     ]
     old = _too_old(ages, masks, too_old=too_old, max_staleness=max_staleness)
-    counted, trained = trained, [mask & ~its for mask, its in zip(trained, old, strict=True)]
+    counted = trained
+    trained = [mask & ~its for mask, its in zip(trained, old, strict=True)]
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     advantage_inputs = AdvantageInputs(
         rewards=_shaped_rewards(rollouts, algorithm)[rollout],
@@ -103,8 +104,8 @@ def build(
     parts = _parts(groups, algorithm.steps_per_batch)
     if too_old != "tokens":
         counted = trained
-    weights = _loss_weights(algorithm, counted, parts=parts, group=members, rollout=rollout)
-    weights = [weight * mask for weight, mask in zip(weights, trained, strict=True)]
+    whole = _loss_weights(algorithm, counted, parts=parts, group=members, rollout=rollout)
+    weights = [weight * mask for weight, mask in zip(whole, trained, strict=True)]
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     if age_weight is not None:
         weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
