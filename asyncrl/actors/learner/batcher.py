@@ -281,7 +281,7 @@ class Batcher:
         if late:
             log.warning(
                 "step %d trains without older groups (%d) that it has waited %g s for (staleness.wait_seconds); those "
-                "that are too old when they arrive are dropped",
+                'that are too old when they arrive are dropped (staleness.parts = "tokens" trains what is not)',
                 *(self._table.step + 1, len(late), self._longest_hold),
             )
             self._given_up = max(late)
