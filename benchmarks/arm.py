@@ -37,7 +37,7 @@ from asyncrl.config.staleness import StalenessSection
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured
 from asyncrl.policies.groups.saved import LearnerState
@@ -127,6 +127,14 @@ class Window:
 
     def sum(self, name: str) -> float:
         return sum(_number(metrics[name]) for metrics in self.steps)
+
+    @property
+    def dropped_tokens(self) -> float:
+        """Of the groups that were dropped as too stale."""
+        dropped = [one for one in self.steps if "length/dropped_mean" in one]
+        counts = [histogram.counts for one in dropped if isinstance(histogram := one["length/dropped"], Histogram)]
+        means = [_number(one["length/dropped_mean"]) for one in dropped]
+        return sum(sum(count) * mean for count, mean in zip(counts, means, strict=True))
 
     def largest(self, name: str) -> float:
         return max(_number(metrics[name]) for metrics in self.steps)
@@ -223,7 +231,7 @@ def _learner(
         run=RunSection(directory=str(folder), name="pipeline", steps=plan.steps, mode=plan.mode),
         rollout=RolloutSection(group_size=plan.group_size, max_new_tokens=2**20),
         learner=LearnerSection(groups_per_batch=plan.groups_per_batch),
-        staleness=StalenessSection(max_staleness=plan.bound, eviction=plan.eviction),
+        staleness=StalenessSection(max_staleness=plan.bound, eviction=plan.eviction, parts=plan.too_old),
         checkpoint=CheckpointSection(every_steps=0, keep_log=True),
         evaluation=evaluating.section if evaluating is not None else EvaluationSection(),
     )
@@ -294,6 +302,9 @@ def _row(plan: Plan, *, window: Window, backend: TimedBackend) -> Row:
         "staleness_mean": sum(n * mean for (n, _), mean in zip(trained, staleness, strict=True)) / tokens,
         "staleness_max": int(window.largest("staleness/max")),
         "dropped_groups": int(last.dropped - first.dropped),
+        "tokens": tokens,
+        "dropped_tokens": window.dropped_tokens,
+        "old_tokens": window.sum("staleness/old_tokens") if plan.too_old == "tokens" else 0.0,
         "length_mean": tokens / (len(trained) * plan.groups_per_batch * plan.group_size),
         "steps": len(trained),
         "step_seconds": seconds / len(trained),

@@ -344,6 +344,7 @@ def _heading(answer: Answer, *, title: str, of: int) -> str:
     text += [f"reward {answer.reward:.3f}" + (f" ({parts})" if parts else "")] if answer.reward is not None else []
     text += [f"advantage {answer.advantage:+.3f}"] if answer.advantage is not None else []
     text += [f"staleness {answer.staleness}"] if answer.staleness is not None else []
+    text += [f"{answer.old_tokens} tokens too old"] if answer.old_tokens else []
     text += [f"{len(answer.tokens)} tokens", answer.finish_reason]
     versions = [version for _, _, version in answer.versions]
     if versions:

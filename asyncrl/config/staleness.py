@@ -7,6 +7,9 @@ from typing import Literal
 
 from asyncrl.config.checks import require
 
+TooOld = Literal["whole", "alone", "tokens"]
+"""What of a group goes by its oldest token: all of it, each trajectory, or each token alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessSection:
@@ -14,7 +17,8 @@ class StalenessSection:
     """No token older than this many policy versions is trained. 0 is synchronous RL."""
     eviction: Literal["", "wait", "drop"] = ""
     """What happens to a group that is still being generated and would become too old: the learner waits for it, or it
-    is dropped. Empty: it waits, but drops with order = "freshest_first", parts = "alone" or stragglers = "partial"."""
+    is dropped. Empty: it waits, but drops with order = "freshest_first", parts = "alone" or "tokens", or stragglers =
+    "partial"."""
     wait_seconds: float = 300.0
     """Longest that a step waits for such groups; then it trains without them. 0: as long as they take."""
     order: Literal["oldest_first", "freshest_first", "in_order"] = "oldest_first"
@@ -23,9 +27,10 @@ class StalenessSection:
     stragglers: Literal["wait_whole", "partial"] = "wait_whole"
     """partial, async only: if a group would be too old for the next batch, its finished answers (``min_group`` or more)
     are trained, and the longer ones are cancelled and counted. wait_whole: groups are trained whole."""
-    parts: Literal["whole", "alone"] = "whole"
-    """What of a group counts as too old: all of it with its oldest token, or each trajectory alone: one that is too old
-    trains nothing, the others are trained, and all rewards stay in the baseline. For rollouts of several parts."""
+    parts: TooOld = "whole"
+    """What of a group counts as too old: all of it with its oldest token, or only what is: alone, each trajectory (for
+    rollouts of several parts); tokens, async only, each token. What is too old trains nothing, what is left of the
+    group is trained, and all rewards stay in the baseline. A group is dropped once nothing of it is left."""
     min_group: int = 2
     """Fewest answers of a partial group."""
     replay_groups: int = 0
@@ -61,7 +66,7 @@ class StalenessSection:
         )
         require(
             self.parts == "whole" or self.eviction != "wait",
-            'parts = "alone" drops trajectories that eviction = "wait" waits for; use "drop"',
+            f'parts = "{self.parts}" leaves out what eviction = "wait" waits for; use "drop"',
         )
         require(self.wait_seconds >= 0, f"wait_seconds must be >= 0 (0 is no limit), got {self.wait_seconds}")
         require(
@@ -85,7 +90,7 @@ class StalenessSection:
     @property
     def waits(self) -> bool:
         """Whether the learner waits for groups that would become too old."""
-        drops = self.order == "freshest_first" or self.parts == "alone" or self.stragglers == "partial"
+        drops = self.order == "freshest_first" or self.parts != "whole" or self.stragglers == "partial"
         return self.eviction == "wait" or (self.eviction == "" and not drops)
 
     def check(self, *, mode: str, group_size: int) -> None:
@@ -98,6 +103,10 @@ class StalenessSection:
             not self.replay_groups or mode == "one_step_off" or (mode == "async" and self.max_staleness >= 1),
             "staleness: replay_groups needs a bound of at least one version (max_staleness >= 1, and not run.mode = "
             '"sync"): what a step has trained is a version old for the next',
+        )
+        require(
+            mode == "async" or self.parts != "tokens",
+            f'staleness: parts = "tokens" needs run.mode = "async": {mode} trains no answer that new weights continued',
         )
         if self.stragglers == "partial":
             require(

@@ -93,8 +93,9 @@ class DropAlarm:
             self.text = _warned(
                 "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
                 "%.0f tokens long on average, those that are trained %.0f. Set staleness.max_staleness a few above the "
-                "seconds that the longest answer takes divided by those of a step, or let the learner wait for them: "
-                'staleness.eviction = "wait", with order = "oldest_first", parts = "whole" and enough wait_seconds',
+                "seconds that the longest answer takes divided by those of a step, or leave out only their tokens that "
+                'are too old: staleness.parts = "tokens". Or let the learner wait for them: staleness.eviction = '
+                '"wait", with order = "oldest_first", parts = "whole" and enough wait_seconds',
                 100 * share,
                 self.STEPS,
                 self._threshold,
@@ -141,7 +142,8 @@ class HoldAlarm:
             enough = math.ceil((self._max_staleness + 1) / max(1 - share, 0.05))
             self.text = _warned(
                 "for %.0f %% of the last %d steps' time the learner had a full batch and waited for older groups, and "
-                "engines were idle for %.0f %%: set staleness.max_staleness to %d at least (now %d), so that their "
+                'engines were idle for %.0f %%: staleness.parts = "tokens" waits for none of them, and leaves out only '
+                "the tokens that are too old; or set staleness.max_staleness to %d at least (now %d), so that their "
                 "answers are in time",
                 100 * share,
                 self.STEPS,

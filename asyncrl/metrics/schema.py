@@ -22,6 +22,7 @@ SCHEMA: dict[str, str] = {
     "cut them off, the longest ones, or they failed (rollout.min_group)",
     "staleness/failed_samples": "how many of staleness/cancelled failed",
     "staleness/old_parts": "trajectories of the batch that were too old and trained nothing; with staleness.parts",
+    "staleness/old_tokens": 'sampled tokens of the batch that were too old and trained nothing; with parts = "tokens"',
     "staleness/replayed_groups": "groups that the step trained again; with staleness.replay_groups",
     "staleness/dropped_groups": "groups dropped as too stale, since the start",
     "staleness/dropped_share": "share dropped as too stale of the answers trained or dropped in the last ten steps",

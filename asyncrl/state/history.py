@@ -85,16 +85,18 @@ class History:
         step: int,
         max_staleness: int,
         old_parts: int = 0,
+        old_tokens: int = 0,
         replayed: Collection[tuple[int, int]] = (),
     ) -> None:
-        """``sequences``: the log record of each group;  ``old_parts``, ``replayed``: as in Outcome"""
+        """``sequences``: the log record of each group;  ``old_parts``, ``old_tokens``, ``replayed``: as in Outcome"""
         fields: dict[str, Any] = {
             "step": step,
             "groups": list(groups),
             "sequences": list(sequences),
             "max_staleness": max_staleness,
         }
-        fields |= {"old_parts": old_parts} if old_parts else {}
+        left_out = {"old_parts": old_parts, "old_tokens": old_tokens}
+        fields |= {name: count for name, count in left_out.items() if count}
         self._write("trained", **fields, **({"replayed": list(replayed)} if replayed else {}))
 
     def lost(self, fate: str, groups: Collection[int], *, step: int, cause: str = "") -> None:
@@ -278,6 +280,7 @@ def _entry(line: dict[str, Any], *, position: int) -> HistoryEntry:
         entry.step,
         entry.max_staleness,
         entry.old_parts,
+        entry.old_tokens,
         entry.kept,
         *entry.groups,
         *entry.sequences,

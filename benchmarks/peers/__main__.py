@@ -27,6 +27,7 @@ from benchmarks.peers.scene import SCENES, Row, Scene
 OURS: Final[dict[str, Callable[[Scene], Row]]] = {
     "asyncrl": lambda scene: run_ours(scene, mode="async"),
     "asyncrl drop": lambda scene: run_ours(scene, mode="async", eviction="drop"),
+    "asyncrl tokens": lambda scene: run_ours(scene, mode="async", too_old="tokens"),
     "sync apart": lambda scene: run_ours(scene, mode="sync"),
     "sync colocated": lambda scene: run_ours(scene, mode="sync", is_colocated=True),
 }
@@ -34,7 +35,7 @@ OURS: Final[dict[str, Callable[[Scene], Row]]] = {
 ARMS: Final = (*OURS, *PEERS)
 
 HEAD: Final = (
-    "scene          arm             samples/s  of ideal  thrown away  staleness mean  max  over bound  "
+    "scene          arm             samples/s  of ideal  thrown away  left out  staleness mean  max  over bound  "
     "length  learner idle  overhead  engine busy  cpu"
 )
 
@@ -59,6 +60,7 @@ def line(row: Row) -> str:
     over = row["tokens_over_bound_share"]
     return (
         f"{head}  {row['samples_per_second']:9.1f}  {row['of_ideal']:8.2f}  {row['thrown_away_share']:11.1%}"
+        f"  {row.get('left_out_share', 0.0):8.1%}"
         f"  {row['staleness_mean']:14.2f}  {row['staleness_max']:3d}  {0 if over is None else over:10.1%}"
         f"  {row['length_mean']:6.0f}  {row['learner_idle']:12.1%}  {row['learner_overhead']:8.1%}"
         f"  {row['engine_busy']:11.1%}  {row['cpu_share']:4.0%}"

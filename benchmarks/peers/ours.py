@@ -10,6 +10,7 @@ from typing import Literal
 import uvloop
 
 from asyncrl.config.run import Mode
+from asyncrl.config.staleness import TooOld
 from asyncrl.policies.planning.ideal import Plan
 from benchmarks.arm import run_arm
 from benchmarks.peers.engine import lengths_of, timing_of
@@ -28,7 +29,12 @@ class FullEngine(Plan):
 
 
 def run_ours(
-    scene: Scene, *, mode: Mode, is_colocated: bool = False, eviction: Literal["", "wait", "drop"] = ""
+    scene: Scene,
+    *,
+    mode: Mode,
+    is_colocated: bool = False,
+    eviction: Literal["", "wait", "drop"] = "",
+    too_old: TooOld = "whole",
 ) -> Row:
     """One arm. Colocated: both machines generate, then both train, and switching costs nothing."""
     machines = 2 if is_colocated else 1
@@ -46,6 +52,7 @@ def run_ours(
         prompt_tokens=PROMPT_TOKENS,
         is_colocated=is_colocated,
         eviction=eviction,
+        too_old=too_old,
         groups_at_once=scene.groups_at_once,
     )
     row = uvloop.run(run_arm(plan, timing=timing_of(scene), lengths=lengths_of(scene)))
@@ -57,6 +64,8 @@ def run_ours(
         "learner_overhead": row["learner_overhead"],
         "engine_busy": 1 - row["rollout_idle"],
         "thrown_away_share": row["dropped_groups"] / (trained_groups + row["dropped_groups"]),
+        "thrown_away_tokens_share": row["dropped_tokens"] / (row["tokens"] + row["dropped_tokens"]),
+        "left_out_share": row["old_tokens"] / (row["tokens"] + row["old_tokens"]),
         "staleness_mean": row["staleness_mean"],
         "staleness_max": row["staleness_max"],
         "tokens_over_bound_share": 0.0 if row["staleness_max"] <= plan.bound else None,

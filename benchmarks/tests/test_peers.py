@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.staleness import TooOld
 from benchmarks.peers.bring_up import run_peer
 from benchmarks.peers.engine import ScriptedEngine, lengths_of
 from benchmarks.peers.learner import prompt_of
@@ -43,8 +44,9 @@ def is_whole(row: Row) -> bool:
     )
 
 
-def test_asyncrl_gives_a_row_within_its_bound() -> None:
-    row = run_ours(QUICK, mode="async")
+@pytest.mark.parametrize("too_old", ["whole", "tokens"])
+def test_asyncrl_gives_a_row_within_its_bound(too_old: TooOld) -> None:
+    row = run_ours(QUICK, mode="async", too_old=too_old)
     assert is_whole(row)
     assert row["staleness_max"] <= QUICK.max_staleness
 

@@ -99,9 +99,8 @@ class Worker:
 
     def __init__(self, bus: Bus, name: str, *, version: int = 0, max_attempts: int = 3, **changes: Any) -> None:
         self.engine = StepEngine((0, version))
-        self.partial_rollouts = PartialRollouts(
-            bus, worker=name, seconds=1e6, max_attempts=max_attempts, max_staleness=MAX_STALENESS, **changes
-        )
+        settings = {"seconds": 1e6, "max_staleness": MAX_STALENESS} | changes
+        self.partial_rollouts = PartialRollouts(bus, worker=name, max_attempts=max_attempts, **settings)
         self._bus, self._name, self._max_attempts = bus, name, max_attempts
 
     @contextlib.asynccontextmanager

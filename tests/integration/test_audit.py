@@ -21,10 +21,12 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.errors import BackendError, ConfigError, RewardError
+from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.messages.topics import PROGRESS, PROMPTS, TRAJECTORIES
 from asyncrl.policies.audit.accounting import Account
 from asyncrl.policies.batching.filters import dynamic_sampling
-from asyncrl.protocols import Backend, Reward, Sample
+from asyncrl.protocols import Backend, Generate, Reward, Sample
+from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 from asyncrl.run import registry
 from asyncrl.run.recorded.account import account_with
 from asyncrl.run.recorded.run_folder import RecordedRun
@@ -200,6 +202,42 @@ def test_what_was_trained_again_is_replayed_too_from_any_step(
         options = ["--json", "--out", tmp_path / f"again-{number}", *first]
         code, out, _ = asyncrl("replay", made.run_directory, *options, capsys=capsys)
         assert (code, json.loads(out)["equal"]) == (0, True)
+
+
+async def with_a_slow_tool(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    """One answer has a second turn, of four versions later."""
+    turns = TrajectoryBuilder(prompt.prompt_tokens)
+    first = turns.answered(await generate(turns.tokens))
+    if (prompt.group_id, index) == (0, 0):
+        while True:
+            await asyncio.sleep(0.05)
+            second = await generate(turns.tokens)
+            if second.version_spans[0].policy_version > first.version_spans[0].policy_version + 3:
+                break
+        turns.answered(second)
+    return turns.trajectory(reward=0.0)
+
+
+@pytest.mark.slow
+def test_what_is_left_out_of_a_late_answer_is_left_out_of_its_replay_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    demo_task.write(tmp_path)
+    common = ["run.steps=8", "checkpoint.every_steps=2", "checkpoint.keep_log=true", "weights.keep=9"]
+    function = "rollout.function=tests.integration.test_audit:with_a_slow_tool"
+    made = demo_run(tmp_path, *common, function, "staleness.max_staleness=2", "staleness.parts=tokens")
+    threads = torch.get_num_threads()
+    rows = train_there(made)
+    torch.set_num_threads(threads)
+    assert sum(row["staleness/old_tokens"] for row in rows) > 0
+    assert max(row["staleness/max"] for row in rows) <= 2
+    code, out, _ = asyncrl("audit", made.run_directory, "--json", capsys=capsys)
+    found = json.loads(out)
+    assert (code, found["clean"], found["trained"], found["dropped"]) == (0, True, 32, 0)
+    code, out, _ = asyncrl("replay", made.run_directory, "--json", "--out", tmp_path / "again", capsys=capsys)
+    assert (code, json.loads(out)["equal"]) == (0, True)
+    code, out, _ = asyncrl("samples", made.run_directory, "--group", "0", capsys=capsys)
+    assert code == 0 and "tokens too old" in out
 
 
 @pytest.mark.slow

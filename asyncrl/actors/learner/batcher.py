@@ -143,7 +143,7 @@ class Batcher:
         self._selection = Selection(
             max_staleness=run.max_staleness,
             order=run.staleness.order,
-            are_parts_alone=run.staleness.parts == "alone",
+            too_old=run.staleness.parts,
         )
         self._count = run.learner.groups_per_batch
         self._num_dp_shards = run.learner.data_parallel
@@ -266,7 +266,7 @@ class Batcher:
         table, longest = self._table, self._longest_hold
         log.warning(
             "step %d has its %d groups and waits for older ones that would become too old, %s (staleness.eviction and "
-            "wait_seconds): %d are here and %d outstanding",
+            'wait_seconds; parts = "tokens" waits for none): %d are here and %d outstanding',
             table.step + 1,
             self._count,
             f"for {longest:g} s at most" if math.isfinite(longest) else "as long as they take",
@@ -281,7 +281,7 @@ class Batcher:
         if late:
             log.warning(
                 "step %d trains without older groups (%d) that it has waited %g s for (staleness.wait_seconds); those "
-                "that are too old when they arrive are dropped",
+                'that are too old when they arrive are dropped (staleness.parts = "tokens" trains what is not)',
                 *(self._table.step + 1, len(late), self._longest_hold),
             )
             self._given_up = max(late)
@@ -343,7 +343,7 @@ class Batcher:
             max_staleness=self._selection.max_staleness,
             forks=self._table.forks,
             age_weight=self._age_weight,
-            are_parts_alone=self._selection.are_parts_alone,
+            too_old=self._selection.too_old,
         )
         parts = pack_parts(
             batch.documents, parts=batch.parts, ranks=self._num_dp_shards, max_tokens=self._micro_batch_tokens

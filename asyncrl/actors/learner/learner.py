@@ -287,7 +287,10 @@ class Learner(Actor):
         group: asyncio.TaskGroup,
     ) -> None:
         """All that follows from a step on ``taken``."""
-        outcome = self.table.trained(max_staleness=prepared.batch.max_staleness, old_parts=prepared.batch.old_parts)
+        batch = prepared.batch
+        outcome = self.table.trained(
+            max_staleness=batch.max_staleness, old_parts=batch.old_parts, old_tokens=batch.old_tokens
+        )
         self._progress.record(outcome, batch=prepared.batch, tokens=result.tokens)
         await self._progress.recorded()
         metrics: dict[str, Metric] = {

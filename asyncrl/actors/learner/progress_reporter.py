@@ -66,6 +66,7 @@ class ProgressReporter:
                 step=outcome.step,
                 max_staleness=outcome.max_staleness,
                 old_parts=outcome.old_parts,
+                old_tokens=outcome.old_tokens,
                 replayed=outcome.replayed,
             )
         else:

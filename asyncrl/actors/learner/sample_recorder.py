@@ -23,13 +23,23 @@ from asyncrl.policies.staleness.staleness import Forks
 class SampleRecorder:
     """per_step: groups of a batch, and as many of those lost between two steps;  seed: decides which of the batch
 
+    bound           as sample_of's
     has_advantages  whether a batch has them when it is taken, and not only once other models have scored it
     """
 
-    def __init__(self, writer: SampleWriter, *, per_step: int, seed: int = 0, has_advantages: bool = True) -> None:
+    def __init__(
+        self,
+        writer: SampleWriter,
+        *,
+        per_step: int,
+        seed: int = 0,
+        bound: int | None = None,
+        has_advantages: bool = True,
+    ) -> None:
         self._writer = writer
         self._per_step = per_step
         self._seed = seed
+        self._bound = bound
         self._has_advantages = has_advantages
         self._lost = 0  # recorded since the last step
 
@@ -44,7 +54,13 @@ class SampleRecorder:
     ) -> None:
         """Groups left the window. ``batch``: of those that were trained;  ``tokens``: StepResult.tokens of its step."""
         of_all = functools.partial(
-            sample_of, fate=outcome.fate, step=outcome.step, incarnation=incarnation, time=time.time(), forks=forks
+            sample_of,
+            fate=outcome.fate,
+            step=outcome.step,
+            incarnation=incarnation,
+            time=time.time(),
+            forks=forks,
+            bound=self._bound,
         )
         if outcome.fate == "trained":
             self._lost = 0

@@ -31,7 +31,8 @@ from asyncrl.protocols import Bus
 class PartialRollouts:
     """The unfinished groups of one worker. ``seconds`` between saves; 0 saves and resumes nothing."""
 
-    def __init__(self, bus: Bus, *, worker: str, seconds: float, max_attempts: int, max_staleness: int) -> None:
+    def __init__(self, bus: Bus, *, worker: str, seconds: float, max_attempts: int, max_staleness: int | None) -> None:
+        """max_staleness: None says that nothing is too old to be continued"""
         self._bus, self._worker, self._seconds = bus, worker, seconds
         self._max_attempts, self._max_staleness = max_attempts, max_staleness
         self._log = logging.getLogger(f"asyncrl.{worker}")
@@ -120,6 +121,8 @@ class PartialRollouts:
 
     def _is_stale(self, call: Recorded, *, policy_version: int) -> bool:
         """Versions of a history that the learner lost may be older than they say; then the learner drops the group."""
+        if self._max_staleness is None:
+            return False
         oldest = min(span.policy_version for span in call.generation.version_spans)
         return is_stale(oldest, policy_version=policy_version, max_staleness=self._max_staleness)
 

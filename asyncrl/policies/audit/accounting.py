@@ -23,34 +23,36 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.messages import Trajectory, VersionSpan
+from asyncrl.config.staleness import TooOld
+from asyncrl.messages import VersionSpan
 from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, due_checkpoint, present, steps
 from asyncrl.policies.audit.evaluations import EvaluationAccount
 from asyncrl.policies.audit.replays import replays
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.states import SET_ASIDE
-from asyncrl.policies.staleness.staleness import Forks, oldest_version
+from asyncrl.policies.staleness.staleness import Forks, effective_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """One group on the trajectory log. spans: of each trajectory, those with sampled tokens."""
+    """One group on the trajectory log. spans: of each trajectory, those with sampled tokens, and how many each has."""
 
     sequence: int
     group_id: int
-    spans: tuple[tuple[VersionSpan, ...], ...] = ()
+    spans: tuple[tuple[tuple[VersionSpan, int], ...], ...] = ()
 
-    def ages(self, *, step: int, forks: Forks) -> list[int]:
-        """Staleness of the oldest token of each trajectory, when ``step`` trains it; below 0 counts as 0."""
-        return [max(0, step - 1 - oldest_version(spans, forks)) for spans in self.spans]
-
-
-def sampled_spans(trajectory: Trajectory) -> tuple[VersionSpan, ...]:
-    """The version spans of tokens that the policy sampled."""
-    spans = trajectory.version_spans
-    ends = [span.start for span in spans[1:]] + [len(trajectory.tokens)]
-    mask = trajectory.response_mask
-    return tuple(span for span, end in zip(spans, ends, strict=True) if mask[span.start : end].any())
+    def trained(self, *, step: int, forks: Forks, too_old: TooOld, bound: int) -> tuple[int, int]:
+        """(staleness of the oldest token that counts when ``step`` trains it, below 0 as 0; what of it is left out:
+        trajectories, or tokens)."""
+        ages = [[(step - 1 - effective_version(span, forks), count) for span, count in of] for of in self.spans]
+        left_out = 0
+        if too_old == "alone":
+            young = [of for of in ages if max(of)[0] <= bound]
+            left_out, ages = len(ages) - len(young), young
+        elif too_old == "tokens":
+            left_out = sum(count for of in ages for age, count in of if age > bound)
+            ages = [[(age, count) for age, count in of if age <= bound] for of in ages]
+        return max([0, *(age for of in ages for age, _ in of)]), left_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,13 +366,15 @@ def _ages(
     for entry, begun, forks in steps(history):
         trained = {i: _record_of(entry, i, records.get(i, ())) for i in entry.batch}
         bound, name = begun.max_staleness, f"step {entry.step} of incarnation {entry.incarnation}"
-        of_parts = {i: one.ages(step=entry.step, forks=forks) for i, one in trained.items() if one is not None}
-        old = [age for ages in of_parts.values() for age in ages if age > bound] if begun.are_parts_alone else []
-        ages = {i: max([0, *(age for age in its if not old or age <= bound)]) for i, its in of_parts.items()}
+        rule: dict[str, Any] = {"step": entry.step, "forks": forks, "too_old": begun.too_old, "bound": bound}
+        facts = {i: one.trained(**rule) for i, one in trained.items() if one is not None}
+        ages, left_out = {i: age for i, (age, _) in facts.items()}, sum(left for _, left in facts.values())
         found.on_log += len(ages)
         found.largest = max(found.largest, entry.max_staleness, *ages.values())
-        if len(old) != entry.old_parts and len(ages) == len(entry.batch):
-            found.problems.append(f"{name}: {entry.old_parts} trajectories were left out, by the log {len(old)}")
+        of_tokens = begun.too_old == "tokens"
+        said, what = (entry.old_tokens, "tokens") if of_tokens else (entry.old_parts, "trajectories")
+        if left_out != said and len(ages) == len(entry.batch):
+            found.problems.append(f"{name}: {said} {what} were left out, by the log {left_out}")
         found.problems += [
             f"{name}: group {i} was {age} versions old, over {bound}" for i, age in ages.items() if age > bound
         ]

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from asyncrl.config.staleness import TooOld
 from asyncrl.policies.groups.states import FATES as FATES
 from asyncrl.policies.staleness.staleness import Forks
 
@@ -35,7 +36,8 @@ class HistoryEntry:
     groups         ids that met this fate, in the order of the batch
     sequences      of "trained" the log record of each group; empty in lines of older versions
     max_staleness  of "trained" the oldest sampled token of the batch; of "begun" the bound of this incarnation
-    old_parts      of "trained" the trajectories that were too old alone, and trained nothing
+    old_parts      of "trained" the trajectories that were too old alone, and trained nothing; old_tokens: the same of
+                   tokens
     replayed       of "trained" the groups that it trained again, behind the others, with the log record of each
     kept           of "begun": what lies at this position and beyond is not in the history of the weights
     settings       of "begun": the run file (config/record.py); empty when that line is damaged
@@ -51,6 +53,7 @@ class HistoryEntry:
     sequences: tuple[int, ...] = ()
     max_staleness: int = 0
     old_parts: int = 0
+    old_tokens: int = 0
     replayed: tuple[tuple[int, int], ...] = ()
     kept: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -58,10 +61,11 @@ class HistoryEntry:
     cause: str = ""
 
     @property
-    def are_parts_alone(self) -> bool:
-        """Of "begun": a trajectory that is too old trains nothing, and the rest of its group is trained."""
+    def too_old(self) -> TooOld:
+        """Of "begun": what of a group trains nothing with its oldest token (staleness.parts)."""
         staleness = self.settings.get("staleness", {})
-        return isinstance(staleness, Mapping) and staleness.get("parts") == "alone"
+        named = staleness.get("parts") if isinstance(staleness, Mapping) else None
+        return named if named in ("alone", "tokens") else "whole"
 
     @property
     def batch(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.staleness import TooOld
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.policies.advantages.advantage import AdvantageInputs
 from asyncrl.policies.advantages.turns import turns_of
@@ -48,9 +49,11 @@ class Batch:
     parts: tuple[int, ...]
     """Documents of each optimizer step on the batch: those of whole groups, the batch's first ones in the first."""
     max_staleness: int
-    """Of its oldest sampled token, in versions; trajectories that are too old apart."""
+    """Of its oldest sampled token, in versions; what is left out as too old apart."""
     old_parts: int = 0
     """Trajectories that train nothing because they are too old."""
+    old_tokens: int = 0
+    """Sampled tokens that train nothing because they are too old, where each is judged alone."""
 
 
 def build(
@@ -61,13 +64,14 @@ def build(
     max_staleness: int,
     forks: Forks,
     age_weight: AgeWeight | None = None,
-    are_parts_alone: bool = False,
+    too_old: TooOld = "whole",
 ) -> Batch:
     """The batch that the step from ``policy_version`` trains.  Raises AssertionError if any token is over the bound.
 
     Advantages that need another model's scores are 0 here. ``age_weight`` multiplies the loss weights, whose
-    denominators stay those of whole tokens: an old batch counts less. With ``are_parts_alone`` a trajectory that is
-    over the bound trains nothing, and its rollout's reward stays in the baseline.
+    denominators stay those of whole tokens: an old batch counts less. ``too_old`` "alone": a trajectory that is over
+    the bound trains nothing, and its rollout's reward stays in the baseline. "tokens": so does a token, and its loss
+    weight alone becomes 0, as with an ``age_weight``: what is left of a long answer does not count for all of it.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     rollouts = [parts for group in groups for parts in group.rollouts]
@@ -80,10 +84,9 @@ def build(
         per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
         for _, t in trajectories
     ]
-    is_old = np.zeros(len(trajectories), np.bool_)
-    if are_parts_alone:
-        is_old[:] = [age[mask].max(initial=0) > max_staleness for age, mask in zip(ages, masks, strict=True)]
-        trained = [np.zeros_like(mask) if old else mask for mask, old in zip(trained, is_old, strict=True)]
+    old = _too_old(ages, masks, too_old=too_old, max_staleness=max_staleness)
+    counted = trained
+    trained = [mask & ~its for mask, its in zip(trained, old, strict=True)]
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     advantage_inputs = AdvantageInputs(
         rewards=_shaped_rewards(rollouts, algorithm)[rollout],
@@ -99,7 +102,10 @@ def build(
     if not algorithm.advantage_scores:
         advantages = algorithm.advantage(advantage_inputs)
     parts = _parts(groups, algorithm.steps_per_batch)
-    weights = _loss_weights(algorithm, trained, parts=parts, group=members, rollout=rollout)
+    if too_old != "tokens":
+        counted = trained
+    whole = _loss_weights(algorithm, counted, parts=parts, group=members, rollout=rollout)
+    weights = [weight * mask for weight, mask in zip(whole, trained, strict=True)]
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     if age_weight is not None:
         weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
@@ -109,14 +115,19 @@ def build(
             trajectories, trained, per_token_advantages, weights, ages, strict=True
         )
     ]
-    kept = [np.zeros_like(mask) if old else mask for mask, old in zip(masks, is_old, strict=True)]
+    kept = [mask & ~its for mask, its in zip(masks, old, strict=True)]
     ages_sampled, ages_trained = _sampled(ages, kept), _sampled(ages, trained)
+    left_out = {
+        "old_parts": sum(bool(its.any()) for its in old) if too_old == "alone" else 0,
+        "old_tokens": sum(int(np.count_nonzero(its)) for its in old) if too_old == "tokens" else 0,
+    }
     assert ages_sampled.size == 0 or ages_sampled.max() <= max_staleness, "buffer let a stale token through"
     metrics = _staleness_metrics(ages, trained, members, rollout, max_staleness) | _sample_metrics(groups)
     if ages_sampled.size:  # what the bound is about, and `asyncrl audit` finds on the log again
         metrics["staleness/max"] = float(ages_sampled.max())
-    if are_parts_alone:
-        metrics["staleness/old_parts"] = float(is_old.sum())
+    if too_old != "whole":
+        name = {"alone": "old_parts", "tokens": "old_tokens"}[too_old]
+        metrics[f"staleness/{name}"] = float(left_out[name])
     metrics["length/trained_tokens"] = float(ages_trained.size)
     if age_weight is not None and ages_trained.size:
         metrics["staleness/weight"] = float(age_weight(ages_trained).mean())
@@ -131,8 +142,18 @@ def build(
         num_tokens=int(ages_trained.size),
         parts=parts,
         max_staleness=int(ages_sampled.max()) if ages_sampled.size else 0,
-        old_parts=int(is_old.sum()),
+        **left_out,
     )
+
+
+def _too_old(
+    ages: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.bool_]], *, too_old: TooOld, max_staleness: int
+) -> list[NDArray[np.bool_]]:
+    """Sampled tokens of each trajectory that train nothing for their age, or for that of its oldest one."""
+    if too_old == "whole":
+        return [np.zeros_like(mask) for mask in masks]
+    old = [mask & (age > max_staleness) for age, mask in zip(ages, masks, strict=True)]
+    return old if too_old == "tokens" else [mask & its.any() for mask, its in zip(masks, old, strict=True)]
 
 
 def _parts(groups: Sequence[TrajectoryGroup], count: int) -> tuple[int, ...]:
@@ -214,7 +235,8 @@ def _document(
 ) -> Document:
     """Prompt in front of the response, and zeros for the prompt in every per-token array.
 
-    ``mask``: the tokens that are trained; ``advantages``: of those that the policy sampled.
+    ``mask``: the tokens that are trained; ``advantages``: of those that the policy sampled. What sampled a token and
+    when is kept of those too that only are context: a reward may have a KL of them, and nothing behind them is fresh.
     """
     prompt_tokens = group.prompt_of(trajectory)
     prompt = len(prompt_tokens)
@@ -222,15 +244,15 @@ def _document(
     def behind_prompt(values: NDArray[np.generic]) -> NDArray[np.generic]:
         return np.concatenate([np.zeros(prompt, values.dtype), values])
 
-    of_tokens = np.zeros(len(mask), np.float32)
-    of_tokens[trajectory.response_mask] = advantages
+    of_tokens, sampled = np.zeros(len(mask), np.float32), trajectory.response_mask
+    of_tokens[sampled] = advantages
     return Document(
         tokens=np.concatenate([prompt_tokens, trajectory.tokens]),
         response_mask=behind_prompt(mask),  # type: ignore[arg-type]
-        behavior_logprobs=behind_prompt(np.where(mask, trajectory.behavior_logprobs, np.float32(0))),  # type: ignore[arg-type]
+        behavior_logprobs=behind_prompt(np.where(sampled, trajectory.behavior_logprobs, np.float32(0))),  # type: ignore[arg-type]
         advantages=behind_prompt(np.where(mask, of_tokens, np.float32(0))),  # type: ignore[arg-type]
         loss_weights=behind_prompt(loss_weights),  # type: ignore[arg-type]
-        staleness=behind_prompt(np.where(mask, staleness, np.int32(0))),  # type: ignore[arg-type]
+        staleness=behind_prompt(np.where(sampled, staleness, np.int32(0))),  # type: ignore[arg-type]
         experts=trajectory.experts,
     )
 

@@ -22,11 +22,11 @@ class Document:
     """One trajectory ready to train: its prompt and response, and one number per token for all the loss needs.
 
     tokens             i32[T]   prompt, then response
-    response_mask      bool[T]  True where the policy sampled the token
-    behavior_logprobs  f32[T]   0 outside the mask
+    response_mask      bool[T]  True where the policy sampled the token, and it is trained
+    behavior_logprobs  f32[T]   0 where it sampled nothing
     advantages         f32[T]   0 outside the mask
     loss_weights       f32[T]   the aggregation: the batch's loss is the sum of loss x weight over all its tokens
-    staleness          i32[T]   learner's version - version that sampled the token; 0 outside the mask
+    staleness          i32[T]   learner's version - version that sampled the token; 0 where it sampled nothing
     experts            [T, layers, experts per token] that the engine chose (messages/routing.py); empty: not known
     """
 

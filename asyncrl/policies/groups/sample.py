@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -20,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.policies.groups.sample_shapes import Shape, each, is_number, is_text, is_whole, or_none, rows
 from asyncrl.policies.groups.turn_text import pieces_of
-from asyncrl.policies.staleness.staleness import Forks, oldest_version
+from asyncrl.policies.staleness.staleness import Forks, oldest_version, per_token
 
 PENDING: Final = "pending"
 """What became of a group that has not left the window."""
@@ -32,7 +32,6 @@ UNKNOWN: Final = "unknown"
 
 Decode = Callable[[Sequence[int]], str]
 By = Literal["policy", "environment"]
-Shape = Callable[[Any], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +40,12 @@ class Answer:
 
     turns          (who wrote it, text), in order; empty until it is decoded
     reward, parts  None where it was not finite
-    advantage      mean over the tokens that the policy sampled; None where it is not known
+    advantage      mean over the tokens that the policy sampled, less old_tokens; None where it is not known
     advantages     of each token, where they are not all the same
     trainer_logprobs, entropies  of each token, in nats, as the step that trained it found it; None where it trained
                    nothing, and () where they are not known
     staleness      versions between its oldest token and the version that trained it, or that dropped it; None: unknown
+    old_tokens     how many of the sampled ones the step left out as too old; staleness is that of the others then
     tokens, logprobs  of each token, the behavior policy's
     environment    [start, end) of tokens that the policy did not sample
     versions       (start, incarnation, policy version) of each version span
@@ -58,6 +58,7 @@ class Answer:
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     advantage: float | None = None
     staleness: int | None = None
+    old_tokens: int = 0
     finish_reason: str = ""
     turns: tuple[tuple[str, str], ...] = ()
     tokens: tuple[int, ...] = ()
@@ -198,12 +199,14 @@ def sample_of(
     reason: str = "",
     time: float = 0.0,
     forks: Forks | None = None,
+    bound: int | None = None,
     advantages: Sequence[NDArray[np.float32]] = (),
     trainer: Sequence[NDArray[np.float32]] = (),
 ) -> GroupSample:
     """Not decoded yet.
 
     forks       None: the staleness of its answers is not known
+    bound       where a step leaves out each token that is older (staleness.parts = "tokens")
     advantages  f32[T] of each answer, 0 where the policy sampled nothing
     trainer     f32[2, T] of each answer: trainer logprobs and entropies, NaN where nothing was trained
     """
@@ -211,7 +214,7 @@ def sample_of(
     answers = [
         _answer(
             trajectory,
-            staleness=None if forks is None else max(0, at - oldest_version(trajectory.version_spans, forks)),
+            **_ages(trajectory, at=at, forks=forks, bound=bound if fate == "trained" else None),
             advantages=advantages[index] if advantages else None,
             trainer=trainer[index] if trainer else None,
         )
@@ -282,17 +285,29 @@ def reason_of(fate: str, event: Mapping[str, Any]) -> str:
     return str(event.get("error", ""))
 
 
+def _ages(trajectory: Trajectory, *, at: int, forks: Forks | None, bound: int | None) -> dict[str, Any]:
+    """staleness of an answer when version ``at`` trains it, and of its sampled tokens which are ``old``."""
+    mask = trajectory.response_mask
+    staleness = None if forks is None else max(0, at - oldest_version(trajectory.version_spans, forks))
+    if forks is None or bound is None:
+        return {"staleness": staleness, "old": np.zeros_like(mask)}
+    ages = per_token(trajectory.version_spans, length=len(mask), policy_version=at, forks=forks)
+    young = ages[mask & (ages <= bound)]
+    return {"staleness": int(young.max()) if young.size else staleness, "old": mask & (ages > bound)}
+
+
 def _answer(
     trajectory: Trajectory,
     *,
     staleness: int | None,
+    old: NDArray[np.bool_],
     advantages: NDArray[np.float32] | None,
     trainer: NDArray[np.float32] | None,
 ) -> Answer:
     mask = trajectory.response_mask
     mean, each = None, ()
     if advantages is not None and mask.any():
-        sampled = advantages[mask]
+        sampled = advantages[mask & ~old] if (mask & ~old).any() else advantages[mask]
         mean = round(float(sampled.mean()), 6)
         if not (sampled == sampled[0]).all():
             each = tuple(round(value, 6) for value in advantages.tolist())
@@ -302,6 +317,7 @@ def _answer(
         parts={name: value for name, value in trajectory.reward_parts.items() if math.isfinite(value)},
         advantage=mean,
         staleness=staleness,
+        old_tokens=int(np.count_nonzero(old)),
         finish_reason=trajectory.finish_reason,
         tokens=tuple(trajectory.tokens.tolist()),
         logprobs=tuple(round(value, 4) for value in trajectory.behavior_logprobs.tolist()),
@@ -347,49 +363,21 @@ def _tupled(value: Any) -> Any:
     return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _or_none(shape: Shape) -> Shape:
-    return lambda value: value is None or shape(value)
-
-
-def _each(shape: Shape) -> Shape:
-    return lambda value: isinstance(value, tuple) and all(map(shape, value))
-
-
-def _rows(*shapes: Shape) -> Shape:
-    def fits(row: Any) -> bool:
-        is_row = isinstance(row, tuple) and len(row) == len(shapes)
-        return is_row and all(shape(value) for shape, value in zip(shapes, row, strict=True))
-
-    return _each(fits)
-
-
 _SHAPES: Final[Mapping[str, Shape]] = {
-    **dict.fromkeys(("group_id", "step", "incarnation", "epoch", "rollout", "part", "place"), _is_whole),
-    **dict.fromkeys(("fate", "reason", "worker", "finish_reason", "dataset", "label", "model"), _is_text),
-    **dict.fromkeys(("seconds", "time"), _is_number),
-    **dict.fromkeys(("reward", "advantage"), _or_none(_is_number)),
-    **dict.fromkeys(("prompt_tokens", "tokens"), _each(_is_whole)),
-    **dict.fromkeys(("logprobs", "advantages"), _each(_is_number)),
-    **dict.fromkeys(("trainer_logprobs", "entropies"), _each(_or_none(_is_number))),
-    "prompt": _or_none(_is_text),
-    "staleness": _or_none(_is_whole),
-    "answers": _each(lambda value: isinstance(value, Answer)),
-    "turns": _rows(_is_text, _is_text),
-    "environment": _rows(_is_whole, _is_whole),
-    "turn_rewards": _rows(_is_whole, _is_number),
-    "versions": _rows(_is_whole, _is_whole, _is_whole),
-    "parts": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    **dict.fromkeys(("group_id", "step", "incarnation", "epoch", "rollout", "part", "place", "old_tokens"), is_whole),
+    **dict.fromkeys(("fate", "reason", "worker", "finish_reason", "dataset", "label", "model"), is_text),
+    **dict.fromkeys(("seconds", "time"), is_number),
+    **dict.fromkeys(("reward", "advantage"), or_none(is_number)),
+    **dict.fromkeys(("prompt_tokens", "tokens"), each(is_whole)),
+    **dict.fromkeys(("logprobs", "advantages"), each(is_number)),
+    **dict.fromkeys(("trainer_logprobs", "entropies"), each(or_none(is_number))),
+    "prompt": or_none(is_text),
+    "staleness": or_none(is_whole),
+    "answers": each(lambda value: isinstance(value, Answer)),
+    "turns": rows(is_text, is_text),
+    "environment": rows(is_whole, is_whole),
+    "turn_rewards": rows(is_whole, is_number),
+    "versions": rows(is_whole, is_whole, is_whole),
+    "parts": lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
 }
-"""Of the fields of both classes, as they are read from JSON: somebody may have edited the file."""
+"""Of the fields of both classes, as they are read from JSON."""

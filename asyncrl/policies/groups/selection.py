@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from asyncrl.config.staleness import TooOld
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness import samplers
@@ -18,11 +19,12 @@ from asyncrl.policies.staleness.staleness import is_stale
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """The rule of one run. order: a name of samplers.ORDERS; with "in_order" a batch waits for every group before its
-    last. are_parts_alone: a group is too old once each of its trajectories is."""
+    last. too_old: a group goes with its oldest token ("whole"), or once each trajectory ("alone") or token ("tokens")
+    of it is too old."""
 
     max_staleness: int
     order: str = "oldest_first"
-    are_parts_alone: bool = False
+    too_old: TooOld = "whole"
 
     def stale(self, table: GroupTable) -> list[BufferedGroup]:
         """Buffered groups that are too old for the next step."""
@@ -60,8 +62,8 @@ class Selection:
 
     def is_stale(self, one: BufferedGroup, policy_version: int) -> bool:
         """Whether a buffered group is too old for the step from ``policy_version``."""
-        oldest = one.youngest if self.are_parts_alone else one.oldest
-        return is_stale(oldest, policy_version=policy_version, max_staleness=self.max_staleness)
+        decides = {"whole": one.oldest, "alone": one.youngest, "tokens": one.newest}[self.too_old]
+        return is_stale(decides, policy_version=policy_version, max_staleness=self.max_staleness)
 
     def _first(
         self,

@@ -38,14 +38,15 @@ class PublishedPrompt:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferedGroup:
     """A group that waits to be trained. sequence: of its log record; oldest: effective version of its oldest token;
-    youngest: the same of the trajectory whose oldest token is the newest; copies: sequences of further log records of
-    it, which stand in for the first if that is deleted."""
+    youngest: the same of the trajectory whose oldest token is the newest; newest: of its newest sampled token; copies:
+    sequences of further log records of it, which stand in for the first if that is deleted."""
 
     sequence: int
     group: TrajectoryGroup
     prompt: PublishedPrompt
     oldest: int
     youngest: int
+    newest: int
     num_tokens: int
     arrived: float
     copies: tuple[int, ...] = ()
@@ -68,6 +69,7 @@ class Outcome:
     sequences      of "trained": the log record of each group
     max_staleness  of "trained": versions between the oldest token of the batch and the step
     old_parts      of "trained": trajectories that trained nothing because they were too old
+    old_tokens     of "trained": the same of tokens, where each is judged alone
     replayed       of "trained": groups that the step trained again, with their log records (replays.py)
     events         of the others: what to announce of each group
     groups         as they are known, in the order of ``group_ids``; of one that could not be made perhaps nothing
@@ -80,6 +82,7 @@ class Outcome:
     sequences: tuple[int, ...] = ()
     max_staleness: int = 0
     old_parts: int = 0
+    old_tokens: int = 0
     replayed: tuple[tuple[int, int], ...] = ()
     events: tuple[Mapping[str, object], ...] = ()
     cause: str = ""

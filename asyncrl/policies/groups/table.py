@@ -29,7 +29,7 @@ from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.states import FATES, Arrival, BufferedGroup, Fate, Outcome, PublishedPrompt
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
-from asyncrl.policies.staleness.staleness import oldest_version
+from asyncrl.policies.staleness.staleness import newest_version, oldest_version
 from asyncrl.policies.trust.validation import Asked
 
 
@@ -178,6 +178,7 @@ class GroupTable:
             prompt=prompt,
             oldest=min(versions),
             youngest=max(versions),
+            newest=max(newest_version(one, self.forks) for one in group.trajectories),
             num_tokens=sum(len(t.tokens) for t in group.trajectories),
             arrived=now,
         )
@@ -242,7 +243,7 @@ class GroupTable:
         self.batches_taken -= 1
         self.replays.discard()
 
-    def trained(self, *, max_staleness: int, old_parts: int = 0) -> Outcome:
+    def trained(self, *, max_staleness: int, old_parts: int = 0, old_tokens: int = 0) -> Outcome:
         """The step is done: its groups are trained, and there is a new policy version."""
         group_ids = tuple(self.training)
         sequences = tuple(one.sequence for one in self.training.values())
@@ -261,6 +262,7 @@ class GroupTable:
             step=self.step,
             max_staleness=max_staleness,
             old_parts=old_parts,
+            old_tokens=old_tokens,
             replayed=tuple((one.group_id, one.sequence) for one in replayed),
             groups=groups,
         )

@@ -55,13 +55,13 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "stale",
         1,
         "drops many answers as too stale (metrics.drop_alarm): mostly long ones, so training sees fewer of them",
-        'raise staleness.max_staleness, or set staleness.eviction = "wait" and enough wait_seconds',
+        'raise staleness.max_staleness, or set staleness.parts = "tokens" or eviction = "wait" (enough wait_seconds)',
     ),
     "alarm/hold": Condition(
         "held",
         1,
         "waits for old groups with a full batch, while engines are idle (metrics.hold_alarm)",
-        "raise staleness.max_staleness; the warning in learner.log says to what",
+        'set staleness.parts = "tokens", or raise max_staleness; the warning in learner.log says to what',
     ),
     "alarm/split": Condition(
         "split",

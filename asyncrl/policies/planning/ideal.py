@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from asyncrl.config.run import Mode
+from asyncrl.config.staleness import TooOld
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.planning.decoding import Decoding, Finished, version_spans
 from asyncrl.policies.planning.timing import Timing
@@ -31,6 +32,7 @@ class Plan:
     workers, learner_machines  engines, and copies of the model that train
     prompt_tokens              of each answer, trained on with it
     eviction                   of async: "wait" holds a batch for groups that would become too old
+    too_old                    staleness.parts; an answer is one trajectory here, so "alone" is as "whole"
     kept                       share of the groups that no filter drops
     """
 
@@ -46,6 +48,7 @@ class Plan:
     prompt_tokens: float = 16
     is_colocated: bool = False
     eviction: Literal["", "wait", "drop"] = ""
+    too_old: TooOld = "whole"
     kept: float = 1.0
 
     @property
@@ -99,11 +102,16 @@ class _Engine:
 
 @dataclass(slots=True)
 class _Group:
-    """``version``: the oldest that sampled a token of it, of what ended so far."""
+    """``version``: the oldest that sampled a token of it, of what ended so far;  ``sampled``: tokens by version."""
 
     version: int
     missing: int
     tokens: int
+    sampled: Counter[int] = field(default_factory=Counter)
+
+    def trained(self, oldest: int) -> int:
+        """Tokens that ``oldest`` or a newer version sampled."""
+        return sum(count for version, count in self.sampled.items() if version >= oldest)
 
 
 @dataclass(slots=True)
@@ -176,8 +184,10 @@ class Ideal:
     def _end_sequence(self, engine: _Engine, ended: Finished) -> None:
         group_id = ended.number // self.plan.group_size
         group = self.groups[group_id]
-        oldest = version_spans(engine.changes, entered=ended.entered, length=ended.length)[0].policy_version
-        group.version = min(group.version, oldest)
+        spans = version_spans(engine.changes, entered=ended.entered, length=ended.length)
+        for span, end in zip(spans, [*(span.start for span in spans[1:]), ended.length], strict=True):
+            group.sampled[span.policy_version] += end - span.start
+        group.version = min(group.version, spans[0].policy_version)
         group.missing -= 1
         if not group.missing:
             engine.groups -= 1
@@ -206,14 +216,17 @@ class Ideal:
     def _move(self) -> None:
         """Everything that takes no time: take a batch, admit prompts, hand them to workers."""
         self.has_changed = False
-        stale = [i for i, group in self.buffer.items() if self.steps_done - group.version > self.plan.bound]
+        limit, by_token = self.steps_done - self.plan.bound, self.plan.too_old == "tokens"
+        stale = [i for i, one in self.buffer.items() if (max(one.sampled) if by_token else one.version) < limit]
         for group_id in stale:
             del self.buffer[group_id]
         self.lost += len(stale)
         if self.train_end == math.inf and len(self.buffer) >= self.plan.groups_per_batch and not self._holds():
             oldest = sorted(self.buffer, key=lambda i: (self.buffer[i].version, i))[: self.plan.groups_per_batch]
-            self.training = sum(self.buffer.pop(group_id).tokens for group_id in oldest)
-            packed = self.training + round(self.plan.prompt_tokens * self.plan.group_size * self.plan.groups_per_batch)
+            batch = [self.buffer.pop(group_id) for group_id in oldest]
+            self.training = sum(group.trained(limit) if by_token else group.tokens for group in batch)
+            prompts = round(self.plan.prompt_tokens * self.plan.group_size * self.plan.groups_per_batch)
+            packed = sum(group.tokens for group in batch) + prompts
             self.training_seconds = self.timing.train_step(packed, machines=self.plan.learner_machines)
             self.train_end = self.now + self.training_seconds
             self.batches_taken += 1

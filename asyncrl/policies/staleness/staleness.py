@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from asyncrl.messages import VersionSpan
+from asyncrl.messages import Trajectory, VersionSpan
 
 Forks = Mapping[int, int]
 """incarnation -> policy version from which it started. Incarnation 0 starts from 0 and need not be in it."""
@@ -40,6 +40,20 @@ def is_of_history(order: tuple[int, int], forks: Forks) -> bool:
 
 def oldest_version(spans: Sequence[VersionSpan], forks: Forks) -> int:
     return min(effective_version(span, forks) for span in spans)
+
+
+def sampled_spans(trajectory: Trajectory) -> tuple[tuple[VersionSpan, int], ...]:
+    """The version spans of tokens that the policy sampled, with how many each has."""
+    spans, mask = trajectory.version_spans, trajectory.response_mask
+    ends = [span.start for span in spans[1:]] + [len(mask)]
+    counts = [int(np.count_nonzero(mask[span.start : end])) for span, end in zip(spans, ends, strict=True)]
+    return tuple((span, count) for span, count in zip(spans, counts, strict=True) if count)
+
+
+def newest_version(trajectory: Trajectory, forks: Forks) -> int:
+    """Of its newest sampled token; of the oldest where it has none."""
+    found = [effective_version(span, forks) for span, _ in sampled_spans(trajectory)]
+    return max(found, default=oldest_version(trajectory.version_spans, forks))
 
 
 def per_token(spans: Sequence[VersionSpan], *, length: int, policy_version: int, forks: Forks) -> NDArray[np.int32]:

@@ -85,7 +85,7 @@ class LogprobMismatch:
         known: dict[str, list[Chosen]] = {}
         for index, (document, worker) in enumerate(zip(documents, workers, strict=True)):
             if worker and document.response_mask.any():
-                age = max(0, int(document.staleness[document.response_mask].max()))
+                age = max(0, int(document.staleness.max()))  # also of what is left out: fresh tokens may follow it
                 known.setdefault(worker, []).append(Chosen(document=index, worker=worker, age=age))
         by_age = (sorted(of, key=lambda chosen: (chosen.age, chosen.document)) for of in known.values())
         return [chosen for of in by_age for chosen in (of if len(of) < 2 else (of[0], of[-1]))]

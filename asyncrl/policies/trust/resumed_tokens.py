@@ -32,9 +32,15 @@ def split(
     for index, (document, (group, trajectory)) in enumerate(zip(documents, trajectories, strict=True)):
         if trajectory.resumed:
             before = np.arange(len(document)) < len(group.prompt_of(trajectory)) + _end(trajectory)
-            own[index] = dataclasses.replace(document, response_mask=document.response_mask & ~before)
-            found = dataclasses.replace(document, response_mask=document.response_mask & before)
-            taken_over |= {index: found} if found.response_mask.any() else {}
+            own[index] = dataclasses.replace(
+                document,
+                response_mask=document.response_mask & ~before,
+                staleness=np.where(before, np.int32(0), document.staleness),
+            )
+            if document.response_mask.any():  # what is left out as too old steers what is trained behind it
+                prompt = np.zeros(len(document) - len(trajectory.tokens), np.bool_)
+                sampled = np.concatenate([prompt, trajectory.response_mask])
+                taken_over[index] = dataclasses.replace(document, response_mask=sampled & before)
     return own, taken_over
 
 

@@ -60,7 +60,7 @@ async def build_worker(
         worker=name,
         seconds=0 if is_dedicated else run.rollout.partial_save_seconds,
         max_attempts=run.rollout.max_attempts,
-        max_staleness=run.max_staleness,
+        max_staleness=None if run.staleness.parts == "tokens" else run.max_staleness,  # it is what follows that trains
     )
     answering: dict[str, Any] = {
         "worker": name,

@@ -136,6 +136,7 @@ def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
         seed=run.run.seed,
         prompt_tokens=(packed - sum(sampled)) / len(sampled),
         eviction="wait" if run.staleness.waits else "drop",
+        too_old=run.staleness.parts,
         kept=len(kept) / len(engine.groups),
     )
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from asyncrl.errors import NoHistory
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, PROMPTS, TRAJECTORIES, group_id_of
-from asyncrl.policies.audit.accounting import Account, BusFacts, Logged, SavedFacts, account, sampled_spans
+from asyncrl.policies.audit.accounting import Account, BusFacts, Logged, SavedFacts, account
 from asyncrl.policies.audit.evaluations import EvaluationAccount, account_of_evaluations
 from asyncrl.policies.groups.ledger import Ledger
+from asyncrl.policies.staleness.staleness import sampled_spans
 from asyncrl.protocols import Bus
 from asyncrl.run.recorded.run_folder import RecordedRun, connected, log_records
 from asyncrl.state import checkpoint

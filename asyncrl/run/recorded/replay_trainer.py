@@ -53,7 +53,7 @@ class Trainer:
             max_staleness=max_staleness,
             forks=forks,
             age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
-            are_parts_alone=section.parts == "alone",
+            too_old=section.parts,
         )
         parts = pack_parts(
             batch.documents,

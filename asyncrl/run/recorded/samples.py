@@ -42,13 +42,14 @@ LOOK_SECONDS: Final = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What became of a group, and at which step; ``forks``: as the learner saw them then."""
+    """What became of a group, and at which step; ``forks``: as the learner saw them then; ``bound``: as sample_of's."""
 
     kind: str
     step: int
     incarnation: int
     reason: str = ""
     forks: Forks | None = None
+    bound: int | None = None
 
 
 class Fates:
@@ -62,14 +63,22 @@ class Fates:
     def read_history(self, entries: Sequence[HistoryEntry]) -> None:
         """What the history says is what counts; it knows no reasons."""
         forks: dict[int, int] = {}
+        bound: int | None = None
         for entry in present(entries):
+            if entry.kind == BEGUN:
+                bound = entry.max_staleness if entry.too_old == "tokens" else None
             if entry.kind == BEGUN and entry.incarnation > 0:
                 forks = forks | {entry.incarnation: entry.step}
             if entry.kind in (BEGUN, DAMAGED):
                 continue
             for group_id in entry.groups:
                 self.of[group_id] = Fate(
-                    kind=entry.kind, step=entry.step, incarnation=entry.incarnation, reason=entry.cause, forks=forks
+                    kind=entry.kind,
+                    step=entry.step,
+                    incarnation=entry.incarnation,
+                    reason=entry.cause,
+                    forks=forks,
+                    bound=bound,
                 )
         self.is_complete = True
 
@@ -103,6 +112,7 @@ class Fates:
             reason=fate.reason,
             time=stored / 1e9,
             forks=fate.forks,
+            bound=fate.bound,
         )
 
     def matches(self, recorded: GroupSample) -> bool:

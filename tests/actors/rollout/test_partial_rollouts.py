@@ -208,14 +208,15 @@ async def test_a_function_that_asks_otherwise_the_second_time_begins_anew(
 # -- what is not taken over --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("learner_at", "begins"), [(7, [40, 40]), (8, [0, 0])])
+@pytest.mark.parametrize(("learner_at", "bound", "begins"), [(7, 4, [40, 40]), (8, 4, [0, 0]), (8, None, [40, 40])])
 async def test_saved_tokens_too_old_to_be_trained_are_sampled_anew(
-    bus: Bus, learner_at: int, begins: list[int]
+    bus: Bus, learner_at: int, bound: int | None, begins: list[int]
 ) -> None:
-    """Version 3 under a bound of 4: the step from 7 is the last that may train it."""
+    """Version 3 under a bound of 4: the step from 7 is the last that may train it. Unless tokens are judged alone: then
+    it is what follows that trains."""
     await killed_after_a_save(bus)
     await bus.put(PROGRESS, Progress(incarnation=0, step=learner_at, policy_version=learner_at))
-    async with Worker(bus, "w1", version=5).working() as heir:
+    async with Worker(bus, "w1", version=5, max_staleness=bound).working() as heir:
         await heir.begun(2)
         await heir.until_published(bus, 1)
     assert [begin for _, _, begin in heir.engine.asked] == begins

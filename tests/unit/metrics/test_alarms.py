@@ -112,6 +112,7 @@ def test_a_learner_that_waits_while_engines_are_idle_is_told_the_bound_that_need
     assert alarm.is_on and len(caplog.records) == 1
     assert "50 % of the last 10 steps' time" in caplog.text
     assert "set staleness.max_staleness to 10 at least (now 4)" in caplog.text
+    assert 'staleness.parts = "tokens" waits for none of them' in caplog.text
 
 
 def test_waiting_that_costs_nothing_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,10 +19,10 @@ from asyncrl.policies.audit.accounting import (
     SavedFacts,
     account,
     present,
-    sampled_spans,
     steps,
 )
 from asyncrl.policies.groups.ledger import Ledger
+from asyncrl.policies.staleness.staleness import sampled_spans
 
 BOUND = 2
 
@@ -32,7 +32,9 @@ def span(version: int, *, epoch: int = 0, start: int = 0) -> VersionSpan:
 
 
 def logged(sequence: int, group_id: int, *versions: int, epoch: int = 0) -> Logged:
-    return Logged(sequence=sequence, group_id=group_id, spans=tuple((span(v, epoch=epoch),) for v in versions or (0,)))
+    """A trajectory of three sampled tokens of each version."""
+    spans = tuple(((span(v, epoch=epoch), 3),) for v in versions or (0,))
+    return Logged(sequence=sequence, group_id=group_id, spans=spans)
 
 
 @dataclass
@@ -112,18 +114,19 @@ def test_a_late_second_answer_is_not_taken_for_the_record_that_was_trained() -> 
     [
         ("alone", 1, []),
         ("alone", 0, ["0 trajectories were left out, by the log 1"]),
+        ("tokens", 3, []),
+        ("tokens", 2, ["2 tokens were left out, by the log 3"]),
         ("whole", 0, ["group 0 was 4 versions old, over 2", "recorded staleness 1, by the log 4"]),
     ],
 )
-def test_trajectories_that_were_too_old_alone_are_counted_on_the_log_again(
-    parts: str, left_out: int, problems: list[str]
-) -> None:
+def test_what_was_too_old_alone_is_counted_on_the_log_again(parts: str, left_out: int, problems: list[str]) -> None:
     """Step 5 trains version 4: a trajectory of version 0 is too old, one of version 3 is not."""
     written = Written()
     written.begin(0)
     written.entries[0] = dataclasses.replace(written.entries[0], settings={"staleness": {"parts": parts}})
     written.add("trained", 0, step=5, oldest=1)
-    written.entries[1] = dataclasses.replace(written.entries[1], old_parts=left_out)
+    name = "old_tokens" if parts == "tokens" else "old_parts"
+    written.entries[1] = dataclasses.replace(written.entries[1], **{name: left_out})
     bus = BusFacts(prompts=1, queued=(), log=[logged(1, 0, 0, 3)], first=1, last=1)
     made = account(written.entries, saved=saved(written, done=1, next_group_id=1), bus=bus)
     assert list(made.problems) == [f"step 5 of incarnation 0: {problem}" for problem in problems]
@@ -261,12 +264,16 @@ def test_only_tokens_that_the_policy_sampled_have_an_age() -> None:
         behavior_logprobs=[0.0, 0.0, -1.0, -1.0],
         version_spans=(span(0), span(1, start=1), span(2, start=3)),
     )
-    assert [s.policy_version for s in sampled_spans(trajectory)] == [1, 2]
+    assert [(s.policy_version, count) for s, count in sampled_spans(trajectory)] == [(1, 1), (2, 1)]
+
+
+def oldest(one: Logged, *, step: int, forks: dict[int, int]) -> int:
+    return one.trained(step=step, forks=forks, too_old="whole", bound=0)[0]
 
 
 def test_versions_of_a_lost_history_count_as_old_as_the_fork() -> None:
     """Sampled by version 9 of epoch 0, of which epoch 1 kept 6; trained by step 8 (from version 7): 1 old."""
-    assert logged(1, 0, 9).ages(step=8, forks={1: 6}) == [1]
+    assert oldest(logged(1, 0, 9), step=8, forks={1: 6}) == 1
 
 
 class Life:
@@ -301,7 +308,7 @@ class Life:
             self.log.append(logged(len(self.log) + self.trimmed + 1, group_id, self.step, epoch=self.epoch))
         elif what in ("train", "fail"):
             ready = [r for r in self.log if r.sequence not in self.consumed and r.group_id not in self.groups]
-            young = [r for r in ready if max(r.ages(step=self.step + 1, forks=self.forks)) <= BOUND]
+            young = [r for r in ready if oldest(r, step=self.step + 1, forks=self.forks) <= BOUND]
             for record in [r for r in ready if r not in young]:
                 self.dispose(record)
                 self.written.add("dropped", record.group_id, step=self.step, epoch=self.epoch)
@@ -314,9 +321,9 @@ class Life:
                 self.written.add("failed", taken[0].group_id, step=self.step, epoch=self.epoch)
             elif taken:
                 self.step += 1
-                oldest = max(age for record in taken for age in record.ages(step=self.step, forks=self.forks))
+                age = max(oldest(record, step=self.step, forks=self.forks) for record in taken)
                 ids = [record.group_id for record in taken]
-                self.written.add("trained", *ids, step=self.step, epoch=self.epoch, oldest=oldest)
+                self.written.add("trained", *ids, step=self.step, epoch=self.epoch, oldest=age)
         elif what == "save":
             self.checkpoint = self.saved()
         elif what == "trim" and self.checkpoint is not None:

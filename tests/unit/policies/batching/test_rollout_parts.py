@@ -73,7 +73,7 @@ def test_a_part_that_is_too_old_trains_nothing_and_its_rollout_counts_all_the_sa
     )
     with pytest.raises(AssertionError, match="let a stale token through"):
         build()
-    made = build(are_parts_alone=True)
+    made = build(too_old="alone")
     assert advantages(made) == pytest.approx([0.0, 1.5, -0.5, -0.5, -0.5], abs=1e-5)
     trained = [int(document.response_mask.sum()) for document in made.documents]
     assert trained == [0, 4, 3, 3, 3] and made.num_tokens == 13

@@ -13,7 +13,14 @@ def buffered(group_id: int, *rewards: float, oldest: int = 0) -> BufferedGroup:
     made = group(group_id, version=oldest, rewards=rewards)
     prompt = PublishedPrompt(position=group_id)
     return BufferedGroup(
-        sequence=group_id + 1, group=made, prompt=prompt, oldest=oldest, youngest=oldest, num_tokens=3, arrived=0.0
+        sequence=group_id + 1,
+        group=made,
+        prompt=prompt,
+        oldest=oldest,
+        youngest=oldest,
+        newest=oldest,
+        num_tokens=3,
+        arrived=0.0,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness import samplers
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
-from tests.harness.groups import group, trajectory
+from tests.harness.groups import group, span, trajectory
 
 
 def table(versions: dict[int, int], *, step: int = 0) -> GroupTable:
@@ -54,11 +55,26 @@ def test_where_trajectories_are_too_old_alone_a_group_is_dropped_with_its_last_o
     both = dataclasses.replace(group(1), trajectories=(old, young))
     made.publish(1, position=1)
     made.arrive(2, both, now=0.0)
-    alone = dataclasses.replace(rule(max_staleness=2), are_parts_alone=True)
+    alone = dataclasses.replace(rule(max_staleness=2), too_old="alone")
     assert ids(rule(max_staleness=2).stale(made)) == [0, 1]
     assert ids(alone.stale(made)) == [0]
     made.step = 6
     assert ids(alone.stale(made)) == [0, 1]
+
+
+def test_where_tokens_are_too_old_alone_a_group_is_dropped_with_its_last_one() -> None:
+    """Its tokens are of versions 1 and 3; what an environment wrote behind them has no age."""
+    made = table({0: 1}, step=4)
+    mask = np.array([True, True, False])
+    spans = (span(1), span(3, start=1), span(9, start=2))
+    late = dataclasses.replace(trajectory(), response_mask=mask, version_spans=spans)
+    made.publish(1, position=1)
+    made.arrive(2, dataclasses.replace(group(1), trajectories=(trajectory(version=1), late)), now=0.0)
+    tokens = dataclasses.replace(rule(max_staleness=2), too_old="tokens")
+    assert ids(rule(max_staleness=2).stale(made)) == [0, 1]
+    assert ids(tokens.stale(made)) == [0]
+    made.step = 6
+    assert ids(tokens.stale(made)) == [0, 1]
 
 
 def test_a_bound_that_falls_makes_nothing_stale() -> None:

@@ -67,6 +67,26 @@ def test_a_run_that_waits_for_late_groups_loses_none_where_one_that_drops_does()
     assert (waits.lost, drops.lost > 0) == (0, True)
 
 
+def test_a_run_that_leaves_out_old_tokens_neither_waits_nor_loses_a_group() -> None:
+    """The same long answers: what is trained of them counts, and the learner idles for none of them."""
+    simulated = plan(warmup=6, steps=30, seed=1)
+    timing = Timing(
+        seconds_per_token=0.1,
+        seconds_per_sequence=0.0,
+        capacity=64,
+        load_seconds=0.0,
+        train_tokens_per_second=1e6,
+        train_seconds=1.0,
+    )
+    lengths = drawn([[10]] * 7 + [[120]], group_size=1, seed=1)
+    waits = Ideal(dataclasses.replace(simulated, eviction="wait"), timing, lengths)
+    tokens = Ideal(dataclasses.replace(simulated, too_old="tokens"), timing, lengths)
+    waited, left_out = waits.run(), tokens.run()
+    assert tokens.lost == 0
+    assert left_out.learner_busy > waited.learner_busy
+    assert left_out.tokens_per_second > waited.tokens_per_second
+
+
 def test_a_prompt_that_lies_at_an_engine_gets_no_older_there() -> None:
     """One engine with two places for a window of twelve: counted from its prompt, every group would be late, and the
     learner would hold each step for groups that nobody has begun."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,18 @@ def test_the_first_sampled_tokens_are_those_that_were_taken_over() -> None:
     assert [np.flatnonzero(one.response_mask).tolist() for one in own] == [[1, 2, 4, 5], [5], []]
     masks = {index: np.flatnonzero(one.response_mask).tolist() for index, one in taken_over.items()}
     assert masks == {1: [1, 2, 4], 2: [1, 2, 4, 5]}
+
+
+def test_what_was_taken_over_and_is_left_out_as_too_old_is_scored_too() -> None:
+    """It steers what is trained behind it. What the worker sampled itself is as old as its own tokens are."""
+    late = document(age=1)
+    late = dataclasses.replace(late, response_mask=late.response_mask & (np.arange(6) > 4))
+    own, taken_over = split([late], [group(3)])
+    assert np.flatnonzero(own[0].response_mask).tolist() == [5]
+    assert np.flatnonzero(taken_over[0].response_mask).tolist() == [1, 2, 4]
+    assert (own[0].staleness.tolist(), taken_over[0].staleness.tolist()) == ([0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 1, 1])
+    nothing = dataclasses.replace(late, response_mask=np.zeros(6, np.bool_))
+    assert split([nothing], [group(3)])[1] == {}
 
 
 def test_what_was_taken_over_may_be_off_by_the_bound_for_each_version_that_it_is_old() -> None:

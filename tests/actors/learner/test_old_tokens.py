@@ -1,0 +1,110 @@
+"""staleness.parts = "tokens": answers that take longer than the bound are trained, less what is too old of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.actors.rollout.stragglers import Stragglers
+from asyncrl.messages import PromptGroup, Trajectory, VersionSpan, replace
+from asyncrl.policies.audit.entries import steps
+from asyncrl.protocols import Generate
+from asyncrl.rollouts.builtin import single_turn
+from asyncrl.run.recorded.account import account_with
+from asyncrl.run.recorded.run_folder import RecordedRun
+from asyncrl.state import history
+from tests.actors.learner.test_sample_recorder import read, written
+from tests.harness.fakes import Engine, Loop, run_all, until, worker
+
+BOUND = 2
+ENDS_AT = 5
+"""Version that samples the last two of the four tokens of the late answer, which version 0 began."""
+
+
+def one_answer_takes_long(engine: Engine) -> Callable[..., Any]:
+    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        answer = await single_turn(prompt, generate, index=index)
+        if (prompt.group_id, index) != (0, 0):
+            return answer
+        await until(lambda: engine.version[1] >= ENDS_AT)
+        incarnation, version = engine.version
+        last = VersionSpan(start=2, incarnation=incarnation, policy_version=version)
+        return replace(answer, version_spans=(answer.version_spans[0], last))
+
+    return rollout
+
+
+async def run_loop(bus_factory: Any, folder: Path, *, parts: str, cut: bool = False, **settings: Any) -> Loop:
+    staleness = {"parts": parts, **settings.pop("staleness", {})}
+    loop = Loop(
+        await bus_factory(),
+        folder,
+        steps=9,
+        checkpoint_every=2,
+        max_staleness=BOUND,
+        function="mine:agent",
+        staleness=staleness,
+        are_stragglers_cut=cut,
+        **settings,
+    )
+    engine = Engine()
+    changes: dict[str, Any] = {"rollout": one_answer_takes_long(engine), "max_staleness": BOUND}
+    if cut:
+        changes["stragglers"] = Stragglers(max_staleness=BOUND, min_group=2)
+    await run_all(loop, worker(await bus_factory(), engine, **changes))
+    return loop
+
+
+async def test_an_answer_that_outlasts_the_bound_is_trained_without_its_old_tokens_and_nobody_waits_for_it(
+    bus_factory: Any, tmp_path: Path
+) -> None:
+    writer = written(tmp_path / "samples")
+    samples = SampleRecorder(writer, per_step=2, bound=BOUND)
+    loop = await run_loop(bus_factory, tmp_path, parts="tokens", samples=samples, writers=[writer])
+    rows = loop.recorder.rows
+    assert [row["learner/held_seconds"] for row in rows] == [0.0] * 9
+    lines = {entry.step: entry for entry, _, _ in steps(history.read(tmp_path / "history.jsonl"))}
+    (step,) = [step for step, entry in lines.items() if 0 in entry.groups]
+    assert step > ENDS_AT  # the others went on without it
+    assert {step: entry.old_tokens for step, entry in lines.items() if entry.old_tokens} == {step: 6}
+    assert [row["staleness/old_tokens"] for row in rows] == [6.0 * (row["step"] == step) for row in rows]
+    assert loop.table.counts["dropped"] == 0
+    (late,) = [row for row in read(tmp_path / "samples") if row.group_id == 0]
+    assert [answer.old_tokens for answer in late.answers] == [2, 4]  # the other one of its group lay there meanwhile
+    assert late.answers[0].staleness is not None and late.answers[0].staleness <= BOUND
+
+
+async def test_judged_by_its_oldest_token_its_group_is_dropped(bus_factory: Any, tmp_path: Path) -> None:
+    loop = await run_loop(bus_factory, tmp_path, parts="whole")
+    assert loop.table.counts["dropped"] == 1
+    assert "staleness/old_tokens" not in loop.recorder.rows[0]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "cut"),
+    [
+        ({}, False),
+        ({"order": "freshest_first"}, False),
+        ({"replay_groups": 1, "replay_times": 3}, False),
+        ({}, True),  # one answer is too few to go without the other
+    ],
+    ids=["oldest first", "freshest first", "replayed", "partial groups"],
+)
+async def test_whatever_the_order_what_is_left_out_is_as_recorded_and_on_the_log(
+    bus_factory: Any, tmp_path: Path, staleness: dict[str, Any], cut: bool
+) -> None:
+    loop = await run_loop(bus_factory, tmp_path, parts="tokens", cut=cut, staleness=staleness)
+    assert max(row["staleness/max"] for row in loop.recorder.rows) <= BOUND
+    for row, micro_batches in zip(loop.recorder.rows, loop.backend.trained, strict=True):
+        trained = sum(int(np.count_nonzero(micro.response_mask)) for micro in micro_batches)
+        documents = sum(len(micro.documents) for micro in micro_batches)
+        assert trained == row["length/trained_tokens"] == 4 * documents - row["staleness/old_tokens"]
+        assert max(int(micro.staleness[micro.response_mask].max()) for micro in micro_batches) <= BOUND
+    made = await account_with(RecordedRun(loop.directory), loop.bus)
+    assert made.problems == ()
+    assert made.max_staleness <= BOUND
