@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import sys
 
@@ -24,6 +25,7 @@ def main() -> None:
             fork = int(connection.makefile().readline())
     except (OSError, ValueError):
         os.execv(sys.executable, [sys.executable, *arguments])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the fork
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):  # whoever reads from the fork hears its end
         os.dup2(nowhere, number)
