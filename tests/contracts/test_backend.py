@@ -266,12 +266,12 @@ def test_bfloat16_trains_close_to_float32(kind: str, folder: Path) -> None:
 
 
 def test_small_steps_add_up_in_bfloat16(kind: str, folder: Path) -> None:
-    """The float32 copy of a weight near 1 moves by 1e-4 a step; alone each is below bfloat16's 2^-8."""
+    """The float32 copy of a weight near 1 moves by 2.5e-4 a step; alone each is below bfloat16's 2^-8."""
     item = documents(lengths=(30, 30))
     with started(kind, folder, dtype="bfloat16") as backend:
         before = weights(backend)
-        for _ in range(60):
-            backend.step(shares(kind, item), learning_rate=1e-4)
+        for _ in range(24):
+            backend.step(shares(kind, item), learning_rate=2.5e-4)
         after = weights(backend)
     name = "model.norm.weight"
     assert float((after[name] - before[name]).abs().max()) > 2**-8

@@ -80,7 +80,7 @@ def test_a_critic_learns_a_constant_return(kind: str, folder: Path) -> None:
     is_before_response = np.roll(packed.response_mask, -1)  # where the states are in which a token was chosen
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
         first = train_critic(backend, kind, steps=[0], returns=1.5)
-        last = train_critic(backend, kind, steps=[0] * 40, returns=1.5)
+        last = train_critic(backend, kind, steps=[0] * 20, returns=1.5)
         values = scored(backend, kind, packed, model="critic")
     assert last["critic/loss"] < first["critic/loss"] / 100
     np.testing.assert_allclose(values[is_before_response], 1.5, atol=0.5)

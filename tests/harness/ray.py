@@ -54,12 +54,18 @@ class TwoNodes:
     """Nodes a (the head) and b, labelled site = a and site = b."""
 
     def __init__(self) -> None:
-        node = {"num_cpus": CPUS, "num_gpus": GPUS, "object_store_memory": 80 * 2**20}
+        node = {
+            "num_cpus": CPUS,
+            "num_gpus": GPUS,
+            "object_store_memory": 80 * 2**20,
+            "include_log_monitor": False,  # prints what processes write in a driver that asks for it, and none does
+        }
         self._node = node
         self._cluster = _started(
             node
             | {
                 "include_dashboard": False,
+                "no_monitor": True,  # asks a cloud for machines
                 "labels": {"site": "a"},
                 "_system_config": {
                     "enable_worker_prestart": False,

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process has no tests to share")
 def test_the_quick_tests_of_a_file_go_to_one_process(request: pytest.FixtureRequest) -> None:
     """Else each process starts a server, a cluster or a fork server of its own for the tests of one group."""
+    skip_alone()
     assert request.node.nodeid.endswith("@tests/unit/test_groups.py"), (
         "pytest-xdist ignores groups with this pytest; install that of requirements/dev.txt: bin/install sglang-cpu dev"
     )
+
+
+def test_a_process_that_runs_tests_is_a_fork_of_the_one_that_has_collected() -> None:
+    """Else each imports for twelve seconds; but what is started as a script must not import the fork's parent."""
+    skip_alone()
+    assert b"tests.harness.collected" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    assert getattr(sys.modules["__main__"], "__file__", None) is None
+
+
+def skip_alone() -> None:
+    """When it runs: what was collected knows nothing of processes yet."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("one process has no tests to share")

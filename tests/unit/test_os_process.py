@@ -34,7 +34,7 @@ class Stillborn(threading.Thread):
     def _bootstrap(self):
         raise MemoryError
 
-os_process.exit_if_a_thread_never_runs(70, look_seconds=0.01)
+os_process.exit_if_a_thread_never_runs(70, look_seconds=0.2)  # the thread that runs may be slow to
 threading.Thread(target=print, args=("runs",), kwargs={"flush": True}).start()
 Stillborn().start()
 print("goes on")

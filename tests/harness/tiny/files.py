@@ -13,17 +13,20 @@ from typing import Final
 
 import safetensors.torch
 
-from asyncrl.data.tiny_model import SPECIAL_TOKENS, make_tokenizer
 from tests.harness.tiny import task
 from tests.harness.tiny.task import SIZE, Policy
 
-FIRST_DIGIT: Final = len(SPECIAL_TOKENS)
+FIRST_DIGIT: Final = 4
 """The token of digit 0."""
 WEIGHTS_FILE: Final = "model.safetensors"
 
 
 def write(folder: Path, policy: Policy) -> None:
     """Writes the model to ``folder``/model and all prompts with their right answers to ``folder``/prompts.jsonl."""
+    # Imports transformers, for a second of each process that only reads what is written here.
+    from asyncrl.data.tiny_model import SPECIAL_TOKENS, make_tokenizer
+
+    assert len(SPECIAL_TOKENS) == FIRST_DIGIT
     make_tokenizer("".join(map(str, range(SIZE)))).save_pretrained(folder / "model")
     looks = {"architectures": ["LlamaForCausalLM"], "vocab_size": FIRST_DIGIT + SIZE}
     (folder / "model" / "config.json").write_text(json.dumps(looks))

@@ -84,7 +84,7 @@ async def test_two_optimizer_steps_a_batch_make_one_version_and_the_clip_binds(b
 
 async def test_the_reward_rises_over_a_real_bus(base: RunConfig, connect: Any, nats_server: Any) -> None:
     """Two workers, staleness up to 4, JetStream: the asynchronous loop learns."""
-    run = changed(changed(base, "run", steps=28), "learner", groups_per_batch=16)
+    run = changed(changed(base, "run", steps=20), "learner", groups_per_batch=16, learning_rate=6e-3)
     run = changed(run, "rollout", group_size=8)
     bus = await connect(nats_server, max_prompts=run.window, max_log_bytes=2**26)
     rows = await train(run, bus, workers=2)

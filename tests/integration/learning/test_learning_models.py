@@ -18,6 +18,7 @@ from tests.harness.metric_names import is_known
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SYNC = ("run.mode=sync", "engine.options={max_batch_size=1, threads=1}", "weights.keep=8")
+MANY = ("learner.groups_per_batch=16", "rollout.group_size=8")
 PPO = ("algorithm.name=ppo", "algorithm.options={}")
 
 
@@ -44,7 +45,7 @@ def mean(rows: list[dict[str, Any]], name: str) -> float:
 
 
 async def test_ppo_raises_the_reward(folder: Path) -> None:
-    run = demo_run(folder, *PPO, "run.steps=26", "learner.groups_per_batch=16", "rollout.group_size=8")
+    run = demo_run(folder, *PPO, *MANY, "run.steps=21", "learner.learning_rate=6e-3")
     rows = await train(run, memory_bus(), workers=2)
     assert rows[0]["reward/mean"] < 0.2
     assert mean(rows[-3:], "reward/mean") > 0.6
@@ -86,16 +87,16 @@ async def test_a_resumed_run_goes_on_with_its_critic_to_the_last_bit(folder: Pat
 
 async def test_a_teachers_signal_brings_the_policy_near_it(folder: Path) -> None:
     """The teacher is what grpo makes of the model in some steps; the student never looks at the reward."""
-    many = ("learner.groups_per_batch=16", "rollout.group_size=8")
-    taught = demo_run(folder, *many, "run.name=teacher", "run.steps=15")
+    taught = demo_run(folder, *MANY, "run.name=teacher", "run.steps=10", "learner.learning_rate=1e-2")
     teacher = mean((await train(taught, memory_bus()))[-3:], "reward/mean")
     run = demo_run(
         folder,
-        *many,
-        "run.steps=20",
+        *MANY,
+        "run.steps=14",
+        "learner.learning_rate=5e-3",
         "algorithm.name=opd",
         "algorithm.options={}",
-        f"teacher.path={taught.weights_directory / '0-15'}",
+        f"teacher.path={taught.weights_directory / '0-10'}",
     )
     rows = await train(run, memory_bus())
     assert mean(rows[-3:], "teacher_kl") < 0.2 * rows[0]["teacher_kl"]
@@ -133,8 +134,7 @@ async def test_kl_in_the_reward_trains_with_and_without_a_critic(folder: Path) -
 async def test_adapters_alone_learn_the_task(tmp_path: Path) -> None:
     """As `bin/demo --lora`: what they are beside stays as it was, and engines get the sum."""
     demo_task.write(tmp_path, initializer_range=OF_FROZEN)
-    sizes = ("learner.groups_per_batch=16", "rollout.group_size=8")
-    run = demo_run(tmp_path, "learner.backend=megatron", *sizes, *ADAPTERS, "run.steps=30")
+    run = demo_run(tmp_path, "learner.backend=megatron", *MANY, *ADAPTERS, "run.steps=30")
     rows = await train(run, memory_bus(), workers=2)
     assert rows[0]["reward/mean"] < 0.2
     assert mean(rows[-5:], "reward/mean") > 0.8

@@ -218,7 +218,7 @@ async def test_the_loss_falls_to_nothing_and_the_model_says_what_it_was_given(
         folder,
         f"run.directory={tmp_path}",
         f"run.mode={mode}",
-        "run.steps=100",
+        "run.steps=50",
         f"data.path={data}",
         "learner.groups_per_batch=12",
     )

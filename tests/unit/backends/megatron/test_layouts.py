@@ -104,10 +104,13 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
     settings: dict[str, Any] = {"optimizer": GENTLE, "auxiliary": auxiliary}
     with started(kind, folder, **settings, **({"options": options} if options else {})) as backend:
 
+        def cut(number: int) -> list[list[MicroBatch]]:
+            """Several micro-batches each, of different lengths."""
+            return shares(kind, documents(number), max_tokens=45)
+
         def step(number: int) -> dict[str, float]:
-            cut = shares(kind, documents(number), max_tokens=30)  # several micro-batches each, of different lengths
-            metrics = learned(backend.step(cut, learning_rate=LEARNING_RATE).metrics)
-            of_critic = backend.step(with_returns(cut), learning_rate=LEARNING_RATE, model="critic").metrics
+            metrics = learned(backend.step(cut(number), learning_rate=LEARNING_RATE).metrics)
+            of_critic = backend.step(with_returns(cut(number)), learning_rate=LEARNING_RATE, model="critic").metrics
             return metrics | dict(of_critic)
 
         scores, before, exported = scored(backend, kind, row()), weights(backend), backend.export()
@@ -119,7 +122,7 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
         after.append(weights(backend))
         values = scored(backend, kind, row(), model="critic")
         backend.restore(saved)
-        step(1)
+        backend.step(cut(1), learning_rate=LEARNING_RATE)
         return Done(scores, before, parts(exported), version, metrics, after, values, weights(backend))
 
 

@@ -1,0 +1,120 @@
+"""Starts xdist's processes by fork, from one that has collected the tests.
+
+    python -m tests.harness.collected LISTENER PYTEST_ARGUMENT ...
+
+LISTENER is the descriptor of a listening socket. Importing what the tests import is fifteen seconds of CPU; a fork
+collects again, in three. collected_client.py stands for the fork where pytest-xdist has started it, and tells how.
+
+Where an import has started a thread, which a fork would lack, it starts nothing: each client becomes a Python of its
+own, as without it.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from asyncrl import os_process
+
+_HARMLESS: Final = "jemalloc_bg_thd"
+"""A thread that forks get back: an allocator's that pyarrow brings."""
+
+
+class Collected:
+    """The process, and what a spec of pytest-xdist names as its Python. Ends with ``close``, or with us."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """arguments: of pytest"""
+        self._folder = tempfile.TemporaryDirectory()
+        path = Path(self._folder.name) / "collected.socket"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.harness.collected", str(listener.fileno()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+            )
+        client = Path(__file__).with_name("collected_client.py")
+        self.python = shlex.join([sys.executable, "-I", "-S", str(client), str(path)])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def main() -> None:
+    os_process.signal_on_parent_death(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those that run tests
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    pytest.main([*sys.argv[2:], "-n", "0", "--collect-only", "-qq", "-p", "no:cacheprovider"])
+    if not _is_alone():
+        return
+    gc.collect()
+    gc.freeze()  # else a collection in a fork would copy every page
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        connection, _ = listener.accept()
+        request, descriptors = _received(connection)
+        if os.fork() == 0:
+            connection.sendall(f"{os.getpid()}\n".encode())
+            connection.close()
+            listener.close()
+            _become(json.loads(request), descriptors)
+            return
+        connection.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _is_alone() -> bool:
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return len([name for name in names if name != _HARMLESS]) == 1
+
+
+def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A line, and the descriptors that came with its first part."""
+    line, descriptors = b"", array.array("i")
+    while not line.endswith(b"\n"):
+        part, found, _, _ = socket.recv_fds(connection, 2**16, 3)
+        if not part:
+            raise EOFError("a client left before it had asked")
+        line += part
+        descriptors.extend(found)
+    return line, list(descriptors)
+
+
+def _become(request: dict[str, object], descriptors: list[int]) -> None:
+    """Run ``python -c PROGRAM`` in this process."""
+    os_process.signal_on_parent_death(signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    os.chdir(str(request["directory"]))
+    sys.argv = ["-c"]
+    sys.modules["__main__"] = program = types.ModuleType("__main__")  # else multiprocessing would import us
+    exec(str(request["program"]), program.__dict__)
+
+
+if __name__ == "__main__":
+    main()
