@@ -112,7 +112,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--slots-per-gpu", type=int, default=1, help="arms at once on a GPU, or on a pair (default 1)")
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=" ".join(ARMS))
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="(default 0 1 2)")
-    add("--tasks", type=Path, default=TASKS, help="folder that reasoning.py wrote (default benchmarks/gpu/tasks)")
+    add("--tasks", type=Path, default=TASKS / "sums", help="folder that reasoning.py wrote (default: sums; mixed)")
     add("--held-out", type=int, default=256, help="problems of the exam at an arm's end (default 256)")
     add("--steps", type=int, default=60, help="optimizer steps of an arm (default 60)")
     add("--groups", type=int, default=32, help="groups per batch (default 32)")
