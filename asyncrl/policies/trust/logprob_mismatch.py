@@ -35,7 +35,7 @@ SLACK: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The answer of document ``document``; age: of its oldest trained token, in versions."""
+    """The answer of document ``document``; age: of its oldest sampled token, in versions."""
 
     document: int
     worker: str

@@ -50,7 +50,7 @@ SERVER_OPTIONS: Final = {
     "skip_server_warmup": True,
     **{name.replace("-", "_"): value for name, value in ARGUMENTS.items()},
 }
-"""AReaL's server gets what ours has by default: without it an engine decodes half as fast (benchmarks.gpu.arrivals)."""
+"""AReaL's server gets what ours has by default (benchmarks.gpu.arrivals)."""
 
 
 def say(*words: object) -> None:

@@ -30,6 +30,7 @@ def arguments(
 
 def test_prompts_wait_for_each_other_on_one_gpu(tmp_path: Path) -> None:
     assert arguments(tmp_path) == ARGUMENTS
+    assert arguments(tmp_path, {"text_config": {"layer_types": ["sliding_attention", "full_attention"]}}) == ARGUMENTS
     assert arguments(tmp_path, mem_fraction_static=0.8, context_length=4096) == ARGUMENTS
 
 
@@ -66,6 +67,10 @@ def test_the_command_has_them_and_the_user_overrides_each(tmp_path: Path) -> Non
         {"dp-size": 2},
         {"--enable-dp-attention": True},
         {"tp_size": 2},
+        {"disable-overlap": True},
+        {"max_running": 64},
+        {"tp": 2},
+        {"config": "server.yaml"},
     ],
 )
 def test_a_server_with_ways_of_its_own_is_left_as_it_is(tmp_path: Path, server_arguments: dict[str, Any]) -> None:
@@ -84,6 +89,8 @@ def test_a_cpu_and_several_gpus_are_left_as_they_are(tmp_path: Path) -> None:
         {"layer_types": ["mamba", "attention"]},
         {"mamba_d_state": 128},
         {"linear_num_key_heads": 16},
+        {"layer_types": ["conv", "full_attention"]},
+        {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
     ],
 )
 def test_recurrent_layers_for_which_sglang_may_not_overlap_are_left_as_they_are(
