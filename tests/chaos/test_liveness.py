@@ -24,7 +24,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_hang_or_freeze_is_named_and_its_end_is_reported(folder: Path, forks: ForkServer) -> None:
-    with running(folder, forks=forks) as run:
+    # What a freeze held up would be an alarm for ten steps after its end.
+    with running(folder, "metrics.hold_alarm=0", forks=forks) as run:
         faults = {
             "reward function has not returned": ("reward", hanging(folder, "reward")),
             "engine has not answered": ("engine", hanging(folder, "engine")),

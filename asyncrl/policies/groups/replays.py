@@ -1,4 +1,4 @@
-"""Trained groups that a later step trains again, while no token of theirs is too old (staleness.replay_groups).
+"""Trained groups that a later step trains again, while they are not too old for it (staleness.replay_groups).
 
 Replayed are groups with something to learn from (``has_spread``), those with the highest mean reward first; of equal
 ones the youngest id. What is replayed takes no place in a batch and none in the window: a step trains it besides. The
