@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,25 @@ expect = pytest.importorskip("playwright.async_api", reason="playwright is not i
 
 Browse = Callable[[str], Awaitable[Any]]
 Connect = Callable[..., Awaitable[JetStreamBus]]
+
+
+@contextlib.asynccontextmanager
+async def beating(bus: JetStreamBus, beat: Heartbeat) -> AsyncIterator[None]:
+    """The heartbeat is there as long as this is, however slow the browser: the bus keeps one for 15 s."""
+    await bus.put(ACTORS, beat, key=beat.actor)
+
+    async def again() -> None:
+        while True:
+            await asyncio.sleep(2.0)
+            await bus.put(ACTORS, beat, key=beat.actor)
+
+    task = asyncio.create_task(again())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def test_two_runs_are_shown_side_by_side_and_a_new_step_appears(
@@ -75,11 +96,10 @@ async def test_a_live_run_has_lanes_and_nothing_that_it_says_becomes_html(
     bus = await connect(nats_server, run=name)
     wait = Wait(what=HOSTILE, on="load", seconds=1.0)
     beat = Heartbeat(actor=HOSTILE, role="rollout-worker", waits=(wait,), problem=HOSTILE, beat=1)
-    await bus.put(ACTORS, beat, key=HOSTILE)
     watched = WatchedRun(
         None, [f"bus.url={nats_server.url}", f"run.name={name}"], token=nats_server.token, verb="board"
     )
-    async with Board([watched], host="127.0.0.1", port=0).serving() as board:
+    async with beating(bus, beat), Board([watched], host="127.0.0.1", port=0).serving() as board:
         page = await browse(board.url)
         await page.click("[data-tab=lanes]")
         await page.get_by_text("workers: 1 loading").wait_for()
