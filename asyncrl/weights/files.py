@@ -73,6 +73,7 @@ class FilesChannel(ChannelAdapter):
         self._published: WeightVersion | None = None
         self._weights: dict[str, _OpenFile] = {}  # its files: the bytes outlive their names
         self._companions: frozenset[str] = frozenset()
+        self._beside: tuple[str, ...] = ()  # config and tokenizer: files that every version has beside its weights
         self._retained: set[tuple[int, int]] = set()
         self._writer = PartWriter()
         self._by_others: list[Path] = []  # what other ranks write now
@@ -227,12 +228,16 @@ class FilesChannel(ChannelAdapter):
         _sync(folder)
 
     def _add_companions(self, folder: Path) -> None:
-        """Config and tokenizer: links to those of the previous version, or copies of the model's."""
-        if self._previous is not None and self._previous.is_dir():
-            for file in self._previous.iterdir():
-                if not weight_files.is_of_weights(file.name):
-                    _link(file, folder / file.name)
-            return
+        """Config and tokenizer: links to those of the previous version, or copies of the model's if one is gone."""
+        names = self._beside
+        if self._previous is not None:
+            try:
+                for name in names:
+                    _link(self._previous / name, folder / name)
+                return
+            except FileNotFoundError:
+                for name in names:  # to write through a link would change other versions
+                    (folder / name).unlink(missing_ok=True)
         self._write_companions(folder)
 
     def _write_companions(self, folder: Path) -> None:
@@ -242,6 +247,7 @@ class FilesChannel(ChannelAdapter):
             (folder / CONFIG_FILE).write_text(json.dumps(self._adapters, indent=1))
         if self._is_quantized:
             fp8.described(folder / "config.json")
+        self._beside = tuple(name for name in os.listdir(folder) if not weight_files.is_of_weights(name))
 
     def _collect(self, *, newest: tuple[int, int]) -> None:
         versions = sorted(version for path in self._directory.iterdir() if (version := _version(path)) is not None)
@@ -253,10 +259,11 @@ class FilesChannel(ChannelAdapter):
             self._discard(self._directory / f"{incarnation}-{policy_version}")
 
     def _discard(self, folder: Path) -> None:
-        """Rename, then delete: a reader finds the version complete or not at all."""
+        """Rename, then delete: a reader finds the version complete or not at all. Somebody may be faster."""
         hidden = folder.with_name(f"{_TEMPORARY}old-{folder.name}")
-        folder.rename(hidden)
-        _remove(hidden)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(hidden)
+            _remove(hidden)
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed writer left."""

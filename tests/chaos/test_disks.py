@@ -125,6 +125,7 @@ async def test_files_that_somebody_removes_from_a_run_that_is_up_are_put_back_or
             await storm.until(lambda path=folder / name: path.exists(), f"{name} is there again")
         with stopped(pid for name, pid in pids.items() if name.startswith("w")):  # no newer version will come
             while "files of it were removed; written again" not in log_of(storm, "learner"):
+                assert storm.pids()["learner"] == pids["learner"]
                 for version in (folder / "weights").glob("0-*"):
                     shutil.rmtree(version, ignore_errors=True)
                 await asyncio.sleep(0.5)
