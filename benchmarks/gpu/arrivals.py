@@ -26,10 +26,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncrl.engines.sglang.engine import Options, SGLangEngine
+from asyncrl.engines.sglang.engine import SGLangEngine
 from asyncrl.engines.sglang.prefill_delay import ARGUMENTS
-from benchmarks.gpu.endpoint import Calls, Ends, steady, tokens_of_a_call
-from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
+from benchmarks.gpu.endpoint import Calls, Ends, make_engine, steady, tokens_of_a_call
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
 
@@ -102,22 +101,9 @@ class Load:
 
 async def measure(name: str, options: argparse.Namespace, model: Path) -> None:
     """Prints a row for each size of a group, and keeps it."""
-    is_gpu = has_gpu()
     log = model.parent / f"{name.replace(', ', '-').replace(' ', '-')}.log"
-    about = {key: value for key, value in vars(options).items() if key not in ("json", "logs", "ways", "group")}
-    arguments = {**GPU_ARGUMENTS, **WAYS[name]} if is_gpu else WAYS[name]
-    engine = SGLangEngine(
-        model,
-        device="cuda" if is_gpu else "cpu",
-        dtype="bfloat16" if is_gpu else "float32",
-        version=(0, 0),
-        options=Options(
-            stream_interval=16,
-            version_source="stream",
-            server_arguments={**arguments, "skip-tokenizer-init": True},
-        ),
-        log_path=log,
-    )
+    about = {key: value for key, value in vars(options).items() if key not in ("json", "ways", "group")}
+    engine = make_engine(model, log=log, arguments=WAYS[name])
     began = time.monotonic()
     await engine.start()
     try:

@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -260,21 +260,23 @@ def _ask_there(url: str, keys: Sequence[str], scene: Scene, begin: Any, results:
         results.put(f"{type(error).__name__}: {error}")
 
 
-async def measure(options: argparse.Namespace, model: Path) -> AsyncGenerator[dict[str, Any]]:
-    """A row for each number of calls, on one server."""
+def make_engine(model: Path, *, log: Path, arguments: Mapping[str, Any] | None = None) -> SGLangEngine:
+    """Not started. arguments: of its server, over those that a machine with GPUs needs."""
     is_gpu = has_gpu()
-    engine = SGLangEngine(
+    of_server = {**(GPU_ARGUMENTS if is_gpu else {}), **(arguments or {}), "skip-tokenizer-init": True}
+    return SGLangEngine(
         model,
         device="cuda" if is_gpu else "cpu",
         dtype="bfloat16" if is_gpu else "float32",
         version=(0, 0),
-        options=Options(
-            stream_interval=16,
-            version_source="stream",
-            server_arguments={**(GPU_ARGUMENTS if is_gpu else {}), "skip-tokenizer-init": True},
-        ),
-        log_path=model.parent / "engine.log",
+        options=Options(stream_interval=16, version_source="stream", server_arguments=of_server),
+        log_path=log,
     )
+
+
+async def measure(options: argparse.Namespace, model: Path) -> AsyncGenerator[dict[str, Any]]:
+    """A row for each number of calls, on one server."""
+    engine = make_engine(model, log=model.parent / "engine.log")
     began = time.monotonic()
     await engine.start()
     try:

@@ -85,8 +85,7 @@ def build(
         for _, t in trajectories
     ]
     old = _too_old(ages, masks, too_old=too_old, max_staleness=max_staleness)
-    counted = trained
-    trained = [mask & ~its for mask, its in zip(trained, old, strict=True)]
+    of_any_age, trained = trained, [mask & ~its for mask, its in zip(trained, old, strict=True)]
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     advantage_inputs = AdvantageInputs(
         rewards=_shaped_rewards(rollouts, algorithm)[rollout],
@@ -102,8 +101,7 @@ def build(
     if not algorithm.advantage_scores:
         advantages = algorithm.advantage(advantage_inputs)
     parts = _parts(groups, algorithm.steps_per_batch)
-    if too_old != "tokens":
-        counted = trained
+    counted = of_any_age if too_old == "tokens" else trained
     whole = _loss_weights(algorithm, counted, parts=parts, group=members, rollout=rollout)
     weights = [weight * mask for weight, mask in zip(whole, trained, strict=True)]
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
@@ -117,17 +115,12 @@ def build(
     ]
     kept = [mask & ~its for mask, its in zip(masks, old, strict=True)]
     ages_sampled, ages_trained = _sampled(ages, kept), _sampled(ages, trained)
-    left_out = {
-        "old_parts": sum(bool(its.any()) for its in old) if too_old == "alone" else 0,
-        "old_tokens": sum(int(np.count_nonzero(its)) for its in old) if too_old == "tokens" else 0,
-    }
+    left_out = _left_out(old, too_old)
     assert ages_sampled.size == 0 or ages_sampled.max() <= max_staleness, "buffer let a stale token through"
     metrics = _staleness_metrics(ages, trained, members, rollout, max_staleness) | _sample_metrics(groups)
     if ages_sampled.size:  # what the bound is about, and `asyncrl audit` finds on the log again
         metrics["staleness/max"] = float(ages_sampled.max())
-    if too_old != "whole":
-        name = {"alone": "old_parts", "tokens": "old_tokens"}[too_old]
-        metrics[f"staleness/{name}"] = float(left_out[name])
+    metrics |= {f"staleness/{name}": float(count) for name, count in left_out.items()}
     metrics["length/trained_tokens"] = float(ages_trained.size)
     if age_weight is not None and ages_trained.size:
         metrics["staleness/weight"] = float(age_weight(ages_trained).mean())
@@ -154,6 +147,15 @@ def _too_old(
         return [np.zeros_like(mask) for mask in masks]
     old = [mask & (age > max_staleness) for age, mask in zip(ages, masks, strict=True)]
     return old if too_old == "tokens" else [mask & its.any() for mask, its in zip(masks, old, strict=True)]
+
+
+def _left_out(old: Sequence[NDArray[np.bool_]], too_old: TooOld) -> dict[str, int]:
+    """The field of the batch that says how much of it is too old, where something of a group may be."""
+    if too_old == "whole":
+        return {}
+    if too_old == "alone":
+        return {"old_parts": sum(bool(its.any()) for its in old)}
+    return {"old_tokens": sum(int(np.count_nonzero(its)) for its in old)}
 
 
 def _parts(groups: Sequence[TrajectoryGroup], count: int) -> tuple[int, ...]:

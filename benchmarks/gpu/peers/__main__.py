@@ -256,7 +256,7 @@ def line(row: Row) -> str:
         f"{row['arm']:8s}  {row['tokens_per_second']:8,.0f} tok/s  step {row['step_seconds']:5.1f} s"
         f"  learner busy {row['learner_busy']:5.1%}  engine at zero {row['engine_at_zero']:5.1%}"
         f"  running {row['engine_running']:4.0f}  staleness {row['staleness_mean']:.2f}, {row['staleness_max']}"
-        f"  past the bound {row['tokens_over_bound_share']:5.1%}  dropped {row['dropped_groups']}"
+        f"  past the bound {row['tokens_over_bound_share']:5.1%}  dropped {row.get('dropped_groups', 'not counted')}"
         f"  steps {row['steps']} in {row['window_seconds']:.0f} s"
     )
 

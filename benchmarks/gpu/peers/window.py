@@ -31,7 +31,6 @@ def measure_areal(
         "learner_shares": shares,
         "update_seconds": sum(step.get("timeperf/update_weights", 0.0) for step in used) / len(used),
         **stale,
-        "dropped_groups": 0,  # it has no rule that drops one
         "steps": len(used),
         "step_seconds": seconds / len(used),
         "step_times": [step["time"] - begin for step in used],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -50,9 +51,8 @@ def test_an_ideal_run_cannot_train_faster_than_its_learner(mode: Mode) -> None:
     assert reached.learner_busy == pytest.approx(1.0)
 
 
-def test_a_run_that_waits_for_late_groups_loses_none_where_one_that_drops_does() -> None:
+def with_late_groups(**changes: Any) -> Ideal:
     """One answer in eight is so long that it spans more versions than the bound allows."""
-    simulated = plan(warmup=6, steps=30, seed=1)
     timing = Timing(
         seconds_per_token=0.1,
         seconds_per_sequence=0.0,
@@ -61,26 +61,19 @@ def test_a_run_that_waits_for_late_groups_loses_none_where_one_that_drops_does()
         train_tokens_per_second=1e6,
         train_seconds=1.0,
     )
-    lengths = drawn([[10]] * 7 + [[120]], group_size=1, seed=1)
-    waits, drops = (Ideal(dataclasses.replace(simulated, eviction=way), timing, lengths) for way in ("wait", "drop"))
+    simulated = dataclasses.replace(plan(warmup=6, steps=30, seed=1), **changes)
+    return Ideal(simulated, timing, drawn([[10]] * 7 + [[120]], group_size=1, seed=1))
+
+
+def test_a_run_that_waits_for_late_groups_loses_none_where_one_that_drops_does() -> None:
+    waits, drops = (with_late_groups(eviction=way) for way in ("wait", "drop"))
     waits.run(), drops.run()
     assert (waits.lost, drops.lost > 0) == (0, True)
 
 
 def test_a_run_that_leaves_out_old_tokens_neither_waits_nor_loses_a_group() -> None:
     """The same long answers: what is trained of them counts, and the learner idles for none of them."""
-    simulated = plan(warmup=6, steps=30, seed=1)
-    timing = Timing(
-        seconds_per_token=0.1,
-        seconds_per_sequence=0.0,
-        capacity=64,
-        load_seconds=0.0,
-        train_tokens_per_second=1e6,
-        train_seconds=1.0,
-    )
-    lengths = drawn([[10]] * 7 + [[120]], group_size=1, seed=1)
-    waits = Ideal(dataclasses.replace(simulated, eviction="wait"), timing, lengths)
-    tokens = Ideal(dataclasses.replace(simulated, too_old="tokens"), timing, lengths)
+    waits, tokens = with_late_groups(eviction="wait"), with_late_groups(too_old="tokens")
     waited, left_out = waits.run(), tokens.run()
     assert tokens.lost == 0
     assert left_out.learner_busy > waited.learner_busy
