@@ -158,7 +158,7 @@ class Batcher:
         self._age_weight = age_weight(
             run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
         )
-        self._workers, self._begun, self._looked = workers, Begun(), -math.inf
+        self._workers, self._begun, self._may_look = workers, Begun(), True
         self._draining = False
         self._preparation: _Preparation | None = None
 
@@ -295,16 +295,20 @@ class Batcher:
     async def _has_looked(self) -> bool:
         """Ask what workers have begun, where a batch would hold by the versions that admitted its groups; False if that
         is known already, or does not matter."""
-        if self._workers is None or time.monotonic() - self._looked < LOOK_SECONDS:
+        if self._workers is None or not self._may_look:
             return False
         if not self._late(Begun().starts(self._table.outstanding)):
             return False
-        self._looked = time.monotonic()
-        asyncio.get_running_loop().call_later(LOOK_SECONDS, self._changed.set)
+        self._may_look = False  # and no clock beside the timer: uvloop's fire up to a millisecond early
+        asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_again)
         with contextlib.suppress(BusError):  # by what was known the learner waits longer, and nothing is lost
             beats = await self._workers()
             self._begun.hear(beats, outstanding=self._table.outstanding, forks=self._table.forks)
         return True
+
+    def _look_again(self) -> None:
+        self._may_look = True
+        self._changed.set()
 
     def _late(self, starts: Sequence[int]) -> list[int]:
         """Of the ``starts`` of stragglers those that the next step holds for. Where workers cut them off, with the next

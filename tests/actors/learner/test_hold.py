@@ -127,3 +127,20 @@ async def test_a_hold_ends_when_it_is_heard_that_nobody_had_begun_the_group(monk
     assert not taking.done()
     desk.begun[0] = 2  # its worker died, and another one began it anew
     assert await taking == [1, 2]
+
+
+async def test_a_hold_ends_when_it_is_heard_that_nobody_had_begun_the_group_though_timers_fire_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As uvloop's do, by up to a millisecond."""
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+    monkeypatch.setattr(loop, "call_later", lambda delay, *then, **named: call_later(delay / 2, *then, **named))
+    monkeypatch.setattr(batcher, "LOOK_SECONDS", 0.02)
+    desk = Desk(wait_for_stragglers=True, version=2, begun={0: 0})
+    desk.start(of={0: 0, 1: 2, 2: 2})
+    desk.arrive(1, 2, version=2)
+    taking = asyncio.create_task(desk.take())
+    await asyncio.sleep(0.05)
+    desk.begun[0] = 2
+    assert await taking == [1, 2]
