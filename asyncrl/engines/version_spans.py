@@ -1,4 +1,4 @@
-"""Records which weights sampled which tokens of one answer, as version spans."""
+"""Records as version spans which weights sampled which tokens of an answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def format_version(version: Version) -> str:
 
 
 def parse_version(text: str, *, default: Version) -> Version:
-    """The inverse; ``default`` if the text is not a version of ours, such as the "default" of a fresh server."""
+    """Parse such a string. Returns ``default`` for other strings, such as the "default" of a fresh server."""
     epoch, colon, version = text.partition(":")
     if colon and epoch.isdecimal() and version.isdecimal():
         return int(epoch), int(version)
