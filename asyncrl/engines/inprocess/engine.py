@@ -331,7 +331,10 @@ class InProcessEngine(EngineAdapter):
             self._loads.popleft()
 
     def _admit(self, decoder: Decoder) -> None:
-        """Prefill waiting requests that fit, if they are a quarter of the running ones or the first waited long enough."""
+        """Prefill the waiting requests that fit.
+
+        Waits until they are a quarter of the running sequences, or the first was passed over often enough.
+        """
         free, running = self._options.max_batch_size - len(self._running), len(self._running)
         if self._loads or not self._waiting or not free:
             return
