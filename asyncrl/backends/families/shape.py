@@ -12,8 +12,8 @@ import torch
 class Experts:
     """The feed-forward part of sparse layers: a router sends each token to a few of many experts, all SwiGLUs.
 
-    feed_forward_size  hidden size of one expert
-    shared_size        hidden size of the shared expert that also sees every token; 0 if there is none
+    feed_forward_size  intermediate size of one expert
+    shared_size        intermediate size of the shared expert that also sees every token; 0 if there is none
     scores             scores of the experts for a token: a softmax over all experts, or a sigmoid of each
     is_normalized      whether the chosen scores are divided by their sum
     scale              factor for the chosen scores, applied last
@@ -75,7 +75,7 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     feed_forward_size: int
-    """Hidden size of the feed-forward part in layers without experts."""
+    """Intermediate size of layers without experts."""
     num_heads: int
     num_key_value_heads: int
     head_size: int
