@@ -207,8 +207,8 @@ class LoadedModel:
     def _exporters(self) -> dict[str, int]:
         """Return the rank of the stage that exports each parameter: the eligible rank with the fewest bytes so far.
 
-        Experts go to one of the ranks that hold the same experts as this rank. Ranks with other experts assign theirs in
-        the same way.
+        Experts go to one of the ranks that hold the same experts as this rank. Ranks with other experts assign theirs
+        in the same way.
         """
         tensor_parallel, experts = self._tensor_parallel.size(), self._layout.expert
         own = self._rank - self._first_of_stage
