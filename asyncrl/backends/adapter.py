@@ -44,7 +44,7 @@ class BackendAdapter(Adapter):
                 f'learner.machines: backend = "{run.learner.backend}" runs in one process; use "megatron" or remove it'
             )
         if run.learner.megatron:
-            raise ConfigError(f'learner.megatron: is for backend = "megatron", and this is "{run.learner.backend}"')
+            raise ConfigError(f'learner.megatron: needs backend = "megatron", but this is "{run.learner.backend}"')
         if run.weights.quantization:
             raise ConfigError(
                 f'weights.quantization: backend = "{run.learner.backend}" quantizes nothing; use "megatron"'

@@ -186,8 +186,8 @@ class _Found:
         if key is None:
             if any(key.endswith("_adapter.down") for key in saved.keys()):  # noqa: SIM118
                 raise CheckpointError(
-                    f"{saved.folder}: holds low-rank adapters (learner.lora) and no whole model; what was published "
-                    "is in the folders of its weights/ and best/"
+                    f"{saved.folder}: holds low-rank adapters (learner.lora), not a whole model; published "
+                    "versions are in the folders weights/ and best/ of its run"
                 )
             raise CheckpointError(f"{saved.folder}: has no {wanted}; is it a checkpoint of another model?")
         before = [parameter.layer] if key not in same else []

@@ -44,7 +44,7 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
     for pattern in learner.train_only:
         if not any(re.search(pattern, name) for name in trained):
             raise ConfigError(
-                f"learner.train_only: {pattern!r} trains nothing, as learner.freeze holds all of it; remove it from one"
+                f"learner.train_only: {pattern!r} trains nothing, as learner.freeze freezes all its matches; remove one"
             )
     for entry in maps:
         if are_fused or entry.is_of_experts:

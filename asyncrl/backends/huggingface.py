@@ -40,7 +40,7 @@ def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
         ) from None
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # a value has another type
         raise ConfigError(
-            f"{where}: {folder / 'config.json'} describes no {architecture}: {type(error).__name__}: {error}"
+            f"{where}: {folder / 'config.json'} does not describe a {architecture}: {type(error).__name__}: {error}"
         ) from error
 
 

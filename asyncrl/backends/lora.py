@@ -100,8 +100,8 @@ def check(run: RunConfig) -> None:
     shape = huggingface.read_shape(Path(run.model.path))
     if settings.rank > shape.hidden_size:
         raise ConfigError(
-            f"learner.lora.rank: {settings.rank} is more than the model's hidden_size, {shape.hidden_size}, which no "
-            "matrix of its layers needs; use fewer"
+            f"learner.lora.rank: {settings.rank} is more than the model's hidden_size, {shape.hidden_size}, and no "
+            "matrix of its layers needs more; use a smaller rank"
         )
     maps = weight_map(shape)
     known = sorted({module for entry in maps for name in entry.huggingface if (module := module_of(name))})
@@ -120,7 +120,7 @@ def check(run: RunConfig) -> None:
             )
         if settings.publish == "adapter" and (entry.is_of_experts or not names <= {"", *_SERVED}):
             raise ConfigError(
-                'learner.lora.publish: "adapter" is for dense models with q_proj to down_proj alone, this one has '
+                'learner.lora.publish: "adapter" supports only dense models with q_proj to down_proj, but this has '
                 f'{", ".join(sorted(names))}{" of experts" if entry.is_of_experts else ""}; use "merged"'
             )
         is_odd = run.model.dtype == "bfloat16" and settings.rank % _GROUP_OF_16_BYTES

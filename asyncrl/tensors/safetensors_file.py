@@ -63,7 +63,7 @@ def entries_of(stream: BinaryIO) -> tuple[list[TensorEntry], int]:
     for name, about in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = about["data_offsets"]
         if about["dtype"] not in dtypes:
-            raise ValueError(f"{name} is {about['dtype']}, which is not known here")
+            raise ValueError(f"{name} is {about['dtype']}, an unknown dtype")
         entry = TensorEntry(name=name, dtype=dtypes[about["dtype"]], shape=tuple(about["shape"]))
         if (start, stop) != (end, end + entry.num_bytes):
             raise ValueError(f"{name} is at {start}..{stop}, expected at {end}..{end + entry.num_bytes}")

@@ -47,7 +47,7 @@ def index_of(files: Sequence[WeightFile]) -> bytes:
     """Return the contents of the index file. Raises ValueError when two files have the same tensor."""
     weight_map = {name: one.file for one in files for name in one.names}
     if len(weight_map) != sum(len(one.names) for one in files):
-        raise ValueError("two parts of the model have a tensor of one name")
+        raise ValueError("two parts of the model have a tensor of the same name")
     parts = {one.file: {"sha256": one.sha256, "num_bytes": one.num_bytes} for one in files}
     metadata = {"total_size": sum(one.num_bytes for one in files), "parts": parts}
     return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1).encode()

@@ -215,7 +215,7 @@ class MegatronBackend(BackendAdapter):
 
     def serve(self) -> None:
         if self._seat is None or self._seat.rank == 0:
-            raise BackendError("this process is the learner, and no other rank of it")
+            raise BackendError("this process is the learner; only its other ranks serve")
         joined_ranks.serve(self._job, self._seat, self._common, timeout_seconds=self._timeout_seconds)
 
     def step(

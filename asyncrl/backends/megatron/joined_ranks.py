@@ -197,7 +197,7 @@ def _problem(
 ) -> str:
     """Return why a rank cannot join, or ""."""
     if not 0 < hello.rank < seat.ranks:
-        return f"there is no rank {hello.rank} beside the learner's, of {seat.ranks}"
+        return f"rank {hello.rank} is the learner's or does not exist; there are {seat.ranks} ranks"
     if (before := joined.get(hello.rank)) is not None and not before[2].gone.is_set():
         return f"{_name(before[1])} has joined already"
     others = sorted(name for name in {*common, *hello.common} if common.get(name) != hello.common.get(name))

@@ -123,8 +123,8 @@ class LoadedModel:
         """Raise ConfigError if the shapes differ: copy_ would broadcast a smaller tensor."""
         if parameter.shape != found.shape:
             raise ConfigError(
-                f"{self._where}: {self._model.path}: {entry.huggingface[0]} makes {list(found.shape)} here, and by "
-                f"config.json it is {list(parameter.shape)}"
+                f"{self._where}: {self._model.path}: {entry.huggingface[0]} gives the shape {list(found.shape)} here, "
+                f"but config.json requires {list(parameter.shape)}"
             )
 
     @torch.no_grad()

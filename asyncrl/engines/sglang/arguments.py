@@ -86,8 +86,8 @@ def check_joined_arguments(server_arguments: object) -> None:
         if option_name(key) not in _FOR_ALL or not _is_plain(value):
             shown = repr(key if len(key) <= 60 else key[:57] + "...")
             raise ConfigError(
-                f"{where}: the run's settings set {shown}, by which SGLang may load code or open files here; if this "
-                f"machine wants it, its command says so: --set {where}.KEY=VALUE"
+                f"{where}: the run's settings set {shown}, which may make SGLang load code or open files here; to "
+                f"allow it on this machine, add to its command: --set {where}.KEY=VALUE"
             )
 
 

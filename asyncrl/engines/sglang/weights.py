@@ -89,8 +89,8 @@ class WeightLoader:
         fails."""
         if not self.ranks_with_loader:
             raise WeightsError(
-                f"weights {format_version(version)} from {what}: this SGLang server lacks asyncrl's loader, which has "
-                "only a server that asyncrl launches, with one or two GPUs and without quantization"
+                f"weights {format_version(version)} from {what}: this SGLang server lacks asyncrl's loader; only "
+                "servers that asyncrl launches have it, with one or two GPUs and without quantization"
             )
         body = self._body(version)
         body["load_format"] = LOADER
