@@ -23,7 +23,7 @@ class SpanRecorder:
             self.marks.append((start, version))
 
     def spans(self, num_tokens: int, *, begin: int = 0) -> tuple[VersionSpan, ...]:
-        """Spans of tokens ``begin`` to ``num_tokens``, with positions relative to ``begin``."""
+        """Return the spans of tokens ``begin`` to ``num_tokens``, with positions relative to ``begin``."""
         marks = {max(0, start - begin): version for start, version in self.marks}  # the last one at 0 wins
         return tuple(
             VersionSpan(start=start, incarnation=version[0], policy_version=version[1])
@@ -33,7 +33,7 @@ class SpanRecorder:
 
 
 def format_version(version: Version) -> str:
-    """The version as a string for engine servers: "0:12" is incarnation 0, policy version 12."""
+    """Return the version as a string for engine servers: "0:12" is incarnation 0, policy version 12."""
     return f"{version[0]}:{version[1]}"
 
 

@@ -42,7 +42,7 @@ class Bucket:
 
     @classmethod
     def empty(cls, entries: Sequence[TensorEntry], device: torch.device) -> Bucket:
-        """Allocate an uninitialized bucket for ``entries``."""
+        """Allocate an uninitialised bucket for ``entries``."""
         num_bytes = sum(entry.num_bytes for entry in entries)
         return cls(entries=tuple(entries), data=torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
@@ -82,9 +82,10 @@ class Snapshot:
     ) -> Snapshot:
         """Copy ``tensors`` on their device. Floating-point tensors become ``dtype``, except those named in ``kept``.
 
-        Tensors are consumed one at a time. For each dtype, the sources of one bucket are held until the bucket is full.
-        A tensor larger than ``bucket_bytes`` gets a bucket of its own. On CUDA, waits for the queued copies. Raises
-        ValueError when two tensors have the same name.
+        Tensors are consumed one at a time. Besides the copies, memory holds for each dtype the sources of a bucket that
+        is not full yet, and one more tensor. A tensor larger than ``bucket_bytes`` gets a bucket of its own.
+
+        On CUDA, waits for the queued copies. Raises ValueError when two tensors have the same name.
         """
         names = set[str]()
         waiting: dict[torch.dtype, list[tuple[TensorEntry, torch.Tensor]]] = {}
@@ -156,7 +157,7 @@ def _dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def grouped(entries: Sequence[TensorEntry], bucket_bytes: int) -> Iterator[list[TensorEntry]]:
-    """Group neighbors of the same dtype, up to ``bucket_bytes`` each. One dtype per group keeps tensors aligned."""
+    """Group neighbours of the same dtype, up to ``bucket_bytes`` each. One dtype per group keeps tensors aligned."""
     group: list[TensorEntry] = []
     num_bytes = 0
     for entry in entries:

@@ -1,6 +1,6 @@
 """GLM-4 of April 2025.
 
-Attention and feed-forward part also have a norm after them. Half of every head is rotated, in pairs of neighbors. The
+Attention and feed-forward part also have a norm after them. Half of every head is rotated, in pairs of neighbours. The
 names of a layer's norms differ from other families, and gate and up are one tensor.
 """
 

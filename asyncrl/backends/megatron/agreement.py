@@ -21,7 +21,7 @@ WAIT_SECONDS: Final = 60.0
 
 
 class Agreement:
-    """One instance per rank. A rank must end after a failure that its peers do not share: all ranks count failures."""
+    """One instance per rank. Failures are matched by number, so a rank must end if its peers do not share a failure."""
 
     def __init__(self, store: Store, place: Place, *, peers: Sequence[int]) -> None:
         """peers: the ranks that meet in every layer; may include this rank."""

@@ -356,7 +356,7 @@ class MegatronBackend(BackendAdapter):
     def _explaining(self, doing: str) -> Iterator[None]:
         """Turn torch's RuntimeError (lost peer, timeout, out of memory) into a BackendError that names the cause.
 
-        Any other exception also leaves the ranks at different places, and is treated alike.
+        Any other exception is converted as well, because it also leaves the ranks at different places.
         """
         try:
             yield

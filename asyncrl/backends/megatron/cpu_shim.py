@@ -1,7 +1,7 @@
 """Lets megatron-core 0.16 to 0.19 train on a CPU. On CUDA nothing is replaced.
 
-The math is unchanged, and all other code sees the original torch. Only Megatron's modules get a ``torch`` in which the
-names below use the CPU as the device. Comments name the file in megatron/core that needs each name.
+Computations are unchanged, and all other code sees the original torch. Only Megatron's modules get a ``torch`` in which
+the names below use the CPU as the device. Comments name the file in megatron/core that needs each name.
 Tests: test_the_shim_leaves_torch_alone, test_the_shim_answers_megatron_with_the_cpu.
 """
 

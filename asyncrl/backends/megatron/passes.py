@@ -1,7 +1,7 @@
 """Runs micro-batches forward and backward through a rank's stages of a model, with Megatron's schedules.
 
 Every rank of a copy of the model gets the same micro-batches and builds its part of their rows itself. Only hidden
-states move between stages. A failed micro-batch must not keep a stage from its neighbors, which wait for it. So the
+states move between stages. A failed micro-batch must not keep a stage from its neighbours, which wait for it. So the
 stage continues with an empty row. Later stages recognise this by the length of what they receive, and do the same. The
 ranks exchange their errors when the passes are over.
 Tests: tests/contracts/test_backend_failures.py, tests/unit/backends/megatron/test_layouts.py.

@@ -29,11 +29,11 @@ class RowPart:
 
     tokens, positions  i64[n]
     attention          the keys that each token sees
-    sources            i64[m]: positions in the part of the hidden states that predict tokens of ``row.rows``
+    sources            i64[m]: indices in the part of the hidden states that predict tokens of ``row.rows``
     targets            i64[m]: the predicted tokens
     places             i64[m]: their indices in ``row.rows``; other ranks have the others; None: all of them
     kept               i64[n]: positions of the part's tokens in the padded row; None: all of them
-    experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None: everywhere
+    experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None if it always does
     length             N
     row                the unpadded row: the objective's inputs
     micro_batch        the same data on the host

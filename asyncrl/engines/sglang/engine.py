@@ -88,7 +88,7 @@ class SGLangEngine(EngineAdapter):
 
     @classmethod
     def tells_experts(cls, run: RunConfig) -> bool:
-        """The experts of an external server are unknown until it is asked, so the run must request them explicitly."""
+        """For an external server, only if the run requests experts: its options are unknown until it is asked."""
         options: Options = cls.options(run)
         return not options.url or run.rollout.routing_replay == "on"
 

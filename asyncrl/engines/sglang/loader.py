@@ -44,8 +44,8 @@ holds all of them."""
 def serialized(*files: Sequence[Path]) -> str:
     """Encode weight files like SGLang's (name, tensor) pairs. Each file is a list of paths, tried in order.
 
-    The server uses the first path that it can read. It cannot always read a file that another process has opened: file
-    capabilities and security modules may forbid it.
+    The server uses the first path that it can read. A file that another process has open (/proc/PID/fd) is not always
+    readable: file capabilities and security modules may forbid it.
     """
     return _encoded(*(json.dumps([str(name) for name in names]) for names in files))
 

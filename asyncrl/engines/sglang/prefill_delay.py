@@ -19,8 +19,8 @@ ARGUMENTS: Final[Mapping[str, Any]] = {
     "prefill-delayer-queue-min-ratio": 0.12,
     "prefill-delayer-max-delay-ms": 500,
 }
-"""A prefill waits until an eighth as many prompts are waiting as requests are running, at most half a second. With
-fewer than 17 running requests it never waits."""
+"""A prefill waits until the number of waiting prompts is an eighth of the running requests, for at most half a second.
+With fewer than 17 running requests it never waits."""
 
 _OWN_WAYS: Final = (
     "disable-overlap-schedule",  # SGLang refuses it with the delayer, and also the options below that imply it

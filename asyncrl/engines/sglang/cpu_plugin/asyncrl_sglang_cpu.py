@@ -1,8 +1,8 @@
 """A plugin of SGLang (sglang.srt.plugins) for a server on a machine without a GPU.
 
 Host buffers: SGLang looks up in a table how to allocate host buffers for each device. The table has no row for "cpu",
-so a CPU server would use CUDA's allocator, which pins memory through the CUDA runtime. Only the buffer of routed
-experts needs this on a CPU.
+so a CPU server would use CUDA's allocator, which pins memory through the CUDA runtime. On a CPU, only the buffer of
+routed experts is allocated through this table.
 
 Processes: the server starts the scheduler of each rank and the detokenizer as new Python processes, since a forked
 process cannot use CUDA. Each takes ten seconds to import what the server has already imported. Without CUDA they can be
