@@ -57,7 +57,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_triton(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """On CUDA, call the function of the same name in ``module``. If it returns None, or elsewhere, use ``fused``."""
+    """On CUDA, call the function of the same name in ``module``. Otherwise, or if it returns None, use ``fused``."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         otherwise = fused(function)
