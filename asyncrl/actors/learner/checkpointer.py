@@ -92,7 +92,7 @@ class Checkpointer:
         return bool(every) and (step % every == 0 or self._has_failed)
 
     async def begin(self, *, trims: bool, group: asyncio.TaskGroup) -> None:
-        """Begin a checkpoint, which a task of ``group`` finishes. ``write`` it if the backend cannot train during a save.
+        """Begin a checkpoint, which a task of ``group`` finishes. ``write`` it if the backend cannot save in parallel.
 
         trims: once this checkpoint is written, groups that the previous one has consumed may leave the log. Raises
         CheckpointError.
