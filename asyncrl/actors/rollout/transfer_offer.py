@@ -1,4 +1,4 @@
-"""Asks the learner for weights from its memory, as a receiver's next transfer."""
+"""Asks the learner for a receiver's next transfer of weights from memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NONCE_BYTES: Final = 16
 
 
 async def offered(bus: Bus, receiver: Receiver) -> TransferOffer:
-    """Raises WeightsError: nobody answers, or the learner sends nothing."""
+    """Return the learner's offer. Raises WeightsError if no learner answers or it sends nothing."""
     request = replace(receiver.request, nonce=secrets.token_bytes(NONCE_BYTES))
     offer = await bus.ask(TRANSFERS, request, seconds=ANSWER_SECONDS)
     if offer is None:
