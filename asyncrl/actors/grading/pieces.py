@@ -56,7 +56,7 @@ async def whole(bus: Bus, request: GradingRequest, *, key: str) -> GradingReques
         body += piece.data
     asked = decode(bytes(body), GradingRequest, is_bounded=True)
     if asked.in_pieces is not None:
-        raise MessageError("its pieces are pieces again")
+        raise MessageError("its pieces contain another request in pieces")
     return asked
 
 

@@ -61,7 +61,7 @@ class RewardsElsewhere:
             try:
                 sent, since = await pieces.in_pieces(self._bus, request, key=key), clock()
             except MessageError as error:
-                raise RewardError(f"reward: a reward worker cannot be asked: {error}") from error
+                raise RewardError(f"reward: cannot ask a reward worker: {error}") from error
             while clock() < since + PIECES_AGAIN_SECONDS:
                 await self._publish(sent, key=key)
                 if (await asyncio.wait((answer,), timeout=AGAIN_SECONDS))[0]:

@@ -159,7 +159,7 @@ class Checkpointer:
             except Exception as error:
                 if disk_problem(error) is None:
                     raise
-                log.error("%s; the next step is saved instead, and waited for", error)
+                log.error("%s; the next step is saved instead, and training waits for that save", error)
                 self._written, self._has_failed = None, True
                 return
             if folder is not None:

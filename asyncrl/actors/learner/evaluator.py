@@ -107,7 +107,7 @@ class Evaluator:
         elif problem:
             log.warning("evaluation of version %d, the last one: %s", version, problem)
         elif not last.is_over:
-            log.info("evaluation of version %d: taken up again", version)
+            log.info("evaluation of version %d: resumed", version)
             await asyncio.to_thread(self._channel.retain, last.weights)
             await self._set(last)
 

@@ -337,7 +337,7 @@ class Learner(Actor):
                 await self._reporting
             raise HopelessError(
                 f"too many steps were skipped (learner.max_skipped_steps): {text}. Usual causes: a learning rate too "
-                "high, a model that was broken to begin with, rewards far out"
+                "high, an initial model that is broken, extreme rewards"
             )
 
     # -- step -> weights, metrics, end of the run ----------------------------------------------------------------------

@@ -156,7 +156,7 @@ class PromptSource(Actor):
                     self._progress = progress
                     self._changed.set()
                 elif progress.incarnation > self._incarnation:  # an older one is left over from before our learner
-                    problem = f"of incarnation {progress.incarnation}, and this is {self._incarnation}"
+                    problem = f"of incarnation {progress.incarnation}, but this is incarnation {self._incarnation}"
                     self.bus.rejections.note(PROGRESS.name, problem, kind="incarnation")
 
     async def _watch_weights(self, key: str) -> None:

@@ -111,8 +111,8 @@ class TrajectoryReader:
         found = await self._bus.log_state(TRAJECTORIES, mark=self._mark)
         if found.problem:
             log.warning(
-                "the bus lost what it had of the trajectory log: %s; reading it again from entry %d, where what was "
-                "trained is not trained again",
+                "the bus lost what it had of the trajectory log: %s; reading it again from entry %d; groups "
+                "trained before are not trained again",
                 *(found.problem, found.first),
             )
             self._table.start_new_log(first=found.first)
@@ -271,7 +271,7 @@ class TrajectoryReader:
         judged by records that are read again."""
         table, group_id = self._table, self._tickets.group_answered(record.key)
         if group_id is not None and table.is_published(group_id) and not table.awaits(record.sequence, group_id):
-            return Checked(group=failed_group(group_id, worker="", error="it was here before"))
+            return Checked(group=failed_group(group_id, worker="", error="it arrived before"))
         aside = self._in_progress.aside.get(self._identity(record.sequence, record.key))
         if group_id is not None and aside is not None:
             by = f" (worker {aside.worker})" if aside.worker else ""

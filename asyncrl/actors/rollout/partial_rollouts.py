@@ -136,7 +136,7 @@ class PartialRollouts:
         if progress.num_discarded:
             self._log.warning(
                 "group %d: its rollout function asked for something else than the first time, or its engine ignored "
-                "the tokens it was given; %d tokens are lost",
+                "the saved tokens; %d tokens are lost",
                 progress.group_id,
                 progress.num_discarded,
             )

@@ -115,12 +115,12 @@ def _check_reward(given: Trajectory, *, needed: bool, largest: float) -> None:
 
 def _refuse(problems: Iterator[str]) -> None:
     if (problem := next(problems, "")) != "":
-        raise RolloutError(f"what the rollout function gave cannot be trained: {problem}")
+        raise RolloutError(f"the result of the rollout function cannot be trained: {problem}")
 
 
 def _given_reward(trajectories: Sequence[Trajectory]) -> Trajectory:
     """Return the last trajectory with a reward, which is the rollout's. Raises ValueError if rewards differ."""
     given = [one for one in trajectories if not math.isnan(one.reward)]
     if any((one.reward, one.reward_parts) != (given[-1].reward, given[-1].reward_parts) for one in given):
-        raise ValueError(f"its trajectories have the rewards {[one.reward for one in given]}, and a rollout has one")
+        raise ValueError(f"its trajectories have the rewards {[one.reward for one in given]}, but a rollout has one")
     return given[-1] if given else trajectories[-1]

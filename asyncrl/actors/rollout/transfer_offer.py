@@ -20,7 +20,7 @@ async def offered(bus: Bus, receiver: Receiver) -> TransferOffer:
     request = replace(receiver.request, nonce=secrets.token_bytes(NONCE_BYTES))
     offer = await bus.ask(TRANSFERS, request, seconds=ANSWER_SECONDS)
     if offer is None:
-        raise WeightsError("no learner answers that it sends weights")
+        raise WeightsError("no learner answers the request for weights")
     if offer.problem:
         await receiver.leave()
         raise WeightsError(f"the learner sends no weights: {offer.problem}")

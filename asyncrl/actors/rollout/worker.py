@@ -137,7 +137,7 @@ class RolloutWorker(Actor):
         async with self.bus.watch(PROGRESS) as states:
             async for progress in states:
                 if progress.incarnation < incarnation:
-                    problem = f"of incarnation {progress.incarnation}, and {incarnation} was there already"
+                    problem = f"of incarnation {progress.incarnation}, after incarnation {incarnation} was seen"
                     self.bus.rejections.note(PROGRESS.name, problem, kind="incarnation")
                     continue
                 incarnation = progress.incarnation
