@@ -1,9 +1,10 @@
 """Makes batches: selects the groups of the next step and packs their micro-batches while the current step runs.
 
 A batch is *taken* when the previous step is done, for the version it trains: groups that are too old are dropped, and
-the oldest of the others form the batch. While a step runs, ``prepare_ahead`` prepares the batch that would be taken if
-the step ended now, and prepares again when an arrival changes that batch. This preparation is speculative and takes
-nothing: no group changes its state, no counter moves, nothing is published. It hides host work and changes no result:
+the first of the others (staleness.order, by default the oldest) form the batch. While a step runs, ``prepare_ahead``
+prepares the batch that would be taken if the step ended now, and prepares again when an arrival changes that batch.
+This preparation is speculative and takes nothing: no group changes its state, no counter moves, nothing is published.
+It hides host work and changes no result:
 
   - Which groups form a batch, and which are dropped, is decided at the same instants as without speculation. If
     another batch is taken, the prepared one is discarded and the new one is prepared then.

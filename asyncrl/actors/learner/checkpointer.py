@@ -3,7 +3,7 @@
 So if the newest checkpoint is damaged or deleted, the learner resumes from the one before it and finds every group on
 the log. With checkpoint.keep = 1 there is no earlier one: the log is trimmed up to the newest.
 
-Backends that support it write while the next steps run. A checkpoint does not exist until all of it is on disk: a
+Backends that support this write while the next steps run. A checkpoint does not exist until all of it is on disk: a
 learner that dies before that resumes from the previous one, and nothing has been trimmed from the log. Only one is
 written at a time; the next one waits.
 Tests: tests/actors/learner/test_checkpointer.py.

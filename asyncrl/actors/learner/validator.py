@@ -1,7 +1,7 @@
 """Decides which groups the learner accepts: valid groups of workers whose logprobs match the policy's. A thin layer
 over policies/trust.
 
-A worker is quarantined when the trainer's scores of its answers differ from the logprobs it sent twice in a row
+A worker is quarantined when, twice in a row, the trainer's scores of its answers differ from the logprobs it sent
 (logprob_mismatch.py), or when it has sent ``MOST_IMPOSSIBLE`` impossible groups (validation.py). From then on nothing
 it made is trained in this incarnation. The worker learns of it through the state ``quarantine``. A run in which every
 worker is quarantined ends with the reason. The verdict applies to one life of the worker: a new life under the same

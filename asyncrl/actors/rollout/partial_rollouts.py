@@ -8,7 +8,7 @@ engine, and the engine continues the others.
   P1 A killed worker loses only what it sampled within the last ``seconds``
      (tests/actors/rollout/test_partial_rollouts.py, test_a_worker_killed_in_the_middle_loses_at_most_a_twentieth).
   P2 Sampled tokens keep their logprobs and versions. Tokens that are too old to be trained are discarded, and so are
-     tokens of calls that the function does not repeat, in whatever order.
+     tokens of calls that the function does not repeat. The order of the repeated calls does not matter.
   P3 Each attempt writes its own segments, the first with everything it took over: two workers on one group never mix.
   P4 The last attempt starts from nothing: the segments may contain what killed the earlier workers.
   P5 Generation never waits for a save; a group that cannot be saved is reported once.

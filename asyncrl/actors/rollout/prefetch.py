@@ -4,7 +4,7 @@
      beside a full one.
   F2 A draining worker returns them at once. Other workers can then begin them, with the newest weights.
   F3 A delivery of a group that this worker already holds was reissued for other workers, so it is returned.
-  F4 A group that is returned before it began or was looked at uses up no attempt (delivery_attempts.py).
+  F4 A group that is returned before it begins, or without being looked at, uses up no attempt (delivery_attempts.py).
 Tests: tests/actors/rollout/test_prefetch.py.
 """
 
