@@ -1,7 +1,7 @@
 """The set of done numbers among 0, 1, 2, …: a watermark and the few numbers beyond it.
 
-It is used for group ids (trained, dropped, failed or filtered: never again) and for log sequences (read and disposed of). It
-stays small however long the run is, because the done numbers are nearly contiguous.
+It is used for group ids (trained, dropped, failed or filtered: never again) and for log sequences (read and disposed
+of). It stays small however long the run is, because the done numbers are nearly contiguous.
 """
 
 from __future__ import annotations

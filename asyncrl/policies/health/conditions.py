@@ -1,7 +1,7 @@
-"""Conditions that stop nothing yet: a process that runs out of something, a run that trains what it should not.
+"""Conditions that do not stop a run yet: a process that runs out of a resource, or a run that trains the wrong thing.
 
-Numbers of an actor's heartbeats, each with the value from which it is a finding. A new one is a row here, and a row of
-the table in tests/unit/policies/health/test_diagnosis.py.
+Each condition is a number in an actor's heartbeats, with the value from which it is a finding. To add one, add a row
+here and a row in the table of tests/unit/policies/health/test_diagnosis.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MANY_SKIPPED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """says: behind the actor's name; {value} is the number, {problem} the actor's.  at: found from this value on"""
+    """at: reported from this value on;  says: follows the actor's name, {value} is the number, {problem} the actor's"""
 
     fault: str
     at: float
@@ -117,7 +117,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
 
 
 def present(seen: Observation) -> Iterable[Finding]:
-    """Of every actor that is heard."""
+    """Yield the findings of all actors that send heartbeats."""
     for name, actor in seen.actors.items():
         if actor.seconds > SILENT_SECONDS:
             continue
