@@ -1,8 +1,8 @@
 """Importance ratios of tokens, sequences and prefixes, from the token log ratios.
 
 A "sequence ratio" here is the product of the token ratios, as in verl, TRL, SkyRL, slime and NeMo-RL. AReaL and
-open-instruct use the term for the geometric mean, which is "geometric" here. The ratios have
-no gradient. Log ratios are clamped before exp, so an infinite one becomes a large one and none makes a nan.
+open-instruct use the term for the geometric mean, which is "geometric" here. The ratios have no gradient. Log ratios
+are clamped before exp, so an infinite one becomes a large one and none makes a nan.
 """
 
 from __future__ import annotations

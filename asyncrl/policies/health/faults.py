@@ -136,7 +136,7 @@ class Observation:
     bus_silent    seconds since the bus last answered
     bus_refuses   seconds since the bus last stored something;  bus_problem: why
     bus_losses    parts of the bus that were lost recently
-    is_bus_blind  whether nothing that the watcher listens to exists on the bus
+    is_bus_blind  whether the bus has lost the topic of heartbeats or of progress
     own_roles     roles of processes that this launcher keeps running and that have worked; one that is not heard is
                   ending or hidden
     """
