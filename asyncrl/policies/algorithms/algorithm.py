@@ -104,7 +104,7 @@ class Algorithm:
     def loss_scores(self) -> frozenset[str]:
         """The scores in SCORED_BY that the loss needs; the current policy's logprobs are available without scoring."""
         named = {*self.loss.inputs, *(("ref_logprobs",) if self.kl else ())} - {"prox_logprobs"}
-        if named & set(OF_BATCH) or self.keeps_prox:  # before the first micro-batch
+        if named & set(OF_BATCH) or self.keeps_prox:  # scored before the first micro-batch
             named.add("prox_logprobs")
         return frozenset(SCORED_BY.keys() & named)
 

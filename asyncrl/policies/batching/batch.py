@@ -121,7 +121,7 @@ def build(
     left_out = _left_out(old, too_old)
     assert ages_sampled.size == 0 or ages_sampled.max() <= max_staleness, "buffer let a stale token through"
     metrics = _staleness_metrics(ages, trained, members, rollout, max_staleness) | _sample_metrics(groups)
-    if ages_sampled.size:  # what the bound is about, and `asyncrl audit` finds on the log again
+    if ages_sampled.size:  # the value that the bound limits; `asyncrl audit` recomputes it from the log
         metrics["staleness/max"] = float(ages_sampled.max())
     metrics |= {f"staleness/{name}": float(count) for name, count in left_out.items()}
     metrics["length/trained_tokens"] = float(ages_trained.size)

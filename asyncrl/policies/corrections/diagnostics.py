@@ -202,7 +202,7 @@ def sequence_sums(
 
     ratios = sequence_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
     trainer_nll, behavior_nll = mean(-logprobs), mean(-behavior)
-    rise = -geometric_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences).log()  # bounded
+    rise = -geometric_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences).log()  # bounded by the clamp
     sums = {
         "sequences": total(is_there),
         "rejected_sequences": total(per_sequence((weights != 0).double()) == 0),
@@ -260,7 +260,7 @@ def js_of(log_ratio: torch.Tensor) -> torch.Tensor:
     nearly right while the two policies are close.
     """
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    mixture = torch.log1p(bounded.exp()) - math.log(2.0)  # over behavior
+    mixture = torch.log1p(bounded.exp()) - math.log(2.0)  # log ratio to behavior
     return (k3_of(-mixture) + k3_of(bounded - mixture)) / 2
 
 

@@ -297,7 +297,7 @@ class GroupTable:
         self.generated_lengths, self.dropped_lengths = [], []
         return lengths
 
-    # -- what others read ----------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
@@ -324,7 +324,7 @@ class GroupTable:
         text = "{trained} groups trained, {dropped} dropped (stale), {failed} failed".format(**self.counts)
         return text + (f", {self.counts['filtered']} filtered" if self.counts["filtered"] else "")
 
-    # -- small things --------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _lose(
         self,

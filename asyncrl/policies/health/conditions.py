@@ -60,13 +60,13 @@ CONDITIONS: Final[dict[str, Condition]] = {
     "alarm/hold": Condition(
         "held",
         1,
-        "waits for old groups with a full batch, while engines are idle (metrics.hold_alarm)",
+        "holds back a full batch for old groups while engines are idle (metrics.hold_alarm)",
         'set staleness.parts = "tokens", or raise max_staleness; the warning in learner.log says to what',
     ),
     "alarm/split": Condition(
         "split",
         1,
-        "or its engines are idle for long: another split of the GPUs would train more (metrics.split_alarm)",
+        "or its engines are often idle: another split of the GPUs would train more (metrics.split_alarm)",
         "the warning in learner.log says which; `asyncrl plan` measures it; change learner.ranks and rollout.workers",
     ),
     "alarm/standstill": Condition(
@@ -78,7 +78,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
     "alarm/truncated": Condition(
         "truncated",
         1,
-        "trains answers that are nearly all cut at rollout.max_new_tokens: none of them comes to its end",
+        "trains answers that are nearly all cut at rollout.max_new_tokens: none of them is complete",
         "raise rollout.max_new_tokens, or look whether the model knows its end-of-text token (generation_config.json, "
         "chat template, rollout.stop)",
     ),
@@ -105,7 +105,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "little room",
         0.5,
         "has room for fewer than two more checkpoints on its disk: one takes {value:.0%} of what is free",
-        "make room there, or lower checkpoint.keep and weights.keep; a disk that is full is waited for",
+        "make room there, or lower checkpoint.keep and weights.keep; the run waits while the disk is full",
     ),
     "learner/skipped_in_a_row": Condition(
         "not finite",

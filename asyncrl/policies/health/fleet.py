@@ -33,7 +33,7 @@ SAYS: Final = {
     CODE: (
         "other code",
         "runs another version of asyncrl than the learner",
-        "install the learner's version on its machine and restart it; `asyncrl --version` does not tell edited files",
+        "install the learner's version on its machine and restart it; `asyncrl --version` does not show edited files",
     ),
     FUNCTIONS: (
         "other functions",
