@@ -34,7 +34,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
         ),
         AlgorithmSpec(
             name="dapo",
-            paper="arXiv:2503.14476; here grpo with clip_high 0.28; filters, overlong_tokens, mask_truncated are separate",
+            paper="arXiv:2503.14476; grpo with clip_high 0.28; filters, overlong_tokens, mask_truncated are separate",
             advantage=GRPO(),
             loss=PPOClip(clip_high=0.28),
             aggregation=TokenMean(),

@@ -2,11 +2,11 @@
 
 A prompt may wait for several versions before a worker starts it. It does not age while it waits, because the version
 that starts the group samples its tokens. The heartbeat of each worker reports the version it samples with, and the
-oldest version in each group that it has started. So the tokens of a group are no older than
+oldest version in each group that it has started. The tokens of a group are no older than the newer of two versions:
 
-  the start in the newest report of the workers that have started the group
-  or, if no worker has started it, the oldest version that any worker samples with
-  and never older than the version that admitted the group, the only bound if no worker is heard.
+  reported  the start in the newest report of the workers that have started the group; if no worker has started it, the
+            oldest version that any worker samples with
+  admitted  the version that admitted the group, which is all that is known if no worker is heard
 
 A worker that reports wrong versions can only shorten the learner's wait, for its own groups and for groups that no
 worker has started; it cannot lengthen any wait.

@@ -5,9 +5,10 @@ apply only after no group was answered for ``seconds``:
 
   all wait   every worker waits for prompts, so no worker that sends heartbeats is working on any: all outstanding
              prompts are issued again
-  stragglers some workers are busy; groups that take four times as long as earlier groups are issued again, like the
-             backup tasks of MapReduce (Dean and Ghemawat, 2004, section 3.6). "As long" is the median, or the 0.9
-             quantile if workers load weights only between groups, where a copy that loses delays its worker's load
+  stragglers some workers are busy: groups that take four times as long as earlier groups are issued again, like the
+             backup tasks of MapReduce (Dean and Ghemawat, 2004, section 3.6). The reference is the median of earlier
+             groups, or the 0.9 quantile if workers load weights only between groups: there, a copy that loses delays
+             the weight load of its worker
 
 The first answer to a group counts. If a client without heartbeats took everything, the run reports it and continues
 until that ends; restarting the learner would give the client the same prompts again.
@@ -29,7 +30,7 @@ KEPT: Final = "learner/kept_prompts"
 REISSUES_LEFT: Final = "learner/reissues_left"
 """Name of Overdue.reissues_left in the learner's heartbeat."""
 REISSUES: Final = 3
-"""After this many reissues without an answer, outstanding groups are not waited for: something else is wrong."""
+"""After this many reissues without an answer, reissuing no longer counts as a remedy: something else is wrong."""
 _SLOWER: Final = 4.0
 """Factor on a quantile, so that prompts that were kept do not make the next wait longer."""
 _QUANTILE, _CAREFUL_QUANTILE = 0.5, 0.9

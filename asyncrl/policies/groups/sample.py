@@ -39,7 +39,8 @@ class Answer:
     """One trajectory.
 
     turns             (who wrote it, text), in order; empty until decoded
-    reward, parts     None (``parts``: left out) where not finite
+    reward            None if it was not finite
+    parts             parts of the reward that were finite
     advantage         mean over the sampled tokens without old_tokens; None if unknown
     advantages        advantage of each token, if they are not all the same
     trainer_logprobs, entropies  of each token, in nats, as computed by the step that trained it; None for a token that

@@ -1,7 +1,7 @@
 """How many prompt groups may be outstanding. This bounds staleness before generation, at no cost in tokens.
 
-One formula covers the three modes. With B groups per batch, each group that is published and not lost (dropped or
-failed) belongs to one of the batches that may be open at once:
+One formula covers the three modes. With B groups per batch, each group that is published and not lost (dropped,
+failed or filtered) belongs to one of the batches that may be open at once:
 
     may publish = B x (batches released + 1 + slack) - (published - lost)
 
@@ -28,7 +28,7 @@ from asyncrl.config import RunConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The admission rule of a run. ``total_groups`` is what the whole run trains, so no group is generated in vain."""
+    """The admission rule of a run. ``total_groups``: groups that the run trains, so that no more are generated."""
 
     mode: str
     groups_per_batch: int
