@@ -7,7 +7,7 @@ Three independent records are compared:
   checkpoint  the ledgers and the prompt position from which a resumed learner continues
   bus         prompts that wait or are in flight, and the trajectory log with the versions that sampled each token
 
-Only the history behind the newest weights counts (``entries.present``).
+Only the history of the newest weights counts (``entries.present``).
 
 For n groups with ids 0 to n - 1, if nothing is duplicated (the docstring of ``Account`` explains each number):
 

@@ -49,7 +49,7 @@ class Batch:
     num_tokens: int
     """Response tokens that are trained; tokens of a masked answer do not count."""
     parts: tuple[int, ...]
-    """Documents of each optimizer step on the batch. Groups stay whole and keep the order of the batch."""
+    """Number of documents in each optimizer step on the batch. Groups stay whole and keep the order of the batch."""
     max_staleness: int
     """Staleness of the oldest sampled token, in versions; tokens left out as too old do not count."""
     old_parts: int = 0
@@ -162,7 +162,7 @@ def _left_out(old: Sequence[NDArray[np.bool_]], too_old: TooOld) -> dict[str, in
 
 
 def _parts(groups: Sequence[TrajectoryGroup], count: int) -> tuple[int, ...]:
-    """Return the documents in each of ``count`` parts of the batch; parts have about equally many groups.
+    """Return the number of documents in each of ``count`` parts of the batch, which have about equally many groups.
 
     With fewer groups than ``count`` there are fewer parts.
     """
@@ -244,8 +244,8 @@ def _document(
     """Return the document: prompt, then response, with zeros for the prompt in every per-token array.
 
     ``mask`` marks the trained tokens; ``advantages`` has one value per sampled token. Logprobs and staleness are also
-    kept for sampled tokens that serve only as context: a KL in the reward may include them, and no token behind them
-    is fresh.
+    kept for sampled tokens that serve only as context: a KL in the reward may include them, and no token after them is
+    fresh.
     """
     prompt_tokens = group.prompt_of(trajectory)
     prompt = len(prompt_tokens)

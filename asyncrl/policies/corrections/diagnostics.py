@@ -128,8 +128,8 @@ def token_sums(
 ) -> Sums:
     """Sum over M response tokens.  f32[M] each; ``loss`` is the micro-batch's scalar part of the batch loss
 
-    log_ratio = trainer - behavior logprobs. Where ``is_fresh``, the learner's version sampled the token and all tokens
-    before it, so a difference comes from the engine's numerics, not from staleness.
+    log_ratio = trainer - behavior logprobs. Where ``is_fresh``, the learner's version sampled every token of the
+    document, so a difference comes from the engine's numerics, not from staleness.
     """
     if log_ratio.numel() == 0:
         return zero(log_ratio.device)

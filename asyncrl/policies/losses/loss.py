@@ -29,7 +29,7 @@ class LossInputs:
     logprobs           f32[M]   trainer logprobs at the sampling temperature, with gradient
     entropy            f32[M]   entropy of the trainer's distribution, in nats
     behavior_logprobs, advantages, loss_weights  f32[M]
-    is_fresh           bool[M]  True if the version being trained sampled the token and all tokens before it
+    is_fresh           bool[M]  True if the version being trained sampled every token of the document
     staleness          i32[M]   version being trained - version that sampled the token
     sequence           i64[M]   index of the token's document among the micro-batch's ``num_sequences``, non-decreasing
     scores             f32[M] each, by name: scores of other models, and values computed over the whole batch
