@@ -41,8 +41,8 @@ def _refuse_wrong_denominator(made: Algorithm) -> None:
         )
     if chains.norm_level(made.correction) is not None:
         raise ConfigError(
-            'algorithm: self_norm divides by the mean weight, in which what is rejected is 0 already; denominator = "'
-            'after" on top would count rejection twice: use "before"'
+            "algorithm: self_norm divides by the mean weight, in which rejected tokens already count as 0; "
+            'denominator = "after" on top would count rejection twice: use "before"'
         )
 
 
@@ -60,7 +60,7 @@ def _refuse_what_teaches_nothing(made: Algorithm) -> None:
     has_rewards = "advantages" in made.loss.inputs
     if made.advantage_scores and not has_rewards:
         raise ConfigError(
-            f"algorithm: loss {made.loss.name} does not look at advantages, and a pass of another model makes them; "
+            f"algorithm: loss {made.loss.name} does not look at advantages, which need a pass of another model here; "
             'use a loss such as ppo_clip, or advantage = "none" and no KL in the reward'
         )
     if made.advantage.name == "none" and has_rewards and "teacher" not in made.models:
