@@ -43,7 +43,7 @@ def overlong_penalty(
 ) -> NDArray[Any]:
     """Return what to add to the reward of an answer: 0, then falling to -factor over the last ``cache_tokens``.
 
-    Response tokens [B] -> f64[B] in [-factor, 0]. The penalty falls linearly from max_tokens - cache_tokens on and
+    Response tokens [B] -> f64[B] <= 0. The penalty falls linearly from max_tokens - cache_tokens on and
     reaches -factor at max_tokens. Beyond, it stays at -factor (the paper), or keeps falling with ``has_floor=False``
     (verl, AReaL). Source: soft overlong punishment of DAPO, arXiv:2503.14476 eq. 13.
     """

@@ -188,8 +188,9 @@ class Finding:
     def is_hopeless(self, stall_seconds: float) -> bool:
         """Return whether the fault has lasted too long to heal by itself.
 
-        A process that sends heartbeats may only be slow, so its limit is ten times the usual duration (at least
-        ``stall_seconds``), or ten times ``stall_seconds`` if no usual duration is known.
+        The limit is ``stall_seconds`` if ``usual`` is None. A process that sends heartbeats may only be slow, so its
+        limit is ten times the usual duration (at least ``stall_seconds``), or ten times ``stall_seconds`` if the usual
+        duration is unknown.
         """
         if self.usual is None:
             return self.seconds > stall_seconds
