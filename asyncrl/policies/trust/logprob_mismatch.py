@@ -77,9 +77,9 @@ class LogprobMismatch:
         self._suspects.discard(worker)
 
     def choose(self, documents: Sequence[Document], workers: Sequence[str], *, step: int) -> list[Chosen]:
-        """Return which ``documents`` to score before the step after ``step`` steps; worker i made document i.
+        """Return which ``documents`` to score before the step after ``step`` steps; ``workers[i]`` made document i.
 
-        Every worker's, if it is time or the batch has suspects; most often none.
+        These are documents of every worker if a check is due or the batch has suspects, and none otherwise.
         """
         if not self.is_on or not (step % self._every == 0 or self._suspects & set(workers)):
             return []

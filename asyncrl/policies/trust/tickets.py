@@ -1,10 +1,10 @@
 """Who may answer a prompt group: the workers to which its prompt was delivered. Pure.
 
 A prompt carries its group's ticket, 128 bits that only the learner can compute, and the key of an answer contains the
-ticket. Workers see the prompts delivered to them, but not the keys of other workers' answers. So an answer
-from a sender that never got the prompt does not count: it takes no place in the log and fails nothing, and the group
-stays outstanding. A redelivered or republished prompt has the same ticket: any worker that got it may answer, and the
-first answer counts.
+ticket. Workers see the prompts delivered to them, but not the keys of other workers' answers. So an answer from a
+sender that never got the prompt does not count: it takes no place in the log and fails nothing, and the group stays
+outstanding. A redelivered or republished prompt has the same ticket: any worker that got it may answer, and the first
+answer counts.
 
 Tests: tests/unit/policies/trust/test_tickets.py, tests/integration/security/test_liar.py.
 """
