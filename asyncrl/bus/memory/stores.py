@@ -1,4 +1,4 @@
-"""What the memory bus keeps: work in flight, logs with cursors, states with a time to live. No bytes are read here."""
+"""Storage of the memory bus: work in flight, logs, states with a time to live. Messages stay encoded here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 2**17
 
 
 class Changed:
-    """Wakes everybody who waits. Who waits looks first, without an await between look and wait."""
+    """Wakes all waiters. A waiter checks its condition first, without an await between the check and ``wait``."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
@@ -56,7 +56,7 @@ class Keys:
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """``holder`` counts deliveries and returns: a delivery is in force as long as it has not changed."""
+    """``holder`` counts deliveries and returns. A delivery is valid until it changes."""
 
     key: str
     data: bytes
@@ -112,7 +112,7 @@ class Work:
         return item
 
     def keep(self, item: Item) -> None:
-        """Start the redelivery clock anew."""
+        """Restart the redelivery timer."""
         item.set_timer(self._ack_seconds, lambda: self._offer(item))
 
     def ack(self, item: Item) -> None:
@@ -124,7 +124,7 @@ class Work:
             self._ready.remove(item)
 
     def remove(self, key: str) -> None:
-        """Whoever holds it may go on."""
+        """Remove a message. A consumer that holds it may go on."""
         if (item := self._stored.pop(key, None)) is not None:
             item.stop_timer()
             if item in self._ready:

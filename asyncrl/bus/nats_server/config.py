@@ -1,7 +1,8 @@
-"""bin/nats-config: configurations of a nats-server, or of each server of a cluster, with accounts of every run's roles.
+"""bin/nats-config: writes the configuration of a nats-server, or of each server of a cluster, with accounts for the
+roles of every run.
 
-The servers of a cluster differ in name, addresses and store alone; they know each other by a password of their own.
-Tests: tests/integration/security/test_permissions.py, tests/integration/cluster/test_nats_cluster.py.
+The servers of a cluster differ only in name, addresses and store. They authenticate to each other with a separate
+password. Tests: tests/integration/security/test_permissions.py, tests/integration/cluster/test_nats_cluster.py.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ CONFIG_FILE: Final = "nats-server.conf"
 _CLUSTER: Final = "asyncrl"
 _PORT, _ROUTE_PORT = 4222, 6222
 SYNC_SECONDS: Final = 1.0
-"""nats-server's own default is two minutes, which a loss of power then takes from the end of every stream."""
+"""nats-server's default is two minutes. A power failure then loses the last two minutes of every stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One server of a cluster: where clients and where the other servers find it."""
+    """One server of a cluster: its address for clients and for the other servers."""
 
     host: str
     port: int = _PORT
@@ -39,12 +40,12 @@ class Node:
 
     @property
     def interface(self) -> str:
-        """Where it listens: everywhere, but on loopback if that is where it is found."""
+        """Interface to listen on: all, but only loopback if ``host`` is a loopback address."""
         return self.host if self.host in ("127.0.0.1", "localhost", "[::1]") else "0.0.0.0"
 
 
 def node(text: str) -> Node:
-    """HOST[:PORT[:ROUTE_PORT]]; an IPv6 address in brackets. Raises ValueError."""
+    """Parse HOST[:PORT[:ROUTE_PORT]]; an IPv6 address is in brackets. Raises ValueError."""
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s/@]+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         raise ValueError(f"{text!r} is not HOST[:PORT[:ROUTE_PORT]]")
@@ -61,7 +62,7 @@ def server_config(
     tls: dict[str, Any] | None = None,
     cluster: dict[str, Any] | None = None,
 ) -> str:
-    """A nats-server's configuration (which may be JSON).  ``passwords``: run -> role -> password"""
+    """Return a nats-server's configuration as JSON, which nats-server reads. ``passwords``: run -> role -> password"""
     parts: dict[str, dict[str, Any]] = {}
     for run, roles in passwords.items():
         parts |= accounts(run)
@@ -84,7 +85,7 @@ def server_config(
 
 
 def sync_interval(seconds: float) -> str:
-    """As nats-server reads it. 0: every message is synced before it is acknowledged."""
+    """Format seconds for nats-server. 0: every message is synced before it is acknowledged."""
     return f"{max(1, round(1000 * seconds))}ms" if seconds else "always"
 
 
@@ -93,10 +94,10 @@ def user_name(run: str, role: str) -> str:
 
 
 def cluster_part(nodes: Sequence[Node], index: int, *, password: str, tls: dict[str, Any] | None) -> dict[str, Any]:
-    """What server ``index`` has to know of the others.
+    """Return the part of server ``index``'s configuration that concerns the cluster.
 
-    Clients hear of no address but those in their ``bus.url``: what servers call themselves may mean nothing to a client
-    behind a tunnel or a load balancer.
+    Servers do not advertise their addresses to clients, which use only those in ``bus.url``: a server's own address may
+    mean nothing to a client behind a tunnel or a load balancer.
     """
     own = nodes[index]
     cluster: dict[str, Any] = {
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A mistake gets one line, without the usage before it."""
+    """Reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -218,7 +219,7 @@ def _tls(options: argparse.Namespace, authority: Path | None, *, verify: bool) -
 
 
 def _password(path: Path, run: str, role: str) -> str:
-    """The one in the file, or a new one written there."""
+    """Return the password in the file, or write a new one there."""
     if path.exists():
         return path.read_text().splitlines()[0].partition(":")[2]
     password = secrets.token_urlsafe(32)
@@ -227,7 +228,7 @@ def _password(path: Path, run: str, role: str) -> str:
 
 
 def _write_keys(folder: Path, *, rotate: bool) -> None:
-    """A run's key pair into its credentials: the secret half into the learner's, the public one into the others."""
+    """Write a run's key pair into its credentials: the secret key for the learner, the public key for other roles."""
     text = keys(str(folder / "{role}"), role="learner").get("signing-key", "")
     key = SigningKey.from_text(text) if text and not rotate else SigningKey.generate()
     for role in ROLES:
