@@ -108,7 +108,7 @@ class Pieces:
                 return None
             found = opened(data, PIECES, key=piece_key, signatures=self._signatures)
             if found.message is None or digest_of(found.message.data).hex() != digest:
-                raise MessageError(f"piece {number} of it is damaged: {found.problem or 'its digest is another'}")
+                raise MessageError(f"piece {number} of it is damaged: {found.problem or 'its digest differs'}")
             body += found.message.data
             if len(body) > whole.num_bytes:
                 break

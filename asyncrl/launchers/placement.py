@@ -105,7 +105,7 @@ def _pool(num_gpus: int, learner: Gpus, needed: int, given: Sequence[int], *, wh
     """Return the GPUs that workers share: at least enough for one worker."""
     if given:
         if len(set(given)) < len(given):
-            raise ConfigError(f"{where}: names a GPU twice: {list(given)}; workers share by themselves")
+            raise ConfigError(f"{where}: names a GPU twice: {list(given)}; workers share GPUs automatically")
         if len(given) < needed:
             raise ConfigError(f"{where}: a worker needs {needed} GPUs, {list(given)} are {len(given)}")
         return tuple(given)

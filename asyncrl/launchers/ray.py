@@ -227,7 +227,7 @@ class RayLauncher(LauncherAdapter):
             apart=[self._places[name].machine for name in spec.apart if name in self._places],
         )
         if choice.within and choice.within <= choice.without:
-            raise NoRoom(f"launcher: {self._options.strategy}: the machine of the others is not fit for {spec.name}")
+            raise NoRoom(f"launcher: {self._options.strategy}: the other processes' machine does not suit {spec.name}")
         try:
             group = self._ray.util.placement_group(
                 [dict(need.resources)],
@@ -345,8 +345,8 @@ class RayLauncher(LauncherAdapter):
             return
         self._ray.shutdown()
         raise ConfigError(
-            f'run.name: a run "{self._run_name}" is up on this Ray cluster; end it first (one that was just killed is '
-            "gone in a moment), or take another name"
+            f'run.name: a run "{self._run_name}" is up on this Ray cluster; end it first (a run that was just killed '
+            "disappears within moments), or take another name"
         )
 
 

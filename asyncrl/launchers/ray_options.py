@@ -57,8 +57,8 @@ def require_answer(address: str) -> None:
     """Fail early if no cluster answers: Ray itself tries for minutes. Raises ConfigError."""
     if address.startswith("ray://"):
         raise ConfigError(
-            f"launcher.options: address {address}: `asyncrl run` must be on a node of the cluster, which ray:// is not "
-            "for; start it there and give HOST:PORT of the head"
+            f"launcher.options: address {address}: `asyncrl run` must be on a node of the cluster, so ray:// does not "
+            "work; start it there and give HOST:PORT of the head"
         )
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():

@@ -131,7 +131,7 @@ class Heartbeat:
     def __post_init__(self) -> None:
         times(self, "clock_shift")
         counted = all(group.isascii() and group.isdigit() and len(group) <= 16 for group in self.begun)
-        require(counted and all(0 <= version < 2**53 for version in self.begun.values()), "begun names no groups")
+        require(counted and all(0 <= version < 2**53 for version in self.begun.values()), "begun holds invalid groups")
 
     @property
     def waits_for(self) -> str:

@@ -119,9 +119,9 @@ class EvaluationAnswers:
     def __post_init__(self) -> None:
         counts(self, "number", "place")
         of_evaluation = self.group_id is None or FIRST_GROUP_ID <= self.group_id < 2**53
-        require(of_evaluation, f"group {self.group_id} is none of an evaluation")
-        require(bool(self.answers) != bool(self.error), "there are either answers or an error")
-        require(self.group_id is not None or bool(self.error), "answers are of one prompt")
+        require(of_evaluation, f"group {self.group_id} does not belong to an evaluation")
+        require(bool(self.answers) != bool(self.error), "an evaluated prompt has either answers or an error")
+        require(self.group_id is not None or bool(self.error), "answers need a group_id")
         require(0 <= self.held_seconds < math.inf, f"held_seconds must be >= 0 and finite, got {self.held_seconds}")
         require(self.group is None or self._is_of(self.group), "what is recorded is not what is counted")
 

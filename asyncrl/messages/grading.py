@@ -74,4 +74,4 @@ class Grades:
         require(bool(self.rewards) != bool(self.error), "grades are either rewards or an error")
         require(len(self.parts) == len(self.rewards), f"parts of {len(self.parts)} of {len(self.rewards)} rewards")
         numbers = (*self.rewards, *(number for parts in self.parts for number in parts.values()))
-        require(all(map(math.isfinite, numbers)), "a reward is no finite number")
+        require(all(map(math.isfinite, numbers)), "a reward is not finite")

@@ -170,7 +170,9 @@ class PromptGroup:
             1 <= self.group_size <= _MAX_GROUP, f"group_size must be >= 1 and <= {_MAX_GROUP}, got {self.group_size}"
         )
         counts(self, "group_id", "epoch", "min_policy_version", "incarnation")
-        require(bool(re.fullmatch("([0-9a-f]{32})?", self.ticket)), f"ticket is no 32 digits, but {self.ticket[:40]!r}")
+        require(
+            bool(re.fullmatch("([0-9a-f]{32})?", self.ticket)), f"ticket must be 32 digits, got {self.ticket[:40]!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -301,7 +303,7 @@ class TrajectoryGroup:
         counts(self, "group_id", "epoch", "cancelled", "failed_samples", "extra_samples")
         require(
             self.failed_samples <= self.cancelled,
-            f"failed_samples is {self.failed_samples}, of {self.cancelled} rollouts that are not there",
+            f"failed_samples is {self.failed_samples}, of {self.cancelled} rollouts that are missing",
         )
         require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
         if any(one.rollout != _ALONE or one.part for one in self.trajectories):
@@ -312,7 +314,7 @@ class TrajectoryGroup:
         require(places[0][0] != _ALONE, "a trajectory does not say which rollout it is a part of")
         require(
             all(before < after for before, after in zip(places, places[1:], strict=False)),
-            f"trajectories must be sorted by rollout and part, and each be there once, got {places[:20]}",
+            f"trajectories must be sorted by rollout and part, without duplicates, got {places[:20]}",
         )
         for parts in self.rollouts:
             require(

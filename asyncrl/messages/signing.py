@@ -196,7 +196,7 @@ class Signatures:
     def open_answer(self, service: Service[Any, Any], question: bytes, data: bytes) -> Opened:
         where, key = f"answer of {service.name}", _digest_text(question)
         if service.is_namesakes and self._own is not None and self._verified(where, key, data)[0] != self._own.public:
-            return Opened(b"", "is of somebody with another key")
+            return Opened(b"", "is not signed with our key")
         return self._opened(where, key, data, is_learners=service.is_answer_signed)[0]
 
     def _sealed(self, where: str, key: str, data: bytes) -> bytes:
@@ -214,7 +214,7 @@ class Signatures:
                 return Opened(b"", "is not signed by the run's learner"), None
             return Opened(data), None
         if len(data) < _HEAD.size or bytes(data[:2]) not in _DIGESTS:
-            return Opened(b"", "its signature is cut off, or of another version"), None
+            return Opened(b"", "its signature is truncated or has another version"), None
         message, signer = memoryview(data)[_HEAD.size :], data[2:34].hex()
         if not is_learners or not (self.learner or self._learns):
             return Opened(message, signer=signer), None

@@ -159,7 +159,7 @@ class History:
         gone = self._written - os.fstat(self._file.fileno()).st_size
         if gone > 0:
             log.error(
-                "%s: %d bytes were cut off while it is in use; `asyncrl audit` says of which steps", self._path, gone
+                "%s: %d bytes were cut off while it is in use; `asyncrl audit` shows which steps", self._path, gone
             )
             self._file.write(b" " * (gone - 1) + b"\n")
 
@@ -265,7 +265,7 @@ def _opened(line: bytes) -> dict[str, Any]:
         return table
     text = found[1] + b"}"
     if zlib.crc32(text) != int(found[2], 16):
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum differs")
     return json.loads(text)  # type: ignore[no-any-return]
 
 

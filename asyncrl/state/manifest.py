@@ -65,7 +65,7 @@ def damage(folder: Path, *, only: str = "") -> str:
         found = _hashed([folder / name for name in wanted])
         for (name, file), sha256 in zip(wanted.items(), found, strict=True):
             if sha256 != file["sha256"]:
-                return f"{name} is not as it was written: its sha256 is another"
+                return f"{name} is not as it was written: its sha256 differs"
     except OSError as error:
         if not is_damage(error):
             raise

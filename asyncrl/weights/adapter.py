@@ -39,8 +39,8 @@ class ChannelAdapter(Adapter):
         exporters = run.learner.layout.exporters
         if exporters > 1 and not cls.takes_parts:
             raise ConfigError(
-                f'weights.channel: "{run.weights.channel}" carries models that one rank exports, and {exporters} ranks '
-                "of this learner have a part each; use another channel, or tensor_, pipeline_ and expert_parallel = 1"
+                f'weights.channel: "{run.weights.channel}" carries models that one rank exports, but {exporters} ranks '
+                "of this learner export parts; use another channel, or tensor_, pipeline_ and expert_parallel = 1"
             )
 
     @classmethod

@@ -194,7 +194,7 @@ class _Group:
             for bucket in snapshot.buckets:
                 collective = self._collective
                 if collective is None:
-                    raise WeightsError("it was given up: another life of the engine has come")
+                    raise WeightsError("it was given up: the engine was restarted")
                 work = collective.broadcast([bucket.data], options)
                 del collective  # so that only the group keeps its connections open
                 while not work.is_completed():

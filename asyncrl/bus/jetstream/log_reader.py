@@ -67,7 +67,7 @@ async def log_state(wire: Wire, stream: str, mark: LogMark) -> LogState:
     identity, first = str(info["created"]), max(1, int(info["state"]["first_seq"]))  # 0 before the first entry
     problem = ""
     if mark.log and mark.log != identity:
-        problem = f"it was made anew at {identity}"
+        problem = f"it was created again at {identity}"
     elif last < mark.sequence:
         problem = f"it ends at entry {last}, and entry {mark.sequence} was read"
     elif mark.stored and (found := await leaders_message(wire, stream, {"seq": mark.sequence})) is not None:

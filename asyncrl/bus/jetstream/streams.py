@@ -137,7 +137,7 @@ class Streams:
             if self.made:
                 raise ConfigError(
                     f"bus {self._connection.name}: run {self._layout.run!r} has no {name}: an older version of asyncrl "
-                    "made it, or somebody deleted that; then the run's learner makes it again"
+                    "made it, or somebody deleted the stream; in that case the run's learner creates the stream again"
                 ) from None
             raise NoSuchRun(
                 f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "

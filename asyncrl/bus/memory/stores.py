@@ -94,7 +94,7 @@ class Work:
         if key in self._stored or (key in self._known and not again):
             return False
         if len(self._stored) >= self._max_messages:
-            raise BusFull(f"{self._name}: holds {len(self._stored)} messages, as many as it may")
+            raise BusFull(f"{self._name}: holds {len(self._stored)} messages, the maximum")
         self._known.add(key)
         self._stored[key] = item = Item(key, data)
         self._ready.append(item)
@@ -173,7 +173,7 @@ class Log:
         if key in self._stored:
             return False
         if self._max_bytes and self._num_bytes + len(data) > self._max_bytes:
-            raise BusFull(f"{self._name}: holds {self._num_bytes:,} bytes of the {self._max_bytes:,} it may")
+            raise BusFull(f"{self._name}: holds {self._num_bytes:,} bytes of the {self._max_bytes:,} allowed")
         self.last_sequence += 1
         self._entries.append(LogEntry(self.last_sequence, key, data, time.monotonic()))
         self._stored.add(key)

@@ -88,7 +88,7 @@ def _check_disk(run: RunConfig) -> None:
     there = next(path for path in store.absolute().parents if path.is_dir())
     if (most := shutil.disk_usage(there).free // 4 * 3) < run.bus.max_log_bytes:
         raise ConfigError(
-            f"bus.max_log_bytes: {run.bus.max_log_bytes:,}, and nats-server takes at most {most:,}, three quarters of "
+            f"bus.max_log_bytes: {run.bus.max_log_bytes:,}, but nats-server takes at most {most:,}, three quarters of "
             f"what is free at {there}; lower it, or name another run.directory"
         )
 

@@ -127,11 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(f"--cluster: {error}")
     if nodes and (len(nodes) not in (3, 5) or len(set(nodes)) < len(nodes)):
-        parser.error("--cluster takes three servers (or five), no two of them at one address")
+        parser.error("--cluster takes three (or five) servers, each at another address")
     if nodes and options.listen:
         parser.error("--listen is for one server; --cluster says where its servers listen")
     if bool(options.tls_certificate) != bool(options.tls_key):
-        parser.error("--tls-certificate and --tls-key need each other")
+        parser.error("--tls-certificate and --tls-key require each other")
     if not options.sync_seconds >= 0:
         parser.error(f"--sync-seconds must be 0 or more, got {options.sync_seconds}")
     try:
@@ -150,14 +150,14 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="bin/nats-config",
-        description="Write a nats-server configuration in which every role of every run has an account of its own, "
-        "a password, and no more rights than it needs. Passwords that are there are kept: repeat it with more runs, "
-        "then `nats-server --signal reload`, twice: it connects new accounts at the second.",
+        description="Write a nats-server configuration in which every role of every run has its own account and "
+        "password, and only the rights that it needs. Existing passwords are kept. To add runs, repeat the command "
+        "with them, then run `nats-server --signal reload` twice: the second reload connects new accounts.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="run.name of each run the server may carry")
-    add("--directory", type=Path, required=True, help="gets nats-server.conf and RUN/ROLE, all 0600")
+    add("runs", nargs="+", metavar="RUN", help="run.name of each run on the server")
+    add("--directory", type=Path, required=True, help="folder for nats-server.conf and RUN/ROLE, all 0600")
     add("--listen", metavar="HOST:PORT", help=f"(default: 0.0.0.0:{_PORT})")
     add(
         "--cluster",
@@ -166,19 +166,23 @@ def _parser() -> argparse.ArgumentParser:
         help="write server-1/nats-server.conf, server-2/... of a cluster, one for each of these three (or five) hosts "
         f"(ports: {_PORT} for clients, {_ROUTE_PORT} for each other)",
     )
-    add("--rotate-keys", action="store_true", help="give each RUN a new key to sign with; end it first, then --resume")
+    add(
+        "--rotate-keys",
+        action="store_true",
+        help="give each RUN a new signing key; end the run first, then --resume it",
+    )
     add("--max-message-bytes", type=int, default=8 * 2**20, help="(default: %(default)s)")
     add(
         "--sync-seconds",
         type=float,
         default=SYNC_SECONDS,
-        help="how often stored messages are synced, which a loss of power may cost; 0: before each is acknowledged "
-        "(default: %(default)s)",
+        help="seconds between syncs of stored messages; a power failure loses what was stored since; 0: before each "
+        "acknowledgement (default: %(default)s)",
     )
-    add("--tls-certificate", type=Path, help="PEM of the server; with it only TLS is spoken")
+    add("--tls-certificate", type=Path, help="PEM certificate of the server; requires TLS of all clients")
     add("--tls-key", type=Path)
-    add("--tls-client-ca", type=Path, help="PEM: clients must show a certificate this one signed")
-    add("--tls-cluster-ca", type=Path, help="PEM: who signed the certificates that the servers show each other")
+    add("--tls-client-ca", type=Path, help="PEM of a CA; clients must show a certificate that it signed")
+    add("--tls-cluster-ca", type=Path, help="PEM of the CA that signed the servers' certificates, for their routes")
     return parser
 
 
