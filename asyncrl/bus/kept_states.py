@@ -48,7 +48,7 @@ class KeptStates:
         """Put back states that were replaced or removed. Return "TOPIC KEY" for each of them.
 
         read  returns the stored bytes; None for a removed state
-        anew  also put the states that are unchanged
+        anew  also put back states that are unchanged
 
         A concurrent ``put`` waits only while a state is put back, not during the first check.
         """

@@ -126,7 +126,7 @@ def refusal(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Mac
 
 
 def _refusal_of_those_apart(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Machine]) -> str:
-    """The same for processes that need separate machines, each with the processes beside it."""
+    """As ``refusal``, for processes that need separate machines, each with the processes that share its machine."""
     leaders = [need for need in needs if need.is_apart]
     if len(leaders) < 2:
         return ""

@@ -101,7 +101,7 @@ class Wait:
 class Heartbeat:
     """What one actor does and waits for.  Topic ``actors``, one key per actor, which expires when the actor stops.
 
-    beat         counter; a reader who looks twice can tell without clocks whether the actor is alive
+    beat         counter; two readings show whether the actor is alive, without comparing clocks
     life         identifies one start of the process; a restarted process of the same name has a new life
     phase        starting, running, draining or quarantined
     waits        longest first

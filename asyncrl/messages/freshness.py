@@ -1,9 +1,9 @@
-"""Rejects old states of senders other than the learner, which somebody may publish again.
+"""Rejects old states of senders other than the learner, which another client may publish again.
 
 A reader remembers the newest order (signing.py) of each speaker under each key. In a cluster a reply may lag by some
 seconds, so the message that was newest LAG_SECONDS ago, or up to twice as long ago, is still accepted. The newest
 message itself becomes old if no newer one comes for LIVES times its time to live: by then the bus has dropped it, so
-somebody must have published it again. Time is only the reader's own monotonic clock.
+another client must have published it again. Time is only the reader's own monotonic clock.
 Tests: tests/unit/messages/test_freshness.py.
 """
 

@@ -130,8 +130,8 @@ class Signatures:
     def open(self, topic: Topic[Any], key: str, data: bytes, *, seen: Seen | None = None) -> Opened:
         """Verify a message and strip its signature.
 
-        ``seen``: what this reader has accepted, plus what other readers of its process had accepted when it began. Kept
-        up to date. None: what any reader of this process has accepted, some of which may be ahead.
+        ``seen``: the newest states that this reader has accepted, starting from those that its process had accepted
+        when it began. Updated here. None: the newest states of all readers of the process; another may be ahead.
         """
         opened, order = self._opened(topic.name, key, data, is_learners=topic.is_learners)
         if opened.problem or order is None or topic.kind != "state":

@@ -153,7 +153,7 @@ class History:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def _mend(self) -> None:
-        """Repair a file that somebody removed or cut while in use: the missing part becomes a blank line (H4)."""
+        """Repair a file that was removed or cut while in use: the missing part becomes a blank line (H4)."""
         if not is_at(self._path, self._file.fileno()):
             self._file = put_back(self._path, self._file)
         gone = self._written - os.fstat(self._file.fileno()).st_size

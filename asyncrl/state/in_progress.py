@@ -9,8 +9,8 @@ incarnations in a row ended with an entry, the third sets the entry aside: its g
 decoded again. Incarnations also end for other reasons. So if the second incarnation has rehearsed the entry alone and
 survived, only the fourth sets it aside.
 
-The file has some hundred bytes and is written in place with one call, so a process that ends meanwhile leaves it whole.
-It is not synced, because no entry causes the loss of a machine. If somebody removes the file, it is written again.
+The file has some hundred bytes and is written in place with one call, so a process that ends during the call leaves it
+whole. It is not synced, because no entry causes the loss of a machine. A removed file is written again.
 
 Tests: tests/unit/state/test_in_progress.py, tests/actors/learner/test_set_aside.py.
 """

@@ -4,8 +4,8 @@
     {"group_id": 12, "fate": "trained", "step": 7, "prompt": "7+5=", "answers": [{"reward": 1.0, "turns": [...]}], ...}
 
 The files are bounded: when samples.jsonl reaches half of metrics.samples_max_bytes, it replaces samples.1.jsonl.
-Nothing depends on these files: a line that the disk does not take is left out. If somebody removes a file in use, a new
-one is started and a warning is logged.
+Nothing depends on these files: a line that the disk does not take is left out. If a file in use is removed, a new one
+is started and a warning is logged.
 
 Tests: tests/unit/state/test_samples.py.
 """
@@ -39,7 +39,7 @@ class RotatedLines:
 
     def __init__(self, path: Path, *, older: Path, most_bytes: int) -> None:
         self._path, self._older, self._half = path, older, most_bytes // 2
-        self._is_begun = False  # whether the file has a line of ours, unless somebody removed it
+        self._is_begun = False  # whether we wrote a line to the file
 
     def write(self, line: str) -> None:
         """Append a line. Raises OSError if it was not written."""
@@ -60,7 +60,7 @@ class RotatedLines:
             self._is_begun = True
 
     def _open(self) -> FileIO:
-        """Open the file for one line: somebody may remove it between two lines."""
+        """Open the file for one line, because it may be removed between two lines."""
         return self._path.open("a+b", buffering=0)
 
 

@@ -31,7 +31,7 @@ class ChannelAdapter(Adapter):
     """Whether each rank of the learner that exports a part opens the bus."""
 
     takes_parts: ClassVar[bool] = False
-    """Whether the channel carries models of which several ranks of the learner export parts (tensors/parts.py)."""
+    """Whether the channel carries models that several ranks of the learner export in parts (tensors/parts.py)."""
 
     @classmethod
     def check(cls, run: RunConfig) -> None:

@@ -352,7 +352,7 @@ def _link(file: Path, name: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a file that somebody put in its place."""
+    """Remove a folder, or a file or link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return

@@ -44,7 +44,7 @@ async def drained(client: Any, subscription: Any) -> None:
     """Drain a subscription. Raises the errors of nats-py, which waits ten seconds for the server.
 
     If a flush times out, nats-py keeps the cancelled future. When a frozen server resumes and sends the late PONG, that
-    future would end nats-py's read loop for good. So a new future takes its place: PONGs arrive in the order of PINGs.
+    future would end nats-py's read loop permanently. So a new future takes its place: PONGs come in the order of PINGs.
     """
     try:
         await subscription.drain()

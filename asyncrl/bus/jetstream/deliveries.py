@@ -130,7 +130,7 @@ class JetStreamDelivery(Generic[M]):
         return time.monotonic() < self._until
 
     def is_surely_ours(self) -> bool:
-        """Whether the server, too, still considers the message ours."""
+        """Whether the server also still considers the message ours."""
         return time.monotonic() < self._until - (1 - _SURE_SHARE) * self._ack_seconds
 
     async def ack(self) -> None:

@@ -1,6 +1,6 @@
 """Detects changes of the run's streams and of the workers' consumers, and repairs them.
 
-Somebody with the server's own password may delete, purge, alter or replace a stream during a run, and a server may lose
+A client with the server's own password may delete, purge, alter or replace a stream during a run, and a server may lose
 its store. Only the learner's role repairs, because it owns JetStream. A stream that no update can restore (sealed, or
 with another storage) is deleted and created again. Everything on a stream can be published again.
 """

@@ -28,11 +28,12 @@ HEADER_BYTES: Final = 1024
 """Room for headers in the server's max_payload."""
 
 REMOVED: Final = {"KV-Operation": "PURGE"}
-"""Header of a message that marks its key as removed. The marker is needed because a stream keeps the last message."""
+"""Header of a message that marks its key as removed. Needed because the stream keeps the last message of each key."""
 _MARKER: Final = "Nats-Marker-Reason"
 """Header of the message that the server puts in place of an expired one."""
 GONE_SOON: Final = {"Nats-TTL": "1s"}
-"""Lets a removal marker expire, if the stream's messages do. Before nats-server 2.11 it expires like the others."""
+"""Lets a removal marker expire after a second, in streams with expiry. Before nats-server 2.11 it lives as long as the
+stream's other messages."""
 WORKERS: Final = "workers"
 
 _MAX_KEY_CHARACTERS: Final = 256

@@ -76,8 +76,8 @@ async def log_state(wire: Wire, stream: str, mark: LogMark) -> LogState:
 
 
 async def trim_log(connection: Connection, stream: str, *, through: int, log: str, note: Callable[[int], None]) -> bool:
-    """See Bus.trim. Return False if the stream is missing or is not the log ``log``. ``note`` gets the last sequence to
-    be trimmed, before trimming.
+    """See Bus.trim. Return False if the stream is missing or is a different log. ``note`` is called before trimming,
+    with the last sequence to trim.
 
     Unlike elsewhere, a missing stream is not waited for: the stream created in its place has other entries.
     """

@@ -49,7 +49,7 @@ class StreamState:
 
 
 def lost(before: StreamState, now: StreamState, *, kind: str, trimmed: int = 0) -> str:
-    """Describe the messages that others took from the stream; "" if none are known to be missing.
+    """Describe the messages that the stream lost to others; "" if no loss is known.
 
     kind     "log": only we trim, up to ``trimmed``
              "aged": nobody trims, but entries expire
@@ -72,13 +72,13 @@ def lost(before: StreamState, now: StreamState, *, kind: str, trimmed: int = 0) 
 
 
 def _is_young(before: StreamState, now: StreamState) -> bool:
-    """Whether no entry of the log before can have expired yet."""
+    """Whether none of the earlier entries of a log can have expired yet."""
     max_age = now.config.get("max_age", 0) / 10**9
     return before.messages > 0 and before.began > 0 and 0 <= now.time - before.began < max_age
 
 
 def altered(before: StreamState, now: StreamState) -> str:
-    """Describe the settings that somebody changed; "" if none."""
+    """Describe the settings that changed; "" if none."""
     names = sorted((before.config.keys() | now.config.keys()) - set(_OTHERS))
     pairs = {name: (before.config.get(name), now.config.get(name)) for name in names}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not _are_unset(*pair)}

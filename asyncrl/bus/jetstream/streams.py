@@ -31,7 +31,8 @@ _PEERS_PAUSE_SECONDS: Final = 0.5
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 _LONG_PAUSE: Final = 1.6
 _FOR_GOOD: Final = ("sealed", "deny_delete", "deny_purge")
-"""Settings that no update can undo. A different storage or number of replicas comes from the run file."""
+"""Settings that no update can undo and that asyncrl never sets. Another storage or other replicas may come from the
+run file."""
 _REMOVAL_SECONDS: Final = 0.5
 """The server reports a deletion before it removes the files. Files created in between would be removed as well."""
 _AT_ONCE: Final = 64
@@ -123,7 +124,7 @@ class Streams:
             await asyncio.sleep(_PEERS_PAUSE_SECONDS)
 
     async def _shut(self, name: str, config: Mapping[str, Any]) -> str:
-        """Return a setting that somebody switched on and no update can undo; "" if other settings differ."""
+        """Return a setting that was switched on and that no update can undo; "" if only other settings differ."""
         there = (await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False))["config"]
         return next((one for one in _FOR_GOOD if there.get(one) and not config.get(one)), "")
 

@@ -94,8 +94,8 @@ class Watch:
 
     async def _on_message(self, message: Any) -> None:
         headers = message.headers or {}
-        # The server names the source. A client may redirect a reply to this subject, with a message of another
-        # stream (test_nobody_is_told_what_was_not_stored).
+        # The server names the source. A client may have a reply with another stream's message sent to this subject
+        # (test_nobody_is_told_what_was_not_stored).
         if (headers.get("Nats-Stream"), headers.get("Nats-Subject")) == (self._stream, self._subject):
             stored = _nanoseconds(headers["Nats-Time-Stamp"]) if "Nats-Time-Stamp" in headers else 0
             self._hear(StoredMessage(int(headers.get("Nats-Sequence", 0)), message.data, headers, stored=stored))

@@ -91,8 +91,8 @@ class EmbeddedServer:
             return False
 
     def failure(self) -> str:
-        """Return the line of the server's log that reports a broken store. A stream whose file could not be written
-        once rejects messages for good."""
+        """Return the line of the server's log that reports a broken store, or "". A stream whose file could once not be
+        written rejects messages until a restart."""
         try:
             with self._log.open("rb") as log:
                 log.seek(self._log_read)
@@ -213,7 +213,7 @@ class EmbeddedServer:
         raise BusError(f"nats-server did not answer in {self._start_seconds:.0f} s: {self._last_words()} ({self._log})")
 
     def _last_words(self) -> str:
-        """Return the last errors in the server's log, or its last lines if there are no errors."""
+        """Return the last errors in the server's log; its last lines if it has no errors."""
         try:
             lines = self._log.read_text(errors="replace").splitlines()
         except OSError:

@@ -126,7 +126,7 @@ class ObjectsChannel(ChannelAdapter):
     def restore(self) -> WeightVersion | None:
         """If an object of the newest version is missing, store the version in full from the writer's folder.
 
-        Raises WeightsError if the folder's files are gone for good. The next version is then stored in full.
+        Raises WeightsError if the folder's files are lost as well. The next version is then stored in full.
         """
         if self._is_in_parts:
             return self._parts.restore()

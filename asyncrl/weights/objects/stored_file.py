@@ -89,7 +89,7 @@ class StoredFile:
     def restore(self) -> WeightVersion | None:
         """If an object of the newest version is missing, store the version in full from the learner's own folder.
 
-        Raises WeightsError if the folder's files are gone for good. The next version is then stored in full.
+        Raises WeightsError if the folder's files are lost as well. The next version is then stored in full.
         """
         if not self._chain or self.names <= self._objects.whole():
             return None

@@ -1,4 +1,4 @@
-"""Stores a version of which every rank of the learner stores its own part in the object store.
+"""Stores weight versions in parts: every rank of the learner stores its own part in the object store.
 
 Each part is a file with its own deltas (stored_file.py). An object stored last holds the index of the folder that the
 parts form. Before that object is stored, no part is announced and nothing older is removed.
