@@ -18,7 +18,7 @@ LAG_SECONDS: Final = 5.0
 LIVES: Final = 3
 """Multiple of a state's time to live for which the newest message is accepted."""
 MOST: Final = 8192
-"""Number of speakers to remember. Anybody with the bus's password may create keys; live speakers stay remembered."""
+"""Number of speakers to remember. Any client with the bus's password may create keys; live speakers stay remembered."""
 
 Order = tuple[int, int]
 """Life and sequence of a message."""

@@ -98,7 +98,7 @@ class InProgress:
         self.train(())
 
     def tried(self, entry: LogEntry, *, is_cleared: bool) -> None:
-        """Note that the learner survived trying the entry alone. ``is_cleared``: the trial was a complete step."""
+        """Note that the learner survived trying the entry alone. ``is_cleared``: the trial did all that a step does."""
         self.suspects.discard(entry.identity)
         if is_cleared:
             self._cleared.append(entry)

@@ -3,7 +3,7 @@
 Each engine has its own process group with every rank of the learner that has a part of the model. The learner's rank is
 rank 0, and the engine's processes are the others. No engine waits for another, and a dying engine loses only its own
 transfer. GPUs use NCCL, CPUs use gloo. Two processes on one GPU cannot use NCCL and load the folder instead.
-NCCL_CUMEM_ENABLE must be 0 in the learner's environment, because SGLang sets it in its own; cli/learner.py does so.
+NCCL_CUMEM_ENABLE must be 0 in the learner's environment, as in SGLang's own; cli/learner.py sets it.
 Tests: tests/unit/weights/test_nccl.py.
 """
 
@@ -105,8 +105,8 @@ class Sender:
             group.give_up()
 
     def _make_room(self, engine: str) -> None:
-        """Raise WeightsError if there are too many groups. A client may invent engines, and each takes a port, files
-        and a thread until it fails to join in time."""
+        """Drop given-up groups if there are too many groups. Raises WeightsError if that is not enough. A client may
+        invent engines, and each takes a port, files and a thread until its time to join is over."""
         room = _room()
         if len(self._groups) < room:
             return

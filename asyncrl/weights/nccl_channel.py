@@ -119,7 +119,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Tells a rank to send its prepared part to this engine, or to join it.  beside_bytes: size of all parts"""
+    """Tells a rank to send its prepared part to this engine, or to join it.  beside_bytes: bytes of all parts"""
 
     engine: str
     beside_bytes: int
