@@ -1,4 +1,4 @@
-"""Launches processes on a Ray cluster. An actor in its own placement group runs each process.
+"""Launches processes on a Ray cluster, each run by an actor in its own placement group.
 
     kind = "ray"          [launcher.options] is ``Options`` of ray_options.py; docs/guides/ray.md
 

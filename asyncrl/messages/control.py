@@ -46,8 +46,8 @@ class WeightVersion:
 class Progress:
     """Progress of the learner.  Topic ``progress``: learner -> prompt source, workers, observers.
 
-    step           optimizer steps done
-    batches_taken  optimizer steps begun
+    step           training steps done, one per batch
+    batches_taken  training steps begun
     bound          staleness in versions that admission allows now; None: the run file's max_staleness
     groups_lost    groups that left the window untrained: dropped (too stale), failed or filtered
     finished       no more prompts will come, so workers drain
@@ -108,7 +108,7 @@ class Heartbeat:
     problem      last unresolved error, in one line
     clock_shift  size in seconds of the last jump of this machine's wall clock, if within the last minute
     numbers      gauges and counters by metric name, such as ``rollout/running``
-    begun        group id -> oldest policy version in the group, for each group that a rollout worker has started
+    begun        group id -> oldest policy version in the group, for each group in progress at a rollout worker
     schema       message schema of this process; all processes of a run must have the same
     """
 

@@ -102,7 +102,8 @@ class EvaluationAnswers:
     worker    worker that made the answers
     held_seconds  how long the worker has had the evaluated version
     group         the full answers to a recorded prompt, unless they are too large for the bus
-    place, label  PromptGroup.recorded_place and ``label_text`` of that prompt
+    place         PromptGroup.recorded_place of that prompt
+    label         ``label_text`` of that prompt
     """
 
     number: int

@@ -31,7 +31,7 @@ class FleetSize:
 class FleetStatus:
     """The present fleet of `asyncrl run`.  Topic ``fleet_status``: `asyncrl run` -> `asyncrl scale`, observers.
 
-    request          request of the newest FleetSize that was handled
+    request          request of the newest FleetSize seen
     rollout_workers  target: the requested size, or as many as there is room for
     workers          names of the rollout workers kept running; their heartbeats show whether they sample yet
     reward_workers, graders  the same for reward workers

@@ -134,8 +134,8 @@ class PromptGroup:
     dataset             data set of an evaluation's prompt; empty in training
     messages            messages from which the chat template made the prompt; empty without a template, and for
                         single_turn and given
-    recorded_place      index in its data set of an evaluation's prompt whose answers are recorded for people to read
-                        (EvaluationAnswers.group); -1: not recorded
+    recorded_place      for an evaluation's prompt whose answers are recorded for people to read: its index in its data
+                        set (EvaluationAnswers.group); -1: not recorded
     """
 
     group_id: int
@@ -274,15 +274,16 @@ class Trajectory:
 class TrajectoryGroup:
     """All answers to one prompt, with rewards.  Topic ``trajectories``: rollout workers -> learner.
 
-    trajectories  trajectories of all rollouts, sorted by (rollout, part); all parts of a rollout have the same reward
-    error      why the group failed; a failed group has no trajectories, is counted, and frees its place in the window
-    seconds    time from the start of generation to the reward
-    cancelled  missing rollouts: cut off so that the others could be trained (actors/rollout/stragglers.py), or failed
-               (rollout.min_group)
+    trajectories    trajectories of all rollouts, sorted by (rollout, part); all parts of a rollout have the same reward
+    error           why the group failed; a failed group has no trajectories, is counted, and frees its place in the
+                    window
+    seconds         time from the start of generation to the reward
+    cancelled       missing rollouts: cut off so that the others could be trained (actors/rollout/stragglers.py), or
+                    failed (rollout.min_group)
     failed_samples  number of ``cancelled`` rollouts that failed
     extra_samples   rollouts that were started in addition to the requested ones (actors/rollout/over_sampling.py)
-    began, reward_seconds  start of generation in Unix seconds of the worker's clock, 0 if unknown; the part of
-               ``seconds`` that the reward took
+    began           start of generation in Unix seconds of the worker's clock; 0 if unknown
+    reward_seconds  the part of ``seconds`` that the reward took
     """
 
     group_id: int

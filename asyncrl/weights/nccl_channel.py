@@ -35,7 +35,7 @@ class Options:
     host: str = ""
     """The learner's address as seen by engines; empty: the one it uses to reach the bus."""
     bucket_megabytes: int = 2048
-    """MiB sent at once; an engine needs this much memory besides its weights. Smaller values pause it longer."""
+    """MiB sent at once; an engine needs this much memory besides its weights. Smaller values lengthen its pause."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.bucket_megabytes <= 2048:
