@@ -1,4 +1,5 @@
-"""Whether the learner replays the engine's experts (rollout.routing_replay), and what that takes on the bus."""
+"""Decides whether the learner replays the engine's choice of experts (rollout.routing_replay), and its size on the
+bus."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingReplay:
-    """reason: why not; empty: it is on.  num_bytes: of a group's experts, at most, in a message; 0 when it is off"""
+    """reason: why replay is off; empty if it is on.  num_bytes: maximum size of a group's experts in a message; 0 if
+    off"""
 
     reason: str
     num_bytes: int = 0
@@ -35,10 +37,10 @@ def decide(
     engine: Callable[[RunConfig], type[EngineAdapter]],
     backend: Callable[[RunConfig], type[BackendAdapter]],
 ) -> RoutingReplay:
-    """Raises ConfigError where the run file asks for what cannot be.
+    """Decide whether routing replay is on. Raises ConfigError if it is required but not possible.
 
-    experts          of the model at model.path
-    engine, backend  the run's adapters; not asked for where the model has no experts
+    experts          experts of the model at model.path; None if it has none
+    engine, backend  return the run's adapters; called only if the model has experts
     """
     wanted = run.rollout.routing_replay
     if wanted == "off":
