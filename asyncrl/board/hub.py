@@ -1,5 +1,6 @@
-"""Sends changes to every connected browser as server-sent events. A browser that is too slow is told to reload the
-state.
+"""Sends changes to every connected browser as server-sent events.
+
+A browser that is too slow is told to reload the state.
 
 Tests: tests/unit/board/test_hub.py.
 """

@@ -50,8 +50,10 @@ class Doing:
 
 
 def doing(beat: Any, *, silent_seconds: float = 0.0) -> Doing:
-    """Derive an actor's activity from its heartbeat. silent_seconds: time without a heartbeat, if too long; otherwise
-    0"""
+    """Derive an actor's activity from its heartbeat.
+
+    silent_seconds: time without a heartbeat, if too long; otherwise 0
+    """
     if silent_seconds:
         return Doing("silent")
     if beat.phase in ("starting", "quarantined", "draining"):
@@ -112,8 +114,10 @@ class Lanes:
         self._next = 0
 
     def hear(self, actors: Mapping[str, tuple[Any, Doing]], *, now: float) -> tuple[list[Lane], list[Lane], list[str]]:
-        """Record one look, given name -> (heartbeat, activity). Returns (new lanes, changed lanes, names of restarted
-        actors)."""
+        """Record one look, given name -> (heartbeat, activity).
+
+        Returns (new lanes, changed lanes, names of restarted actors).
+        """
         new, changed, restarted = list[Lane](), list[Lane](), list[str]()
         self.left_out = 0
         for name, (beat, does) in actors.items():
@@ -150,8 +154,7 @@ class Lanes:
         return is_other or has_version
 
     def _forget(self, begin: float) -> None:
-        """Drop segments that ended before the window, the oldest segments of lanes with too many, and lanes without any
-        left."""
+        """Drop segments before the window, the oldest segments of overfull lanes, and empty lanes."""
         most = min(LARGEST_LANE, max(LEAST_SEGMENTS, MOST_SEGMENTS // max(1, len(self.lanes))))
         for lane in self.lanes.values():
             while len(lane.segments) > most or (len(lane.segments) > 1 and lane.segments[1][0] <= begin):

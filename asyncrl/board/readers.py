@@ -30,8 +30,10 @@ class Readers:
         self._asked = 0
 
     async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Run ``function`` in a thread and return its result. Raises HTTPServiceUnavailable if too many requests
-        wait."""
+        """Run ``function`` in a thread and return its result.
+
+        Raises HTTPServiceUnavailable if too many requests wait.
+        """
         if self._asked >= MOST_ASKED:
             text = "asyncrl board: too many browsers ask for this at once; ask again\n"
             raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "2"})

@@ -43,8 +43,10 @@ def recorded_lanes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def flattened(begin: float, end: float, layers: Iterable[tuple[str, Sequence[Span]]]) -> list[tuple[float, str, str]]:
-    """Flatten layers of spans to (begin, state, text) segments from ``begin`` to ``end``. Earlier layers hide later
-    ones."""
+    """Flatten layers of spans to (begin, state, text) segments from ``begin`` to ``end``.
+
+    Earlier layers hide later ones.
+    """
     stacked = [(state, _merged(begin, end, spans)) for state, spans in layers]
     cuts = sorted({begin, *(cut for _, spans in stacked for span in spans for cut in span[:2])} - {end})
     at = [0] * len(stacked)

@@ -145,8 +145,7 @@ class RunState:
         return {name: [self.curves[name].steps, self.curves[name].values] for name in names if name in self.curves}
 
     def lanes_as_json(self, timeline: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Return lanes from the recorded ``timeline`` if there is one, otherwise from heartbeats, otherwise from
-        metrics."""
+        """Return lanes from the recorded ``timeline`` if given, else from heartbeats, else from metrics."""
         if timeline:
             return recorded_lanes(timeline)
         return self.lanes.as_json() if self.lanes.lanes else self._step_lanes.as_json()

@@ -128,8 +128,10 @@ def rank_name(rank: int) -> str:
 def learner_segments(
     steps: Sequence[Step], begin: float, *, rank: int = 0, has_gaps: bool = False
 ) -> Iterator[list[Any]]:
-    """Yield segments of a rank's lane, in seconds since ``begin``. has_gaps: some steps between the given ones are left
-    out"""
+    """Yield segments of a rank's lane, in seconds since ``begin``.
+
+    has_gaps: some steps between the given ones are left out
+    """
     before = begin
     for step in steps:
         parts = (("writing", step.write, "a checkpoint"), ("waiting", step.wait, "trajectories"))

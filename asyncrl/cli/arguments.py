@@ -46,8 +46,10 @@ def add_overrides(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def step_range(text: str, *, flag: str) -> tuple[int, int]:
-    """Parse "3:9", "3:", ":9" or "7" to (first, last); an empty text means all steps. Raises ConfigError naming
-    ``flag``."""
+    """Parse "3:9", "3:", ":9" or "7" to (first, last); an empty text means all steps.
+
+    Raises ConfigError naming ``flag``.
+    """
     found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
     if found is None or text == ":":
         raise ConfigError(f"{flag} {text}: must be A:B, A:, :B or one step")
@@ -66,14 +68,12 @@ def load(options: argparse.Namespace) -> RunConfig:
 
 
 def bus_token(run_config: RunConfig | None = None) -> str:
-    """Return the token of the bus: ASYNCRL_BUS_TOKEN, which keeps the token out of files, or bus.token of the run
-    file."""
+    """Return the token of the bus: ASYNCRL_BUS_TOKEN, or bus.token of the run file."""
     return os.environ.get("ASYNCRL_BUS_TOKEN", run_config.bus.token if run_config is not None else "")
 
 
 def with_bus_address(run_config: RunConfig) -> RunConfig:
-    """Add what `asyncrl run` passes to its processes: the address of the nats-server that it started, if any, and the
-    learner's public key."""
+    """Add the nats-server's address and the learner's public key, if `asyncrl run` passed them to this process."""
     bus = run_config.bus
     address = os.environ.get("ASYNCRL_BUS_URL", bus.address)
     learner_key = os.environ.get(LEARNER_KEY_VARIABLE, bus.learner_key)

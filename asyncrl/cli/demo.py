@@ -42,8 +42,10 @@ LOW, HIGH = 0.2, 0.8
 
 
 def _of_servers() -> list[str]:
-    """Return overrides for engines that are servers. They are slower, so more samples are stale and the run needs more
-    steps. On GPUs they support only bfloat16."""
+    """Return overrides for engines that are servers.
+
+    They are slower, so more samples are stale and the run needs more steps. On GPUs they support only bfloat16.
+    """
     return ["engine.options={}", "run.steps=60", *(['model.dtype="bfloat16"'] if num_gpus() else [])]
 
 

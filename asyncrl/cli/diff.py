@@ -1,5 +1,4 @@
-"""`asyncrl diff RUN_A RUN_B`: shows where two runs differ: settings, batches, and the first step with different
-numbers.
+"""`asyncrl diff RUN_A RUN_B`: shows where two runs differ in settings, batches and metrics, and from which step.
 
 Numbers are compared bit by bit (or within --tolerance) for each step, without metrics of clocks and machines. If a
 resumed learner trained a step again, its last row counts. Exit code 0 if nothing differs; 1 if something does or the

@@ -41,8 +41,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(run: RunConfig, *, token: str, as_json: bool) -> int:
-    """Print what is wrong with the run and return the exit code. Raises ConfigError if the bus or the run is unknown,
-    or the token is wrong."""
+    """Print what is wrong with the run and return the exit code.
+
+    Raises ConfigError if the bus or the run is unknown, or the token is wrong.
+    """
     url, token = bus_address(run, token=token)
     observation = asyncio.run(_listen(run, token=token))
     findings = diagnose(observation)

@@ -1,5 +1,4 @@
-"""`asyncrl evaluate RUN_DIR | MODEL_FOLDER --datasets FILE`: evaluates saved models on data sets, without a running
-run.
+"""`asyncrl evaluate RUN_DIR | MODEL_FOLDER --datasets FILE`: evaluates saved models on data sets, without a run.
 
 FILE is a run file, a file with only [evaluation], or the evaluation YAML of slime or Miles. For a run's folder, all
 models in models/ and the newest weights are evaluated, except those evaluated before. Answers to some prompts of each
@@ -138,8 +137,11 @@ def _settings(options: argparse.Namespace, recorded: RecordedRun | None) -> RunC
 
 
 def _require_rewards(table: Mapping[str, Any], *, where: Path) -> None:
-    """Raise ConfigError if a data set has no reward. A run records no rewards, because their options may be secrets,
-    and a default reward would silently give wrong numbers."""
+    """Raise ConfigError if a data set has no reward.
+
+    A run records no rewards, because their options may be secrets, and a default reward would silently give wrong
+    numbers.
+    """
     if "reward" in table:
         return
     for one in table["evaluation"]["datasets"]:

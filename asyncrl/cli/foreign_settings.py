@@ -185,8 +185,7 @@ def _under(value: Any, parts: Sequence[str]) -> Iterator[Any]:
 
 
 def _server(url: str) -> str:
-    """Return scheme, host and port of a plain address; empty for any address that two programs might parse
-    differently."""
+    """Return scheme, host and port of a plain address; empty if two programs might parse it differently."""
     if not _PLAIN_URL.fullmatch(url):
         return ""
     try:

@@ -74,8 +74,9 @@ def default_label() -> str:
 
 
 def joined(url: str, name: str, overrides: Sequence[str], *, token: str, allow: Sequence[str] = ()) -> RunConfig:
-    """Return the settings of run ``name`` from the bus at ``url``, with overrides applied. Waits until the learner
-    publishes them.
+    """Return the settings of run ``name`` from the bus at ``url``, with overrides applied.
+
+    Waits until the learner publishes them.
 
     Raises ConfigError if the bus does not answer, if secret keys are withheld and not overridden, or if the settings
     need something that ``allow`` does not name.

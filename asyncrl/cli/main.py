@@ -164,8 +164,10 @@ def _is_left_by_reader() -> bool:
 
 
 def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:
-    """Return the command line parser. Only ``verbs`` get their arguments, because that imports their files; the others
-    have only a summary."""
+    """Return the command line parser.
+
+    Only ``verbs`` get their arguments, because that imports their files; the others have only a summary.
+    """
     made = _Parser(
         prog="asyncrl",
         description="Fully asynchronous reinforcement learning for language models.",

@@ -1,5 +1,4 @@
-"""`asyncrl plan RUN.toml --gpus N`: recommends how to split N GPUs between learner and engines, and predicts the
-throughput.
+"""`asyncrl plan RUN.toml --gpus N`: recommends how to split N GPUs between learner and engines.
 
 It starts one engine, then one copy of the learner's model, on this machine, and measures each for a while. Then it
 simulates the loop for every split that may be the best, with several staleness bounds. The printed keys go into the run

@@ -110,8 +110,10 @@ def replay(
     token: str = "",
     as_json: bool = False,
 ) -> int:
-    """Replay the run in ``directory``, print the comparison, and return the exit code (see above). Raises
-    ConfigError."""
+    """Replay the run in ``directory``, print the comparison, and return the exit code (see above).
+
+    Raises ConfigError.
+    """
     from asyncrl.run.recorded.replay import plan_of  # imports torch; --help works without
 
     recorded = RecordedRun(directory)

@@ -52,8 +52,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _best_model(run_config: RunConfig) -> str:
-    """Describe the best model: folder, metric and step. Empty without ``checkpoint.best``, or if no result is
-    recorded."""
+    """Describe the best model: folder, metric and step.
+
+    Empty without ``checkpoint.best``, or if no result is recorded.
+    """
     metric, folder = run_config.checkpoint.best, run_config.run_directory / "best"
     try:
         found = json.loads((folder / "evaluation.json").read_text())

@@ -122,8 +122,11 @@ class _Chosen:
         self._seen: set[Hashable] = set()
 
     def offer(self, group: GroupSample) -> None:
-        """Offer a group. The first of several groups with the same id counts: a recorded group has more information
-        than the one on the log."""
+        """Offer a group.
+
+        The first of several groups with the same id counts: a recorded group has more information than the one on the
+        log.
+        """
         if group.identity in self._seen:
             return
         self._seen.add(group.identity)
@@ -317,8 +320,7 @@ def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
 
 
 def _answer(answer: Answer) -> Iterator[str]:
-    """Yield the answer's own prompt, if it has one, and then its turns: model output, thoughts, tool calls and
-    results."""
+    """Yield the answer's own prompt, if any, then its turns: model output, thoughts, tool calls and results."""
     if answer.prompt_tokens:
         yield "  [its own prompt]"
         if answer.prompt is None:

@@ -1,5 +1,4 @@
-"""`asyncrl scale RUN --rollout-workers N --reward-workers N`: sets the number of workers of a running run, and waits
-for them.
+"""`asyncrl scale RUN --rollout-workers N --reward-workers N`: sets the number of workers, and waits for them.
 
 The numbers are a state on the bus. `asyncrl run` starts or drains its own workers until they match, and again after
 --resume. Workers that joined by themselves do not count. Exit code 0: all are up; 1: not yet, and the missing ones are
@@ -116,8 +115,10 @@ async def _ask(bus: Bus, name: str, wanted: FleetSize, *, seconds: float) -> int
 
 
 async def _answers(bus: Bus, request: str, *, seconds: float) -> AsyncIterator[FleetStatus | None]:
-    """Yield the answer of `asyncrl run` to our request every LOOK_SECONDS; None until it has seen the request. Ends
-    after ``seconds``, or after ANSWER_SECONDS without an answer."""
+    """Yield the answer of `asyncrl run` to our request every LOOK_SECONDS; None until it has seen the request.
+
+    Ends after ``seconds``, or after ANSWER_SECONDS without an answer.
+    """
     clock = asyncio.get_running_loop().time
     start = clock()
     has_answered = False

@@ -1,5 +1,4 @@
-"""`asyncrl serve RUN.toml`: an HTTP endpoint for external programs that play the run's samples and report their
-outcome."""
+"""`asyncrl serve RUN.toml`: an HTTP endpoint for external programs that play the run's samples."""
 
 from __future__ import annotations
 

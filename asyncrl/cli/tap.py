@@ -1,5 +1,4 @@
-"""`asyncrl tap RUN TOPIC`: prints messages on a topic as they arrive, one per line, from any machine that reaches the
-bus.
+"""`asyncrl tap RUN TOPIC`: prints messages on a topic as they arrive, one per line, from any machine.
 
 It connects as an observer, which may only read. It takes no message from any consumer and delays none. New entries of a
 log and new values of a state appear within a second. Messages of a work topic belong to their consumers; only their

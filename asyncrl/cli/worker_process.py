@@ -36,8 +36,9 @@ def identity(options: argparse.Namespace, run_config: RunConfig, *, label: str) 
 
 @contextlib.asynccontextmanager
 async def bus_of_worker(run_config: RunConfig, own: Identity, *, token: str, has_joined: bool) -> AsyncIterator[Bus]:
-    """Connect to the bus and wait for a learner of the same version. After the context, the process ends within
-    EXIT_SECONDS.
+    """Connect to the bus and wait for a learner of the same version.
+
+    After the context, the process ends within EXIT_SECONDS.
 
     has_joined  without a run file, through the bus
 

@@ -1,5 +1,7 @@
-"""The run file: the meaning and default of every key, and what is refused. Sections of models or rules have their own
-files."""
+"""The run file: the meaning and default of every key, and what is refused.
+
+Sections of models or rules have their own files.
+"""
 
 from asyncrl.config.bus import BusSection
 from asyncrl.config.data import DataFile, DataSection

@@ -1,5 +1,7 @@
-"""Helpers with which the sections of a run file check themselves. Errors name the key; the caller that builds the
-section adds its name."""
+"""Helpers with which the sections of a run file check themselves.
+
+Errors name the key; the caller that builds the section adds its name.
+"""
 
 from __future__ import annotations
 

@@ -100,8 +100,10 @@ class DataSection:
 
 
 def require_template(section: Any, *keys: str) -> None:
-    """Check that a section sets ``keys`` only with chat_template, and that its chat_template_options set no argument
-    that asyncrl sets itself."""
+    """Check the settings of a chat template.
+
+    ``keys`` need chat_template = true, and chat_template_options must not set arguments that asyncrl sets itself.
+    """
     for key in keys:
         require(section.chat_template or not getattr(section, key), f"{key} needs chat_template = true")
     taken = sorted(_TEMPLATES_OWN & section.chat_template_options.keys())

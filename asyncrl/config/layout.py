@@ -96,8 +96,7 @@ class Layout:
         return last[:: self.tensor * self.context]
 
     def is_exporter(self, rank: int) -> bool:
-        """Whether a rank exports a part of the model: it is one of the first ``exporters_of_stage`` ranks of its
-        stage."""
+        """Whether a rank exports a part of the model: the first ``exporters_of_stage`` ranks of each stage do."""
         return rank % (self.ranks // self.pipeline) < self.exporters_of_stage
 
     @property
@@ -107,8 +106,10 @@ class Layout:
 
     @property
     def exporters_of_stage(self) -> int:
-        """Number of ranks that together hold a whole stage: they share its layers, or its experts and each hold the
-        rest."""
+        """Number of ranks that together hold a whole stage.
+
+        They share its layers, or share its experts and each hold the rest.
+        """
         return max(self.tensor, self.expert * self.expert_tensor)
 
 

@@ -1,5 +1,7 @@
-"""Sections of the run file for the models that the learner holds in addition to the policy. The algorithm decides which
-of them a run may or must have (learner_models.py)."""
+"""Sections of the run file for the models that the learner holds in addition to the policy.
+
+The algorithm decides which of them a run may or must have (learner_models.py).
+"""
 
 from __future__ import annotations
 

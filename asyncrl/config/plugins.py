@@ -41,8 +41,10 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
 
 
 def address(name: str, *, where: str, table: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return the module and attribute that ``name`` refers to, without importing them. Raises ConfigError for a
-    malformed name."""
+    """Return the module and attribute that ``name`` refers to, without importing them.
+
+    Raises ConfigError for a malformed name.
+    """
     module_name, colon, attribute = (table or {}).get(name, name).partition(":")
     if colon and module_name and attribute:
         return module_name, attribute
@@ -67,9 +69,11 @@ def make(kind: Callable[..., Any], *arguments: Any, where: str, name: str) -> An
 
 @contextlib.contextmanager
 def exits_contained() -> Iterator[None]:
-    """Run a user's function in this context to turn its exits (``sys.exit``, KeyboardInterrupt) into UserExit, an
-    ordinary error. Otherwise the exit of a task would end the event loop and the process. The same holds for tasks that
-    the function starts (actors/rollout/user_tasks.py). A real Ctrl-C is not converted."""
+    """Context for a user's function that turns its exits into UserExit, an ordinary error.
+
+    Exits are ``sys.exit`` and KeyboardInterrupt. Otherwise the exit of a task would end the event loop and the process.
+    The same holds for tasks that the function starts (actors/rollout/user_tasks.py). A real Ctrl-C is not converted.
+    """
     before = IS_USERS.set(True)
     try:
         yield

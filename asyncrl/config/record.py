@@ -1,5 +1,6 @@
-"""Convert a run's settings to a table for its history, and back. The table has what a later reader of the run's folder
-needs.
+"""Convert a run's settings to a table for its history, and back.
+
+The table has what a later reader of the run's folder needs.
 
 Paths are absolute, so that the folder can be read from anywhere. Left out are sections that may hold secrets and are
 not needed later ([reward], [engine], [metrics], [weights], [rollout.options]) and the bus's token. Files with secrets
@@ -58,8 +59,7 @@ def _dataset(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the settings for a worker without a run file, and the keys that were left out because they may hold
-    secrets.
+    """Return the settings for a worker without a run file, and the keys withheld because they may hold secrets.
 
     Left out are options with a key such as "headers" or "api-key", options with an address that contains a password,
     and all options of a reward, engine or rollout function that is not asyncrl's own. If one part of a reward has such

@@ -52,8 +52,10 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def _with_their_evaluation(table: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Insert the data sets of evaluation.eval_config before those of the run file. Other keys of the run file take
-    precedence."""
+    """Insert the data sets of evaluation.eval_config before those of the run file.
+
+    Other keys of the run file take precedence.
+    """
     section = table.get("evaluation")
     file = section.get("eval_config") if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(file, str) or not file:
@@ -70,8 +72,10 @@ def _with_their_evaluation(table: dict[str, Any], *, where: str) -> dict[str, An
 
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:
-    """Build a RunConfig from the table of a run file; missing sections get their defaults. Raises ConfigError naming
-    ``where`` and the key."""
+    """Build a RunConfig from the table of a run file; missing sections get their defaults.
+
+    Raises ConfigError naming ``where`` and the key.
+    """
     renamed.refuse(table, where)
     return build(RunConfig, table, where)
 
@@ -100,8 +104,10 @@ def override(table: dict[str, Any], item: str) -> None:
 
 
 def override_items(overrides: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
-    """Return overrides as a tuple of "section.key=value". Accepts {"run.steps": 10} or ["run.steps=10"]; raises
-    ConfigError for anything else."""
+    """Return overrides as a tuple of "section.key=value".
+
+    Accepts {"run.steps": 10} or ["run.steps=10"]; raises ConfigError for anything else.
+    """
     if isinstance(overrides, Mapping):
         return tuple(f"{key}={toml_text(_plain(value, str(key)))}" for key, value in overrides.items())
     is_list = isinstance(overrides, Iterable) and not isinstance(overrides, str | bytes)

@@ -58,8 +58,10 @@ _VARIABLE: Final = re.compile(r"\$\{[^}]*\}")
 
 
 def read(path: Path, *, say: Callable[[str], None]) -> str:
-    """Read a file and return the text of [evaluation]. ``say`` is called for each thing that is left out. Raises
-    ConfigError."""
+    """Read a file and return the text of [evaluation].
+
+    ``say`` is called for each thing that is left out. Raises ConfigError.
+    """
     document = yaml_file.read(path)
     try:
         return toml(document, say=lambda line: say(f"{path}: {line}"))

@@ -1,5 +1,4 @@
-"""[staleness] of the run file: how old a token may be, what happens to groups that would be older, and what else
-depends on age."""
+"""[staleness] of the run file: how old a token may be, and what happens to older groups."""
 
 from __future__ import annotations
 

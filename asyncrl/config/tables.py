@@ -27,8 +27,10 @@ _LONGEST_SECONDS: Final = 1e9
 
 
 def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
-    """Build a ``kind`` from ``table``. Raises ConfigError naming ``where`` and the key for an unknown key or a wrong
-    type."""
+    """Build a ``kind`` from ``table``.
+
+    Raises ConfigError naming ``where`` and the key for an unknown key or a wrong type.
+    """
     hints = typing.get_type_hints(kind)
     for key in table:
         if key not in hints:

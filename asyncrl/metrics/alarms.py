@@ -26,14 +26,17 @@ class Alarm(Protocol):
     text: str
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Update the alarm with the metrics of a step and return additional metrics. Called for every step, in
-        order."""
+        """Update the alarm with the metrics of a step and return additional metrics.
+
+        Called for every step, in order.
+        """
         ...
 
 
 class MismatchAlarm:
-    """Warns when engine and trainer do not compute the same policy. ``threshold`` is in nats per token; 0 disables the
-    alarm.
+    """Warns when engine and trainer do not compute the same policy.
+
+    ``threshold`` is in nats per token; 0 disables the alarm.
 
     Fresh samples were sampled by the version that trains them, so their behavior and trainer logprobs differ only by
     numerics: 0.005 to 0.02 nats per token if both compute in bfloat16, 1e-4 or less in float32. The default of 0.05
@@ -65,8 +68,7 @@ class MismatchAlarm:
 
 
 class DropAlarm:
-    """Warns when more than ``threshold`` of the answers of the last STEPS steps were too old to train; 0 disables the
-    alarm.
+    """Warns when more than ``threshold`` of the answers of STEPS steps were too old to train; 0 disables it.
 
     A group is usually too old because its longest answer took long. Dropped answers are therefore longer than trained
     ones, and training sees fewer long answers than the policy produces. A single burst, such as after a fallback to a
@@ -112,8 +114,9 @@ class DropAlarm:
 
 
 class HoldAlarm:
-    """Warns when the learner waits for old groups for more than ``threshold`` of the time of the last STEPS steps while
-    engines are idle; 0 disables the alarm.
+    """Warns when the learner waits too long for old groups while engines are idle.
+
+    ``threshold`` is a share of the time of the last STEPS steps; 0 disables the alarm.
 
     With max_staleness S, the awaited answer takes as long as S + 1 steps and their waits. Without the waits, the same
     time holds proportionally more steps, and a bound of that many steps would avoid the waits. If the engines stay
@@ -161,8 +164,10 @@ class HoldAlarm:
 
 
 class SplitAlarm:
-    """Warns when another split of the GPUs between learner and engines would train more than 1 + ``threshold`` times as
-    many tokens per second, judged by the last STEPS steps; 0 disables the alarm.
+    """Warns when another split of the GPUs between learner and engines would train much faster.
+
+    Faster means more than 1 + ``threshold`` times as many tokens per second, judged by the last STEPS steps; 0 disables
+    the alarm.
 
     The alarm ends below half the threshold. The first steps do not count, because they fill the window.
     """
@@ -250,8 +255,7 @@ class StandstillAlarm:
 
 
 class TruncationAlarm:
-    """Warns when nearly every answer of the first STEPS steps of a run was truncated; ends when a step has fewer
-    truncated answers.
+    """Warns when nearly every answer of the first STEPS steps was truncated, until a step has fewer.
 
     Only from the first step on: later, a policy may be rewarded for using all its tokens.
     """

@@ -10,8 +10,10 @@ from asyncrl.policies.groups.sample import GroupSample
 
 
 class Sink(Protocol):
-    """Destination of metrics. A sink that also has ``write_samples`` or ``alarm`` receives those (ShowsSamples,
-    TakesAlarms)."""
+    """Destination of metrics.
+
+    A sink that also has ``write_samples`` or ``alarm`` receives those (ShowsSamples, TakesAlarms).
+    """
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Write a row. Raises OSError only if nothing of the row was written, so that the write can be retried."""

@@ -1,5 +1,7 @@
-"""Destinations of a step's metrics: metrics.jsonl, the console and user sinks. W&B and TensorBoard have their own
-modules."""
+"""Destinations of a step's metrics: metrics.jsonl, the console and user sinks.
+
+W&B and TensorBoard have their own modules.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Converts a run's timeline to the trace format of Perfetto and Chrome: the activity of each actor and the path of each
-group. Pure.
+"""Converts a run's timeline to the trace format of Perfetto and Chrome. Pure.
 
 Lanes: the learner (steps and its waits, copied and announced weights, checkpoints, published and arrived groups,
 evaluations; the steps of each of its other ranks) and each worker (groups side by side with their reward calls; loads

@@ -72,8 +72,10 @@ class Run:
         return self.settings.run_directory
 
     def check(self) -> Summary:
-        """Check the run file and return what `asyncrl check` prints. Raises ConfigError for settings that cannot
-        work."""
+        """Check the run file and return what `asyncrl check` prints.
+
+        Raises ConfigError for settings that cannot work.
+        """
         return summarize(self.settings)
 
     async def train(self, *, resume: bool = False, bus_token: str = "") -> RunResult:
@@ -104,8 +106,10 @@ class Run:
         )
 
     def train_sync(self, *, resume: bool = False, bus_token: str = "") -> RunResult:
-        """Same as ``train``, for a program without an event loop. Ctrl-C drains the run and raises
-        KeyboardInterrupt."""
+        """Same as ``train``, for a program without an event loop.
+
+        Ctrl-C drains the run and raises KeyboardInterrupt.
+        """
         try:
             asyncio.get_running_loop()
         except RuntimeError:

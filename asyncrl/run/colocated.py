@@ -1,5 +1,4 @@
-"""Runs whose learner and engines take turns on the same GPUs: the check of their settings, and the lock for the
-turns."""
+"""Runs whose learner and engines take turns on the same GPUs: the settings check, and the lock for the turns."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Creates a trainable model folder from one with 8-bit weights or one that needs the model's own code (`asyncrl
-import-model FOLDER NEW_FOLDER`). The destination is created completely or not at all."""
+"""Creates a trainable model folder (`asyncrl import-model FOLDER NEW_FOLDER`).
+
+The source has 8-bit weights or needs the model's own code. The destination is created completely or not at all.
+"""
 
 from __future__ import annotations
 

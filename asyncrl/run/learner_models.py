@@ -80,8 +80,10 @@ def check_folders(run: RunConfig, algorithm: Algorithm) -> None:
 
 
 def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings) -> dict[str, AuxiliaryModel]:
-    """Return the backend's models in addition to the policy; empty for most algorithms. A critic is trained without
-    adapters or frozen parameters."""
+    """Return the backend's models in addition to the policy; empty for most algorithms.
+
+    A critic is trained without adapters or frozen parameters.
+    """
     from asyncrl.backends.models import AuxiliaryModel
     from asyncrl.policies.algorithms.critic import Critic as Objective
 

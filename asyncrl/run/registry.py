@@ -227,8 +227,10 @@ def backend(run: RunConfig) -> Backend:
 
 
 def serve_rank(run: RunConfig) -> None:
-    """Serve as a rank other than the learner until the learner ends. Raises ConfigError if the learner refuses this
-    rank."""
+    """Serve as a rank other than the learner until the learner ends.
+
+    Raises ConfigError if the learner refuses this rank.
+    """
     from asyncrl.backends.adapter import BackendAdapter
 
     made = backend(run)
@@ -305,8 +307,10 @@ async def observe(run: RunConfig, *, token: str, role: str = "observer") -> Bus:
 
 
 def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
-    """Return (url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder. Raises
-    NoSuchRun."""
+    """Return (url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder.
+
+    Raises NoSuchRun.
+    """
     if not bus_class(run).is_shared:
         raise ConfigError(
             f'bus.kind: "{run.bus.kind}" is inside the process of `asyncrl run`, which no other process can reach; '

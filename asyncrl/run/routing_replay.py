@@ -1,5 +1,4 @@
-"""Decides whether the learner replays the engine's choice of experts (rollout.routing_replay), and its size on the
-bus."""
+"""Decides whether the learner replays the engine's choice of experts (rollout.routing_replay)."""
 
 from __future__ import annotations
 

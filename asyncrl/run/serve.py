@@ -21,8 +21,10 @@ _HARNESS: Final = "outside"
 
 
 def serve(run: RunConfig, *, host: str = "") -> None:
-    """Serve until interrupted. host: address to listen on; "" uses the host of the run file's url. Raises
-    ConfigError."""
+    """Serve until interrupted.
+
+    host: address to listen on; "" uses the host of the run file's url. Raises ConfigError.
+    """
     options = options_of(run)
     address = urlsplit(options.url)
     entry = Entry(host=host or address.hostname or "", port=address.port or 0, key=key_of(Path(options.key_file)))
@@ -54,8 +56,10 @@ def options_of(run: RunConfig) -> Options:
 
 
 def key_of(file: Path) -> str:
-    """Read the key from the file. If there is no file, create one with a new key that only the owner can read. Raises
-    ConfigError."""
+    """Read the key from the file.
+
+    If there is no file, create one with a new key that only the owner can read. Raises ConfigError.
+    """
     try:
         if not file.exists():
             with contextlib.suppress(FileExistsError):

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 
 def index_rows(run: RunConfig) -> Positions:
-    """Check every row of the data without tokenising it. Raises ConfigError for the first row that cannot be a
-    prompt."""
+    """Check every row of the data without tokenising it.
+
+    Raises ConfigError for the first row that cannot be a prompt.
+    """
     return indexed(run.data, seed=run.run.seed, limits=_limits(run))
 
 

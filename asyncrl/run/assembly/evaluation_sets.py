@@ -39,8 +39,10 @@ def row_limits(*, row_bytes: int, labelled_for: str, keeps_messages: bool = Fals
 
 
 def look_at_rows(dataset: EvaluationDataset, *, limits: RowLimits) -> None:
-    """Check every row and its tags without a tokenizer. Raises ConfigError for the first row that cannot be a
-    prompt."""
+    """Check every row and its tags without a tokenizer.
+
+    Raises ConfigError for the first row that cannot be a prompt.
+    """
     try:
         num_rows = indexed(_section(dataset), seed=0, limits=limits).num_rows
         _tags(dataset, min(num_rows, dataset.limit or num_rows))

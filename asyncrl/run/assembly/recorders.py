@@ -45,8 +45,10 @@ def recorders_of(run: RunConfig, *, algorithm: Algorithm) -> Recorders:
 
 
 def answer_writer(run: RunConfig, file: SampleFile, *, most_kept: int) -> SampleWriter:
-    """Return a writer of evaluation answers to ``file``. It leaves none out, because they are few or were all
-    requested."""
+    """Return a writer of evaluation answers to ``file``.
+
+    It leaves none out, because they are few or were all requested.
+    """
     return SampleWriter(
         file,
         load_decode=functools.partial(load_decode, run.model.path),

@@ -65,8 +65,10 @@ async def refuse(run: RunConfig, *, bus: Bus) -> None:
 
 
 def refuse_others(run: RunConfig) -> None:
-    """Raise ConfigError if a path of the learner's files is not a file (a folder, a pipe or a link loop), or a path of
-    its folders is not a folder."""
+    """Raise ConfigError if a path of the learner's files or folders is something else.
+
+    Examples are a folder, a pipe or a link loop in place of a file.
+    """
     files = [run.run_directory / name for name in (HISTORY_FILE, IN_PROGRESS_FILE, "metrics.jsonl")]
     folders = [run.run_directory / "checkpoints", run.weights_directory]
     wanted = [*((path, stat.S_ISREG, "file") for path in files), *((path, stat.S_ISDIR, "folder") for path in folders)]

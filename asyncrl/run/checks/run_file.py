@@ -28,8 +28,10 @@ log = logging.getLogger("asyncrl.check")
 
 
 def check(run: RunConfig) -> None:
-    """Check everything that `asyncrl run` needs here, without starting anything. Raises ConfigError that says what to
-    change."""
+    """Check everything that `asyncrl run` needs here, without starting anything.
+
+    Raises ConfigError that says what to change.
+    """
     registry.check_names(run)
     registry.bus_class(run).check_machine(run)
     launcher = registry.launcher_class(run)
@@ -241,8 +243,11 @@ def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:
 
 
 def _check_filters(run: RunConfig) -> None:
-    """Call each filter with a made-up group. The group may lack what only real groups have, such as parts of a reward,
-    so only TypeError and AttributeError are refused, which real groups would raise too."""
+    """Call each filter with a made-up group.
+
+    The group may lack what only real groups have, such as parts of a reward, so only TypeError and AttributeError are
+    refused, which real groups would raise too.
+    """
     from asyncrl.actors.learner.group_filters import ask, sample_group
 
     for name, function in registry.filters(run).items():

@@ -1,5 +1,7 @@
-"""Ensures that all processes of a run use the same message schema; a newer learner and an older worker would misread
-each other."""
+"""Ensures that all processes of a run use the same message schema.
+
+A newer learner and an older worker would misread each other.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ async def refuse_others(bus: Bus, *, run: str, is_trusted: Callable[[str], bool]
 
 
 async def await_learner(bus: Bus, *, run: str) -> None:
-    """Wait while the run's weights come from a learner with another schema. A worker calls this before it takes
-    prompts."""
+    """Wait while the run's weights come from a learner with another schema.
+
+    A worker calls this before it takes prompts.
+    """
     versions = (await bus.states(WEIGHTS)).values()
     if not versions or any(version.schema == SCHEMA for version in versions):
         return

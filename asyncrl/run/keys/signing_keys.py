@@ -133,8 +133,11 @@ def _given(run: RunConfig, role: str) -> dict[str, str]:
 
 
 def _made(run: RunConfig) -> SigningKey | None:
-    """Create the learner's key. None for a run that has started without keys, and if the run's folder does not exist
-    yet, since nothing is sent before it does."""
+    """Create the learner's key.
+
+    None for a run that has started without keys, and if the run's folder does not exist yet, since nothing is sent
+    before it does.
+    """
     directory, folder = run.run_directory, run.run_directory / _FOLDER
     if not directory.is_dir() or (directory / HISTORY_FILE).exists():
         return None
@@ -192,8 +195,10 @@ def _public(folder: Path) -> str:
 
 
 def ticket_secret(run: RunConfig) -> bytes:
-    """Return the secret for the tickets of the run's prompts. It is created with the run; empty for a run without
-    tickets. Raises ConfigError."""
+    """Return the secret for the tickets of the run's prompts.
+
+    It is created with the run; empty for a run without tickets. Raises ConfigError.
+    """
     path = run.run_directory / _FOLDER / "tickets"
     try:
         if not path.exists() and learner_key(run) and not (run.run_directory / HISTORY_FILE).exists():

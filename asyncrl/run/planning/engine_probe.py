@@ -51,7 +51,9 @@ class EngineMeasured:
 
 def measure_engine(run: RunConfig, *, seconds: float, dry_seconds: float | None = None) -> EngineMeasured:
     """Measure with a full engine for ``seconds``, then drain it for at most ``dry_seconds`` (None: the same time).
-    Blocks. Raises ConfigError and errors of the engine."""
+
+    Blocks. Raises ConfigError and errors of the engine.
+    """
     return asyncio.run(_measure(run, seconds=seconds, dry_seconds=seconds if dry_seconds is None else dry_seconds))
 
 
@@ -159,8 +161,10 @@ class _Probe(Actor):
 
 
 def joined(looks: Iterable[DecodeReading]) -> Iterator[DecodeReading]:
-    """Merge readings with similar numbers of sequences, because tokens arrive in bursts. Readings without sequences are
-    left out."""
+    """Merge readings with similar numbers of sequences, because tokens arrive in bursts.
+
+    Readings without sequences are left out.
+    """
     levels: dict[int, list[DecodeReading]] = {}
     for look in looks:
         if look.running > 0:

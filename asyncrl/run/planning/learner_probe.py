@@ -1,5 +1,7 @@
-"""Measures how long a step of the run's learner takes, with its own backend, algorithm and packing, on groups of an
-engine."""
+"""Measures how long a step of the run's learner takes, with its own backend, algorithm and packing.
+
+It trains on groups that an engine sampled.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ class LearnerMeasured:
 
 
 def measure_learner(run: RunConfig, groups: Sequence[TrajectoryGroup], *, seconds: float) -> LearnerMeasured:
-    """Time steps on batches of two sizes for about ``seconds``. Blocks. Raises ConfigError and errors of the
-    backend."""
+    """Time steps on batches of two sizes for about ``seconds``.
+
+    Blocks. Raises ConfigError and errors of the backend.
+    """
     algorithm, backend = registry.algorithm(run), registry.backend(run)
     try:
         backend.start()

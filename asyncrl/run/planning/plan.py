@@ -56,8 +56,9 @@ class Allocation:
 
 
 def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], None]) -> Allocation:
-    """Measure engine and learner for about ``seconds`` each, then simulate. Blocks for minutes; ``tells`` is called
-    with progress.
+    """Measure engine and learner for about ``seconds`` each, then simulate.
+
+    Blocks for minutes; ``tells`` is called with progress.
 
     Raises ConfigError if the run file or this machine does not allow it.
     """
@@ -170,8 +171,7 @@ def _require_split(run: RunConfig) -> None:
 
 
 def _alone(run: RunConfig, units: Units, folder: Path) -> RunConfig:
-    """Return the run with one copy of the model and one engine, in a separate folder, and without everything but
-    training."""
+    """Return the run with one copy of the model and one engine, in a separate folder, and only training."""
     return dataclasses.replace(
         run,
         run=dataclasses.replace(run.run, directory=str(folder), name="plan"),
@@ -186,8 +186,10 @@ def _alone(run: RunConfig, units: Units, folder: Path) -> RunConfig:
 
 
 def in_process(measure: Callable[..., T], run: RunConfig, *arguments: object, seconds: float) -> T:
-    """Run ``measure`` in a fresh process, whose end frees all memory. Raises its errors; AsyncRLError if it was
-    killed."""
+    """Run ``measure`` in a fresh process, whose end frees all memory.
+
+    Raises its errors; AsyncRLError if it was killed.
+    """
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_tell, args=(sender, measure, run, *arguments), kwargs={"seconds": seconds})

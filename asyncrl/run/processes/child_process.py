@@ -107,8 +107,10 @@ class ChildProcess:
         return self.spec.name
 
     def launched(self) -> list[Launched]:
-        """Return the process for the health monitor. Empty once it is no longer kept running, and for ranks, which are
-        not actors."""
+        """Return the process for the health monitor.
+
+        Empty once it is no longer kept running, and for ranks, which are not actors.
+        """
         if not self.is_kept_running or self.spec.role == LEARNER_RANK:
             return []
         pid, host = (self.process.pid, self.process.node) if self.process is not None else (0, "")

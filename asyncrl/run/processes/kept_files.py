@@ -35,8 +35,10 @@ class KeptFile(Protocol):
 
 
 class AddressFile:
-    """Address of the run's bus, readable only by its owner. It contains its own inode, which exposes a copied folder
-    whose run is not up."""
+    """Address of the run's bus, readable only by its owner.
+
+    It contains its own inode, which exposes a copied folder whose run is not up.
+    """
 
     def __init__(self, path: Path, *, url: str, token: str) -> None:
         self.path = path

@@ -136,8 +136,10 @@ def _fleet_rule(run_config: RunConfig) -> FleetSizer | None:
 
 @contextlib.contextmanager
 def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
-    """Start the server of this run's bus, with its address in the run's folder. Raises ConfigError if the run is
-    already up."""
+    """Start the server of this run's bus, with its address in the run's folder.
+
+    Raises ConfigError if the run is already up.
+    """
     directory = run_config.run_directory
     _make(directory)
     server = registry.bus_class(run_config).server(run_config, directory=directory, host=host)

@@ -154,8 +154,7 @@ class ProcessManager:
         await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
 
     async def _wait_aloud(self, seconds: float) -> None:
-        """Wait until all processes have ended, and report every ten seconds which have not and when they will be
-        killed."""
+        """Wait until all processes have ended. Every ten seconds, report which are left and when they will be killed."""
         deadline = time.monotonic() + seconds
         while self._tasks and (left := deadline - time.monotonic()) > 0:
             _, waiting = await asyncio.wait(self._tasks, timeout=min(left, DRAIN_REPORT_SECONDS))
@@ -192,8 +191,10 @@ class ProcessManager:
             self.fleet.ended(child)
 
     def _restart_delay(self, child: ChildProcess, ended: Exit) -> float | None:
-        """Return the seconds until the process is restarted; None if it is not. Ends the run if the exit requires
-        it."""
+        """Return the seconds until the process is restarted; None if it is not.
+
+        Ends the run if the exit requires it.
+        """
         code, is_learner, was_over = ended.code, child.spec.role == LEARNER, self._over.is_set()
         if is_learner and self._interrupts == 1 and code not in DRAINED:
             self._fail(code, f"{ended.reason} while draining")

@@ -38,8 +38,7 @@ class ProcessSpecs:
         self._environment = dict(environment)
 
     def initial(self, *, size: FleetSize | None, resume: bool) -> list[ChildProcess]:
-        """Return the learner, its other ranks if they are separate processes, then rollout workers, evaluation workers
-        and reward workers.
+        """Return the learner and its separate ranks, then rollout workers, evaluation workers and reward workers.
 
         size  size that `asyncrl scale` set last; missing numbers are taken from the run file
 

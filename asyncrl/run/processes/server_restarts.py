@@ -67,8 +67,10 @@ async def kill(server: BusServer, pid: int, *, needs_room: bool) -> None:
 
 
 async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: float) -> tuple[str, bool]:
-    """Wait until the server's process has ended. Return why it was killed here, if it was, and whether its disk was
-    full."""
+    """Wait until the server's process has ended.
+
+    Return why it was killed here, if it was, and whether its disk was full.
+    """
     pid, failure, is_killed, has_room, was_full = server.pid, "", False, True, False
     ended = asyncio.create_task(_ended(pid), name="server-ended")
     try:

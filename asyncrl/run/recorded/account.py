@@ -1,5 +1,4 @@
-"""Builds the account of a recorded run: reads its history, checkpoint, metrics and bus for policies/audit to
-compare."""
+"""Builds the account of a recorded run from its history, checkpoint, metrics and bus (policies/audit)."""
 
 from __future__ import annotations
 

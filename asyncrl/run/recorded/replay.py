@@ -40,8 +40,10 @@ CHANGEABLE: Final = (
 
 
 class Planned(NamedTuple):
-    """One step to train: its line of the history, the line that began its incarnation, and the run file of that
-    incarnation. Alternatively, step ``number`` of a different run file."""
+    """One step to train: its line of the history, the line that began its incarnation, and its run file.
+
+    The run file is that of the incarnation; or the step is number ``number`` of a different run file.
+    """
 
     entry: HistoryEntry
     begun: HistoryEntry
@@ -91,8 +93,10 @@ def plan_of(
 def plan_from(
     recorded: RecordedRun, history: Sequence[HistoryEntry], *, run: RunConfig, batches: tuple[int, int], times: int
 ) -> list[Planned]:
-    """Plan to train the batches of steps ``batches`` (first, last) of ``recorded``, ``times`` times, each as a step of
-    ``run``, starting from the model of ``run``. Raises ConfigError."""
+    """Plan to train the batches of steps ``batches`` (first, last) of ``recorded``, ``times`` times.
+
+    Each is a step of ``run``, whose model is the starting point. Raises ConfigError.
+    """
     trained = [one for one in steps(history) if batches[0] <= one[0].step <= batches[1]]
     if not trained:
         last = max((entry.step for entry, _, _ in steps(history)), default=0)
@@ -124,8 +128,10 @@ def _changed(begun: HistoryEntry, overrides: Sequence[str]) -> RunConfig:
 async def train_again(
     plan: Sequence[Planned], bus: Bus, *, folder: Path | None, out: Path
 ) -> AsyncGenerator[tuple[int, Mapping[str, Metric]], None]:
-    """Train every step of ``plan`` from the backend state in ``folder`` and yield (step, metrics). Writes its files to
-    ``out``."""
+    """Train every step of ``plan`` from the backend state in ``folder`` and yield (step, metrics).
+
+    Writes its files to ``out``.
+    """
     loop = asyncio.get_running_loop()
     needed = {group_id: planned.entry for planned in plan for group_id in planned.entry.batch}
     uses = Counter(group_id for planned in plan for group_id in planned.entry.batch)

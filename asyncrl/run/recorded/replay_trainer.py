@@ -38,8 +38,7 @@ class Trainer:
         forks: Forks,
         number: int = 0,
     ) -> dict[str, Metric]:
-        """Train on ``groups``, which the run trained in step ``step``, with the settings ``run``, and return the step's
-        metrics.
+        """Train on ``groups``, which the run trained in step ``step``, with settings ``run``. Returns the step's metrics.
 
         number  number of this step here, if it differs from ``step``
 

@@ -142,8 +142,10 @@ class RecordedRun:
         return config_record.from_table(table, where=f"{self.history_file}: incarnation {begun[-1].incarnation}")
 
     def bus_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
-        """Return the newest settings, for use of the bus and the run's name. Without a history, derive them from the
-        folder."""
+        """Return the newest settings, for use of the bus and the run's name.
+
+        Without a history, derive them from the folder.
+        """
         here = f"run.directory={toml_text(str(self.directory.absolute().parent))}"
         try:
             return self.newest_settings([here, *overrides])
@@ -165,8 +167,9 @@ class RecordedRun:
             raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
 
     def checkpoint_before(self, step: int, history: Sequence[HistoryEntry]) -> tuple[int, Path | None]:
-        """Return (steps done, backend folder) of the newest checkpoint of ``history`` from which ``step`` can start;
-        (0, None) if there is none.
+        """Return (steps done, backend folder) of the newest checkpoint from which ``step`` can start.
+
+        The checkpoint must belong to ``history``. Returns (0, None) if there is none.
 
         Raises ConfigError if a checkpoint cannot be read.
         """
@@ -289,8 +292,10 @@ async def connected(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
 
 
 async def log_records(bus: Bus, topic: Topic[M], *, after: int = 0) -> AsyncGenerator[Record[M], None]:
-    """Yield every record after ``after`` that a log has now, in order. To stop early, close it
-    (``contextlib.aclosing``)."""
+    """Yield every record after ``after`` that a log has now, in order.
+
+    To stop early, close it (``contextlib.aclosing``).
+    """
     last = await bus.last_sequence(topic)
     if not await bus.depth(topic):
         return

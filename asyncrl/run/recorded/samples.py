@@ -42,8 +42,10 @@ LOOK_SECONDS: Final = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """The fate of a group, and its step. ``forks``: forks known to the learner at that time; ``bound``: as in
-    sample_of"""
+    """The fate of a group, and its step.
+
+    ``forks``: forks known to the learner at that time; ``bound``: as in sample_of
+    """
 
     kind: str
     step: int
@@ -158,8 +160,10 @@ class RunSamples:
 
     @contextlib.contextmanager
     def bus_address(self) -> Iterator[RunConfig | None]:
-        """Yield the run file with the address of its bus while the context is open; None if nothing is left of the bus
-        (see ``why_no_log``). Call this before the event loop runs."""
+        """Yield the run file with the address of its bus while the context is open.
+
+        Yields None if nothing is left of the bus (see ``why_no_log``). Call this before the event loop runs.
+        """
         if self._recorded is None:
             yield self.run
             return
@@ -180,8 +184,10 @@ class RunSamples:
         return observing(there, token=self._token)
 
     async def logged(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
-        """Yield the groups of the log in order; with ``newest``, only those of the last ``newest`` records. Not
-        decoded."""
+        """Yield the groups of the log in order; with ``newest``, only those of the last ``newest`` records.
+
+        Not decoded.
+        """
         await self.read_events(bus)
         last = await bus.last_sequence(TRAJECTORIES)
         if not last:

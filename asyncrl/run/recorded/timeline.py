@@ -28,8 +28,11 @@ _SHAPES: Final[Mapping[str, tuple[type, ...]]] = {
 
 
 def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows in the order of their steps, and the name of their file. For a step that a resumed learner
-    trained again, only the last row is included. Raises ConfigError if the folder holds no run or cannot be read."""
+    """Return the rows in the order of their steps, and the name of their file.
+
+    For a step that a resumed learner trained again, only the last row is included. Raises ConfigError if the folder
+    holds no run or cannot be read.
+    """
     recorded = RecordedRun(directory)
     if not recorded.is_run:
         raise ConfigError(f"{directory}: holds no run")
@@ -48,8 +51,10 @@ def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def evaluations_of(directory: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl for evaluated versions, in the order in which the evaluations ended. Empty for
-    runs of an older version, whose rows have no time."""
+    """Return the rows of metrics.jsonl for evaluated versions, in the order in which the evaluations ended.
+
+    Empty for runs of an older version, whose rows have no time.
+    """
     rows = [row for row in RecordedRun(directory).metrics().values() if _is_time(row.get(EVALUATED_AT))]
     return sorted(rows, key=lambda row: float(row[EVALUATED_AT]))
 

@@ -21,8 +21,10 @@ class FileTail:
         """Whether the last lines are the first ones of a truncated or replaced file."""
 
     def read(self) -> tuple[list[tuple[int, bytes]], bool]:
-        """Return ([(position, line without its end)], whether more can be read immediately). Blocks. Empty if there is
-        no file."""
+        """Return ([(position, line without its end)], whether more can be read immediately).
+
+        Blocks. Empty if there is no file.
+        """
         self.is_anew = False
         try:
             with self._path.open("rb") as file:

@@ -154,8 +154,9 @@ class GroupIndex:
     def rows(
         self, *, fate: str = "", text: str = "", order: str = "newest", has_text: bool = False, limit: int = 100
     ) -> tuple[list[GroupRow], int]:
-        """Return (at most ``limit`` rows, total number). text: part of the number, fate, worker, reason, data set or
-        prompt
+        """Return (at most ``limit`` rows, total number).
+
+        text: part of the number, fate, worker, reason, data set or prompt
 
         Prompts of evaluations are listed only with fate "evaluated".
         """

@@ -32,9 +32,11 @@ class View:
 
 
 class Looker:
-    """Observes a run repeatedly. It tolerates a bus that is away, and follows one that returns at another address:
-    `asyncrl run` gives its own server a new port and password each time. Raises ConfigError if the run has no
-    address."""
+    """Observes a run repeatedly.
+
+    It tolerates a bus that is away, and follows one that returns at another address: `asyncrl run` gives its own server
+    a new port and password each time. Raises ConfigError if the run has no address.
+    """
 
     def __init__(self, run: RunConfig, *, token: str) -> None:
         self._run, self._token = run, token
@@ -55,8 +57,10 @@ class Looker:
         return self._watcher.error is not None
 
     async def look(self) -> View:
-        """Observe once. Raises NoSuchRun, and ConfigError if nothing was seen yet and waiting will not help, as with a
-        wrong token."""
+        """Observe once.
+
+        Raises NoSuchRun, and ConfigError if nothing was seen yet and waiting will not help, as with a wrong token.
+        """
         if self._watcher.error is not None:
             await self._follow()
         observation = await self._watcher.look()

@@ -31,8 +31,10 @@ class WatchedRun:
     """directory: the run's folder; None if only its bus can be reached"""
 
     def __init__(self, where: Path | None, overrides: list[str], *, token: str, verb: str) -> None:
-        """Find the run in a folder, of a run file, or named only by ``overrides``. Raises ConfigError if there is
-        none."""
+        """Find the run in a folder, of a run file, or named only by ``overrides``.
+
+        Raises ConfigError if there is none.
+        """
         self._where, self._overrides, self._verb = where, overrides, verb
         settings = self._recorded()
         self._token = token or settings.bus.token
@@ -41,8 +43,10 @@ class WatchedRun:
         self.name = self.directory.absolute().name if self.directory is not None else settings.run.name
 
     def _settings(self) -> RunConfig:
-        """Return the settings, including the bus. Raises NoSuchRun for a folder that was renamed while its run is not
-        up."""
+        """Return the settings, including the bus.
+
+        Raises NoSuchRun for a folder that was renamed while its run is not up.
+        """
         return run_folder.run_at(self._where, self._overrides, verb=self._verb)
 
     def _recorded(self) -> RunConfig:
