@@ -93,7 +93,7 @@ def joined(url: str, name: str, overrides: Sequence[str], *, token: str, allow: 
     for key in found.withheld:
         if not any(item.startswith((f"{key}=", f"{key}.")) for item in overrides):
             raise ConfigError(
-                f"run {name}: its {key} may hold secrets, so they are not on the bus; say them with "
+                f"run {name}: its {key} may hold secrets, so they are not on the bus; set them with "
                 f"--set {key}.KEY=VALUE, or --set '{key}={{}}' for none"
             )
     foreign = foreign_settings.taken(found.sections, overrides=overrides)

@@ -125,7 +125,7 @@ async def _answers(bus: Bus, request: str, *, seconds: float) -> AsyncIterator[F
     while clock() < start + (seconds if has_answered else min(seconds, ANSWER_SECONDS)):
         status = (await bus.states(FLEET_STATUS)).get("")
         if has_answered and status is not None and status.request != request:
-            raise ConfigError("somebody else has asked for another size in the meantime")
+            raise ConfigError("another command has asked for a different size in the meantime")
         has_answered = status is not None and status.request == request
         yield status if has_answered else None
         await asyncio.sleep(LOOK_SECONDS)

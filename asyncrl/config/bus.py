@@ -89,4 +89,4 @@ class BusSection:
             bool(re.fullmatch("([0-9a-f]{64})?", self.learner_key)),
             f"learner_key must be 64 hexadecimal digits, got {self.learner_key[:80]!r}",
         )
-        require(not (self.token and self.credentials), "token and credentials are two ways to say who we are: set one")
+        require(not (self.token and self.credentials), "token and credentials exclude each other: set one of them")

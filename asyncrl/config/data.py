@@ -80,7 +80,7 @@ class DataSection:
         require(not self.options or bool(self.source), "options are of a source, and there is none")
         require(
             not self.source or not (self.epochs or not self.shuffle),
-            "shuffle and epochs are of files; a source gives its rows in its own order, and None when it ends",
+            "shuffle and epochs are for files; a source gives its rows in its own order, and None when it ends",
         )
         weights = [file.weight for file in self.files]
         require(

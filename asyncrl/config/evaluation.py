@@ -86,7 +86,7 @@ class EvaluationDataset:
         positive(self, "samples")
         require(
             self.reward is None or not self.reward.workers,
-            "reward.workers: who answers an evaluation grades it; remove the key",
+            "reward.workers: the workers that answer an evaluation also grade it; remove the key",
         )
         for key in ("limit", "max_prompt_tokens", "max_new_tokens", "top_k", "min_new_tokens", "temperature"):
             require(getattr(self, key) >= 0, f"{key} must be >= 0, got {getattr(self, key)}")

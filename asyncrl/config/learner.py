@@ -29,9 +29,9 @@ class LoraSection:
     def __post_init__(self) -> None:
         require(self.rank >= 0, f"rank must be >= 0 (0 is off), got {self.rank}")
         positive(self, "alpha")
-        require(bool(self.modules), 'modules must name some; "all-linear" is all')
+        require(bool(self.modules), 'modules is empty; "all-linear" selects all')
         require(
-            self.rank > 0 or self.publish == "merged", 'publish = "adapter" needs a rank > 0: without one there is none'
+            self.rank > 0 or self.publish == "merged", 'publish = "adapter" needs a rank > 0: rank 0 trains no adapters'
         )
 
 
@@ -150,7 +150,7 @@ class LearnerSection:
         )
         require(
             self.schedule != "constant" or not (self.min_learning_rate or self.decay_steps),
-            'min_learning_rate and decay_steps are of a schedule that falls; use schedule = "cosine" or "linear"',
+            'min_learning_rate and decay_steps need a schedule that decays; use schedule = "cosine" or "linear"',
         )
         require(
             self.decay_steps == 0 or self.decay_steps > self.warmup_steps,

@@ -167,7 +167,7 @@ class RolloutSection:
         require(self.group_seconds >= 0, f"group_seconds must be >= 0 (0 is no deadline), got {self.group_seconds}")
         require(
             not self.group_seconds or self.min_group > 0,
-            "group_seconds lets a group go with the samples that are finished: min_group must say how many at least",
+            "group_seconds delivers a group with its finished samples: min_group must set their minimum number",
         )
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
         require(
@@ -194,7 +194,7 @@ class RolloutSection:
         )
         require(
             not (self.ignore_eos and (self.stop or self.stop_token_ids or self.min_new_tokens)),
-            "ignore_eos samples max_new_tokens tokens: it goes with no stop, stop_token_ids or min_new_tokens",
+            "ignore_eos samples max_new_tokens tokens: it excludes stop, stop_token_ids and min_new_tokens",
         )
 
 

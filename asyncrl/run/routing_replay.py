@@ -45,7 +45,7 @@ def decide(
     if wanted == "off":
         return RoutingReplay(reason='rollout.routing_replay = "off"')
     if wanted == "auto" and run.algorithm.correction == "none":
-        return RoutingReplay(reason='algorithm.correction = "none" asks for no agreement with the engine')
+        return RoutingReplay(reason='algorithm.correction = "none" needs no agreement with the engine')
     size = _num_bytes(run, experts) if experts is not None else 0
     reason = _impossible(run, experts, samples=samples, engine=engine, backend=backend)
     reason = reason or _too_large(run, size, limit="max_group_bytes")
@@ -69,7 +69,7 @@ def _impossible(
     if not samples:
         return f'rollout.function = "{run.rollout.function}" samples nothing'
     if not engine(run).tells_experts(run):
-        return f'engine.kind = "{run.engine.kind}" does not tell of its experts here'
+        return f'engine.kind = "{run.engine.kind}" does not report its experts here'
     if not backend(run).replays_experts:
         return f'learner.backend = "{run.learner.backend}" does not replay them; "megatron" does'
     return ""

@@ -229,7 +229,7 @@ def _check_engine_and_channel(run: RunConfig) -> None:
             if is_on and what not in adapter.takes:
                 raise ConfigError(f'{key}: {where} = "{name}" takes no {what}; remove it')
     if run.weights.quantization and run.learner.lora.publish == "adapter":
-        raise ConfigError('weights.quantization: was not tried with adapters; use learner.lora.publish = "merged"')
+        raise ConfigError('weights.quantization: is not supported with adapters; use learner.lora.publish = "merged"')
 
 
 def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:

@@ -154,7 +154,7 @@ class ProcessManager:
         await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
 
     async def _wait_aloud(self, seconds: float) -> None:
-        """Wait until all processes have ended. Every ten seconds, report which are left and when they will be killed."""
+        """Wait until all processes have ended, and report every ten seconds which are left and when they are killed."""
         deadline = time.monotonic() + seconds
         while self._tasks and (left := deadline - time.monotonic()) > 0:
             _, waiting = await asyncio.wait(self._tasks, timeout=min(left, DRAIN_REPORT_SECONDS))

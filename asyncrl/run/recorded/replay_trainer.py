@@ -38,8 +38,9 @@ class Trainer:
         forks: Forks,
         number: int = 0,
     ) -> dict[str, Metric]:
-        """Train on ``groups``, which the run trained in step ``step``, with settings ``run``. Returns the step's metrics.
+        """Train on ``groups``, which the run trained in step ``step``, and return the step's metrics.
 
+        run     settings of the step
         number  number of this step here, if it differs from ``step``
 
         The first step starts from ``folder`` (of a checkpoint), or from the run's model if ``folder`` is None.
