@@ -128,9 +128,8 @@ class RolloutSection:
     others are cancelled. The cancelled ones are the longest, so answer lengths are biased (rollout/extra_samples counts
     them)."""
     group_seconds: float = 0.0
-    """Deadline of a group, in seconds after it was started. At the deadline, the group is delivered with its finished
-    samples if there are at least ``min_group``; the others are cancelled and counted (staleness/cancelled). 0: no
-    deadline."""
+    """Deadline of a group, in seconds after it was started. After it, the group is delivered as soon as ``min_group``
+    samples are finished; the others are cancelled and counted (staleness/cancelled). 0: no deadline."""
     reissue_seconds: float = 60.0
     """If no group was answered for this many seconds, outstanding prompts are issued again; the first answer counts. If
     every worker waits for prompts, all of them are reissued, and again after each further interval. Otherwise only
@@ -167,7 +166,7 @@ class RolloutSection:
         require(self.group_seconds >= 0, f"group_seconds must be >= 0 (0 is no deadline), got {self.group_seconds}")
         require(
             not self.group_seconds or self.min_group > 0,
-            "group_seconds delivers a group with its finished samples: min_group must set their minimum number",
+            "group_seconds delivers a group with its finished samples: min_group must say how many at least",
         )
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
         require(
