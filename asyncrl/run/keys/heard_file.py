@@ -24,7 +24,10 @@ log = logging.getLogger("asyncrl.keys")
 
 
 def load(folder: Path) -> dict[Place, Order]:
-    """Load the file. Empty if it cannot be read; then only messages heard from now on can be recognised as old."""
+    """Load the file; empty if it cannot be read.
+
+    Without it, old messages are recognised only by comparison with those heard from now on.
+    """
     try:
         rows = json.loads((folder / _NAME).read_bytes())
         return {(str(topic), str(key), str(signer)): (int(a), int(b)) for topic, key, signer, a, b in rows}
