@@ -1,4 +1,4 @@
-"""A rollout worker, put together: its engine, what keeps its weights new, its stages. And a reward worker."""
+"""Assembles a rollout worker (its engine, the follower that updates its weights, its stages) and a reward worker."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from asyncrl.run import colocated, registry
 async def build_worker(
     run: RunConfig, *, bus: Bus, name: str, is_dedicated: bool = False
 ) -> tuple[RolloutWorker, WeightFollower]:
-    """The worker and what keeps its engine's weights new, ready to be supervised.
+    """Return the worker and its weight follower, ready to be supervised.
 
-    is_dedicated: it evaluates and does nothing else
+    is_dedicated: it only evaluates
     """
     engine = registry.engine(run, name=name)
     if run.run.colocated:
@@ -60,7 +60,8 @@ async def build_worker(
         worker=name,
         seconds=0 if is_dedicated else run.rollout.partial_save_seconds,
         max_attempts=run.rollout.max_attempts,
-        max_staleness=None if run.staleness.parts == "tokens" else run.max_staleness,  # it is what follows that trains
+        # with "tokens", tokens sampled after those too old are trained
+        max_staleness=None if run.staleness.parts == "tokens" else run.max_staleness,
     )
     answering: dict[str, Any] = {
         "worker": name,
@@ -111,7 +112,7 @@ async def build_worker(
 
 
 def build_reward_worker(run: RunConfig, *, bus: Bus, name: str) -> RewardWorker:
-    """Ready to be supervised. Raises ConfigError."""
+    """Return a reward worker, ready to be supervised. Raises ConfigError."""
     return RewardWorker(
         name,
         bus,
@@ -123,7 +124,7 @@ def build_reward_worker(run: RunConfig, *, bus: Bus, name: str) -> RewardWorker:
 
 
 def _stragglers(run: RunConfig) -> Stragglers | None:
-    """None waits for every sample of a group."""
+    """None: wait for every sample of a group."""
     if run.staleness.stragglers != "partial":
         return None
     return Stragglers(
