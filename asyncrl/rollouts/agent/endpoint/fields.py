@@ -1,8 +1,8 @@
-"""Fields of a request that would change what is sampled: none of them is passed over in silence.
+"""Request fields that would change sampling. None of them is ignored silently.
 
-What a program sends as its habit, and the run decides, is recorded and named in the answer's header ``x-not-obeyed``:
-temperature and the like. What the program counts on is obeyed or refused by its name: stop strings, a JSON schema, a
-tool that must be called. Constraints cannot be obeyed: a masked distribution is not one that the trainer recomputes.
+Fields that clients send by default but the run decides, such as temperature, are recorded and named in the answer's
+header ``x-not-obeyed``. Fields that a client relies on are obeyed or refused by name: stop strings, a JSON schema, a
+forced tool call. Constrained decoding is always refused, because the trainer cannot recompute a masked distribution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RUNS_OWN: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "reasoning", "reasoning_effort", "thinking", "verbosity"),
     *("parallel_tool_calls", "chat_template_kwargs", "output_config"),
 )
-"""The run's file says them, or the model's chat template."""
+"""Fields that the run file or the model's chat template decides."""
 
 _TRAINER: Final = "it changes the distribution by what the trainer cannot recompute"
 _SAMPLED: Final = "only logprobs of sampled tokens are known"
@@ -56,15 +56,15 @@ _NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "container": ((), "no tool runs here"),
     "mcp_servers": (([],), "no tool runs here"),
 }
-"""Values besides null that change nothing, and why others are refused."""
+"""For each field: values that have no effect, besides null, and why other values are refused."""
 _CHOICES: Final = ("auto", "none")
 _ONE_CALL: Final = "disable_parallel_tool_use"
 
 
 def wishes(body: Json, *, stop: Sequence[str]) -> Json:
-    """What is asked for and not obeyed, as the run decides it. Raises Refused.
+    """Return the requested settings that are not obeyed because the run decides them. Raises Refused.
 
-    stop: strings that end an answer in this run
+    stop  stop strings of this run
     """
     for name, (harmless, why) in _NO_EFFECT.items():
         value = body.get(name)
@@ -92,7 +92,7 @@ def _check_stop(value: Any, name: str, stop: Sequence[str]) -> None:
 
 
 def _format(value: Any) -> Json:
-    """Of responses: text = {"format": {"type": ...}, "verbosity": ...}."""
+    """Check the field ``text`` of the responses API: {"format": {"type": ...}, "verbosity": ...}."""
     given = table(value or {}, "text")
     kind = table(given.get("format") or {}, "text.format").get("type", "text")
     if kind != "text":
@@ -101,7 +101,7 @@ def _format(value: Any) -> Json:
 
 
 def offers_tools(choice: Any) -> bool:
-    """Of tool_choice, in each dialect's words: whether the model is told of the tools. Raises Refused."""
+    """Whether a tool_choice, in any dialect's form, lets the model see the tools. Raises Refused."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind is not None and kind not in _CHOICES:
         raise Refused(
