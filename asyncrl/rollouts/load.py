@@ -101,8 +101,8 @@ def load_options(section: config.RolloutSection) -> Any:
 def _refuse_options(section: config.RolloutSection) -> None:
     if section.options:
         raise ConfigError(
-            f"rollout.options: {section.function!r} takes no options, got {', '.join(section.options)}; a class with "
-            "an Options beside it does"
+            f"rollout.options: {section.function!r} takes no options, got {', '.join(section.options)}; only a class "
+            "with an Options in its module does"
         )
 
 

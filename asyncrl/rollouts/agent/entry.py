@@ -108,7 +108,7 @@ class Entry:
         if not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_WAIT_SECONDS:
             raise _refused(400, f"wait_seconds must be from 0 to {LONGEST_WAIT_SECONDS:g}, got {seconds!r}")
         if not isinstance(wish.get("metadata", {}), dict):
-            raise _refused(400, "metadata must be an object: the values that the task's metadata has to have")
+            raise _refused(400, "metadata must be an object with values that the task's metadata must have")
         if unknown := sorted(wish.keys() - {"wait_seconds", "metadata", "group_id"}):
             raise _refused(400, f"unknown {unknown[0]!r}; there are wait_seconds, metadata and group_id")
         try:
@@ -155,7 +155,7 @@ class Entry:
         if offer is None or not offer.is_started:
             if session in self._over:
                 raise _refused(410, f"this session is over: {self._over[session]}")
-            raise _refused(404, "no such session; a worker that was away for a moment offers its own again: ask again")
+            raise _refused(404, "no such session; if its worker has just lost its connection, retry in a moment")
         if offer.end not in ("", how):
             raise _refused(410, f"this session is over: {offer.end}")
         offer.end = how
@@ -242,7 +242,7 @@ class Entry:
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(shown.encode(errors="replace"), self._key):
-            raise _refused(401, "no key, or another one: send Authorization: Bearer KEY of the file that serve names")
+            raise _refused(401, "missing or wrong key: send Authorization: Bearer KEY of the key file of asyncrl serve")
         return await handler(request)
 
 

@@ -18,7 +18,7 @@ RUNS_OWN: Final = (
 )
 """Fields that the run file or the model's chat template decides."""
 
-_TRAINER: Final = "it changes the distribution by what the trainer cannot recompute"
+_TRAINER: Final = "it changes the sampling distribution in a way that the trainer cannot recompute"
 _SAMPLED: Final = "only logprobs of sampled tokens are known"
 _TEXT: Final = "answers are text"
 _NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
@@ -37,24 +37,24 @@ _NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "ebnf": ((), _TRAINER),
     "bad_words": (([],), _TRAINER),
     "allowed_token_ids": ((), _TRAINER),
-    "min_tokens": ((0,), "say rollout.min_new_tokens in the run file"),
+    "min_tokens": ((0,), "set rollout.min_new_tokens in the run file"),
     "ignore_eos": ((False,), "answers end where the model ends them"),
-    "stop_token_ids": (([],), "say rollout.stop_token_ids in the run file"),
+    "stop_token_ids": (([],), "set rollout.stop_token_ids in the run file"),
     "use_beam_search": ((False,), "answers are sampled"),
-    "best_of": ((1,), "all answers are given; say n"),
+    "best_of": ((1,), "all answers are returned; use n"),
     "top_logprobs": ((0,), _SAMPLED),
     "prompt_logprobs": ((), _SAMPLED),
     "modalities": ((["text"],), _TEXT),
     "audio": ((), _TEXT),
-    "prediction": ((), "nothing is predicted here"),
-    "web_search_options": ((), "there is no web here; give the model a tool of yours"),
-    "prompt": ((), "templates are not kept here; send the messages"),
-    "background": ((False,), "send stream, or wait"),
-    "truncation": (("disabled",), "what does not fit is refused, with context_length_exceeded"),
-    "max_tool_calls": ((), "tools run where you are; count there"),
-    "context_management": (([],), "the history is yours; send what the model is to see"),
-    "container": ((), "no tool runs here"),
-    "mcp_servers": (([],), "no tool runs here"),
+    "prediction": ((), "predicted outputs are not supported"),
+    "web_search_options": ((), "the endpoint has no web search; give the model your own tool"),
+    "prompt": ((), "the endpoint stores no prompt templates; send the messages"),
+    "background": ((False,), "use stream, or wait for the answer"),
+    "truncation": (("disabled",), "a prompt that does not fit is refused with context_length_exceeded"),
+    "max_tool_calls": ((), "your program runs the tools; count the calls there"),
+    "context_management": (([],), "your program holds the history; send what the model should see"),
+    "container": ((), "the endpoint runs no tools"),
+    "mcp_servers": (([],), "the endpoint runs no tools"),
 }
 """For each field: values that have no effect, besides null, and why other values are refused."""
 _CHOICES: Final = ("auto", "none")
@@ -86,8 +86,8 @@ def _check_stop(value: Any, name: str, stop: Sequence[str]) -> None:
         if text(one, f"{name}[{place}]") not in stop:
             known = ", ".join(map(short, stop)) or "none"
             raise Refused(
-                f"{name}: {short(one)} ends no answer of this run; those of rollout.stop do ({known}): name it in "
-                "the run file, as what is sampled behind it would be trained unseen"
+                f"{name}: {short(one)} ends no answer of this run; rollout.stop has {known}; add it in the run "
+                "file, or tokens that your program never sees would be trained"
             )
 
 
@@ -105,7 +105,7 @@ def offers_tools(choice: Any) -> bool:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind is not None and kind not in _CHOICES:
         raise Refused(
-            f"tool_choice = {short(choice)} is not served here: a call cannot be forced, as {_TRAINER}; "
-            f"say {' or '.join(_CHOICES)}"
+            f"tool_choice = {short(choice)} is not served here: a call cannot be forced, because {_TRAINER}; "
+            f"use {' or '.join(_CHOICES)}"
         )
     return kind != "none"

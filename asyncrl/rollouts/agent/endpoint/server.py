@@ -135,7 +135,7 @@ class EndpointServer:
         said = request.headers
         key = said.get("x-api-key") or said.get("Authorization", "").removeprefix("Bearer ").strip()
         if (session := self._sessions.get(key)) is None:
-            raise Refused("no sample has this API key, or it is over", status=401, code="invalid_api_key")
+            raise Refused("no running sample has this API key", status=401, code="invalid_api_key")
         return session
 
 

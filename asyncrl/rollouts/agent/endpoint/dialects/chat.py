@@ -23,7 +23,7 @@ class ChatCompletions:
         if not messages:
             raise Refused("messages is empty")
         if body.get("functions"):
-            raise Refused("functions is not served any more: say tools")
+            raise Refused("functions is not supported; use tools")
         wanted = body.get("max_completion_tokens")
         return Ask(
             messages=[message(one, f"messages[{place}]") for place, one in enumerate(messages)],
