@@ -18,7 +18,7 @@ _SET_CHILD_SUBREAPER = 36
 
 def main(rules: str, command: list[str]) -> int:
     if ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError("prctl: cannot take in what programs leave behind")
+        raise OSError("prctl: cannot adopt orphaned processes")
     code = int(importlib.import_module("sandlock").Sandbox(**json.loads(rules)).run_interactive(command))
     if code < 0:  # a signal ended it; sandlock does not say which
         os.kill(os.getpid(), signal.SIGKILL)

@@ -86,7 +86,7 @@ def call(identity: str, name: str, arguments: str) -> Json:
 
 
 def tool(name: str, description: Any, parameters: Any, where: str) -> Json:
-    """Return a tool definition, with its keys in the order that models were trained on."""
+    """Return a tool definition, with its keys in the order that models are used to."""
     made: Json = {"name": name}
     if description is not None:
         made["description"] = text(description, f"{where}.description")

@@ -1,7 +1,7 @@
 """A session: answers the model calls of one sample's agent, and records its turns.
 
   E1 a request that continues a turn is sent to the engine as that turn's tokens plus the new tokens (chat_format.py);
-     earlier turns are never rendered again
+     the turn itself is never rendered again
   E2 the run's sampling rules apply: a request's temperature is recorded but not obeyed; its max_tokens can only lower
      the limit; fields that would change the distribution in other ways are refused (fields.py)
   E3 a request that is repeated because its answer did not arrive gets the same answer, without new sampling

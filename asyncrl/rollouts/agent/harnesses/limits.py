@@ -22,7 +22,7 @@ OnTimeout = Literal["truncate", "fail"]
 class Limits:
     """
     timeout_seconds  limit from the start of a sample to its outcome, including the model's answers; if the harness has
-                     ``begun``, an asynchronous context manager that yields the call, time counts from entering it
+                     ``begun``, an asynchronous context manager that yields the call, time counts once it is entered
     on_timeout       what to do with a sample over the limit. truncate: train what it sampled, with finish_reason
                      "length" and ``timeout_reward``. fail: fail the sample with the reason
     timeout_reward   reward of a truncated sample; None leaves it to the run's reward function
