@@ -25,7 +25,7 @@ _NO_MASK: NDArray[np.bool_] = np.zeros(0, np.bool_)
 _SAMPLE = 256
 """Number of rows of a large file that ``PromptDataset.look`` tokenises."""
 _LONGEST_TOKEN = 1024
-"""Characters of a token at most in any vocabulary. Texts of megabytes are known to be too long without tokenising."""
+"""Maximum characters of a token in any vocabulary. A text of megabytes is found too long without tokenising it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class PromptRow:
 
 
 def indexed(data: config.DataSection, *, seed: int, limits: RowLimits) -> Positions:
-    """Open the rows of the run file's [data]. Checks every row but tokenises none. Raises ConfigError."""
+    """Open the rows of the run file's [data]. Checks every row of its files, tokenises none. Raises ConfigError."""
     check = RowCheck(data, limits)
     rows = open_positions(data, seed=seed, check=check)
     if rows.num_rows:  # a user's source is checked row by row, later
