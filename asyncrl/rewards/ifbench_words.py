@@ -113,7 +113,7 @@ def sentence_balance(response: str) -> bool:
 
 
 def overlap(response: str, *, reference_text: str, percentage: int) -> bool:
-    """The share of the response's character trigrams that also occur in the reference."""
+    """``percentage`` of the response's character trigrams occur in the reference, within the tolerance."""
     own, theirs = _trigrams(response), _trigrams(reference_text)
     return bool(own) and abs(100 * len(own & theirs) / len(own) - percentage) <= _TOLERANCE
 
