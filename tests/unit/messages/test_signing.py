@@ -1,4 +1,4 @@
-"""Signatures: what is signed cannot be changed, moved, or said again, and nobody else can sign it."""
+"""Signatures: a signed message cannot be changed, moved or replayed, and only the key's owner can sign it."""
 
 from __future__ import annotations
 

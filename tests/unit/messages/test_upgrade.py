@@ -1,4 +1,4 @@
-"""What the code before schema 2 wrote (tests/data/v1) is read by its present names, or refused in one line."""
+"""Data written before schema 2 (tests/data/v1) is read under its present names, or refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithms and options that are wrong are refused with the reason, before anything starts."""
+"""Invalid algorithms and options are refused with the reason before anything starts."""
 
 from __future__ import annotations
 
