@@ -1,4 +1,4 @@
-"""What the code reward promises: a program is right when its tests pass, and it cannot say so itself."""
+"""The code reward: a program is right when its tests pass, and it cannot claim so itself."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_what_does_not_end_is_wrong_and_costs_the_others_nothing() -> None
     assert await values(code(seconds=5.0), endless, right) == [
         0.0,
         1.0,
-    ]  # a busy machine takes a second for the right one
+    ]  # on a busy machine the right program takes a second
 
 
 async def test_tests_that_no_time_is_left_for_fail() -> None:

@@ -1,4 +1,4 @@
-"""Routing replay is on where it can be and somebody gains by it; what is asked for and cannot be is refused."""
+"""Routing replay is on where it is possible and useful; an explicit request that is impossible is refused."""
 
 from __future__ import annotations
 
