@@ -66,7 +66,7 @@ KIMI_K2 = {
     "v_head_dim": 128,
     "vocab_size": 163840,
 }
-"""As published, without what no model code reads."""
+"""As published, without entries that no model code reads."""
 
 
 @pytest.fixture(scope="module")

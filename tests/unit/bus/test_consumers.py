@@ -134,7 +134,7 @@ async def test_a_consumer_that_a_cluster_gave_to_a_dead_server_is_asked_for_unde
     assert (await pull.take()).sequence == 1
 
 
-# -- a consumer that others share --------------------------------------------------------------------------------------
+# -- a shared consumer -------------------------------------------------------------------------------------------------
 
 
 def lender(wire: ScriptedWire) -> PullConsumer:

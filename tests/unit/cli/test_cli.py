@@ -62,11 +62,11 @@ ROWS_BEFORE_TORCH = {
 }
 
 
-"""Rows are looked at by `check` alone; the learner of `asyncrl run` reads its own."""
+"""Only `check` looks at rows; the learner of `asyncrl run` reads its own rows."""
 
 
 def test_what_needs_no_torch_is_refused_without_it(run_file: Path, folder: Path) -> None:
-    """Importing torch takes many seconds on a busy machine. One process runs all cases and shows the first import."""
+    """Importing torch takes many seconds on a busy machine. One process runs all cases, so any import is seen."""
     (folder / "text.jsonl").write_text("what is 1 + 1?\n")
     mistakes = [("check", *one) for one in (BEFORE_TORCH | ROWS_BEFORE_TORCH).values()]
     mistakes += [("run", *one) for one in BEFORE_TORCH.values()]

@@ -28,7 +28,7 @@ def test_scores_come_from_one_rank_of_each_copy_with_the_last_stage() -> None:
 def test_an_export_is_made_by_the_first_copy_without_the_rest_of_its_rows() -> None:
     layout = Layout(ranks=16, tensor=2, context=2, pipeline=2)
     assert [rank for rank in range(16) if layout.is_exporter(rank)] == [0, 1, 8, 9]
-    experts = Layout(ranks=8, expert=4)  # exporters hold experts of another copy's ranks
+    experts = Layout(ranks=8, expert=4)  # ranks of other copies export as well
     assert [rank for rank in range(8) if experts.is_exporter(rank)] == [0, 1, 2, 3]
     assert (layout.exporters, experts.exporters, Layout(ranks=4).exporters) == (4, 4, 1)
 

@@ -23,9 +23,9 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %}<eos>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}-{% endif %}{% endif %}"
 )
-"""Ends a turn with <eos> and a line's end, as Qwen's does."""
+"""Ends a turn with <eos> and a newline, as Qwen's template does."""
 FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}")
-"""Leaves out what the assistant said before the last turn, as templates of thinking models do."""
+"""Leaves out earlier assistant turns, as templates of thinking models do."""
 
 
 def rows_of(

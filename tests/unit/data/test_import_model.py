@@ -22,7 +22,7 @@ gguf = pytest.importorskip("gguf")
 
 HEADS, KV_HEADS = 4, 2
 CHARACTERS = "0123456789TheCapitlofrncs. ~"
-"""Of the tiny model; in the GGUF file its last token is the merge "Th" instead."""
+"""Characters of the tiny model. In the GGUF file, the merge "Th" replaces the last token."""
 
 NAMES = {
     "input_layernorm": "attn_norm",

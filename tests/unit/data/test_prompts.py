@@ -132,7 +132,7 @@ def test_rows_are_tokenised_only_when_asked_for(open_rows: Open, tokenizer: Any,
     assert calls == ["n37"]
 
 
-# -- what a row is -----------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_row_carries_text_tokens_label_and_metadata(open_rows: Open) -> None:

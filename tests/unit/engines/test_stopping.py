@@ -21,7 +21,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 WIDE = [*(bytes([byte]) for byte in "é中🎉".encode()), "中".encode()[1:] + b"a", b"a", b"b", "é".encode(), b" ", b"\n"]
-"""Letters of two, three and four bytes in tokens of a byte, and tokens with a part of one."""
+"""Letters of two, three and four bytes as single-byte tokens, and tokens with a part of a letter."""
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:

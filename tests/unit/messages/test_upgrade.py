@@ -37,7 +37,7 @@ def lines(name: str) -> list[dict[str, Any]]:
 
 
 OLD_SAMPLES = {line["type"]: base64.b64decode(line["data"]) for line in lines("samples.jsonl")}
-"""Message type -> the bytes that the old code made of the sample of that type."""
+"""Bytes of each message type's sample, as the old code encoded it."""
 
 
 @pytest.mark.parametrize("name", sorted(OLD_SAMPLES.keys() - {"WeightVersion", "Heartbeat"}))

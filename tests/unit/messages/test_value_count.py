@@ -20,7 +20,7 @@ from asyncrl.messages.value_count import has_more_values
 from tests.unit.messages.test_messages import SAMPLES
 
 DEEPEST = 1022
-"""Levels that msgpack unpacks; Python's ``repr`` of so many fails."""
+"""Most nesting levels that msgpack unpacks; Python's ``repr`` fails at this depth."""
 
 EXTENSIONS = st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=300))
 SCALARS = (

@@ -100,7 +100,7 @@ def test_a_row_that_the_disk_does_not_take_is_written_when_there_is_room(
     tried = threading.Event()
 
     class Pause(threading.Event):
-        """The first try fails; later tries have room."""
+        """A pause after which there is room."""
 
         def wait(self, timeout: float | None = None) -> bool:
             full.error = None

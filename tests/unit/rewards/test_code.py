@@ -20,7 +20,7 @@ from asyncrl.rewards.load import label_check
 from tests.harness.rewards import load, sample, values
 
 PLAIN = {"sandbox": "none", "seconds": 100.0, "total_seconds": 100.0, "processes": 64}
-"""No test is about time; walls are those of sandbox/test_sandbox.py."""
+"""No test depends on these times. sandbox/test_sandbox.py tests the sandboxes."""
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 RIGHT = "Let me add.\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
 

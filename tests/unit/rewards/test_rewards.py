@@ -161,7 +161,7 @@ async def test_the_demo_rewards_counting_on() -> None:
     assert got == [1.0, 0.75, 0.75, 1.0, 0.0, 0.75]
 
 
-# -- what a bad function does ------------------------------------------------------------------------------------------
+# -- functions that fail -----------------------------------------------------------------------------------------------
 
 
 def raises(sample: Sample) -> float:
@@ -310,7 +310,7 @@ async def test_cancelling_a_reward_is_no_reward_error() -> None:
         await task
 
 
-# -- run files that cannot work ----------------------------------------------------------------------------------------
+# -- invalid run files -------------------------------------------------------------------------------------------------
 
 
 def two_arguments(prompt: str, completion: str) -> float:

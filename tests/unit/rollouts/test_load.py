@@ -35,7 +35,7 @@ from tests.harness.rollouts import on_demo, prompt_of, sample_of, saying
 HERE = "tests.unit.rollouts.test_load"
 
 
-# -- what a run file may name ------------------------------------------------------------------------------------------
+# -- names in a run file -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ def holding(snapshot: Snapshot, *, version: int = 1, patience_seconds: float = P
     return sender
 
 
-# -- what arrives ------------------------------------------------------------------------------------------------------
+# -- transfers ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_gets_the_bytes_of_the_snapshot_bucket_by_bucket(peers: Any) -> None:
@@ -275,7 +275,7 @@ def test_engines_that_join_at_once_leave_the_environment_as_it_was(monkeypatch: 
     assert nccl._ERROR_HANDLING not in os.environ
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_sent_before_the_first_weights() -> None:
@@ -357,4 +357,4 @@ def test_the_channel_writes_folders_as_well(tmp_path: Path) -> None:
     assert version.order == (0, 1)
     assert channel.verify(version) == Path(version.uri)
     with pytest.raises(WeightsError, match="yet"):
-        channel.sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))  # who publishes holds, too
+        channel.sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))  # publishing holds them, too

@@ -175,7 +175,7 @@ def test_an_export_gives_back_the_folder_bit_for_bit(case: Case) -> None:
 
 
 def test_no_rank_holds_the_whole_model_and_all_of_them_write_a_version_together(case: Case) -> None:
-    """Each rank holds its share, give or take one parameter. An engine finds every tensor in the folder."""
+    """Each rank holds its share and at most one more parameter. An engine finds every tensor in the folder."""
     sizes = [sum(tensor.nbytes for tensor in part.values()) for part in case.got.parts]
     assert len(sizes) == LAYOUTS[case.kind].exporters
     largest = max(tensor.nbytes for tensor in case.got.before.values())

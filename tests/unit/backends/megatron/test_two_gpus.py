@@ -84,7 +84,7 @@ def done(kind: str, folder: Path, saved: Path, *, device: str) -> Done:
 
 
 def received(exported: Any, *, parts: int) -> dict[str, torch.Tensor]:
-    """Receive twice: the first transfer builds the groups, the second uses them."""
+    """Receive twice over the same groups; both transfers must be equal."""
     sender, peer = ModelSender("127.0.0.1", patience_seconds=PATIENCE), Peer(devices=["cuda:1", "cuda:0"])
     sender.hold(exported, incarnation=0, policy_version=1)
     try:

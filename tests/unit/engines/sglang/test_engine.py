@@ -37,9 +37,9 @@ class FakeServer:
         self.update_status = 200
         self.is_silent = self.is_paused = self.is_proxy = False
         self.ended: list[Any] = []
-        """Connections that carry nothing more: SGLang closes one behind an error that it did not expect."""
+        """Connections that carry no more requests: SGLang closes a connection after an unexpected error."""
         self.callers: dict[str, set[int]] = {}
-        """Ports that each path was asked from: one is one connection."""
+        """Client ports of the requests to each path; one port is one connection."""
         self.application = web.Application()
         self.application.router.add_route("*", "/{path}", self.answer)
 

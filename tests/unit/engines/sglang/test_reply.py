@@ -143,7 +143,7 @@ def with_experts() -> Reply:
 
 
 TOLD = told([[0, 0], [1, 2]], [[0, 0], [3, 0]], [[0, 0], [7, 1]])
-"""Of a prompt of 2 and an answer of 2: the first layer is dense, for which the server leaves zeros."""
+"""Experts of a prompt of 2 and an answer of 2. The first layer is dense; the server leaves zeros for it."""
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

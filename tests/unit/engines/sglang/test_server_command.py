@@ -59,7 +59,7 @@ def test_a_gpu_server_keeps_its_own_defaults() -> None:
 
 
 def test_no_server_warms_up_with_a_sentence() -> None:
-    """The demo's tokenizer makes an empty prompt of it, and SGLang 0.5.16 dies of an empty prompt on a GPU."""
+    """The demo's tokenizer drops the whole sentence, and SGLang 0.5.16 dies of an empty prompt on a GPU."""
     assert "--skip-server-warmup" in command("cuda")
 
 
@@ -130,7 +130,7 @@ def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.Monkey
 
 
 def test_a_server_on_a_cpu_compiles_nothing_that_nobody_asks_for() -> None:
-    """So a start needs no C++ compiler and takes half as long. The user's settings are kept."""
+    """A start needs no C++ compiler and takes half as long. The user's settings are kept."""
 
     def disables(device: str, base: Mapping[str, str], **given: Any) -> str | None:
         options = Options(server_arguments=given)

@@ -201,7 +201,7 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(case: str, folder: Path
     assert distance(cut_weights, whole_weights) < 5e-5
 
 
-# -- what the switches do ----------------------------------------------------------------------------------------------
+# -- switches ----------------------------------------------------------------------------------------------------------
 
 
 def policy_gradient_norm(model: Any, batch: Batch, *, correction: str) -> float:

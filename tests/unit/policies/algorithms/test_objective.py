@@ -18,7 +18,7 @@ from tests.harness.metric_names import is_known
 
 BEHAVIOR = torch.tensor([-1.0, -1.0, -2.0, -1.0])
 LOGPROBS = BEHAVIOR + torch.tensor([0.0, 1.0, 0.1, -1.0])
-"""Ratios 1, e, 1.1 and 1 / e: the second is over icepop's 1.25, the last below its 0.8."""
+"""Ratios 1, e, 1.1 and 1 / e: the second is above icepop's 1.25, the last is below its 0.8."""
 OTHER = torch.tensor([-1.5, -0.5, -2.0, -1.0])
 
 
@@ -155,7 +155,7 @@ def test_the_loss_that_is_reported_is_the_one_whose_gradient_is_taken() -> None:
 def test_after_in_a_mean_of_answers_shares_what_an_answer_counts_among_its_kept_tokens() -> None:
     parts = {"correction": "icepop", "loss": "reinforce", "denominator": "after", "entropy_coef": 0.1}
     algorithm = resolve(ALGORITHMS["grpo"], aggregation="seq_mean_token_mean", options=NARROW, **parts)
-    weights = torch.full((4,), 0.25)  # before masking: 1 / (2 answers x 2 tokens)
+    weights = torch.full((4,), 0.25)  # "before": 1 / (2 answers x 2 tokens)
     got = gradient(algorithm, "logprobs", advantages=torch.ones(4), loss_weights=weights)
     assert got == pytest.approx([-0.5, 0.0, -0.5 * math.exp(0.1), 0.0])
     assert gradient(algorithm, "entropy") == pytest.approx([-0.05, 0.0, -0.05, 0.0])

@@ -80,7 +80,7 @@ BEHAVIOR = np.minimum(-1.5 + 0.5 * RANDOM.standard_normal(M), -0.5).astype(np.fl
 LOG_RATIO = (0.1 * RANDOM.standard_normal(M)).astype(np.float32)
 LOG_RATIO[::4] = RANDOM.uniform(-1.0, 0.5, len(LOG_RATIO[::4]))
 LOG_RATIO[[1, 6, 13]] = np.log([8.0, 3.5, 6.0])
-"""Tokens near the policy, some it has left behind, and some over every cap."""
+"""Tokens near the policy, some far from it, and some above every cap."""
 LIVE = (BEHAVIOR + LOG_RATIO).astype(np.float32)
 VALUES, TEACHER = (RANDOM.standard_normal(M).astype(np.float32) for _ in range(2))
 
@@ -180,7 +180,7 @@ class Plain:
 
 
 E = float(Plain.ratio.sum() ** 2 / (M * (Plain.ratio**2).sum()))
-"""Effective samples over all samples."""
+"""Effective sample size divided by the number of samples."""
 
 FORMULAS: dict[str, Callable[[type[Plain]], np.ndarray]] = {
     "grpo": lambda x: -x.tis * x.grpo / M,

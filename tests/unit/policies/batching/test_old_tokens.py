@@ -46,7 +46,7 @@ def group(*trajectories: Trajectory) -> TrajectoryGroup:
 
 
 LATE = group(sampled_by(3, 6, 7, 9, reward=1.0), sampled_by(8, 9))
-"""Under a bound of 2, step 10 (from version 9) leaves out the first two tokens of the first answer."""
+"""With a bound of 2, step 10 (from version 9) leaves out the first two tokens of the first answer."""
 
 
 def build(*groups: TrajectoryGroup, algorithm: Algorithm = GRPO, bound: int = BOUND, too_old: Any = "tokens") -> Batch:

@@ -92,7 +92,7 @@ def test_bounds_of_a_mask_are_inclusive() -> None:
     assert IcePop(low=1.0, high=1.0).formula(torch.zeros(1)).tolist() == [1.0]
 
 
-# -- of all of them ----------------------------------------------------------------------------------------------------
+# -- all corrections ---------------------------------------------------------------------------------------------------
 
 log_ratios = st.lists(
     st.one_of(st.floats(-30, 30), st.sampled_from([math.inf, -math.inf, 1e30, -1e30, 0.0])), min_size=1, max_size=12

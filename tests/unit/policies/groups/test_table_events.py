@@ -88,7 +88,7 @@ class Run:
         self.happened[event.__name__] += 1
         event()
 
-    # -- what happens outside ------------------------------------------------------------------------------------------
+    # -- events outside the learner ------------------------------------------------------------------------------------
 
     def publish(self) -> None:
         for _ in range(self.dice.randint(1, 4)):
@@ -111,7 +111,7 @@ class Run:
             error = self.dice.choices(["", "reward raised", MALFORMED], [6, 2, 1])[0]
             self.world.log.append((group_id, error))
 
-    # -- what the learner does -----------------------------------------------------------------------------------------
+    # -- events of the learner -----------------------------------------------------------------------------------------
 
     def read(self) -> None:
         for _ in range(self.dice.randint(1, 4)):
@@ -262,7 +262,7 @@ class Run:
             self.read_one(sequence)
         assert there.isdisjoint(self.table.outstanding)
 
-    # -- what holds at every moment ------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         self.each_group_is_in_one_place()

@@ -94,7 +94,7 @@ class Row:
 
 
 IDLE = {LEARNER: (trajectories(14),), "prompts": (room(14),), "w1": (prompts(13),), "w2": (prompts(12),)}
-"""The learner has nothing to train, and whoever still works has nothing to do."""
+"""The learner has nothing to train, and working actors have nothing to do."""
 
 TABLE: dict[str, Row] = {
     "an engine hangs": Row(

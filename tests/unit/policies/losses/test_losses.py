@@ -63,7 +63,7 @@ LOSSES: dict[str, Loss] = {
     "vespo": VESPO(),
 }
 PULLED = {"sft", "p3o", "opmd", "prime_rl", "prime_rl_ipo"}
-"""Losses with a part that the advantages do not scale."""
+"""Losses with a term that advantages do not scale."""
 
 
 def compute(name: str, new: Any, old: Any, advantages: Any, **more: Any) -> tuple[Tensor, Tensor]:

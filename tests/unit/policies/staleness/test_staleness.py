@@ -58,7 +58,7 @@ def test_in_order_stops_at_the_first_group_that_is_missing() -> None:
     assert samplers.leading([], is_done=lambda _: True) == []
 
 
-# -- groups that are not whole -----------------------------------------------------------------------------------------
+# -- incomplete groups -------------------------------------------------------------------------------------------------
 
 
 def action(versions: list[int], done: list[bool], **changes: int) -> str:

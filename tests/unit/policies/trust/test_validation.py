@@ -85,7 +85,7 @@ def test_answers_that_nothing_sampled_may_name_any_version() -> None:
     assert vetting.problem(given, incarnation=1, policy_version=6, forks={}) == ""
 
 
-# -- what the prompt of the group asked for ----------------------------------------------------------------------------
+# -- limits of the group's prompt --------------------------------------------------------------------------------------
 
 ASKED = Asked(samples=frozenset({2}), max_tokens=4, max_prompt_tokens=2, prompt_digest=digest(GROUP.prompt_tokens))
 WHOLE = GroupValidation(vocabulary_size=100, context_tokens=50, largest_reward=10.0, are_answers_whole=True)
@@ -197,7 +197,7 @@ def test_no_answer_that_a_sampler_drew_is_ever_unlikely(scale: float) -> None:
 
 
 EXPERTS = np.array([[[0, 1]], [[2, 3]], [[255, 255]], [[1, 0]], [[255, 255]]], np.uint8)
-"""One layer, two experts a token: of the prompt's two and the answer's three."""
+"""One layer, two experts per token, for two prompt tokens and three answer tokens."""
 
 
 def about_experts(experts: NDArray[Any], *, num_experts: int = 4) -> str:

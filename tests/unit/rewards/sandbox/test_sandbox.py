@@ -21,7 +21,7 @@ needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is
 needs_sandlock = pytest.mark.skipif(importlib.util.find_spec("sandlock") is None, reason="sandlock is not installed")
 PYTHON = os.path.realpath(sys.executable)
 LIMITS = Limits(seconds=60.0, memory_mib=256, disk_mib=8, output_kib=64, processes=8)
-"""Time that no test is meant to reach."""
+"""No test should reach the time limit."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def run(sandbox: Sandbox, program: str, *, limits: Limits = LIMITS, stdin: bytes
     )
 
 
-# -- whatever the sandbox ----------------------------------------------------------------------------------------------
+# -- every sandbox -----------------------------------------------------------------------------------------------------
 
 
 def test_a_program_is_fed_and_listened_to(each: Sandbox) -> None:

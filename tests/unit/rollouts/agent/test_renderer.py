@@ -107,7 +107,7 @@ def generation(tokens: Sequence[int]) -> Generation:
     )
 
 
-# -- a real one --------------------------------------------------------------------------------------------------------
+# -- a real renderer ---------------------------------------------------------------------------------------------------
 
 
 @needs_package
@@ -189,7 +189,7 @@ def test_half_of_a_surrogate_pair_is_refused_by_a_renderer_too() -> None:
         chosen().render([{"role": "user", "content": "\ud800"}], [])
 
 
-# -- which one ---------------------------------------------------------------------------------------------------------
+# -- choosing a renderer -----------------------------------------------------------------------------------------------
 
 
 @needs_package
@@ -274,7 +274,7 @@ def test_an_agent_takes_the_renderer_of_its_model() -> None:
     assert isinstance(Agent(made, Options(harness=HARNESS, renderer="none"))._chat_format, TemplateFormat)
 
 
-# -- what is kept of any renderer --------------------------------------------------------------------------------------
+# -- our code around any renderer --------------------------------------------------------------------------------------
 
 
 class Theirs:
