@@ -49,7 +49,7 @@ def test_a_machine_that_lacks_something_is_not_chosen_again() -> None:
         ({"kind": "H100"}, True),
         ({"kind": "A100"}, False),
         ({"other": "x"}, False),
-        ({"kind": "in(H100,A100)"}, True),  # expressions are left to Ray
+        ({"kind": "in(H100,A100)"}, True),  # Ray evaluates its own operators
         ({"kind": "!H100"}, True),
     ],
 )

@@ -1,4 +1,4 @@
-"""A rank saves its state as of the begin of the save; a checkpoint is complete only when all ranks are done."""
+"""A rank saves its state as it was when the save began; a checkpoint needs the parts of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conditions that do not stop the run yet are named: a resource that runs out, or training that goes wrong."""
+"""Conditions that do not stop the run yet are named: a resource that runs out, a run that trains the wrong thing."""
 
 from __future__ import annotations
 
