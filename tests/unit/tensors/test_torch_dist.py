@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints: any rectangle of what any ranks wrote, and nothing in one can run."""
+"""Megatron's distributed checkpoints: read any rectangle written by any ranks, and never run code from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE = torch.arange(60.0).view(10, 6)
 
 
 def cut(*rows: slice, columns: slice = slice(0, 6)) -> list[Chunk]:
-    """Of WHOLE, as ``matrix``."""
+    """Cut ``matrix`` from WHOLE."""
     starts = [(one.start, columns.start) for one in rows]
     return [
         Chunk(key="matrix", whole=(10, 6), start=start, data=WHOLE[one, columns])
