@@ -246,8 +246,7 @@ def measure(
 def profiled(
     learner: MegatronBackend, share: list[list[MicroBatch]], variant: Variant, device: str, folder: Path
 ) -> dict[str, float]:
-    """Run one step under torch.profiler; write its kernels to a file, return phase times and the GPU's busy share.
-    """
+    """Run one step under torch.profiler; write its kernels to a file, return phase times and the GPU's busy share."""
     on = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         on.append(torch.profiler.ProfilerActivity.CUDA)

@@ -53,8 +53,9 @@ class Options:
     timeout_reward: float | None = None
     """Reward of a truncated sample; not set: the run's reward function decides."""
     restart: Literal["again", "never"] = "again"
-    """again: a group whose worker died runs again; where the harness repeats its requests, sampled tokens are reused.
-    never: such a group fails. Use never if the harness must not run twice, for example because it sends mail."""
+    """What to do with a group that a worker began and did not finish, because it died or left. again: run the group
+    again; where the harness repeats its requests, sampled tokens are reused. never: fail the group, for harnesses that
+    must not run twice, for example because they send mail."""
     thinking: Literal["keep", "template"] = "keep"
     """keep: the model's reasoning stays in its prompt. template: follow the model's chat template; where the template
     drops the reasoning before a new question, a new sequence begins."""
