@@ -80,15 +80,15 @@ def build(
     rollouts = [parts for group in groups for parts in group.rollouts]
     rollout = np.repeat(np.arange(len(rollouts)), [len(parts) for parts in rollouts])
     masks = [trajectory.response_mask for _, trajectory in trajectories]
-    trained = masks
+    of_any_age = masks
     if algorithm.masks_truncated:
-        trained = overlong_masks(masks, [parts[-1].finish_reason for parts in rollouts for _ in parts])
+        of_any_age = overlong_masks(masks, [parts[-1].finish_reason for parts in rollouts for _ in parts])
     ages = [
         per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
         for _, t in trajectories
     ]
     old = _too_old(ages, masks, too_old=too_old, max_staleness=max_staleness)
-    of_any_age, trained = trained, [mask & ~its for mask, its in zip(trained, old, strict=True)]
+    trained = [mask & ~too_old_mask for mask, too_old_mask in zip(of_any_age, old, strict=True)]
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     advantage_inputs = AdvantageInputs(
         rewards=_shaped_rewards(rollouts, algorithm)[rollout],
@@ -103,11 +103,11 @@ def build(
     advantages = np.zeros(len(advantage_inputs.sequence), np.float32)
     if not algorithm.advantage_scores:
         advantages = algorithm.advantage(advantage_inputs)
+    per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     parts = _parts(groups, algorithm.steps_per_batch)
     counted = of_any_age if too_old == "tokens" else trained
-    whole = _loss_weights(algorithm, counted, parts=parts, group=members, rollout=rollout)
-    weights = [weight * mask for weight, mask in zip(whole, trained, strict=True)]
-    per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
+    weights = _loss_weights(algorithm, counted, parts=parts, group=members, rollout=rollout)
+    weights = [weight * mask for weight, mask in zip(weights, trained, strict=True)]
     if age_weight is not None:
         weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
     documents = [
@@ -116,14 +116,15 @@ def build(
             trajectories, trained, per_token_advantages, weights, ages, strict=True
         )
     ]
-    kept = [mask & ~its for mask, its in zip(masks, old, strict=True)]
-    ages_sampled, ages_trained = _sampled(ages, kept), _sampled(ages, trained)
+    bounded = _sampled(ages, [mask & ~too_old_mask for mask, too_old_mask in zip(masks, old, strict=True)])
+    oldest = int(bounded.max()) if bounded.size else 0
+    assert oldest <= max_staleness, "buffer let a stale token through"
     left_out = _left_out(old, too_old)
-    assert ages_sampled.size == 0 or ages_sampled.max() <= max_staleness, "buffer let a stale token through"
     metrics = _staleness_metrics(ages, trained, members, rollout, max_staleness) | _sample_metrics(groups)
-    if ages_sampled.size:  # the value that the bound limits; `asyncrl audit` recomputes it from the log
-        metrics["staleness/max"] = float(ages_sampled.max())
+    if bounded.size:  # the value that the bound limits; `asyncrl audit` recomputes it from the log
+        metrics["staleness/max"] = float(oldest)
     metrics |= {f"staleness/{name}": float(count) for name, count in left_out.items()}
+    ages_trained = _sampled(ages, trained)
     metrics["length/trained_tokens"] = float(ages_trained.size)
     if age_weight is not None and ages_trained.size:
         metrics["staleness/weight"] = float(age_weight(ages_trained).mean())
@@ -137,7 +138,7 @@ def build(
         metrics=metrics,
         num_tokens=int(ages_trained.size),
         parts=parts,
-        max_staleness=int(ages_sampled.max()) if ages_sampled.size else 0,
+        max_staleness=oldest,
         **left_out,
     )
 
