@@ -146,7 +146,7 @@ def test_a_rank_that_hangs_is_gone_once_it_was_silent_for_longer_than_it_said() 
     link = TcpLink(ours, patience=3, tick_seconds=60)
     link.tick()  # 60 of the link's seconds have passed
     assert link.gone.wait(60)
-    assert link.problem == "it hangs: it has said nothing for 3 s"
+    assert link.problem == "it hangs: no sign of life for 3 s"
     raw.close()
 
 
@@ -164,7 +164,7 @@ def test_a_rank_is_given_the_time_that_it_announced() -> None:
     assert not ours.gone.is_set()
     ours.tick()
     assert ours.gone.wait(60)
-    assert ours.problem == "it hangs: it has said nothing for 100 s"
+    assert ours.problem == "it hangs: no sign of life for 100 s"
     theirs.close()
 
 
