@@ -77,8 +77,8 @@ def _block_size(source: Path, config: dict[str, Any]) -> tuple[int, int]:
     if method == "fp8" and isinstance(size, list) and len(size) == 2 and all(map(_is_size, size)):
         return (size[0], size[1])
     raise ConfigError(
-        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks is read; take "
-        "the model it was made of"
+        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks can be "
+        "read; use the unquantized model"
     )
 
 

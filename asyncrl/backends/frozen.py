@@ -36,7 +36,7 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
             if not any(re.search(pattern, name) for name in names):
                 near = difflib.get_close_matches(pattern, names, 1, cutoff=0.3) or names[:1]
                 raise ConfigError(
-                    f"learner.{key}: {pattern!r} is in the name of no parameter of the model, such as {near[0]}"
+                    f"learner.{key}: {pattern!r} matches no parameter of the model; names look like {near[0]}"
                 )
     trained = {name for name in names if is_trained(name, freeze=learner.freeze, train_only=learner.train_only)}
     if not trained:

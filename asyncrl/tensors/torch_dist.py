@@ -138,7 +138,7 @@ def complete(folder: Path, stored: Iterable[Stored]) -> None:
         there = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
         if there != math.prod(tensor.size):
             raise CheckpointError(
-                f"{folder}: of {key} {there:,} numbers were written, it has {math.prod(tensor.size):,}"
+                f"{folder}: {key}: {there:,} values were written, but the tensor has {math.prod(tensor.size):,}"
             )
     made = dcp.Metadata(state_dict_metadata=tensors, storage_data=places, storage_meta=dcp.StorageMeta())
     common = io.BytesIO()
@@ -274,4 +274,4 @@ class _Unpickler(pickle.Unpickler):
             return lambda *parts: "/".join(parts)
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        raise CheckpointError(f"names {module}.{name}, which is nothing of a checkpoint; it is not read")
+        raise CheckpointError(f"names {module}.{name}, which does not belong in a checkpoint; it is not loaded")

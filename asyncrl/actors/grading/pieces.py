@@ -32,7 +32,9 @@ async def in_pieces(bus: Bus, request: GradingRequest, *, key: str) -> GradingRe
     each = max(1, bus.max_message_bytes - HEAD_BYTES)
     most = each * min(MOST_PIECES, each // DIGEST_BYTES)
     if len(data) > most:
-        raise MessageError(f"it has {len(data):,} bytes, {most:,} are possible; raise bus.max_message_bytes")
+        raise MessageError(
+            f"it has {len(data):,} bytes, but at most {most:,} are possible; raise bus.max_message_bytes"
+        )
     view, digests = memoryview(data), bytearray()
     for number, start in enumerate(range(0, len(data), each)):
         piece = bytes(view[start : start + each])

@@ -266,11 +266,11 @@ class Batcher:
     def _announce_hold(self) -> None:
         table, longest = self._table, self._longest_hold
         log.warning(
-            "step %d has its %d groups and waits for older ones that would become too old, %s (staleness.eviction and "
-            'wait_seconds; parts = "tokens" waits for none): %d are here and %d outstanding',
+            "step %d has its %d groups but waits for older groups that would become too old, %s (staleness.eviction "
+            'and wait_seconds; parts = "tokens" does not wait): %d are here and %d outstanding',
             table.step + 1,
             self._count,
-            f"for {longest:g} s at most" if math.isfinite(longest) else "as long as they take",
+            f"for {longest:g} s at most" if math.isfinite(longest) else "without a limit",
             len(table.buffered),
             len(table.outstanding),
         )
@@ -283,8 +283,8 @@ class Batcher:
         self.held_seconds = seconds
         if late:
             log.warning(
-                "step %d trains without older groups (%d) that it has waited %g s for (staleness.wait_seconds); those "
-                'that are too old when they arrive are dropped (staleness.parts = "tokens" trains what is not)',
+                "step %d trains without older groups (%d) after waiting %g s for them (staleness.wait_seconds); groups "
+                'that arrive too old are dropped (staleness.parts = "tokens" drops only tokens that are too old)',
                 *(self._table.step + 1, len(late), self._longest_hold),
             )
             self._given_up = max(late)

@@ -63,11 +63,13 @@ def _value(file: Path, metric: str, forks: Forks) -> float | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s: cannot be read: %s; the next model takes its place", file, error)
+        log.warning("%s: cannot be read: %s; the next complete evaluation replaces it", file, error)
         return None
     if is_same_metric and not is_of_history(order, forks):
         log.warning(
-            "%s: the model of step %d is of a lost history; the next one takes its place", file.parent, order[1]
+            "%s: the model of step %d belongs to a lost history; the next complete evaluation replaces it",
+            file.parent,
+            order[1],
         )
         return None
     return value if is_same_metric else None

@@ -71,7 +71,7 @@ class BusKeeper:
                 await step()
             except (BusError, WeightsError, OSError) as error:  # the next look may succeed
                 if str(error) != problem:
-                    log.warning("not all of what was lost is restored yet: %s", error)
+                    log.warning("the bus: some lost data is not restored yet, retrying: %s", error)
                 problem = str(error)
             else:
                 problem = ""
@@ -80,4 +80,4 @@ class BusKeeper:
         if loss.is_repaired:
             log.warning("the bus: %s %s; it is restored", loss.name, loss.problem)
         elif self._said.get(loss.name) != loss.problem:
-            log.error("the bus: %s %s; whoever needs it waits; it is retried", loss.name, loss.problem)
+            log.error("the bus: %s %s; processes that need it wait, and the repair is retried", loss.name, loss.problem)

@@ -83,10 +83,10 @@ class EvaluationRound:
             return None, ""
         if found != "good":
             self.num_mixed += found == "mixed"
-            why = f"of {answers.worker}: {why}"
+            why = f"from {answers.worker}: {why}"
             if not self._verdicts.is_settled(self.evaluation.group_id(index)):
                 return index, why
-            self.failed[index] = f"given up after {MOST_REFUSED} answers that count in nothing, the last {why}"
+            self.failed[index] = f"given up after {MOST_REFUSED} rejected answers, the last {why}"
             return None, ""
         self.workers.add(answers.worker)
         self.num_tokens += sum(one.length for one in answers.answers)

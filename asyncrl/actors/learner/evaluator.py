@@ -116,7 +116,7 @@ class Evaluator:
         if last.num_prompts != self._num_prompts or last.questions not in ("", self._questions):
             return "its data sets have changed"
         if not is_of_history(last.weights.order, self._forks):
-            return f"it is of a history that was lost when the learner fell back to version {self._version()}"
+            return f"this version was lost when the learner fell back to version {self._version()}"
         return ""
 
     async def stored(self, weights: WeightVersion) -> None:
@@ -217,10 +217,10 @@ class Evaluator:
             async with asyncio.timeout(self._section.timeout_seconds or None):
                 problem = await collector.run()
         except TimeoutError:
-            problem = f"evaluation.timeout_seconds = {self._section.timeout_seconds:g} are over"
+            problem = f"evaluation.timeout_seconds = {self._section.timeout_seconds:g} have passed"
         if problem:
             log.error(
-                "evaluation of version %d: %d of %d prompts have no answer, and it is incomplete: %s",
+                "evaluation of version %d is incomplete (%d of %d prompts have no answer): %s",
                 evaluation.weights.policy_version,
                 len(asked.missing),
                 evaluation.num_prompts,

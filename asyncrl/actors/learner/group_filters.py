@@ -57,7 +57,9 @@ class GroupFilters:
                 problem = f"algorithm.filters: {name} raised {plugins.raised(error)}"
                 self._raised += 1
                 if self._raised >= self._max_raised:
-                    raise HopelessError(f"{problem}; so it was for the last {self._raised} groups") from error
+                    raise HopelessError(
+                        f"{problem}; a filter raised on each of the last {self._raised} groups"
+                    ) from error
                 raise FilterError(problem) from error
             if not is_kept:
                 self._raised = 0
@@ -79,7 +81,8 @@ class GroupFilters:
         if not self._keeps_at_cap:
             raise HopelessError(
                 f"algorithm.filter_cap: {self._cap} groups were filtered since the last step, and the next would be "
-                f'by {self.rejected_by}, with rewards {group.rewards}; raise it, or set filter_cap_action = "keep"'
+                f"rejected by {self.rejected_by}, with rewards {group.rewards}; "
+                'raise it, or set filter_cap_action = "keep"'
             )
         self._in_a_row = 0
         self.num_kept_at_cap += 1

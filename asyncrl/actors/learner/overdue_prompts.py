@@ -71,7 +71,7 @@ class OverduePrompts:
     def _issue_again(self, group_ids: list[int]) -> None:
         if not group_ids:
             return
-        takers = " by whoever took them, of whom no heartbeat is heard" if self._overdue.num_kept else ""
+        takers = " by the clients that took them, which send no heartbeat" if self._overdue.num_kept else ""
         log.warning(
             "%d prompts are not answered%s (groups %s): issued again; the first answer counts"
             " (rollout.reissue_seconds)",

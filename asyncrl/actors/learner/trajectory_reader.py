@@ -179,7 +179,7 @@ class TrajectoryReader:
 
     async def quarantine(self, worker: str, reason: str) -> None:
         """Train nothing more of this worker, and announce the quarantine."""
-        log.error("worker %s is quarantined: %s; nothing it makes is trained", worker, reason)
+        log.error("worker %s is quarantined: %s; its groups are not trained", worker, reason)
         try:
             await self._validator.quarantine(worker, reason, incarnation=self._table.incarnation)
         finally:  # also for the last worker, whose quarantine ends the run
@@ -209,7 +209,7 @@ class TrajectoryReader:
                     row=report.row,
                 )
                 if not report.can_be_answered:
-                    error = "its place in the trajectory log was taken before it was published"
+                    error = "a log entry with its key was published before its prompt"
                     outcome = self._table.fail(report.group_id, error=error, is_counted=not self._validator.is_on)
                     await self._failed(outcome, worker="", error=error)
                     self._changed.set()
@@ -221,7 +221,7 @@ class TrajectoryReader:
 
     def _may_not_decode(self, sequence: int, key: str) -> str:
         if self._identity(sequence, key) in self._in_progress.aside:
-            return "two incarnations in a row ended with it in progress"
+            return "two incarnations in a row ended while it was in progress"
         self._in_progress.decode(*self._identity(sequence, key))
         return ""
 
@@ -236,7 +236,7 @@ class TrajectoryReader:
             self.lost_prompts.suspect()
         sender = record.message.worker if record.message is not None else ""
         if sender in self._validator.quarantined and await self._validator.is_another_life(sender):
-            log.warning("worker %s was started again: it is judged anew", sender)
+            log.warning("worker %s was restarted: its quarantine ends", sender)
         checked = self._check(record)
         group = checked.group
         # An impossible group does not show that the run cannot make groups: it counts only against its sender.

@@ -128,9 +128,11 @@ class Validator:
         """
         group, group_id = record.message, group_answered(record.key)
         if group_id is None or not is_published(group_id):
-            problem = f"key {record.key!r} is not of a group that this run asked for"
+            problem = f"key {record.key!r} names no group that this run requested"
             if (named := group_id_of(record.key)) is not None and is_published(named):
-                problem = f"group {named} is answered without its ticket, by somebody who was not lent it"
+                problem = (
+                    f"group {named} is answered without its ticket, by a client that its prompt was not delivered to"
+                )
             is_news = self._bus.rejections.note(TRAJECTORIES.name, problem, kind="key", sender=sender_of(group))
             return Checked(group=None, problem=problem, is_news=is_news)
         problem = record.problem and f"does not decode: {record.problem}"
@@ -173,7 +175,7 @@ class Validator:
         count, last = self._impossible.get(worker, (0, ""))
         if count < MOST_IMPOSSIBLE or not self.is_on or worker in self.quarantined:
             return ""
-        return f"{count} groups that cannot be, the last because {last}"
+        return f"{count} impossible groups, the last because: {last}"
 
     def doubts(self, documents: Sequence[Document], groups: Sequence[TrajectoryGroup], *, step: int) -> Doubts | None:
         """Return what to score again before a batch of ``groups`` is trained; None if nothing."""

@@ -51,7 +51,9 @@ class DeliveryAttempts:
             elif has_begun and delivery.message is not None:
                 await self._bus.forget(SEGMENTS, key=_key(delivery.message.group_id, delivery.attempt))
         except BusError as error:  # the group has one attempt less
-            self._log.warning("group %s: cannot note that it was not begun: %s", delivery.key, error)
+            self._log.warning(
+                "group %s: cannot record that it was not started, so it has one attempt less: %s", delivery.key, error
+            )
         await delivery.retry(delay=delay)
 
     async def note_unread(self, delivery: Delivery[PromptGroup], *, is_sure: bool = False) -> None:
@@ -70,7 +72,9 @@ class DeliveryAttempts:
             try:
                 await self._bus.forget(SEGMENTS, key=_key(delivery.message.group_id, 1))
             except BusError as error:  # the note expires after some hours
-                self._log.warning("group %s: the note that it was begun stays on the bus: %s", delivery.key, error)
+                self._log.warning(
+                    "group %s: its start record stays on the bus until it expires: %s", delivery.key, error
+                )
 
 
 def _key(group_id: int, delivery: int) -> str:

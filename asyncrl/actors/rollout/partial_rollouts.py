@@ -135,7 +135,7 @@ class PartialRollouts:
         progress.close()
         if progress.num_discarded:
             self._log.warning(
-                "group %d: its rollout function asked for something else than the first time, or its engine ignored "
+                "group %d: its rollout function made other requests than on the first attempt, or its engine ignored "
                 "the saved tokens; %d tokens are lost",
                 progress.group_id,
                 progress.num_discarded,

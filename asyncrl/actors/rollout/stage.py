@@ -232,7 +232,9 @@ class Stage:
         if failed and len(made) < self._min_group:
             raise failed[0] from failed[0].__cause__
         for error in failed:
-            self._log.warning("group %d goes without a sample: %s", prompt.group_id, error, extra={REASON: str(error)})
+            self._log.warning(
+                "group %d continues without a failed sample: %s", prompt.group_id, error, extra={REASON: str(error)}
+            )
             self._explain(error)
         return made
 

@@ -171,7 +171,7 @@ class WeightFollower(Actor):
     async def exactly(self, order: tuple[int, int]) -> AsyncIterator[None]:
         """Run a generation inside that begins with this version. Raises EngineError if the engine has another one."""
         if self._engine.version != order:
-            raise EngineError(f"the engine has version {self._engine.version}, and {order} is evaluated")
+            raise EngineError(f"the engine has version {self._engine.version}, but the evaluation needs {order}")
         self._running += 1
         try:
             yield
@@ -311,11 +311,11 @@ class WeightFollower(Actor):
                 return
             except WeightsError as error:
                 self._failures += 1
-                self.log.warning("%s; version %d is taken from its folder", error, sent.policy_version)
+                self.log.warning("%s; loading version %d from its folder instead", error, sent.policy_version)
                 if self._newest[SENT] is sent or self._failures == ATTEMPTS:
                     del self._newest[SENT]
                 if self._failures == ATTEMPTS:
-                    self.log.warning("sending failed %d times in a row: folders from now on", ATTEMPTS)
+                    self.log.warning("transfers failed %d times in a row; using weight folders from now on", ATTEMPTS)
         stored = held or self._newest.get("")
         if stored is None or (held is None and stored.order <= self._engine.version):
             return  # the folder is still being written

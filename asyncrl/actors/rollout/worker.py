@@ -112,7 +112,7 @@ class RolloutWorker(Actor):
         try:
             await self.bus.publish(EVENTS, event, key=f"{self.name}-joined-{uuid.uuid4().hex}")
         except BusError as error:
-            self.log.warning("could not say that it has joined: %s", error)
+            self.log.warning("could not report that it has joined: %s", error)
 
     async def _until_quarantined(self) -> str:
         """Return the reason once the learner reports that it trains nothing more of this worker.

@@ -88,7 +88,7 @@ class HeldParts:
                 self._workers[order.worker] = _worker(order.worker)
             worker = self._workers[order.worker]
         if part is None:
-            raise WeightsError(f"this rank holds nothing of export {order.export} any more")
+            raise WeightsError(f"this rank no longer holds a part of export {order.export}")
         return worker(part, order.order)
 
 

@@ -201,7 +201,11 @@ def _problem(
     if (before := joined.get(hello.rank)) is not None and not before[2].gone.is_set():
         return f"{_name(before[1])} has joined already"
     others = sorted(name for name in {*common, *hello.common} if common.get(name) != hello.common.get(name))
-    return f"it differs from the learner's in {', '.join(others)}; start both from the same" if others else ""
+    return (
+        f"it differs from the learner in {', '.join(others)}; start both with the same code, packages and settings"
+        if others
+        else ""
+    )
 
 
 def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> None:

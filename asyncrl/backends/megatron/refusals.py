@@ -65,7 +65,9 @@ def require_tensors_of_engines(folder: Path, shape: ModelShape) -> None:
         optional = frozenset({"lm_head.weight"}) if shape.is_tied else frozenset()
         check_layout(found, expected=expected, optional=optional, where="what the learner exports")
     except (OSError, ValueError, WeightsError) as error:
-        raise ConfigError(f"model.path: {folder}: engines load other tensors than are trained: {error}") from None
+        raise ConfigError(
+            f"model.path: {folder}: the learner's tensors are not those that engines load: {error}"
+        ) from None
 
 
 def _require_experts(shape: ModelShape, layout: Layout, whose: str) -> None:
@@ -79,7 +81,8 @@ def _require_experts(shape: ModelShape, layout: Layout, whose: str) -> None:
         raise ConfigError(f"learner.expert_parallel: {layout.expert} does not divide {whose}'s experts, {number}")
     if layout.expert_tensor > 1:
         raise ConfigError(
-            "learner.expert_tensor_parallel: experts are not cut; remove it, and share them with expert_parallel"
+            "learner.expert_tensor_parallel: an expert cannot be split among ranks; remove it, and "
+            "distribute whole experts with expert_parallel"
         )
     if layout.tensor > 1 and not layout.is_sequence_parallel:
         raise ConfigError(

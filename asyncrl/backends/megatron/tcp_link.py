@@ -144,7 +144,7 @@ class TcpLink(_Inbox):
             self._sending.release()
         self._silence += self._tick_seconds
         if self._silence > self._patience:
-            self.problem = f"it hangs: it has said nothing for {self._patience:g} s"
+            self.problem = f"it hangs: no sign of life for {self._patience:g} s"
             self.close()
 
 

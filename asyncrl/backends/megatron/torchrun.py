@@ -71,7 +71,7 @@ def seat(environment: Mapping[str, str] = os.environ, *, ranks: int, secret: str
         return None
     if started != ranks:
         raise ConfigError(
-            f"learner.ranks: {ranks}, and torchrun has started {started} (WORLD_SIZE); start as many as there are ranks"
+            f"learner.ranks: {ranks}, and torchrun has started {started} (WORLD_SIZE); start one process per rank"
         )
     rank = _number(environment, "RANK", -1)
     if not 0 <= rank < ranks or not environment.get("MASTER_ADDR") or not _number(environment, "MASTER_PORT", 0):
@@ -81,8 +81,8 @@ def seat(environment: Mapping[str, str] = os.environ, *, ranks: int, secret: str
         )
     if not secret:
         raise ConfigError(
-            "learner.ranks: processes that join one another share a secret: set ASYNCRL_LEARNER_SECRET to the same "
-            "long random word for all of them"
+            "learner.ranks: ranks that join over the network must share a secret: set ASYNCRL_LEARNER_SECRET to the "
+            "same long random word for all of them"
         )
     has_store = environment.get(_HAS_STORE) == "True"
     return Seat(

@@ -128,7 +128,10 @@ def refuse_options(job: Job, shape: ModelShape) -> None:
         if name in own:
             raise ConfigError(f"learner.megatron: {name} is set by asyncrl, from the model or other keys; remove it")
         if _NOT_OURS.match(name):
-            raise ConfigError(f"learner.megatron: {name} is for what asyncrl's model does not do; remove it")
+            raise ConfigError(
+                f"learner.megatron: {name} is for a feature that asyncrl does not support or sets by another key; "
+                "remove it"
+            )
         default = known[name]
         if isinstance(default, bool | int | float) and isinstance(default, bool) != isinstance(value, bool):
             expected = "true or false" if isinstance(default, bool) else "a number"

@@ -143,7 +143,7 @@ def test_kimi_k2_has_the_shape_that_is_published(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"awq.*take the model it was made of"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"awq.*use the unquantized model"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"weight_block_size None"),
         ({"quantization_config": None, "model_type": "deepseek_v3"}, r"nothing to import"),
     ],

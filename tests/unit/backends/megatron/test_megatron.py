@@ -89,7 +89,7 @@ def test_tensors_that_engines_would_miss_are_one_line_before_the_start(folder: P
     with pytest.raises(ConfigError) as caught:
         require_tensors_of_engines(model, huggingface.read_shape(model))
     assert str(caught.value) == (
-        f"model.path: {model}: engines load other tensors than are trained: what the learner exports: "
+        f"model.path: {model}: the learner's tensors are not those that engines load: what the learner exports: "
         "model.layers.0.self_attn.gate.weight is missing; model.norm.weight is not in the model"
     )
 

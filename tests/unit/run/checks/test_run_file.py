@@ -137,7 +137,7 @@ def test_layouts_that_do_not_fit_the_model_are_refused(make_run: RunMaker, setti
         ),
         (
             ["learner.ranks=2", "learner.expert_tensor_parallel=2"],
-            "learner.expert_tensor_parallel: experts are not cut",
+            "learner.expert_tensor_parallel: an expert cannot be split",
         ),
         (
             ["learner.ranks=2", "learner.tensor_parallel=2", "learner.sequence_parallel=off"],

@@ -67,7 +67,7 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
     [
         (
             ["learner.freeze=['embd_tokens']"],
-            "'embd_tokens' is in the name of no parameter of the model, such as model",
+            "'embd_tokens' matches no parameter of the model; names look like model",
         ),
         (["learner.freeze=['(']"], r"freeze: '\(' is not a regular expression"),
         (["learner.freeze=['.']"], "leave no parameter to train"),
@@ -76,7 +76,7 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
         (["learner.megatron={deterministic_mod=true}"], "did you mean deterministic_mode?"),
         (["learner.megatron={num_layers=3}"], "num_layers is set by asyncrl"),
         (["learner.megatron={pipeline_model_parallel_size=2}"], "is set by asyncrl, from the model or other keys"),
-        (["learner.megatron={mtp_num_layers=1}"], "is for what asyncrl's model does not do"),
+        (["learner.megatron={mtp_num_layers=1}"], "is for a feature that asyncrl does not support"),
         (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
         (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], 'this is "reference"'),
     ],
