@@ -192,7 +192,7 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_all(options: argparse.Namespace, setting: Scene, stop: Stop) -> tuple[list[Outcome], list[str]]:
-    """Run every job on the next free slot; print and save each result at once. Also return the jobs without a result."""
+    """Run every job on the next free slot; print and save each result at once. Also return jobs without a result."""
     asked = [Job(arm=arm, seed=seed) for seed in options.seeds for arm in ARMS if arm in options.arms]
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in asked:

@@ -20,7 +20,7 @@ ROOT: Final = Path(__file__).parents[2]
 
 
 def driver_of(peer: str) -> ModuleType:
-    """Return a peer's driver. It has REQUIREMENTS, ADAPTATIONS and perhaps SOURCES: (address, commit, import folders)."""
+    """Return a peer's driver: REQUIREMENTS, ADAPTATIONS and optional SOURCES (address, commit, import folders)."""
     return importlib.import_module(f"benchmarks.peers.{peer}")
 
 
