@@ -69,7 +69,7 @@ def test_a_client_that_keeps_every_prompt_again_and_again_stops_the_run_until_it
     settings = ("run.stall_seconds=2", "run.restarts=0", "rollout.reissue_seconds=2")
     with running(tmp_path, *settings, forks=forks) as run:
         with keeping(tmp_path, 100_000, requests=REQUESTS):
-            run.wait_for("prompts were taken by somebody who answers none", seconds=600)
+            run.wait_for("prompts were taken by a client that sends no heartbeats", seconds=600)
             for _ in range(2 * REISSUES):  # twice as often as a learner is left without a cure
                 run.wait_for("by the clients that took them", after=len(run.said), seconds=600)
         run.wait_for_steps(10)

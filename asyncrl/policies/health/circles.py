@@ -33,17 +33,17 @@ def circle(fault: str, who: str, seconds: float, host: str, pid: int) -> Finding
 
 CIRCLES: Final[Mapping[str, tuple[str, str, Cure]]] = {
     "window": (
-        "the window is full of groups that nobody works on",
+        "the window is full of groups that no worker works on",
         "prompts of a dead worker are redelivered after bus.ack_seconds; a learner restarted with --resume republishes "
         "what the bus lost",
         "restart",
     ),
     "log": (
-        "the trajectory log is full before a batch is in it",
+        "the trajectory log is full before it holds one batch",
         "raise bus.max_log_bytes or lower checkpoint.every_steps",
         "end",
     ),
-    "deadlock": ("everybody waits for somebody else", "restart the learner with --resume", "restart"),
+    "deadlock": ("actors wait for each other in a circle", "restart the learner with --resume", "restart"),
 }
 
 
@@ -72,10 +72,10 @@ def unanswered(finding: Finding, numbers: Mapping[str, float]) -> Finding:
         return replace(
             finding,
             fault="kept",
-            cause=f"{kept:.0f} prompts were taken by somebody who answers none, and of whom no heartbeat is heard",
-            remedy="the run goes on by itself once that ends: the prompts are issued again each "
-            "rollout.reissue_seconds; look for a client that is none of the run's (nats-server's /connz names them), "
-            "and give the run new passwords (bin/nats-config)",
+            cause=f"{kept:.0f} prompts were taken by a client that sends no heartbeats and answers none of them",
+            remedy="find the client that does not belong to the run (nats-server's /connz lists all clients), and give "
+            "the run new passwords (bin/nats-config); the run continues by itself once that client stops taking "
+            "prompts: the learner issues them again every rollout.reissue_seconds",
             cure="",
         )
     if not numbers.get(REISSUES_LEFT):

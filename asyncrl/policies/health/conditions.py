@@ -29,9 +29,9 @@ CONDITIONS: Final[dict[str, Condition]] = {
     "process/memory": Condition(
         "memory",
         0.95,
-        "has used {value:.0%} of the memory that it may have",
-        "it will be killed when there is none left, and start again; lower rollout.max_running or "
-        "learner.micro_batch_tokens, or look for what your functions keep",
+        "has used {value:.0%} of the memory available to it",
+        "it is killed and restarted when memory runs out; lower rollout.max_running or learner.micro_batch_tokens, or "
+        "look for objects that your functions keep",
     ),
     "process/descriptors": Condition(
         "descriptors",
@@ -61,13 +61,13 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "held",
         1,
         "holds back a full batch for old groups while engines are idle (metrics.hold_alarm)",
-        'set staleness.parts = "tokens", or raise max_staleness; the warning in learner.log says to what',
+        'set staleness.parts = "tokens", or raise max_staleness; the warning in learner.log says to which value',
     ),
     "alarm/split": Condition(
         "split",
         1,
         "or its engines are often idle: another split of the GPUs would train more (metrics.split_alarm)",
-        "the warning in learner.log says which; `asyncrl plan` measures it; change learner.ranks and rollout.workers",
+        "set learner.ranks and rollout.workers as the warning in learner.log says; `asyncrl plan` measures the gain",
     ),
     "alarm/standstill": Condition(
         "standstill",
@@ -79,14 +79,14 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "truncated",
         1,
         "trains answers that are nearly all cut at rollout.max_new_tokens: none of them is complete",
-        "raise rollout.max_new_tokens, or look whether the model knows its end-of-text token (generation_config.json, "
+        "raise rollout.max_new_tokens, or check that the model knows its end-of-text token (generation_config.json, "
         "chat template, rollout.stop)",
     ),
     "alarm/no_signal": Condition(
         "no signal",
         1,
-        "trains rewards that are all equal: what moves the weights is anything but the reward",
-        "look at answers with `asyncrl samples`: a reward that never finds what it looks for, or a task that is solved",
+        "trains on rewards that are all equal: the weights still change, but not because of the reward",
+        "look at answers with `asyncrl samples`: the reward may never match an answer, or the task may be solved",
     ),
     "data/overlong_share": Condition(
         "overlong",
@@ -98,8 +98,8 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "unreadable",
         4,
         "cannot read the newest weights, tried {value:.0f} times ({problem})",
-        'it needs weights.directory under the same path as the learner, or weights.channel = "objects"; older weights '
-        "sample meanwhile, if it has any",
+        'mount weights.directory under the same path as on the learner, or set weights.channel = "objects"; until then '
+        "it samples with older weights, if it has any",
     ),
     "learner/disk_need": Condition(
         "little room",

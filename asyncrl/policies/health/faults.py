@@ -75,7 +75,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "rollout": Part("rollout", "'s rollout function has not returned", "fix rollout.function: it never stops waiting"),
     "harness": Part(
         "harness",
-        "'s harness has not asked the model or ended",
+        "'s harness has neither called the model nor ended",
         "fix the agent, or lower rollout.options.timeout_seconds, which ends its sample",
         cure="",  # the time limit of the sample ends it and everything it started
     ),
@@ -220,7 +220,7 @@ def deaf(seen: Observation) -> Finding:
         fault="bus",
         actor="nats-server",
         cause=f"nats-server has not answered for {in_words(seen.bus_silent)}: {why}",
-        remedy="restart it on its port and store: everybody waits, and nothing is lost",
+        remedy="restart it on the same port and store: all processes wait for it, and nothing is lost",
         seconds=seen.bus_silent,
         cure="restart",
     )
@@ -231,8 +231,8 @@ def refused(seen: Observation) -> Finding:
         fault="bus storage",
         actor="nats-server",
         cause=f"nats-server answers but has stored nothing for {in_words(seen.bus_refuses)}: "
-        f"{seen.bus_problem or 'no answer to what is published'}",
-        remedy="make room on the disk of its store, then restart it: everybody waits, and nothing is lost",
+        f"{seen.bus_problem or 'published messages are not acknowledged'}",
+        remedy="make room on the disk of its store, then restart it: all processes wait for it, and nothing is lost",
         seconds=seen.bus_refuses,
         cure="restart",  # free space alone does not heal it
     )
@@ -324,7 +324,8 @@ def quarantined(seen: Observation) -> Iterable[Finding]:
                 fault="quarantine",
                 actor=name,
                 cause=f"worker {name} is quarantined: {actor.beat.problem}",
-                remedy="fix it and restart it: its next process is judged anew; or look at learner.quarantine_mismatch",
+                remedy="fix and restart it: the learner judges a new process from scratch; or check "
+                "learner.quarantine_mismatch",
                 seconds=actor.beat.waiting_seconds,
                 host=actor.beat.host,
                 pid=actor.beat.pid,

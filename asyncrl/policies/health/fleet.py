@@ -85,7 +85,7 @@ def _jumps(seen: Observation) -> Iterable[Finding]:
             fault="clock",
             actor=host,
             cause=f"the clock of {host} jumped by {shift:+.0f} s",
-            remedy="nothing waits for it; times in logs and metrics are off by as much",
+            remedy="no wait depends on it, but times in logs and metrics are off by as much",
             which=f" of {shift:+.0f} s",
         )
 
@@ -104,5 +104,5 @@ def _apart(heard: dict[str, Seen], learner: Seen) -> Iterable[Finding]:
                 actor=host,
                 cause=f"the clock of {host} is {abs(clock - ours):.0f} s {'ahead of' if clock > ours else 'behind'} "
                 "that of the learner's machine",
-                remedy="nothing waits for it; set it (NTP): times in logs and `asyncrl trace` are off by as much",
+                remedy="set it (NTP): no wait depends on it, but times in logs and `asyncrl trace` are off by as much",
             )

@@ -8,10 +8,10 @@ from typing import Final
 from asyncrl.messages.topics import ACTORS, EVENTS
 from asyncrl.policies.health.faults import Finding, LostPart, Observation
 
-_MENDED: Final = "the learner has made it again and publishes again what was on it"
+_MENDED: Final = "the learner has created it again and republishes its messages"
 _OF_TOPIC: Final[Mapping[str, str]] = {
-    ACTORS.name: "the learner has made it again if it was deleted, and every actor sends another heartbeat at once",
-    EVENTS.name: "what was in it is gone; `asyncrl tap` and the board show what comes now, and nothing else needs it",
+    ACTORS.name: "the learner has created it again if it was deleted, and every actor sends a new heartbeat at once",
+    EVENTS.name: "its messages are gone, but only `asyncrl tap` and the board read them; both show new messages",
 }
 """Remedies for topics whose lost messages are not published again."""
 
@@ -25,12 +25,13 @@ def _finding(part: LostPart) -> Finding:
     remedy = (
         next((_OF_TOPIC[topic] for topic in part.topics if topic in _OF_TOPIC), _MENDED)
         if part.is_repaired
-        else "the learner makes it again, and all who need it wait; if no learner is up, start it with --resume"
+        else "the learner creates it again, and processes that need it wait; if no learner is up, "
+        "start one with --resume"
     )
     return Finding(
         fault="altered" if part.problem.startswith("was altered") else "lost",
         actor=part.name,
         cause=f"nats-server: {part.name} {part.problem}",
-        remedy=f"{remedy}; somebody with the server's own password did it, or its store was replaced",
+        remedy=f"{remedy}; a client with the server's own password did this, or the server's store was replaced",
         seconds=part.seconds,
     )

@@ -193,7 +193,7 @@ async def test_a_part_of_the_bus_that_is_gone_is_named_and_nobody_is_accused(clo
     await bus.forget(ACTORS, key="learner")
     clock.now += 1
     (found,) = diagnose(await watcher.look())
-    assert "the learner has made it again" in found.remedy
+    assert "the learner has created it again" in found.remedy
     bus.lost = []
     await bus.put(ACTORS, beat("learner", 3, role=LEARNER, host="there"), key="learner")
     clock.now += recent_losses.LOSS_SECONDS

@@ -126,7 +126,7 @@ TABLE: dict[str, Row] = {
     ),
     "a harness hangs": Row(
         fault="harness",
-        says="worker w1's harness has not asked the model or ended for 60 s",
+        says="worker w1's harness has neither called the model nor ended for 60 s",
         waits=IDLE | {"w1": (on("harness", 60),)},
     ),
     "a weight load hangs": Row(
@@ -244,18 +244,18 @@ TABLE: dict[str, Row] = {
     ),
     "the window is full of dead groups": Row(
         fault="window",
-        says="the window is full of groups that nobody works on: learner waits for trajectories; worker w1 waits for "
-        "prompts; prompts waits for room in the window",
+        says="the window is full of groups that no worker works on: learner waits for trajectories; worker w1 waits "
+        "for prompts; prompts waits for room in the window",
         waits=IDLE,
     ),
     "the trajectory log is full": Row(
         fault="log",
-        says="the trajectory log is full before a batch is in it",
+        says="the trajectory log is full before it holds one batch",
         waits={LEARNER: (trajectories(9),), "prompts": (room(9),), "w1": (space(9),), "w2": (space(8),)},
     ),
     "everybody waits for everybody": Row(
         fault="deadlock",
-        says="everybody waits for somebody else: learner waits for trajectories; worker w1 waits for weights of "
+        says="actors wait for each other in a circle: learner waits for trajectories; worker w1 waits for weights of "
         "version 5",
         waits={LEARNER: (trajectories(9),), "prompts": (room(1),), "w1": (weights(9),), "w2": (weights(8),)},
     ),
@@ -325,4 +325,4 @@ def test_a_run_that_stands_still_is_not_cured_before_its_prompts_were_issued_aga
 def test_a_run_whose_prompts_somebody_keeps_is_told_so_and_is_cured_by_nobody(name: str) -> None:
     (finding,) = diagnose(observed(replace(TABLE[name], numbers={REISSUES_LEFT: 0.0, KEPT: 16.0})))
     assert (finding.fault, finding.cure) == ("kept", "")
-    assert "16 prompts were taken by somebody who answers none" in finding.text
+    assert "16 prompts were taken by a client that sends no heartbeats" in finding.text

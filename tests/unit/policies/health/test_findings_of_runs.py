@@ -71,7 +71,7 @@ def test_a_quarantined_worker_is_named_with_its_reason_and_is_nobody_to_wait_for
     healthy = observed(HEALTHY)
     (found,) = diagnose(replace(healthy, actors=dict(healthy.actors) | {"w1": quarantined("w1")}))
     assert (found.fault, found.actor, found.cause) == ("quarantine", "w1", "worker w1 is quarantined: it lies")
-    assert "judged anew" in found.remedy
+    assert "judges a new process from scratch" in found.remedy
     idle = observed(replace(HEALTHY, waits=IDLE))
     both = diagnose(replace(idle, actors=dict(idle.actors) | {name: quarantined(name) for name in ("w1", "w2")}))
     assert [one.fault for one in both] == ["no worker", "quarantine", "quarantine"]
@@ -115,8 +115,8 @@ def test_a_learner_that_has_just_left_is_not_missed_at_once() -> None:
     ("part", "fault", "says"),
     [
         (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_gone=True), "lost", "with --resume"),
-        (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_repaired=True), "lost", "has made it again"),
-        (LostPart(name="KV_r", problem="was altered: max_age 0 -> 5", is_repaired=True), "altered", "made it again"),
+        (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_repaired=True), "lost", "has created it again"),
+        (LostPart(name="KV_r", problem="was altered: max_age 0 -> 5", is_repaired=True), "altered", "created it again"),
     ],
 )
 def test_what_the_bus_lost_is_named_beside_all_else_and_alone_while_nobody_can_be_heard(
