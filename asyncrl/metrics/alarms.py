@@ -98,10 +98,10 @@ class DropAlarm:
             self.is_on = True
             self.text = _warned(
                 "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
-                "%.0f tokens long on average, those that are trained %.0f. Set staleness.max_staleness a few above the "
-                "seconds that the longest answer takes divided by those of a step, or leave out only their tokens that "
-                'are too old: staleness.parts = "tokens". Or let the learner wait for them: staleness.eviction = '
-                '"wait", with order = "oldest_first", parts = "whole" and enough wait_seconds',
+                "they are %.0f tokens long on average, trained answers %.0f. Set staleness.max_staleness a few above "
+                "(seconds of the longest answer) / (seconds of a step); or leave out only the tokens that are too old: "
+                'staleness.parts = "tokens"; or let the learner wait for these answers: staleness.eviction = "wait", '
+                'with order = "oldest_first", parts = "whole" and enough wait_seconds',
                 100 * share,
                 self.STEPS,
                 self._threshold,
@@ -148,10 +148,10 @@ class HoldAlarm:
             self.is_on = True
             enough = math.ceil((self._max_staleness + 1) / max(1 - share, 0.05))
             self.text = _warned(
-                "for %.0f %% of the last %d steps' time the learner had a full batch and waited for older groups, and "
-                'engines were idle for %.0f %%: staleness.parts = "tokens" waits for none of them, and leaves out only '
-                "the tokens that are too old; or set staleness.max_staleness to %d at least (now %d), so that their "
-                "answers are in time",
+                "for %.0f %% of the last %d steps' time the learner had a full batch but waited for older groups, and "
+                'for %.0f %% engines were idle: set staleness.parts = "tokens" to end these waits and leave out only '
+                "the tokens that are too old; or set staleness.max_staleness to at least %d (now %d), so that the "
+                "older groups are finished in time",
                 100 * share,
                 self.STEPS,
                 100 * idle_share,
@@ -308,9 +308,9 @@ class NoSignalAlarm:
         self.is_on = self._equal >= self.STEPS
         if self._equal == self.STEPS:
             self.text = _warned(
-                "all rewards of the last %d steps were equal in each (%s in the last), and the weights move all the "
-                "same: not by the reward. Usual causes: a reward that never finds what it looks for, a task that is "
-                "solved",
+                "in each of the last %d steps all rewards were equal (%s in the last), but the weights still change, "
+                "so something other than the reward trains them. Usual causes: a reward that never matches an answer, "
+                "a task that is solved",
                 self.STEPS,
                 _shown(metrics.get("reward/mean")),
             )

@@ -68,5 +68,5 @@ def test_a_learner_that_cannot_come_back_ends_the_run_with_the_reason(folder: Pa
 def test_a_run_whose_learner_was_drained_from_outside_is_no_success(folder: Path, forks: ForkServer) -> None:
     with running(folder, forks=forks) as run:
         os.kill(run.pid("learner"), signal.SIGTERM)
-        assert "continue with --resume" in run.wait_for("drained by somebody else")
+        assert "continue with --resume" in run.wait_for("drained from outside")
         assert run.process.wait(60) == 130

@@ -199,7 +199,7 @@ class ProcessManager:
         if is_learner and self._interrupts == 1 and code not in DRAINED:
             self._fail(code, f"{ended.reason} while draining")
         elif is_learner and code == INTERRUPTED and not self._interrupts and not was_over:
-            self._fail(code, "learner was drained by somebody else before the run was done; continue with --resume")
+            self._fail(code, "learner was drained from outside before the run was done; continue with --resume")
         elif is_learner and code == 0:
             self._is_done = True
             self._over.set()

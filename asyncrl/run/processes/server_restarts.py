@@ -79,7 +79,7 @@ async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: 
                 say(f"{server.name} can store no more ({failure}); it is restarted as soon as there is room")
             had_room, has_room = has_room, await asyncio.to_thread(server.has_room)
             if had_room and not has_room:  # the server may have no room to log it
-                say(f"{server.name}: the disk of its store is full; make room there: everybody waits, nothing is lost")
+                say(f"{server.name}: the disk of its store is full; make room: all processes wait, and nothing is lost")
             was_full |= not has_room
             if failure and not is_killed and has_room and server.pid == pid:
                 is_killed = True

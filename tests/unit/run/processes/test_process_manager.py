@@ -254,7 +254,7 @@ async def test_a_learner_that_is_drained_because_the_run_failed_was_not_drained_
     assert (await it.task).exit_code == 2
     said = capsys.readouterr().err
     assert "w0 ended with exit code 2; ending the run" in said
-    assert "somebody else" not in said
+    assert "from outside" not in said
 
 
 async def test_an_interrupted_run_says_who_still_drains_and_for_how_long(
