@@ -1,9 +1,10 @@
-"""A process that takes prompts of a run, says of each again and again that it is at work on it, and is not.
+"""Takes prompts of a run and keeps extending their leases without ever answering them.
 
     python -m tests.chaos.keeper FOLDER COUNT PAUSE REQUESTS
 
-FOLDER has the run's run.toml. It prints a line when it is there, and takes COUNT prompts, each REQUESTS of them PAUSE
-seconds apart.
+FOLDER contains the run's run.toml. The process prints a line once it is connected. Then it takes up to COUNT prompts
+with
+REQUESTS concurrent consumers. Each consumer pauses PAUSE seconds after every prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KEEP_SECONDS: Final = 2.0
 
 
 async def keep(folder: Path, count: int, pause: float, requests: int) -> None:
-    """Until we are killed."""
+    """Keep prompts until this process is killed."""
     run = config.load(folder / "run.toml", [f"run.directory={folder / 'runs'}"])
     bus = await registry.connect(run, token="")
     taken: list[Delivery[PromptGroup]] = []
