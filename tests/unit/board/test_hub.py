@@ -1,4 +1,4 @@
-"""A browser that does not keep up costs the others nothing."""
+"""A slow browser does not slow down the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the settings is a secret: one rule, for all that shows them."""
+"""One rule decides which settings are secret, wherever settings are shown."""
 
 from __future__ import annotations
 
