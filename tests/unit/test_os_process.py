@@ -1,4 +1,4 @@
-"""What a child process imports: all that its parent can; how a process ends that cannot go on."""
+"""A child process can import everything its parent can; and how a process ends that cannot continue."""
 
 from __future__ import annotations
 

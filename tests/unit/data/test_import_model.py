@@ -22,7 +22,7 @@ gguf = pytest.importorskip("gguf")
 
 HEADS, KV_HEADS = 4, 2
 CHARACTERS = "0123456789TheCapitlofrncs. ~"
-"""A token of the tiny model; the last token of the GGUF file is the merge "Th" instead."""
+"""The tiny model's characters. In the GGUF file, the last token is the merge "Th" instead."""
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -108,7 +108,7 @@ def test_the_weights_and_config_are_those_of_the_file(tmp_path: Path, architectu
     old, new = (json.loads((folder / "config.json").read_text()) for folder in (tiny, result.folder))
     same = ("hidden_size", "num_key_value_heads", "head_dim", "rope_parameters", "tie_word_embeddings", "rms_norm_eps")
     assert {key: new.get(key) for key in same} == {key: old.get(key) for key in same}
-    assert not result.is_sensible  # the report mentions that the weights are random
+    assert not result.is_sensible  # the weights are random, and the report says so
 
 
 def test_the_tokenizer_knows_its_special_tokens_and_template(tmp_path: Path, tiny: Path) -> None:

@@ -1,4 +1,5 @@
-"""Megatron's distributed checkpoints: any rectangle of what any ranks wrote, and nothing in one can run."""
+"""Megatron's distributed checkpoints: reads any rectangle, whichever ranks wrote it, and never executes their
+content."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ WHOLE = torch.arange(60.0).view(10, 6)
 
 
 def cut(*rows: slice, columns: slice = slice(0, 6)) -> list[Chunk]:
-    """Of WHOLE, as ``matrix``."""
+    """Return chunks of WHOLE, as ``matrix``."""
     starts = [(one.start, columns.start) for one in rows]
     return [
         Chunk(key="matrix", whole=(10, 6), start=start, data=WHOLE[one, columns])

@@ -1,4 +1,4 @@
-"""Versions on disk while somebody removes others, or files of them."""
+"""Versions on disk while other versions, or some of their files, are removed."""
 
 from __future__ import annotations
 

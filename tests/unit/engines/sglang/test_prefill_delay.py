@@ -1,4 +1,4 @@
-"""When an SGLang server lets new prompts wait for each other."""
+"""When an SGLang server lets new prompts wait, to prefill several together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stops nothing yet is named too: a process that runs out of something, a run that trains what it should not."""
+"""Conditions that stop nothing yet are also named: a process that runs out of a resource, a run that trains wrongly."""
 
 from __future__ import annotations
 

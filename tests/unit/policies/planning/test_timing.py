@@ -1,4 +1,4 @@
-"""From what was measured to what a step takes."""
+"""Derives a step's duration from measurements."""
 
 from __future__ import annotations
 

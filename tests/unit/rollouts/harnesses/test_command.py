@@ -1,4 +1,4 @@
-"""harness = "command": what a program gets, what is taken from it, and what becomes of one that fails."""
+"""harness = "command": a program's inputs and outputs, and the handling of failures."""
 
 from __future__ import annotations
 

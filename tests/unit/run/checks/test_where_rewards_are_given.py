@@ -1,4 +1,4 @@
-"""What is refused of rewards depends on which machine gives them."""
+"""Refusals of rewards depend on which machine computes them."""
 
 from __future__ import annotations
 

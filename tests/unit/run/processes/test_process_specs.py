@@ -1,4 +1,4 @@
-"""What `asyncrl run` says of the processes that it is about to start."""
+"""The specs with which `asyncrl run` starts its processes."""
 
 from __future__ import annotations
 
