@@ -54,8 +54,7 @@ _LOOK_SECONDS: Final = 0.02
 _AFTERMATH_SECONDS: Final = 0.3
 """Time for messages in flight from a killed process to arrive."""
 _RIGHT_AGAIN_SECONDS: Final = 8.0
-"""Time for heartbeats to report that a clock is right again. If it were set back earlier, no heartbeat would have seen
-the right time."""
+"""Time for heartbeats to report that a clock is right again, before it may be set back once more."""
 _LAST_STEPS: Final = 3
 
 
@@ -286,10 +285,8 @@ class Storm:
         return sent
 
     async def _named(self, kind: Kind, names: Sequence[str], began: float, behind: int) -> float | None:
-        """Return the seconds until `asyncrl run` has mentioned each of ``names``; None if it was a victim itself.
-
-        For a rank, the awaited message is that the learner has ended.
-        """
+        """Return the seconds until `asyncrl run` mentions each of ``names``, or the learner's end for a rank. None if
+        `asyncrl run` is a victim itself."""
         if "run" in names:
             return None
         words = [f"jumped by {-trouble.BACK_SECONDS:+.0f} s"] if kind.deed == "clock set back" else names

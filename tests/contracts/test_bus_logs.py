@@ -39,7 +39,7 @@ async def test_a_log_is_read_from_a_cursor(bus: Bus) -> None:
 
 
 async def test_a_log_that_never_had_an_entry_begins_with_the_first_one(bus: Bus) -> None:
-    """The cursor of a log counts from its first entry."""
+    """Progress in a log is counted from its first entry."""
     assert (await bus.log_state(TRAJECTORIES, mark=LogMark())).first == 1
     await publish_groups(bus, 1)
     assert (await bus.log_state(TRAJECTORIES, mark=LogMark())).first == 1

@@ -84,7 +84,7 @@ def _areal_floor(params: Params, inputs: Inputs) -> Outputs:
 
 
 def _gate(params: Params, inputs: Inputs) -> Outputs:
-    """The unit is a batch, or the number of groups per step for the names that say so."""
+    """Count batches; for names that state a number of groups per step, count groups in batches of that size."""
     window, steps = inputs["window"], inputs["trainer_version"]
     sizes = (1, 2, 4, 8, 16, 32, 64)
     return {

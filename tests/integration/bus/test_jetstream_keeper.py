@@ -246,7 +246,7 @@ async def test_entries_that_somebody_purged_are_told_from_those_that_we_trimmed(
 async def test_events_that_somebody_purged_are_told_by_who_only_looks_too(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
-    """The events are only days old, so none can have expired."""
+    """Events are kept for days, so none can have expired."""
     bus = await connect(nats_server)
     stream = bus._layout.stream(EVENTS)
     for number in range(3):

@@ -2,7 +2,7 @@
 
 Each example is a whole run of real actors with fake adapters, with MESSAGES hostile messages in between. The default is
 500 messages; a nightly run sets ASYNCRL_FUZZ_CASES=10000. Topics that only the learner's role may write receive only
-undecodable messages. test_bus_permissions.py tests that no other role can write them.
+undecodable messages. test_permissions.py tests that no other role can write them.
 """
 
 from __future__ import annotations

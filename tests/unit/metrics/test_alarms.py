@@ -102,7 +102,7 @@ def held(seconds: float, *, idle: float) -> dict[str, Metric]:
 def test_a_learner_that_waits_while_engines_are_idle_is_told_the_bound_that_needs_no_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The awaited answer takes five steps of two seconds, which would be ten steps of one second."""
+    """The awaited answer takes 10 s: five steps with their waits (2 s), but ten steps without (1 s)."""
     alarm = HoldAlarm(0.2, max_staleness=4)
     for _ in range(9):
         assert alarm.look(held(1.0, idle=0.4)) == {}

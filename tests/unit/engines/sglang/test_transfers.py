@@ -42,7 +42,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 class Server(FakeServer):
-    """``refuses``: index of the call to a path that is refused; ``hangs``: a path that never answers."""
+    """``refuses``: (path, n) refuses the n-th call of the path; ``hangs``: a path that never answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Server(FakeServer):
 
 
 class Attached:
-    """An engine on a fake server; ``begun``: number of earlier requests, which do not count."""
+    """An engine on a fake server."""
 
     def __init__(self, server: Server, engine: sglang.SGLangEngine, offer: TransferOffer) -> None:
         self.server, self.engine, self.offer = server, engine, offer

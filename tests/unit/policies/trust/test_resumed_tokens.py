@@ -51,7 +51,7 @@ def test_the_first_sampled_tokens_are_those_that_were_taken_over() -> None:
 
 
 def test_what_was_taken_over_and_is_left_out_as_too_old_is_scored_too() -> None:
-    """They steer the tokens trained after them. Tokens that the worker sampled itself are as old as its own."""
+    """Left-out tokens steer the tokens trained after them. Its own part only has the age of its own tokens."""
     late = document(age=1)
     late = dataclasses.replace(late, response_mask=late.response_mask & (np.arange(6) > 4))
     own, taken_over = split([late], [group(3)])

@@ -89,7 +89,7 @@ def damaged_checkpoint(run: RunConfig) -> None:
 @pytest.mark.parametrize("name", ["checkpoints", "weights"])
 @pytest.mark.parametrize("is_loop", [False, True])
 def test_what_is_no_folder_in_the_place_of_one_is_refused_in_one_line(run: RunConfig, name: str, is_loop: bool) -> None:
-    """Otherwise six restarts would end the run, and none would find the cause."""
+    """Otherwise the run would end only after six restarts, all with the same error."""
     resume_checks.refuse_others(run)  # never begun
     path = run.run_directory / name
     path.mkdir(parents=True)

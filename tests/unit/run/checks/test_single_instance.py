@@ -116,7 +116,7 @@ async def test_who_was_killed_has_its_name_no_more(nats_server: EmbeddedServer, 
 
 
 class TornBus(MemoryBus):
-    """A bus that loses track of who serves a name."""
+    """A bus whose services end because the connection is lost."""
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Any) -> AsyncIterator[Any]:
