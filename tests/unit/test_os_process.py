@@ -1,4 +1,4 @@
-"""A child process can import everything its parent can; and how a process ends that cannot continue."""
+"""What a child process imports: all that its parent can; how a process ends that cannot go on."""
 
 from __future__ import annotations
 

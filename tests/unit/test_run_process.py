@@ -1,4 +1,4 @@
-"""How tests and benchmarks read a run's folder while its files are incomplete."""
+"""What tests and benchmarks ask of a run's folder, at moments when its files are not whole."""
 
 from __future__ import annotations
 

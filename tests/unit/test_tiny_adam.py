@@ -1,4 +1,4 @@
-"""The optimizer of the tests' tiny net."""
+"""The optimizer of the tiny net of the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of its limits a process has used, according to Linux."""
+"""What a process has used of its limits, by what Linux says."""
 
 from __future__ import annotations
 

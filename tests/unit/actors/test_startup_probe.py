@@ -1,4 +1,4 @@
-"""A start without activity is named soon; a start that works is not."""
+"""A start that does nothing is named soon, and one that works is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.policies.health.faults import FIRST_SECONDS, PATIENCE_SECONDS
 
 
 class Machine:
-    """A clock, and a process whose activity the test controls."""
+    """A clock, and a process that works as it is told to."""
 
     def __init__(self) -> None:
         self.now, self.cpu_seconds, self.read_bytes = 100.0, 3.0, 10**9

@@ -1,4 +1,4 @@
-"""Converting a Hugging Face folder to a Megatron checkpoint and back gives the same folder, for every family."""
+"""A Hugging Face folder to a checkpoint of Megatron's and back is the same folder, whatever the family."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARCHITECTURES = get_args(Architecture)
 
 
 def made(folder: Path, architecture: str = "qwen3_moe", *, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a model in bfloat16, with a router's bias in float32."""
+    """In bfloat16, with a router's bias in float32."""
     make_tiny_model(folder, architecture=architecture, tie_word_embeddings=architecture == "qwen2")  # type: ignore[arg-type]
     path = folder / "model.safetensors"
     tensors = {
@@ -40,7 +40,7 @@ def safetensors_torch_save(tensors: dict[str, torch.Tensor], path: Path) -> None
 
 
 def assert_same(first: Path, second: Path) -> None:
-    """Compare weights bit for bit, and all other files."""
+    """Weights bit for bit, and all other files."""
     here, there = (
         {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
         for folder in (first, second)
@@ -71,8 +71,7 @@ def test_there_and_back_is_the_same_folder(tmp_path: Path, architecture: str, mo
 
 
 def test_memory_is_bounded_by_the_largest_parameter_and_not_by_the_model(tmp_path: Path) -> None:
-    """Its parts, the parameter itself and a copy. Experts are handled one at a time, so more layers or experts cost no
-    memory."""
+    """Its parts, itself and a copy; of experts one at a time, so that more layers and experts need no more."""
     folder = made(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     largest = max(one.nbytes for one in tensors.values())
@@ -83,8 +82,7 @@ def test_memory_is_bounded_by_the_largest_parameter_and_not_by_the_model(tmp_pat
 
 
 def test_what_megatron_wrote_is_read(tmp_path: Path) -> None:
-    """Layers are a dimension of the tensors, norms have the names of Megatron's own layers, and the vocabulary is
-    padded."""
+    """Layers as a dimension of the tensors, norms under the names of its own layers, a padded vocabulary."""
     folder = made(tmp_path / "model", "qwen3")
     convert(folder, tmp_path / "ours")
     ours, chunks = TorchDist(tmp_path / "ours" / "release"), []

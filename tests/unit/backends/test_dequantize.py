@@ -1,4 +1,4 @@
-"""A folder in FP8, or with a custom model type, is converted to one that can be trained."""
+"""A folder in FP8, or under a model type of its own code, becomes one that is trained."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ KIMI_K2 = {
     "v_head_dim": 128,
     "vocab_size": 163840,
 }
-"""As published, without the keys that no model code reads."""
+"""As published, without what no model code reads."""
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def published(whole: Path, tmp_path: Path) -> Path:
-    """The same model in Kimi-K2's format: in FP8, with its own model type, and with matrices and scales in different
-    files."""
+    """The same model as Kimi-K2's: in FP8, of its own model type, a matrix and its scales in two files."""
     folder = fp8.model_folder(whole, tmp_path / "published")
     describe(folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
     tensors = load_file(folder / "model.safetensors")

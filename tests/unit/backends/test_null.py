@@ -1,4 +1,4 @@
-"""learner.backend = "none": rollouts only. Steps change nothing, and no worker is blamed for logprob differences."""
+"""learner.backend = "none": rollouts alone. Steps change nothing, and nobody is blamed for what differs."""
 
 from __future__ import annotations
 

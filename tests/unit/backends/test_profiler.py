@@ -1,4 +1,4 @@
-"""Chosen steps are profiled; profiling errors never fail a step."""
+"""Chosen steps are profiled; what fails of it fails no step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_profiler_that_fails_fails_no_step(tmp_path: Path, caplog: pytest.LogC
 
 
 class Fake:
-    """Records allocations in place of a GPU. ``broken``: the call that raises."""
+    """Allocations that are written down, in place of a GPU's. ``broken``: what raises."""
 
     def __init__(self, broken: str = "") -> None:
         self.said: list[str] = []
@@ -91,7 +91,7 @@ def test_a_snapshot_that_fails_fails_no_step_and_ends_the_recording(
 
 
 def test_a_step_that_fails_leaves_its_snapshot(tmp_path: Path) -> None:
-    """For a step that ran out of memory, the snapshot is the most useful record."""
+    """Of a step that ran out of memory it is what one wants to see."""
 
     def fails() -> float:
         raise MemoryError("no block of this size")

@@ -1,4 +1,4 @@
-"""A rank's part of a parameter and the whole parameter: the basis of checkpoints for any layout."""
+"""A rank's part of a parameter and the whole one: what a checkpoint of any layout is put together of."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shape_of(folder: Path, architecture: str) -> ModelShape:
 
 @pytest.mark.parametrize("architecture", ["qwen2", "glm4", "qwen3_moe", "deepseek_v3"])
 def test_parts_of_all_ranks_make_the_whole_and_the_whole_makes_them(tmp_path: Path, architecture: str) -> None:
-    """However parameters are cut, and however their elements are shared among copies of the model."""
+    """Whatever is cut, how often, and however its elements are shared among copies of the model."""
     shape = shape_of(tmp_path, architecture)
     wholes: dict[str, torch.Tensor] = {}
     shards = list(shards_of_two_ranks(tmp_path, shape))
@@ -47,14 +47,14 @@ def test_parts_of_all_ranks_make_the_whole_and_the_whole_makes_them(tmp_path: Pa
                 whole[slices(corner, view)] = view
     assert not any(whole.isnan().any() for whole in wholes.values())
     for place, shard in shards:
-        back = torch.zeros_like(shard)  # zeros, like padding
+        back = torch.zeros_like(shard)  # as padding is
         for view, corner in place.views(back.view(-1)):
             view.copy_(wholes[place.key][slices(corner, view)])
         assert torch.equal(back, shard), place.key
 
 
 def shards_of_two_ranks(folder: Path, shape: ModelShape) -> Iterator[tuple[weight_places.Place, torch.Tensor]]:
-    """Each rank has half of every matrix, or half of the experts."""
+    """Each has half of every matrix, or of the experts."""
     experts = shape.experts.num_experts if shape.experts else 0
     with huggingface.open_weights(folder) as read:
         for rank, held in enumerate((range(experts // 2), range(experts // 2, experts))):

@@ -1,4 +1,4 @@
-"""A slow browser does not slow down the others."""
+"""A browser that does not keep up costs the others nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes show what actors do, and stay bounded in segments, actors and time."""
+"""Lanes say what actors do, and stay small: in segments, in actors, in time."""
 
 from __future__ import annotations
 

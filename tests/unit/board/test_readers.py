@@ -1,4 +1,4 @@
-"""Expensive browser requests are read by a few separate threads, or answered with a request to retry."""
+"""Browsers that ask for much at once are read for by a few threads of their own, or told to ask again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes from the learner's records of each step."""
+"""Lanes from what a learner recorded beside each step."""
 
 from __future__ import annotations
 

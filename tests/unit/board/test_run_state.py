@@ -1,4 +1,4 @@
-"""The state of a run as browsers receive it."""
+"""What browsers are told of a run."""
 
 from __future__ import annotations
 

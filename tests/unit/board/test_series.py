@@ -1,4 +1,4 @@
-"""Curves and columns stay small, drop steps that were trained again, and preserve their totals."""
+"""Curves and columns stay small, forget what was trained again, and lose nothing of what they sum up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pull and a lender handle whatever a server may send, in any order. The test plays the server."""
+"""What a pull and a lender do with what a server may bring, in any order: no server, the test plays it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def nothing() -> None:
 
 
 class ScriptedWire:
-    """A connection without a server: the test plays the server, also while a consumer is being created."""
+    """A connection without a server: the test plays the server, also while a consumer is being made."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -70,7 +70,7 @@ class ScriptedWire:
             await asyncio.sleep(0)
 
     async def deliver(self, sequence: int, *, consumer: int, consumer_sequence: int, attempt: int = 1) -> None:
-        """Deliver to the current listener; a test has one at a time."""
+        """To whoever listens: a test has one at a time."""
         (on_message,) = self.listening.values()
         name = self.consumers[consumer]["name"]
         reply = f"$JS.ACK.s.{name}.{attempt}.{sequence}.{consumer_sequence}.0.0"
@@ -93,7 +93,7 @@ async def test_what_the_old_consumer_still_brings_while_the_new_one_is_made_is_n
     await pull.start()
     await wire.deliver(1, consumer=0, consumer_sequence=1)
     assert (await pull.take()).sequence == 1
-    wire.generation += 1  # a reconnect that the consumer survived
+    wire.generation += 1  # a reconnect that the consumer outlived
     wire.meanwhile = lambda: wire.deliver(2, consumer=0, consumer_sequence=2)
     waiting = asyncio.create_task(pull.take())
     while len(wire.consumers) < 2:
@@ -109,7 +109,7 @@ async def test_a_missing_message_is_read_again_from_a_new_consumer() -> None:
     pull = ordered_consumer(wire)
     await pull.start()
     await wire.deliver(1, consumer=0, consumer_sequence=1)
-    await wire.deliver(3, consumer=0, consumer_sequence=3)  # message 2 was lost on the way
+    await wire.deliver(3, consumer=0, consumer_sequence=3)  # 2 was dropped on the way
     assert (await pull.take()).sequence == 1
     waiting = asyncio.create_task(pull.take())
     while len(wire.consumers) < 2:
@@ -134,7 +134,7 @@ async def test_a_consumer_that_a_cluster_gave_to_a_dead_server_is_asked_for_unde
     assert (await pull.take()).sequence == 1
 
 
-# -- a shared consumer -------------------------------------------------------------------------------------------------
+# -- a consumer that others share --------------------------------------------------------------------------------------
 
 
 def lender(wire: ScriptedWire) -> PullConsumer:
@@ -142,7 +142,7 @@ def lender(wire: ScriptedWire) -> PullConsumer:
 
 
 def given_back(wire: ScriptedWire) -> list[int]:
-    """Return stream sequences of the returned messages."""
+    """Stream sequences of the messages that were given back."""
     return [int(subject.split(".")[5]) for subject, word in wire.sent if word == b"-NAK"]
 
 
@@ -172,12 +172,12 @@ async def test_no_more_is_ordered_than_is_wanted() -> None:
     await wire.ordered(1)
     await wire.deliver(1, consumer=0, consumer_sequence=1)
     assert (await waiting).sequence == 1
-    lent.want(2)  # two are requested
+    lent.want(2)  # two are on order
     waiting = asyncio.create_task(lent.take())
     await asyncio.sleep(0)
     lent.want(5)
     await wire.ordered(2)
-    lent.want(6)  # one more is not worth another request
+    lent.want(6)  # one more is not worth an order
     for sequence in range(2, 7):
         await wire.deliver(sequence, consumer=0, consumer_sequence=sequence)
     assert (await waiting).sequence == 2
@@ -193,7 +193,7 @@ async def test_who_waits_for_long_ends_up_with_one_order() -> None:
     await wire.ordered(1)
     lent.want(4)
     await wire.ordered(2)
-    await wire.refuse("408", "Request Timeout", pending=1)  # three are still requested
+    await wire.refuse("408", "Request Timeout", pending=1)  # three are still on order
     await wire.refuse("408", "Request Timeout", pending=3)
     await wire.ordered(3)
     assert wire.batches == [1, 3, 4]
@@ -272,7 +272,7 @@ async def test_a_message_that_comes_together_with_the_cancellation_is_given_back
 
 
 async def test_an_order_of_before_a_reconnect_is_withdrawn() -> None:
-    """After a reconnect the client subscribes to its inboxes again, which would revive the old request."""
+    """The client listens at its inboxes again after a reconnect, so that the old order would be good again."""
     wire = ScriptedWire()
     lent = lender(wire)
     await lent.start()

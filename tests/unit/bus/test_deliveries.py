@@ -1,4 +1,4 @@
-"""What a consumer may still do with a message that it has held for a long time."""
+"""What a consumer still says of a message that it has held for long."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from asyncrl.messages import PromptGroup
 from asyncrl.messages.topics import PROMPTS
 from tests.harness.buses import prompt
 
-ACK_SECONDS = 10_000.0  # longer than any machine is busy
+ACK_SECONDS = 10_000.0  # no machine is so busy
 
 
 class Listener:
-    """A connection that records what was sent."""
+    """A connection that remembers what was said."""
 
     def __init__(self) -> None:
         self.said: list[bytes] = []
@@ -32,7 +32,7 @@ class Listener:
 
 
 def held(listener: Listener, *, share: float) -> JetStreamDelivery[PromptGroup]:
-    """Return a message that arrived ``share`` of ack_seconds ago."""
+    """A message that arrived ``share`` of ack_seconds ago."""
     layout = Layout(run="r", max_prompts=1, max_log_bytes=1, ack_seconds=ACK_SECONDS, storage="file")
     item = Arrival(
         subject=layout.subject(PROMPTS, "1"),
@@ -56,7 +56,7 @@ def held(listener: Listener, *, share: float) -> JetStreamDelivery[PromptGroup]:
 async def test_what_the_server_may_have_lent_to_the_next_one_is_not_given_back(
     share: float, given_back: list[bytes], kept: list[bytes]
 ) -> None:
-    """ack_seconds count from when the server sends the message, which arrives later."""
+    """It lends a message for ack_seconds from when it sends it; it arrives later."""
     for move, said in (("retry", given_back), ("give_back", given_back), ("keep", kept)):
         listener = Listener()
         await getattr(held(listener, share=share), move)()

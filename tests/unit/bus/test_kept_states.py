@@ -1,4 +1,4 @@
-"""A process stores its states again when they are gone, and continues to store new ones at the same time."""
+"""A process's states that are put again when they are gone, beside those that it puts meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness.buses import progress
 
 
 class Kept:
-    """The states, and the one place on a bus where they are kept."""
+    """The states, and the one place on a bus that they are kept at."""
 
     def __init__(self) -> None:
         self.signatures = Signatures(run="r", own=SigningKey(b"k" * 32), life=1)

@@ -1,4 +1,4 @@
-"""A fleet's requests cost the server no state per worker, and one round trip for all of them."""
+"""What a fleet asks of the bus costs the server no state per worker, and one round trip for all of them."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ async def test_a_watch_and_a_sweep_leave_nothing_on_the_server(own_server: Embed
         await bus.put(PROGRESS, progress(1))
         assert (await anext(states)).step == 1
         for topic in (ACTORS, PROGRESS):
-            while (await bus._info(topic))["state"]["consumer_count"]:  # the server removes a consumer some time later
+            while (await bus._info(topic))["state"]["consumer_count"]:  # the server removes one in its own time
                 await asyncio.sleep(0.05)
 
 
 async def test_a_watch_sees_what_it_was_not_told(
     own_server: EmbeddedServer, connect: Connect, monkeypatch: Any
 ) -> None:
-    """A dying leader may have stored a state without notifying the watch. Here the notification is lost."""
+    """A leader that dies may have stored a state and told nobody; here the telling goes astray."""
     monkeypatch.setattr("asyncrl.bus.jetstream.watch.REFRESH_SECONDS", 0.05)
     monkeypatch.setattr("asyncrl.bus.jetstream.layout.Layout.told", lambda *_: "astray")
     bus = await connect(own_server)

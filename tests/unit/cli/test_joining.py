@@ -1,4 +1,4 @@
-"""What a worker that joins with only a bus and a name gets from the run file, and what it must set itself."""
+"""What a worker that joins with a bus and a name gets of the run file, and what it is told to say itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEMO = ROOT / "examples" / "demo.toml"
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, run: RunConfig, *overrides: str) -> RunConfig:
-    """Return the settings of a worker that joins ``run``."""
+    """The settings of a worker that joins ``run``."""
     sections, withheld = worker_table(run)
     return joins_by(monkeypatch)(sections, *overrides, withheld=withheld, allow=("examples",))
 
@@ -44,7 +44,7 @@ def test_what_it_has_elsewhere_it_says_itself(monkeypatch: pytest.MonkeyPatch) -
     [
         'reward.options={headers={Authorization="Bearer hidden"}}',
         'reward.options={url="https://user:hidden@host/"}',
-        'reward.options={anything="hidden"}',  # options of a custom reward may hide anything
+        'reward.options={anything="hidden"}',  # of a reward that is not ours, who knows
         'engine.options={server_arguments={api-key="hidden"}}',
         'rollout.options={anything="hidden"}',
     ],

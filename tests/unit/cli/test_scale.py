@@ -1,4 +1,4 @@
-"""Messages between `asyncrl scale` and `asyncrl run`, as far as no fleet is needed; with a fleet: test_fleet.py."""
+"""What `asyncrl scale` and `asyncrl run` say to each other where no fleet is needed for it; with one, test_fleet.py."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_size_asked_for_while_another_is_refused_is_not_overwritten() ->
     newer = FleetSize(rollout_workers=1, request="newer")
 
     class Busy(MemoryBus):
-        """A bus on which another size is requested just as the previous request is answered."""
+        """On which somebody asks for a size just when the answer to the one before is said."""
 
         async def put(self, topic: Any, message: Any, *, key: str = "") -> None:
             await super().put(topic, message, key=key)
@@ -105,7 +105,7 @@ async def test_a_size_that_nobody_hears_is_kept_for_later(monkeypatch: pytest.Mo
 async def test_a_run_that_ends_meanwhile_is_waited_for_no_longer_than_the_command_was_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its nats-server ended with the run, so requests to the bus get no answer."""
+    """Its nats-server ended with it: what is asked of the bus is answered by nobody."""
 
     class Ended(MemoryBus):
         async def states(self, topic: Any, *, under: str = "") -> Any:

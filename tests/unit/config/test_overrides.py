@@ -1,4 +1,4 @@
-"""`--set` and a table of overrides: every value arrives unchanged, or is refused in one line."""
+"""What `--set` and a table of overrides mean: every value arrives as it was given, or is refused in one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_key_in_quotes_may_have_dots() -> None:
     "overrides",
     [
         ['algorithm.options."geo_mask.low"=0.9'],
-        ["algorithm.options.geo_mask.low=0.9"],  # the line above after the shell's parsing
+        ["algorithm.options.geo_mask.low=0.9"],  # as a shell leaves the one above
         ["algorithm.options={geo_mask.low = 0.9}"],
         {"algorithm.options": {"geo_mask.low": 0.9}},
         {"algorithm.options.geo_mask.low": 0.9},

@@ -1,4 +1,4 @@
-"""Renamed keys of the run file: users are told the new key, and recorded settings are translated."""
+"""Keys of the run file that were renamed: a user is told the new one, recorded settings are translated."""
 
 from __future__ import annotations
 

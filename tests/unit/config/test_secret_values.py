@@ -1,4 +1,4 @@
-"""One rule decides which settings are secret, wherever settings are shown."""
+"""What of the settings is a secret: one rule, for all that shows them."""
 
 from __future__ import annotations
 

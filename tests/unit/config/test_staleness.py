@@ -1,4 +1,4 @@
-"""[staleness] of the run file: its values reach the loop, and each impossible setting gives one line."""
+"""[staleness] of the run file: what it says reaches the loop, and what cannot work is one line."""
 
 from __future__ import annotations
 

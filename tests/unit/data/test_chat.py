@@ -1,4 +1,4 @@
-"""Arguments of the chat template, conversations with a mask per message, and settings of single rows."""
+"""What the chat template is told, conversations with a mask per message, and what single rows say of their own."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %}<eos>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}-{% endif %}{% endif %}"
 )
-"""Ends a turn with <eos> and a line end, like Qwen's."""
+"""Ends a turn with <eos> and a line's end, as Qwen's does."""
 FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}")
-"""Leaves out assistant messages before the last turn, like templates of thinking models."""
+"""Leaves out what the assistant said before the last turn, as templates of thinking models do."""
 
 
 def rows_of(
@@ -46,7 +46,7 @@ def rows_of(
 
 
 def trained(row: PromptRow) -> str:
-    """Return the response's text, with trained characters in capitals."""
+    """The response's text, what is trained in capitals."""
     tokenizer = make_tokenizer()
     mask = row.response_mask if len(row.response_mask) else np.ones(len(row.response), np.bool_)
     words = [tokenizer.decode([token]) for token in row.response]

@@ -1,4 +1,4 @@
-"""A valid model folder is accepted; for an invalid one, the error names the folder and the defect before loading."""
+"""A folder that is a model is taken; one that is none is named, with what is wrong, before anything loads it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_tiny_model_of_each_architecture_loads_and_speaks(
     tokens = tokenizer(text, return_tensors="pt")["input_ids"]
     assert tokenizer.decode(tokens[0]) == text and tokens.shape[1] == len(text)
     probabilities = model(tokens).logits.softmax(-1)
-    assert probabilities.max() < 4 / checked.vocab_size  # a nearly uniform initial policy
+    assert probabilities.max() < 4 / checked.vocab_size  # a nearly uniform first policy
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 1
 
 

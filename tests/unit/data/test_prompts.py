@@ -1,4 +1,4 @@
-"""Guarantees of the data: positions keep their meaning, and mistakes are found early, with file and line."""
+"""What the data promises: positions that mean the same for ever, and mistakes found early, with file and line."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_without_shuffle_the_order_is_the_files(open_rows: Open) -> None:
 
 
 def test_the_order_never_changes() -> None:
-    # A run resumed with a newer numpy must keep its order, so the expected order is written down, not computed.
+    # A run resumed with a newer numpy must go on in the same order: these are written down, not computed.
     assert shuffled(8, seed=0, epoch=0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
     assert shuffled(8, seed=7, epoch=3).tolist() == [2, 4, 7, 3, 5, 1, 0, 6]
     assert sorted(shuffled(5, seed=-1, epoch=0).tolist()) == [0, 1, 2, 3, 4]
@@ -132,7 +132,7 @@ def test_rows_are_tokenised_only_when_asked_for(open_rows: Open, tokenizer: Any,
     assert calls == ["n37"]
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- what a row is -----------------------------------------------------------------------------------------------------
 
 
 def test_a_row_carries_text_tokens_label_and_metadata(open_rows: Open) -> None:
@@ -165,7 +165,7 @@ def test_the_chat_template_wraps_text_and_takes_messages(open_rows: Open) -> Non
 def test_a_response_is_its_tokens_and_eos(open_rows: Open, tokenizer: Any) -> None:
     rows = [{"prompt": "1", "answer": "23"}]
     assert len(at(open_rows(rows), 0).response) == 0
-    for chat_template in (False, True):  # the template ends with the generation prompt, which the answer continues
+    for chat_template in (False, True):  # the template ends with the generation prompt, where the answer goes on
         row = at(open_rows(rows, response_key="answer", chat_template=chat_template), 0)
         assert row.response.dtype == np.int32
         assert row.response.tolist() == [4 + CHARACTERS.index(c) for c in "23"] + [tokenizer.eos_token_id]
@@ -195,7 +195,7 @@ def test_parquet_rows_are_like_jsonl_rows(open_rows: Open) -> None:
 
 
 def test_parquets_tools_have_no_keys_of_other_rows_tools(tmp_path: Path) -> None:
-    """If one row's tool has a and another's has b, Arrow has {"a": .., "b": null}; a template would show both."""
+    """Arrow has {"a": .., "b": null} where one row's tool has a and another's has b; a template would show both."""
     parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     written = [{"tools": [{"name": name, "properties": {name: {"type": "int"}}}]} for name in "ab"]
     table = pyarrow.Table.from_pylist([row | {"metadata": {"k": None}} for row in written])

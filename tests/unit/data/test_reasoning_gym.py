@@ -1,4 +1,4 @@
-"""The source and the reward of reasoning-gym, on a stub package with the same interface and no imports."""
+"""The source and the reward of reasoning-gym, on a package of the same interface that imports nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The next token's distribution in evaluations, and while min_new_tokens prevents an answer's end."""
+"""The next token's distribution in evaluations, and while an answer must not end."""
 
 from __future__ import annotations
 

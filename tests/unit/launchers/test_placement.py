@@ -1,4 +1,4 @@
-"""GPUs are assigned to a run's processes as the run file says; an impossible run file gives one line."""
+"""GPUs are dealt to the processes of a run as the run file says, and a run file that cannot be gets one line."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_child_names_its_gpus_as_its_parent_sees_them() -> None:
 
 
 def test_a_shared_gpu_is_named_once() -> None:
-    """CUDA treats a list with a repeated name as empty; ranks are distributed over the visible GPUs."""
+    """CUDA takes a list with a name twice for no list at all; ranks are dealt over what is visible."""
     assert visible_devices((1, 1, 0), inherited=None) == "1,0"
 
 

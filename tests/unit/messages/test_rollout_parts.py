@@ -1,4 +1,4 @@
-"""How a group represents rollouts with several parts, and what it refuses."""
+"""What a group says of rollouts that have several parts, and what it refuses."""
 
 from __future__ import annotations
 

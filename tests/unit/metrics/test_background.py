@@ -1,4 +1,4 @@
-"""A sink that is slow, hangs or raises: training does not wait, and every lost row is reported."""
+"""A sink that is slow, hangs or raises: training does not wait, and nothing is lost without a word."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_row_that_the_disk_does_not_take_is_written_when_there_is_room(
     tried = threading.Event()
 
     class Pause(threading.Event):
-        """The disk has room after the first attempt."""
+        """There is room after the first try."""
 
         def wait(self, timeout: float | None = None) -> bool:
             full.error = None

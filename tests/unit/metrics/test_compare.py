@@ -1,4 +1,4 @@
-"""Differences between two runs."""
+"""Where two runs differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sinks besides metrics.jsonl and the console: TensorBoard read back, W&B's tables and alerts, and a custom sink."""
+"""Sinks beside metrics.jsonl and the console: TensorBoard read back, W&B's tables and alerts, one of the user's own."""
 
 from __future__ import annotations
 
@@ -78,8 +78,7 @@ def test_a_learner_that_fell_back_hides_the_steps_that_it_trains_again(tmp_path:
 
 
 def test_an_evaluation_that_ends_first_after_a_resume_hides_no_training_step(tmp_path: Path) -> None:
-    """The evaluation is of version 2, and the learner resumed after step 4. That of version 6 belongs to a lost
-    history."""
+    """It is of version 2, and the learner resumed behind step 4; the evaluation of version 6 was of a lost history."""
     first = tensorboard_sink.TensorBoard(tmp_path)
     for step in range(1, 7):
         first.write(step, {"reward/mean": 0.1})
@@ -120,7 +119,7 @@ def _with(run: RunConfig, **metrics: Any) -> RunConfig:
 
 
 class Own:
-    """A custom sink."""
+    """A sink of the user's own."""
 
     made: list[Own] = []
 
@@ -207,7 +206,7 @@ def test_wandb_gets_tables_of_samples_and_alarms_as_alerts(tmp_path: Path, monke
     sink.alarm(5, "mismatch", "trainer and engine disagree")
     assert [row["step"] for row in fake.logged] == [31]
     sink.close()
-    assert [row["step"] for row in fake.logged] == [31, 3]  # belongs to the last group
+    assert [row["step"] for row in fake.logged] == [31, 3]  # of the last group
     table = fake.logged[0]["samples"]
     assert table.columns == list(COLUMNS) and len(table.data) == 64
     assert fake.alerts == [{"title": "mismatch at step 5", "text": "trainer and engine disagree", "level": "WARN"}]

@@ -1,4 +1,4 @@
-"""Learning rate schedules, by hand."""
+"""Schedules of the learning rate, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in rewards, tested with examples computed by hand from their definitions."""
+"""What the built-in rewards give, by vectors worked by hand from their definitions."""
 
 from __future__ import annotations
 
@@ -143,8 +143,7 @@ async def test_f1_counts_words_as_squad_does() -> None:
 
 
 async def test_rouge_is_the_f_measure_of_words_in_common() -> None:
-    # In common: police, the, gunman of 4 and 4; the pair "the gunman" of 3 and 3; in order police, the, gunman of 4 and
-    # 4.
+    # In common: police, the, gunman of 4 and 4; pair "the gunman" of 3 and 3; in order police, the, gunman of 4 and 4.
     text, label = "police ended the gunman", "police kill the gunman"
     (reward,) = await load("rouge")([sample(text, label=label)])
     assert reward.value == 0.75

@@ -1,4 +1,4 @@
-"""A language model as judge: its grade is the reward; errors become a reason, never a silent zero."""
+"""A language model as judge: its grade is the reward, what goes wrong is a reason, and nothing is a silent zero."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness.rewards import load, sample, values
 
 
 class Server:
-    """Answers with the entries of ``says`` in order and repeats the last one. An entry is a text or a status."""
+    """Answers with ``says``, one after the other, the last one for ever: a text, or a status."""
 
     def __init__(self) -> None:
         self.says: list[str | int] = ["Score: 10"]

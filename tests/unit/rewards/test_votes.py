@@ -1,4 +1,4 @@
-"""The vote of an answer for a majority: the value that its reward compares with the label."""
+"""What an answer comes down to, for a majority: what its reward compares with the label."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Custom rollout.function values: how they are found, checked and created; and the example.
+"""What users bring as rollout.function: how it is found, checked and made; the example.
 
-tests/docs/test_guides.py tests the pages that show how.
+The pages that show how: tests/docs/test_guides.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.harness.rollouts import on_demo, prompt_of, sample_of, saying
 HERE = "tests.unit.rollouts.test_load"
 
 
-# -- names in a run file -----------------------------------------------------------------------------------------------
+# -- what a run file may name ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ async def wants_more(prompt: PromptGroup, generate: Generate, reward: float, *, 
 
 
 def load(name: str, *, tokenizer: Any = None, **options: Any) -> RolloutFn:
-    """Load as the harness does; a bare name refers to this file."""
+    """As the harness does; a bare name is one of this file's."""
     address = name if ":" in name or name in FUNCTIONS else f"{HERE}:{name}"
     return rollouts.load(address, tokenizer=tokenizer, **options)
 
@@ -168,7 +168,7 @@ def test_what_could_not_be_called_is_refused_in_one_line(name: str, reason: str,
 
 
 async def trained_on(rollout: RolloutFn, directory: Path) -> dict[str, Any]:
-    """Return the metrics of one step with reward.kind = "none"."""
+    """The metrics of one step with reward.kind = "none"."""
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     loop = fakes.Loop(bus, directory, steps=1, function="mine:rollout")
     reward = load_reward(config.RewardSection(kind="none"))
@@ -194,7 +194,7 @@ async def test_the_reward_of_a_rollout_function_stands_where_there_is_no_other(t
 
 
 async def test_a_rollout_function_that_sets_no_reward_fails_its_group_with_the_reason(tmp_path: Path) -> None:
-    """Group 0 has a sample without a reward. A default of 0 would be trained silently."""
+    """Group 0 has a sample without one; as 0 it would be trained in silence."""
 
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         turns = TrajectoryBuilder(prompt.prompt_tokens)
@@ -215,7 +215,7 @@ async def test_a_sample_that_took_too_long_and_has_no_reward_says_so() -> None:
 
 
 async def test_the_built_in_functions_need_no_reward(tmp_path: Path) -> None:
-    """For algorithms that use no rewards; `asyncrl check` refuses other algorithms."""
+    """For algorithms that look at none; `asyncrl check` refuses it for the others."""
     assert (await trained_on(single_turn, tmp_path))["reward/mean"] == 0
 
 

@@ -1,4 +1,5 @@
-"""TrajectoryBuilder: each token of a conversation keeps its author, logprob and version."""
+"""What TrajectoryBuilder promises: each token of a conversation keeps who wrote it, with what logprob, by which
+version."""
 
 from __future__ import annotations
 
@@ -56,8 +57,7 @@ def test_what_to_continue_is_the_prompt_and_all_turns() -> None:
 
 
 def test_versions_move_to_where_their_answer_is() -> None:
-    """Version 3 samples 1 2, and version 4 takes over in the second answer: at 3 (after 1 2 and the observation) +
-    1."""
+    """Version 3 samples 1 2, version 4 takes over in the second answer: at 3 (after 1 2 and the observation) + 1."""
     turns = TrajectoryBuilder(PROMPT)
     turns.answered(answer([1, 2], (0, 3)))
     turns.observed([7])
@@ -74,7 +74,7 @@ def test_another_incarnation_is_another_version() -> None:
 
 
 def test_an_observation_has_no_version_of_its_own() -> None:
-    """Observed, answered by 2, observed, answered by 5. At version 6 the tokens are 4, 4, 4 and 1 versions old."""
+    """Observed, answered by 2, observed, answered by 5: at version 6 the tokens are 4, 4, 4 and 1 versions old."""
     turns = TrajectoryBuilder(PROMPT)
     turns.observed([1])
     turns.answered(answer([2], (0, 2)))

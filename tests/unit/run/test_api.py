@@ -1,4 +1,4 @@
-"""A run from Python: its arguments, refusals, and records as rows. tests/integration trains one."""
+"""A run from Python: what it means, what is refused, and its records as rows. Trained by tests/integration."""
 
 from __future__ import annotations
 

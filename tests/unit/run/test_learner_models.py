@@ -1,4 +1,4 @@
-"""A run's algorithm determines which models it holds besides the policy; models that do not fit give one line."""
+"""Which models a run holds beside its policy follows from its algorithm; what does not fit is one line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ learning_rate = 1e-4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models: policy and same share a tokenizer, other has another."""
+    """Three models: policy and same have one tokenizer, other has another."""
     path = tmp_path_factory.mktemp("models")
     for name, characters in (("policy", "0123"), ("same", "0123"), ("other", "0132")):
         make_tiny_model(path / name, characters=characters)

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is detected before use and set aside; the previous one is used, and nothing else is touched."""
+"""A damaged checkpoint is found before it is used and kept aside; the one before is taken, and nothing else touched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncrl.state import checkpoint, manifest
 
 
 def saved(step: int, *, incarnation: int = 0) -> LearnerState:
-    """Return a state with two groups per step, and two outstanding groups."""
+    """Two groups a step, and two outstanding."""
     done = 2 * step
     return LearnerState(
         incarnation=incarnation,
@@ -52,7 +52,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def resumed(directory: Path) -> tuple[int, list[str]]:
-    """Return the step from which a learner resumes, and its messages."""
+    """The step that a learner goes on from, and what is said."""
     said: list[str] = []
     found = checkpoint.resume(directory, say=said.append)
     assert not any("\n" in line for line in said)
@@ -90,17 +90,17 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_taken(
     directory: Path, name: str, damage: str
 ) -> None:
     if (name, damage) == ("manifest.json", "gone"):
-        return  # like a checkpoint of an older version
+        return  # as one of an older version
     DAMAGES[damage](directory / "step-00000015" / name)
     step, said = resumed(directory)
     assert step == 10
     assert len(said) == 1
-    if (name, damage) != ("manifest.json", "a bit flipped"):  # otherwise a file appears to have other bytes
+    if (name, damage) != ("manifest.json", "a bit flipped"):  # then a file seems to have other bytes
         assert f"step-00000015: is damaged: {name} " in said[0]
     assert "step-00000015: is damaged: " in said[0]
     assert "kept as damaged-step-00000015; trying step-00000010" in said[0]
     assert (directory / "damaged-step-00000015").is_dir() and not (directory / "step-00000015").exists()
-    assert resumed(directory) == (10, [])  # only once
+    assert resumed(directory) == (10, [])  # once
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -118,8 +118,7 @@ ODD_VALUES = {
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("value", ODD_VALUES.values(), ids=ODD_VALUES.keys())
 def test_whatever_is_written_over_a_value_is_damage(directory: Path, value: bytes, has_manifest: bool) -> None:
-    """Every position of the manifest, or of learner.json without one, gets a value that Python cannot parse
-    completely."""
+    """In each place of the manifest, or of learner.json without one: what Python cannot read, or not to its end."""
     path = directory / "step-00000015" / ("manifest.json" if has_manifest else "learner.json")
     if not has_manifest:
         (directory / "step-00000015" / manifest.FILE).unlink()
@@ -144,7 +143,7 @@ def test_a_name_that_no_file_can_have_is_damage(directory: Path, length: int) ->
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "emptied"])
 def test_without_a_manifest_what_a_file_says_of_itself_is_checked(directory: Path, name: str, damage: str) -> None:
-    """Older versions wrote checkpoints without a manifest."""
+    """As older versions wrote them."""
     for folder in checkpoint.complete(directory):
         (folder / manifest.FILE).unlink()
     assert resumed(directory) == (15, [])
@@ -183,8 +182,7 @@ def test_when_several_are_damaged_the_newest_whole_one_is_taken(directory: Path)
 def test_what_cannot_be_read_now_is_not_damaged(
     directory: Path, number: int, has_manifest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, another user or a flaky network disk: nothing is renamed, and no older checkpoint is used
-    instead."""
+    """Another user, a network disk that stumbles: nothing is renamed, and no older checkpoint taken for it."""
 
     def fail(path: Path) -> Any:
         raise OSError(number, os.strerror(number), str(path))
@@ -227,7 +225,7 @@ def test_names_that_are_not_ours_are_left_alone_and_named_once(directory: Path) 
         (directory / name).mkdir()
     (directory / "notes.txt~").write_text("mine")
     (directory / "step-00000099").write_text("a file")
-    (directory / ".step-00000015.partial").mkdir()  # left by a learner that was killed
+    (directory / ".step-00000015.partial").mkdir()  # of a learner that was killed
     step, said = resumed(directory)
     assert step == 15
     assert said == [
@@ -300,7 +298,7 @@ def test_what_a_learner_saves_makes_sense() -> None:
 
 
 def test_who_only_looks_misses_a_file_of_the_backend_that_is_gone_or_cut(directory: Path) -> None:
-    """Only a resume hashes their contents, which may be many gigabytes."""
+    """What they hold is hashed for who resumes alone: it may be many gigabytes."""
     (directory / "step-00000015" / "backend" / "optimizer.pt").unlink()
     os.truncate(directory / "step-00000010" / "backend" / "rank-00000.safetensors", 50)
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""Tensors leave their device and come back; views of them stay valid."""
+"""Tensors leave their device and come back, and nobody who has a view of them notices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Megatron's distributed checkpoints: reads any rectangle, whichever ranks wrote it, and never executes their
-content."""
+"""Megatron's distributed checkpoints: any rectangle of what any ranks wrote, and nothing in one can run."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ WHOLE = torch.arange(60.0).view(10, 6)
 
 
 def cut(*rows: slice, columns: slice = slice(0, 6)) -> list[Chunk]:
-    """Return chunks of WHOLE, as ``matrix``."""
+    """Of WHOLE, as ``matrix``."""
     starts = [(one.start, columns.start) for one in rows]
     return [
         Chunk(key="matrix", whole=(10, 6), start=start, data=WHOLE[one, columns])

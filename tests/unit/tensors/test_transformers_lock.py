@@ -1,4 +1,4 @@
-"""Guarantees while several threads of one process load models."""
+"""What holds while models are loaded in several threads of one process."""
 
 from __future__ import annotations
 

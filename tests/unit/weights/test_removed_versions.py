@@ -1,4 +1,4 @@
-"""Versions on disk while other versions, or some of their files, are removed."""
+"""Versions on disk while somebody removes others, or files of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families of models: what they read from config.json, what they refuse, and which parts each rank holds."""
+"""Families of models: what they read from config.json, what they refuse, and the parts that ranks hold of them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.harness.backends import tiny_model
 
 
 def edited(folder: Path, **changes: Any) -> Path:
-    """Return ``folder`` with changed entries in its config.json."""
+    """``folder`` with other entries in its config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return folder
 
 
 def test_the_quick_look_at_a_folder_knows_the_same_families() -> None:
-    """asyncrl check uses it before torch is imported."""
+    """asyncrl check takes it before torch is imported."""
     assert set(model_folder.SUPPORTED_ARCHITECTURES) == set(FAMILIES)
 
 
@@ -52,7 +52,7 @@ def test_experts_survive_being_cut_into_shards(tmp_path: Path, shards: int) -> N
 
 
 def test_parts_of_a_model_number_layers_and_experts_by_their_place_in_the_whole(tmp_path: Path) -> None:
-    """Two stages of one layer, four ranks of eight experts each: together they hold everything exactly once."""
+    """Two stages of one layer, four of eight experts each: together everything, each of it once."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen3_moe"))
     parts = [
         Part(
@@ -81,14 +81,14 @@ def test_a_last_stage_has_a_copy_of_a_tied_embedding(tmp_path: Path) -> None:
 
 
 def test_a_token_s_flops_are_those_of_the_experts_that_it_visits(tmp_path: Path) -> None:
-    """Per layer besides attention: a router of 64 x 8, and two experts of three matrices of 64 x 32."""
+    """Per layer, beside attention: a router of 64 x 8, and two experts of three matrices of 64 x 32."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen3_moe"))
     per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 64 * 8 + 2 * 3 * 64 * 32
     assert flops.matrix_parameters(shape) == 2 * per_layer + 64 * shape.vocabulary_size
 
 
 def test_scores_outside_of_a_window_are_no_flops(tmp_path: Path) -> None:
-    """For 10 tokens, a full layer has 2 x 50 scores per head; one with a window of 8 has 2 x (10 x 8 - 8 x 8 / 2)."""
+    """Of 10 tokens a full layer has 2 x 50 scores a head, one with a window of 8 has 2 x (10 x 8 - 8 x 8 / 2)."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="gemma3"))
     products = 6.0 * flops.matrix_parameters(shape) * 10
     assert [shape.window(layer) for layer in range(2)] == [8, 0]
@@ -138,7 +138,7 @@ def test_groups_that_are_all_chosen_are_none(tmp_path: Path) -> None:
 
 
 def test_experts_have_the_names_of_the_folder() -> None:
-    """They are views: writes to them change the model. Experts with biases are also fused in files."""
+    """Views: what is written to them is in the model. Those with biases are fused in files too."""
     gate_up = torch.arange(2 * 6 * 3.0).view(2, 6, 3)
     model = {
         "a.mlp.experts.gate_up_proj": gate_up,

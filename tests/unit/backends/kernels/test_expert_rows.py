@@ -1,4 +1,4 @@
-"""Tokens are distributed to their experts and gathered again."""
+"""Tokens spread to their experts and gathered again."""
 
 from __future__ import annotations
 

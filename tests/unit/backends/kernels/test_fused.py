@@ -1,4 +1,4 @@
-"""The arithmetic between matrix products, compared with torch's own layers and compiled."""
+"""The arithmetic between the matrix products: against torch's own layers, and as the compiler takes it."""
 
 from __future__ import annotations
 

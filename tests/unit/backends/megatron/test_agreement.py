@@ -1,4 +1,4 @@
-"""Whether an error on one rank also occurred on the ranks that it communicates with in every layer."""
+"""Whether what failed on one rank failed on those that it meets in every layer."""
 
 from __future__ import annotations
 

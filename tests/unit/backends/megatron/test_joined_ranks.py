@@ -1,4 +1,4 @@
-"""Ranks that join over TCP: which are admitted, what rejected ranks are told, and how the end of a rank is noticed."""
+"""Ranks that join over TCP: who is admitted, what those that are not are told, and how the end of one is noticed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_rank_that_joins_gets_commands_and_its_place() -> None:
         assert codec.decode(link.recv_bytes(), Command).name == "step"
         assert (place.rank, place.local_rank, place.port) == (1, 1, 7)
         ranks.close_channels()
-        assert link.recv_bytes() == b""  # goodbye: it ends normally
+        assert link.recv_bytes() == b""  # goodbye: it ends well
         link.close()
 
 
@@ -67,7 +67,7 @@ def test_a_stranger_that_says_nothing_sensible_keeps_nobody_out() -> None:
     with ThreadPoolExecutor() as threads:
         learner = threads.submit(gather, seat(0, port=port))
         with _connected(port) as stranger:
-            stranger.sendall(b"\xff" * 64)  # announces a message of 2 ** 64 bytes
+            stranger.sendall(b"\xff" * 64)  # a message of 2 ** 64 bytes
             link, _ = join(seat(1, port=port))
         ranks = learner.result()
         ranks.send([Command(name="step")])
@@ -100,7 +100,7 @@ def test_a_rank_whose_learner_does_not_come_says_so() -> None:
 
 
 def test_a_learner_whose_rank_is_gone_ends_and_names_rank_and_machine(capfd: pytest.CaptureFixture[str]) -> None:
-    """Whatever it waits for: here, no command was sent to it."""
+    """Whatever it waits for: nobody has asked it for anything here."""
     ends: list[int] = []
     ended = threading.Event()
 
@@ -124,7 +124,7 @@ def test_a_learner_whose_rank_is_gone_ends_and_names_rank_and_machine(capfd: pyt
 
 
 def test_what_one_end_sends_does_not_wait_for_the_other_to_listen() -> None:
-    """The message exceeds every kernel buffer."""
+    """More than any buffer of the kernel holds."""
     ours, theirs = (TcpLink(end, patience=60) for end in _pair())
     large = bytes(64 << 20)
     ours.send_bytes(large)
@@ -141,10 +141,10 @@ def test_what_one_end_sends_does_not_wait_for_the_other_to_listen() -> None:
 
 
 def test_a_rank_that_hangs_is_gone_once_it_was_silent_for_longer_than_it_said() -> None:
-    """The test drives the ticks, so that a stop of this process is not attributed to the other one."""
+    """Ticks of our own, so that a stop of this process is not taken for the other's."""
     ours, raw = _pair()
     link = TcpLink(ours, patience=3, tick_seconds=60)
-    link.tick()  # after 60 s of its time
+    link.tick()  # after 60 of its seconds
     assert link.gone.wait(60)
     assert link.problem == "it hangs: it has said nothing for 3 s"
     raw.close()
@@ -156,8 +156,8 @@ def test_a_rank_is_given_the_time_that_it_announced() -> None:
     theirs.send_bytes(b"now it is known")
     ours.recv_bytes()
     ours.tick()
-    assert not ours.gone.is_set()  # silent for 60 of 100 s
-    theirs.tick()  # hearing it restarts the count
+    assert not ours.gone.is_set()  # 60 of 100 s
+    theirs.tick()  # it is heard: the count begins anew
     theirs.send_bytes(b"")
     ours.recv_bytes()
     ours.tick()

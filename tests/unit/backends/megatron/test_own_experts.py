@@ -1,4 +1,4 @@
-"""Tokens on a rank that has all experts: sent to their experts and back."""
+"""Tokens of a rank that has all experts: to them and back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from asyncrl.backends.megatron.own_experts import OwnExperts
 
 
 def test_tokens_reach_their_experts_and_come_back_without_a_wait() -> None:
-    """Three tokens, three experts, two experts per token. Every row comes back times its score. "meta" tensors cannot
-    wait."""
+    """Three tokens, three experts, two each; every row comes back times its score. On "meta" nothing can wait."""
     routing_map = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
     scores = torch.tensor([[0.25, 0.0, 0.75], [0.5, 0.5, 0.0], [0.0, 0.125, 0.875]]).requires_grad_()
     hidden = torch.arange(6.0).view(3, 1, 2).requires_grad_()

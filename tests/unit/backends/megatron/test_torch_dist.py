@@ -1,4 +1,4 @@
-"""Checkpoints of asyncrl's ranks are valid for Megatron: its own loader reads them, with its own names and offsets."""
+"""What our ranks write is a checkpoint to Megatron: its own loader reads it, with its own names and offsets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_megatron_reads_model_and_optimizer(tmp_path: Path) -> None:
             one.data = torch.zeros_like(one.data)
 
         def part(key: str, expert: int, start: int, of: torch.Tensor) -> Any:
-            """Return the gate or up part of an expert, as Megatron's expert layers request it."""
+            """Gate or up part of an expert, as Megatron's layers of experts ask for it."""
             return ShardedTensor.from_rank_offsets(
                 key, torch.zeros_like(of), (0, expert, experts), (1, start, 2), prepend_axis_num=1
             )

@@ -1,4 +1,4 @@
-"""When an SGLang server lets new prompts wait, to prefill several together."""
+"""When an SGLang server lets new prompts wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's version counts as settled once no token of older weights can still be on its way."""
+"""What a server says of its weights counts once no token of older ones can be on its way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.errors import EngineError
 
 
 class Server:
-    """Answers when the test allows it."""
+    """Answers when it is let."""
 
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[None]] = []

@@ -1,4 +1,4 @@
-"""Weights from the learner's memory into SGLang: the requests that a fake server receives."""
+"""Weights from the learner's memory into SGLang: what a fake server is asked."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 class Server(FakeServer):
-    """``refuses``: (path, n) refuses the n-th call of the path; ``hangs``: a path that never answers."""
+    """``refuses``: what the so-many-th call of a path answers no to; ``hangs``: a path that never answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Server(FakeServer):
 
 
 class Attached:
-    """An engine on a fake server."""
+    """An engine on a fake server; ``begun``: the server's requests before ours do not count."""
 
     def __init__(self, server: Server, engine: sglang.SGLangEngine, offer: TransferOffer) -> None:
         self.server, self.engine, self.offer = server, engine, offer
@@ -232,7 +232,7 @@ async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, old: Model
 
 
 async def test_weights_of_another_model_are_refused_before_the_server_is_paused(attach: Attach, old: Model) -> None:
-    """The learner is already sending. The engine leaves the group so that the broadcast ends."""
+    """The learner sends them already: the group is left, so that its broadcast ends."""
     attached = await attach()
     await attached.join()
     with pytest.raises(WeightsError, match="missing"):
@@ -242,7 +242,7 @@ async def test_weights_of_another_model_are_refused_before_the_server_is_paused(
 
 
 async def test_an_address_nobody_answers_at_is_not_given_to_the_server(attach: Attach) -> None:
-    """The server would wait there for minutes and generate nothing."""
+    """It would wait there for minutes, and generate nothing."""
     attached = await attach()
     before = list(attached.paths)
     with pytest.raises(WeightsError, match="cannot reach the learner at 127.0.0.1:1: .*weights.options.host"):
@@ -277,10 +277,10 @@ async def test_who_leaves_the_learner_meets_it_under_another_name(attach: Attach
 async def test_a_server_that_waits_for_a_learner_that_left_is_dead(
     attach: Attach, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is inside a collective that never returns, and does nothing else."""
+    """It is inside a collective that never returns, and does nothing else meanwhile."""
     attached = await attach()
     if path == UPDATE:
-        await attached.join()  # may take a while on a busy machine
+        await attached.join()  # which a busy machine may take its time for
     monkeypatch.setattr(sglang_weights, "_STUCK_SECONDS", 2.0)
     attached.server.hangs = path
     hint = "reach the learner at 127.0.0.1:\\d+ .weights.options.host" if path == JOIN else "did not send its weights"
@@ -290,7 +290,7 @@ async def test_a_server_that_waits_for_a_learner_that_left_is_dead(
 
 
 def source(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """The source of a weight channel whose engines fetch. A real server would call it."""
+    """Of a weight channel whose engines fetch: the server calls it, and this one is fake."""
     raise AssertionError
 
 

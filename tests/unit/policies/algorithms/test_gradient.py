@@ -1,4 +1,4 @@
-"""The gradient of the default algorithm, by hand; and unknown names."""
+"""The gradient of the default algorithm, by hand; and names that do not exist."""
 
 from __future__ import annotations
 

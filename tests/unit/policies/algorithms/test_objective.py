@@ -1,4 +1,4 @@
-"""Terms that an algorithm's objective adds to its policy loss: entropy, KL to a reference, a teacher's signal."""
+"""What an algorithm's objective adds to its policy loss: entropy, KL to a reference, a teacher's signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.metric_names import is_known
 
 BEHAVIOR = torch.tensor([-1.0, -1.0, -2.0, -1.0])
 LOGPROBS = BEHAVIOR + torch.tensor([0.0, 1.0, 0.1, -1.0])
-"""Ratios 1, e, 1.1 and 1 / e: the second exceeds icepop's 1.25, the last is below its 0.8."""
+"""Ratios 1, e, 1.1 and 1 / e: the second is over icepop's 1.25, the last below its 0.8."""
 OTHER = torch.tensor([-1.5, -0.5, -2.0, -1.0])
 
 
@@ -38,8 +38,7 @@ def inputs(rows: slice = slice(None), **changes: Any) -> LossInputs:
 
 
 def gradient(algorithm: Algorithm, of: str, *, cuts: tuple[slice, ...] = (slice(None),), **changes: Any) -> list[float]:
-    """Return the gradient of the batch's loss with respect to ``of`` of each token, summed over micro-batches as in a
-    backend."""
+    """Of the batch's whole loss in the ``of`` of each token, as a backend makes it of micro-batches."""
     leaf = (changes.pop(of, None) if of in changes else getattr(inputs(), of)).clone().requires_grad_()
     totals = algorithm.zero(torch.device("cpu"))
     for rows in cuts:
@@ -135,8 +134,7 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages() -> None:
 
 
 def test_a_mask_by_advantages_sees_the_teacher_s_part() -> None:
-    """The policy has moved away from the second answer (mean log ratio -0.45), and the teacher disfavors its last
-    token."""
+    """The second answer was left behind (mean log ratio -0.45) and the teacher likes its last token less."""
     algorithm = resolve(ALGORITHMS["opd"], correction="opsm", options={"delta": 0.4})
     teacher = LOGPROBS + torch.tensor([-1.0, -1.0, 1.0, -1.0])
     got = gradient(algorithm, "logprobs", scores={"teacher_logprobs": teacher})
@@ -144,8 +142,7 @@ def test_a_mask_by_advantages_sees_the_teacher_s_part() -> None:
 
 
 def test_the_loss_that_is_reported_is_the_one_whose_gradient_is_taken() -> None:
-    """Icepop keeps two of four tokens. The loss is their mean of -w A logprob, even if the gradient is scaled at the
-    end."""
+    """Of four tokens icepop keeps two: their mean of -w A logprob, also where the gradient is scaled at the end."""
     parts = {"correction": "icepop", "options": NARROW, "loss": "reinforce"}
     after = resolve(ALGORITHMS["grpo"], denominator="after", **parts)
     totals = after.zero(torch.device("cpu"))
@@ -158,7 +155,7 @@ def test_the_loss_that_is_reported_is_the_one_whose_gradient_is_taken() -> None:
 def test_after_in_a_mean_of_answers_shares_what_an_answer_counts_among_its_kept_tokens() -> None:
     parts = {"correction": "icepop", "loss": "reinforce", "denominator": "after", "entropy_coef": 0.1}
     algorithm = resolve(ALGORITHMS["grpo"], aggregation="seq_mean_token_mean", options=NARROW, **parts)
-    weights = torch.full((4,), 0.25)  # before scaling: 1 / (2 answers x 2 tokens)
+    weights = torch.full((4,), 0.25)  # before: 1 / (2 answers x 2 tokens)
     got = gradient(algorithm, "logprobs", advantages=torch.ones(4), loss_weights=weights)
     assert got == pytest.approx([-0.5, 0.0, -0.5 * math.exp(0.1), 0.0])
     assert gradient(algorithm, "entropy") == pytest.approx([-0.05, 0.0, -0.05, 0.0])
@@ -194,7 +191,7 @@ def test_numbers_that_mean_something_else_have_defaults_of_their_own(
 def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
     algorithm = resolve(ALGORITHMS["grpo"], loss="coupled_ppo", correction="none", options={"dual_clip": 2.0})
     got = gradient(algorithm, "logprobs", advantages=-torch.ones(4))
-    assert got == pytest.approx([0.25, 0.0, 0.25 * math.exp(0.1), 0.0])  # e exceeds 2, and 1 / e is below 0.8
+    assert got == pytest.approx([0.25, 0.0, 0.25 * math.exp(0.1), 0.0])  # e is over 2, 1 / e under 0.8
 
 
 def test_gpg_counts_the_groups_with_variance_unless_told_otherwise() -> None:

@@ -1,4 +1,4 @@
-"""Options of an algorithm's parts follow their formulas, in a batch that the learner builds."""
+"""Options of an algorithm's parts do what their formulas say, in a batch as the learner builds it."""
 
 from __future__ import annotations
 

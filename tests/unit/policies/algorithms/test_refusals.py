@@ -1,4 +1,4 @@
-"""Invalid algorithms and options are refused with the reason, before anything starts."""
+"""Algorithms and options that are wrong are refused with the reason, before anything starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.algorithms import run
 PARTS: list[type[Part]] = [*ADVANTAGES.values(), *LOSSES.values(), *AGGREGATIONS.values(), *CORRECTIONS.values()]
 
 UNCORRECTED = ("none", "self_norm", "veto", "outlier_mask")
-"""Rows that by themselves do not correct stale data."""
+"""Rows that alone leave stale data as it is."""
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "ratio twice": (

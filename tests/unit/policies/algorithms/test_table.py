@@ -1,4 +1,4 @@
-"""Every row of the table matches its description, from the run file's name to the trained value."""
+"""Every row of the table is what it says, from the run file's name to the number that is trained."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ BEHAVIOR = np.minimum(-1.5 + 0.5 * RANDOM.standard_normal(M), -0.5).astype(np.fl
 LOG_RATIO = (0.1 * RANDOM.standard_normal(M)).astype(np.float32)
 LOG_RATIO[::4] = RANDOM.uniform(-1.0, 0.5, len(LOG_RATIO[::4]))
 LOG_RATIO[[1, 6, 13]] = np.log([8.0, 3.5, 6.0])
-"""Some tokens are near the policy, some have become unlikely, and some exceed every cap."""
+"""Tokens near the policy, some it has left behind, and some over every cap."""
 LIVE = (BEHAVIOR + LOG_RATIO).astype(np.float32)
 VALUES, TEACHER = (RANDOM.standard_normal(M).astype(np.float32) for _ in range(2))
 
@@ -111,7 +111,7 @@ def built(algorithm: Algorithm) -> Batch:
 
 
 def gradient(algorithm: Algorithm) -> np.ndarray:
-    """Return d loss / d logprob of each token, for the whole batch in one micro-batch.  f64[M]"""
+    """d loss / d logprob of each token, of the whole batch in one micro-batch.  f64[M]"""
     made = built(algorithm)
     (packed,) = pack(made.documents, max_tokens=1000)
     scores = {
@@ -119,7 +119,7 @@ def gradient(algorithm: Algorithm) -> np.ndarray:
         for name, values in {"prox_logprobs": LIVE, "teacher_logprobs": TEACHER, "values": VALUES}.items()
         if name in algorithm.advantage_scores | algorithm.loss_scores
     }
-    if "values" in scores:  # the critic predicts at token n - 1 the value before token n
+    if "values" in scores:  # the critic says at token n - 1 what it expects of choosing token n
         scores["values"] = [[np.append(scores["values"][0][0][1:], np.float32(0))]]
     ((packed,),) = apply_scores.complete([[packed]], scores, batch=made, algorithm=algorithm)
     mask = packed.response_mask
@@ -152,7 +152,7 @@ def on_tokens(packed: MicroBatch, values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Plain:
-    """Terms of the papers, written out for the batch above: f64[M] each."""
+    """Words of the papers, written out for the batch above: f64[M] each."""
 
     ratio = np.exp(LOG_RATIO.astype(np.float64))
     tis = np.minimum(ratio, 2.0)
@@ -170,8 +170,7 @@ class Plain:
 
     @staticmethod
     def kept() -> np.ndarray:
-        """Return which tokens stay when the fewest most distant ones are dropped so that the mean squared log ratio is
-        below 0.04."""
+        """Without the most distant tokens, as few as bring the mean squared log ratio below 0.04."""
         squares = LOG_RATIO.astype(np.float64) ** 2
         kept = np.ones(M, bool)
         while squares[kept].mean() >= 0.04:
@@ -223,4 +222,4 @@ def test_long_answers_lose_reward_before_advantages_are_made_of_it() -> None:
         documents = built(algorithm).documents
         got = np.concatenate([document.advantages[document.response_mask] for document in documents])
         np.testing.assert_allclose(got, advantages, rtol=1e-6)
-    assert built(shaped).metrics["reward/mean"] == pytest.approx(REWARDS.mean())  # the samples' original rewards
+    assert built(shaped).metrics["reward/mean"] == pytest.approx(REWARDS.mean())  # the samples', as they were rewarded

@@ -1,4 +1,4 @@
-"""Corrections: values computed by hand, common properties, and composition."""
+"""Corrections: numbers worked by hand, what holds for all of them, and how they compose."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_opsm_rejects_only_where_the_advantage_is_negative() -> None:
 
 
 def test_the_sum_of_a_long_sequence_is_clamped_as_one_number() -> None:
-    # 60 tokens with log ratio 0.5 sum to 30, which is clamped to 20; each alone is far from the limit.
+    # 60 tokens of log ratio 0.5 sum to 30, which counts as 20; each alone is far from the limit.
     log_ratio = torch.full((60,), 0.5)
     found = sequence_ratio(log_ratio, sequence=torch.zeros(60, dtype=torch.int64), num_sequences=1)
     assert found.item() == pytest.approx(math.exp(20), rel=1e-5)
@@ -92,7 +92,7 @@ def test_bounds_of_a_mask_are_inclusive() -> None:
     assert IcePop(low=1.0, high=1.0).formula(torch.zeros(1)).tolist() == [1.0]
 
 
-# -- common properties -------------------------------------------------------------------------------------------------
+# -- of all of them ----------------------------------------------------------------------------------------------------
 
 log_ratios = st.lists(
     st.one_of(st.floats(-30, 30), st.sampled_from([math.inf, -math.inf, 1e30, -1e30, 0.0])), min_size=1, max_size=12

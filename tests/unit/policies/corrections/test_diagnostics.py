@@ -1,4 +1,4 @@
-"""Diagnostics: values computed by hand, and sums that do not depend on how a batch is split."""
+"""Diagnostics: numbers worked by hand, and sums that do not care how a batch is split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = (3, 1, 0, 4)
 
 
 def columns(lengths: tuple[int, ...], *, seed: int = 0) -> dict[str, Any]:
-    """Return the inputs of all three parts, for sequences of these lengths."""
+    """Everything the three parts take, for sequences of these lengths."""
     generator = np.random.default_rng(seed)
     count = sum(lengths)
     return {
@@ -61,7 +61,7 @@ def total(batch: dict[str, Any]) -> Sums:
 
 
 def part(batch: dict[str, Any], first: int, last: int) -> dict[str, Any]:
-    """Return sequences first to last - 1 as a separate micro-batch."""
+    """Sequences first to last - 1 as a micro-batch of their own."""
     chosen = (batch["sequence"] >= first) & (batch["sequence"] < last)
     cut = {name: value[chosen] for name, value in batch.items() if isinstance(value, torch.Tensor)}
     return cut | {"sequence": cut["sequence"] - first, "num_sequences": last - first}
@@ -182,7 +182,7 @@ def test_what_was_not_summed_is_not_reported() -> None:
 
 
 def test_the_entropy_of_importance_weighted_samples_is_the_exact_one_in_expectation() -> None:
-    # Three outcomes: the sum over behavior of ratio x -log p equals the sum of -p log p.
+    # Three outcomes: sum over behavior of ratio x -log p = sum of -p log p.
     trainer, behavior = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.5, 0.3]).double()
     estimate = (behavior * diagnostics.importance_entropy(trainer.log(), behavior.log())).sum()
     torch.testing.assert_close(estimate, -(trainer * trainer.log()).sum())

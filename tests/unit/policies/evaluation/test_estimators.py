@@ -1,4 +1,4 @@
-"""Estimators compared with an enumeration of every subset of the answers."""
+"""Estimators over every subset of the answers, enumerated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pass_all_k_is_the_share_of_subsets_without_an_unsolved_answer(solved: l
 @pytest.mark.parametrize("chance", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("n, k", [(4, 1), (4, 2), (4, 4), (6, 3)])
 def test_both_are_unbiased(chance: float, n: int, k: int) -> None:
-    """Their expectations over every outcome of n answers are the probabilities for k."""
+    """Expected over every outcome of n answers, they are the probabilities for k."""
     at_least_one = all_of_them = 0.0
     for outcome in itertools.product([False, True], repeat=n):
         probability = chance ** sum(outcome) * (1 - chance) ** (n - sum(outcome))
@@ -48,7 +48,7 @@ def test_one_of_one_is_the_share_of_solved_answers(solved: list[bool]) -> None:
 
 
 def test_large_numbers_stay_exact() -> None:
-    # C(1000, 500) exceeds 10^299; by exact fractions, 1 - C(990, 500) / C(1000, 500) is 1 - 0.000966...
+    # C(1000, 500) is over 10^299; 1 - C(990, 500) / C(1000, 500) is 1 - 0.000966... by exact fractions
     assert pass_at_k(1000, 10, 500) == pytest.approx(1 - 0.00095, abs=5e-5)
     assert pass_at_k(10_000, 0, 5_000) == 0.0
     assert pass_all_k(10_000, 10_000, 5_000) == 1.0
@@ -68,9 +68,9 @@ def test_what_cannot_be_is_refused(n: int, c: int, k: int) -> None:
         (["5", "5", "7"], [True, True, False], 1.0),
         (["5", "7", "7"], [True, False, False], 0.0),
         (["5", "7"], [True, False], 0.5),  # a tie: either may be taken
-        (["5", "", "", ""], [True, False, False, False], 1.0),  # an empty answer has no vote
+        (["5", "", "", ""], [True, False, False, False], 1.0),  # who says nothing has no vote
         (["", ""], [False, False], 0.0),
-        (["5", "5"], [True, False], 0.5),  # the reward judged equal answers differently
+        (["5", "5"], [True, False], 0.5),  # a reward that judged them differently
     ],
 )
 def test_the_majority_is_what_most_answers_come_down_to(votes: list[str], solved: list[bool], expected: float) -> None:

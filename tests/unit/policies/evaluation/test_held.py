@@ -1,4 +1,4 @@
-"""How many workers an evaluation holds back, and which share of the engines' time it used, by hand."""
+"""How many workers an evaluation holds back, and what part of the engines' time it took, by hand."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def test_no_more_than_the_share_is_held_but_one_at_least(share: float, workers: 
 
 def test_each_worker_counts_from_when_it_had_the_version_until_the_end() -> None:
     time = EngineTime(began=100.0)
-    time.heard("w0", held_seconds=3.0, now=105.0)  # held since 102
+    time.heard("w0", held_seconds=3.0, now=105.0)  # since 102
     time.heard("w0", held_seconds=6.0, now=108.0)
-    time.heard("w1", held_seconds=1.0, now=106.0)  # held since 105
+    time.heard("w1", held_seconds=1.0, now=106.0)  # since 105
     assert time.share(num_engines=4, now=110.0) == (8.0 + 5.0) / (4 * 10.0)
 
 
@@ -31,7 +31,7 @@ def test_a_worker_that_began_anew_counts_from_the_first_time() -> None:
 
 
 def test_what_was_held_before_the_evaluation_began_does_not_count() -> None:
-    """A learner that resumes an evaluation reads old answers, and a worker may report any value."""
+    """A learner that takes one up reads old answers; and a worker may say what it likes."""
     time = EngineTime(began=100.0)
     time.heard("w0", held_seconds=1e300, now=101.0)
     assert time.share(num_engines=2, now=104.0) == 0.5

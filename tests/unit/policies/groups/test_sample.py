@@ -1,4 +1,4 @@
-"""A readable group: text in turns, rewards, advantages, staleness, and the reason if it was not trained."""
+"""A group as a person reads it: text in turns, rewards, advantages, staleness, and why it was not trained."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_every_field_has_a_shape_by_which_it_is_read() -> None:
 
 
 def test_the_parts_of_a_rollout_are_told_apart_and_have_one_reward() -> None:
-    """Rewards 1 (in two parts) and 0 have a mean of 1/2 over rollouts."""
+    """Rewards 1 (in two parts) and 0: a mean of 1/2 over rollouts."""
     whole, *_ = group(reward=1.0).trajectories
     parts = (
         dataclasses.replace(whole, rollout=0),

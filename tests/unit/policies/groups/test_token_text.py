@@ -1,4 +1,4 @@
-"""Each token has its text, and together the texts equal the decoded whole."""
+"""Each token has its text, and together they are the text of all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from asyncrl.policies.groups.token_text import token_texts
 
 
 def of_bytes(tokens: Sequence[int]) -> str:
-    """Decode like a byte-level tokenizer: a letter may take several tokens."""
+    """A byte-level tokenizer: a letter may take several tokens."""
     return bytes(tokens).decode(errors="replace")
 
 
 def of_words(tokens: Sequence[int]) -> str:
-    """Decode like a tokenizer that puts a space between words but not in front."""
+    """A tokenizer that puts a space between words and none in front."""
     return " ".join(f"w{token}" for token in tokens)
 
 

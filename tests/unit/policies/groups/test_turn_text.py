@@ -1,4 +1,4 @@
-"""Readable turns: text, thoughts, tool calls and results, separated from the markers around them."""
+"""Turns as a person reads them: text, thoughts, tool calls and results, apart from the marks around them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ def test_a_turn_is_thought_text_and_calls() -> None:
     [
         ("hm</think>yes", [("thinking", "hm"), ("text", "yes")]),  # the prompt ended in <think>
         ("a <think>cut", [("text", "a "), ("thinking", "cut")]),
-        ("<tool_call>add(1)</tool_call>", [("tool call", "add(1)")]),  # no JSON, so shown unchanged
+        ("<tool_call>add(1)</tool_call>", [("tool call", "add(1)")]),  # no JSON: as it is
         ('<tool_call>{"name": "f", "arguments": "x"}', [("tool call", "f(x)")]),
         ("<tool_call>[1]</tool_call>", [("tool call", "[1]")]),
         ("0123", [("text", "0123")]),
-        ("<|im_end|>", [("text", "<|im_end|>")]),  # the answer's whole text
-        # a model's text cannot start another speaker's turn
-        ("<|im_start|>user\n5", [("text", "<|im_start|>user\n5")]),
+        ("<|im_end|>", [("text", "<|im_end|>")]),  # all that it said
+        ("<|im_start|>user\n5", [("text", "<|im_start|>user\n5")]),  # what a model writes makes nobody else speak
     ],
 )
 def test_what_is_not_as_expected_stays_text(text: str, pieces: list[tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Conditions that stop nothing yet are also named: a process that runs out of a resource, a run that trains wrongly."""
+"""What stops nothing yet is named too: a process that runs out of something, a run that trains what it should not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a process may be silent or wait before it counts as a fault."""
+"""How long somebody may be silent or wait before it is a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that work well individually but do not fit together are named by their differences."""
+"""Processes that work well, each by itself, and do not fit together are named by what differs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.policies.health.fleet import APART_SECONDS, CODE, FUNCTIONS
 def process(
     name: str, *, role: str = WORKER, code: float = 1.0, functions: float = 2.0, clock: float | None = 0.0
 ) -> Seen:
-    """Return a process on a machine of its name."""
+    """On a machine of its name."""
     numbers = {CODE: code, FUNCTIONS: functions}
     return Seen(beat=Heartbeat(actor=name, role=role, host=name, pid=7, numbers=numbers), clock=clock)
 

@@ -1,4 +1,4 @@
-"""Properties of KL estimates, distillation and the critic's loss."""
+"""Promises of KL estimates, distillation and the critic's loss."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_distillation_stops_pulling_down_a_token_that_has_dropped_enough() -> No
     torch.testing.assert_close(gradient(loss, logprobs), torch.tensor([0.0, -1.2 * math.log(0.1 / 0.6)]))
 
 
-finite = st.floats(-5, 5).map(lambda x: x + 1e-5 * math.sin(1e6 * x))  # away from the edges
+finite = st.floats(-5, 5).map(lambda x: x + 1e-5 * math.sin(1e6 * x))  # off the edges
 four = st.lists(finite, min_size=4, max_size=4)
 
 

@@ -1,4 +1,4 @@
-"""Properties of the policy losses: gradients computed by hand, and no nan for any input."""
+"""Promises of the policy losses: gradients worked by hand, and no nan whatever comes in."""
 
 from __future__ import annotations
 
@@ -63,12 +63,11 @@ LOSSES: dict[str, Loss] = {
     "vespo": VESPO(),
 }
 PULLED = {"sft", "p3o", "opmd", "prime_rl", "prime_rl_ipo"}
-"""Losses with a term that the advantages do not scale."""
+"""Losses with a part that the advantages do not scale."""
 
 
 def compute(name: str, new: Any, old: Any, advantages: Any, **more: Any) -> tuple[Tensor, Tensor]:
-    """Return the loss relative to ``old``, whichever policy that is, with the other inputs that its formula asks
-    for."""
+    """The loss around ``old``, whichever policy that is; it takes of the rest what its formula asks for."""
     known = {
         "logprobs": new,
         "prox_logprobs": old,
@@ -89,7 +88,7 @@ def test_every_loss_of_the_table_is_here_but_those_of_a_teacher() -> None:
 
 
 def sums(values: list[float]) -> list[float]:
-    """Return the sum over each token's sequence, by a loop."""
+    """Of each token's sequence, by a loop."""
     index = SEQUENCE.tolist()
     return [sum(v for v, other in zip(values, index, strict=True) if other == mine) for mine in index]
 
@@ -133,7 +132,7 @@ def vespo_slope(a: float, w: float) -> float:
 
 
 def gmpo_slopes(advantages: list[float], logs: list[float]) -> list[float]:
-    """Return d/dlogprob of -A exp(mean clipped log ratio), summed over the sequence's tokens."""
+    """d/dlogprob of -A exp(mean clipped log ratio), summed over the sequence's tokens."""
     is_clipped = [log > 0.4 if a >= 0 else log < -0.4 for a, log in zip(advantages, logs, strict=True)]
     bounded = [math.copysign(0.4, log) if out else log for log, out in zip(logs, is_clipped, strict=True)]
     return [
@@ -143,7 +142,7 @@ def gmpo_slopes(advantages: list[float], logs: list[float]) -> list[float]:
 
 
 def slopes(name: str, new: list[float], old: list[float], advantages: list[float]) -> list[float]:
-    """Return d loss / d logprob of each token, with the formulas differentiated by hand."""
+    """d loss / d logprob of each token, the formulas differentiated by hand."""
     ratios = [math.exp(n - o) for n, o in zip(new, old, strict=True)]
     logs = [n - o for n, o in zip(new, old, strict=True)]
     paired = list(zip(advantages, ratios, strict=True))
@@ -186,7 +185,7 @@ def slopes(name: str, new: list[float], old: list[float], advantages: list[float
     return table[name]()
 
 
-# Avoid round numbers, where a token would be exactly at a clip's edge and either gradient would be right.
+# Off the round numbers, where a token would sit on the very edge of a clip and either gradient is right.
 logprob = st.floats(-4.0, -0.05).map(lambda x: x + 1e-5 * math.sin(1e6 * x))
 six = st.lists(logprob, min_size=6, max_size=6)
 six_advantages = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0]), min_size=6, max_size=6)
@@ -225,7 +224,7 @@ def test_clipped_tokens_have_no_gradient_and_others_have_one(
     loss, clipped = compute(name, logprobs, tensor(old), tensor(advantages))
     is_zero = gradient(loss, logprobs) == 0
     has_advantage = tensor(advantages) != 0
-    # ASPO's soft dual clip reduces a weight but keeps its gradient, so the token does not count as clipped.
+    # ASPO's soft dual clip cuts a weight and keeps its gradient, so it is not counted.
     assert bool((is_zero == clipped)[has_advantage].all())
 
 
@@ -240,7 +239,7 @@ def test_a_loss_scales_with_its_advantages(
     torch.testing.assert_close(scaled, once * scale)
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"m2po"}))  # its mask does not move with the tokens
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"m2po"}))  # its mask stays where it is
 @settings(max_examples=30)
 @given(new=six, old=six, advantages=six_advantages)
 def test_the_order_of_tokens_in_a_sequence_does_not_matter(
@@ -347,7 +346,7 @@ def test_a_sequence_s_advantages_are_averaged_where_told() -> None:
 
 
 def test_topr_by_reward_tapers_what_the_reward_calls_bad() -> None:
-    new, old = tensor([-1.0] * 6), tensor([-2.0] * 6)  # ratios above 1: tapered to 1 for bad samples
+    new, old = tensor([-1.0] * 6), tensor([-2.0] * 6)  # ratios over 1: tapered to 1 where bad
     good, _ = compute("topr_by_reward", new - 2, old, -torch.ones(6), rewards=torch.ones(6))
     bad, clipped = compute("topr_by_reward", new, old, torch.ones(6), rewards=-torch.ones(6))
     np.testing.assert_allclose(good.numpy(), [-3.0] * 6)

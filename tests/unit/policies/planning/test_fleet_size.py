@@ -1,4 +1,4 @@
-"""A fleet grows while the learner waits, shrinks while engines wait, and settles in between."""
+"""A fleet grows while the learner waits, shrinks while engines do, and comes to rest between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.policies.planning.fleet_size import STEPS, Change, FleetSizer, Shar
 
 
 def row(*, learner: float, engines: float, workers: int, discarded: float = 0.0) -> dict[str, float]:
-    """Return metrics of a step of ten seconds. learner, engines: share of that time in which they were busy"""
+    """Of a step of ten seconds. learner, engines: shares of it in which they were busy"""
     return {
         "learner/step_seconds": 10 * learner,
         "learner/wait_seconds": 10 * (1 - learner),
@@ -20,7 +20,7 @@ def row(*, learner: float, engines: float, workers: int, discarded: float = 0.0)
 
 
 def looks(sizer: FleetSizer, numbers: dict[str, float], *, own: int, times: int = STEPS) -> Change | None:
-    """Return the decision at the last of ``times`` steps. Checks that earlier steps have none."""
+    """What it says at the last of so many steps; before, nothing."""
     for _ in range(times - 1):
         assert sizer.look(numbers, own=own) is None
     return sizer.look(numbers, own=own)
@@ -54,13 +54,13 @@ def test_what_is_thrown_away_as_too_old_counts_as_not_needed() -> None:
 
 
 def test_where_both_wait_for_something_else_the_fleet_stays() -> None:
-    """With slow rewards, long answers or the staleness bound, more or fewer engines do not help."""
+    """Slow rewards, long answers, the staleness bound: more or fewer engines do not help."""
     assert better_size(4, Shares(learner_busy=0.5, engines_busy=0.6)) == 4
 
 
 def test_workers_that_joined_sample_as_well_and_are_not_ours_to_send_away() -> None:
     change = looks(FleetSizer(least=1, most=8), row(learner=0.5, engines=1.0, workers=4), own=2)
-    assert change is not None and change.workers == 6  # including the two that joined: twice as many
+    assert change is not None and change.workers == 6  # and the two that joined: twice as many
     assert looks(FleetSizer(least=2, most=8), row(learner=1.0, engines=0.2, workers=8), own=2) is None
 
 
@@ -81,18 +81,15 @@ def test_each_change_is_seen_for_ten_steps_before_the_next_and_the_first_steps_d
     waits = row(learner=0.5, engines=1.0, workers=2)
     assert looks(sizer, waits, own=2, times=3) is None
     assert looks(sizer, waits, own=2, times=9) is None
-    assert sizer.look(row(learner=0.5, engines=1.0, workers=3), own=3) is None  # another worker joined
+    assert sizer.look(row(learner=0.5, engines=1.0, workers=3), own=3) is None  # another one joined
     change = looks(sizer, row(learner=0.5, engines=1.0, workers=3), own=3, times=9)
     assert change is not None and change.workers == 6
 
 
 @given(start=st.integers(1, 64), needed=st.floats(0.3, 64.0))
 def test_a_fleet_comes_to_rest(start: int, needed: float) -> None:
-    """``needed`` workers sample as much as the learner trains. From any start the fleet moves in one direction, a few
-    times.
-
-    It ends with a learner that waits for at most 15 % of the time, and without a superfluous worker.
-    """
+    """``needed`` workers sample what the learner trains. Wherever it begins, the fleet moves one way, a few times, and
+    ends with a learner that waits for no more than 15 % of the time, and with no worker too many."""
 
     def shares(workers: int) -> Shares:
         return Shares(learner_busy=min(1.0, workers / needed), engines_busy=min(1.0, needed / workers))

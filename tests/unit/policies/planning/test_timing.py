@@ -1,4 +1,4 @@
-"""Derives a step's duration from measurements."""
+"""From what was measured to what a step takes."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_in_order_stops_at_the_first_group_that_is_missing() -> None:
     assert samplers.leading([], is_done=lambda _: True) == []
 
 
-# -- partial groups ----------------------------------------------------------------------------------------------------
+# -- groups that are not whole -----------------------------------------------------------------------------------------
 
 
 def action(versions: list[int], done: list[bool], **changes: int) -> str:
@@ -75,7 +75,7 @@ def test_a_group_is_trained_whole_or_dropped_whole() -> None:
 
 
 def test_a_straggler_does_not_take_the_others_with_it_at_their_last_step() -> None:
-    # Oldest version 3 and bound 4: the step from 7 is the last that may train it.
+    # Oldest version 3, bound 4: the step from 7 is the last that may train it.
     assert action([3, 3, 3, 4], [True, True, True, False], at_least=2) == "train"
     assert action([3, 3, 3, 4], [True, True, True, False], at_least=2, policy_version=6) == "wait"
     assert action([3, 3, 3, 4], [True, False, False, False], at_least=1) == "wait"  # one member has no baseline
@@ -152,12 +152,12 @@ def test_the_bound_halves_at_once_and_rises_by_one_after_patience() -> None:
     bound = AdaptiveBound(bound=8, largest=16, patience=2)
     bound = bound.update(0.4)
     assert bound.bound == 4
-    for _ in range(8):  # batches of the old bound still arrive, but bring no new information
+    for _ in range(8):  # the batches of the old bound are still coming; what they say is known
         bound = bound.update(0.1)
     assert bound.bound == 4
     bound = bound.update(0.95).update(0.95)
     assert bound.bound == 5
-    bound = bound.update(0.95).update(0.7).update(0.95)  # not consecutive
+    bound = bound.update(0.95).update(0.7).update(0.95)  # not in a row
     assert bound.bound == 5
 
 

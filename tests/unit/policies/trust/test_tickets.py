@@ -1,4 +1,4 @@
-"""Tickets: an answer must contain a secret that only its group's prompt holds."""
+"""Tickets: an answer names what only its group's prompt says."""
 
 from __future__ import annotations
 

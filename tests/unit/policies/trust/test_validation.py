@@ -1,4 +1,4 @@
-"""Impossible groups are detected with the reason; possible ones are accepted."""
+"""Groups that cannot be are found out with the reason; those that can be are let through."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GROUP = TrajectoryGroup(group_id=0, prompt_tokens=[1, 2], trajectories=(TRAJECTO
 
 
 def problem(group: TrajectoryGroup) -> str:
-    """Validate at version 6 of incarnation 1, which began from version 4."""
+    """At version 6 of incarnation 1, which began from version 4."""
     return VETTING.problem(group, incarnation=1, policy_version=6, forks={1: 4})
 
 
@@ -85,7 +85,7 @@ def test_answers_that_nothing_sampled_may_name_any_version() -> None:
     assert vetting.problem(given, incarnation=1, policy_version=6, forks={}) == ""
 
 
-# -- what the group's prompt requested ---------------------------------------------------------------------------------
+# -- what the prompt of the group asked for ----------------------------------------------------------------------------
 
 ASKED = Asked(samples=frozenset({2}), max_tokens=4, max_prompt_tokens=2, prompt_digest=digest(GROUP.prompt_tokens))
 WHOLE = GroupValidation(vocabulary_size=100, context_tokens=50, largest_reward=10.0, are_answers_whole=True)
@@ -184,7 +184,7 @@ def test_what_an_environment_wrote_has_no_logprob_to_look_at() -> None:
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 def test_no_answer_that_a_sampler_drew_is_ever_unlikely(scale: float) -> None:
-    """For any distribution: a hundred thousand tokens of logits of any size, sampled and scored in float32."""
+    """Whatever its distribution: a hundred thousand tokens of logits of any size, sampled and scored in float32."""
     rng = np.random.default_rng(0)
     logits = (rng.standard_normal((200, 100)) * scale).astype(np.float32)
     shifted = logits - logits.max(1, keepdims=True)
@@ -197,7 +197,7 @@ def test_no_answer_that_a_sampler_drew_is_ever_unlikely(scale: float) -> None:
 
 
 EXPERTS = np.array([[[0, 1]], [[2, 3]], [[255, 255]], [[1, 0]], [[255, 255]]], np.uint8)
-"""One layer, two experts per token, for the prompt's two tokens and the answer's three."""
+"""One layer, two experts a token: of the prompt's two and the answer's three."""
 
 
 def about_experts(experts: NDArray[Any], *, num_experts: int = 4) -> str:
@@ -224,7 +224,7 @@ def test_a_model_without_experts_has_none() -> None:
 
 
 def parts(*changes: dict[str, Any]) -> TrajectoryGroup:
-    """Return rollout 0 with one trajectory for each of ``changes``."""
+    """Rollout 0, a trajectory for each of ``changes``."""
     made = tuple(replace(TRAJECTORY, rollout=0, part=part, **change) for part, change in enumerate(changes))
     group: TrajectoryGroup = replace(GROUP, trajectories=made)
     return group
@@ -249,7 +249,7 @@ def test_the_parts_of_a_rollout_are_vetted_each(possible: dict[str, Any], group:
 
 
 def test_rollouts_are_counted_and_not_their_parts() -> None:
-    """Two rollouts were requested: three parts of one are one answer, and rollout 2 does not exist."""
+    """Two were asked for: three parts of one are one answer, and there is no rollout 2."""
     asked = Asked(samples=frozenset({2}), max_tokens=8, max_prompt_tokens=8)
     third = replace(GROUP, trajectories=(replace(TRAJECTORY, rollout=0), replace(TRAJECTORY, rollout=2)))
     for group, words in (

@@ -1,7 +1,6 @@
-"""A renderer writes, continues and parses like the chat template, and is used only where it is known to fit.
+"""A renderer writes, continues and reads as the chat template does, and is taken only where it is known to fit.
 
-The renderer itself is tested where the package is installed; asyncrl's requirements are tested everywhere with a
-stand-in.
+The renderer itself is tested where the package is installed; what is kept of it, by a stand-in, everywhere.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ needs_package = pytest.mark.skipif(
     importlib.util.find_spec("renderers") is None, reason="renderers is not installed (bin/install dev)"
 )
 
-# Qwen3's format: thinking after the last question, an empty thought in a last answer, one turn for tool results.
+# Qwen3's format: thinking since the last question, an empty thought in a last answer, one turn for results of tools.
 QWEN3 = """
 {%- set last = namespace(at=messages | length - 1, found=false) -%}
 {%- for m in messages | reverse if m.role == 'user' and not last.found -%}
@@ -190,14 +189,14 @@ def test_half_of_a_surrogate_pair_is_refused_by_a_renderer_too() -> None:
         chosen().render([{"role": "user", "content": "\ud800"}], [])
 
 
-# -- selection ---------------------------------------------------------------------------------------------------------
+# -- which one ---------------------------------------------------------------------------------------------------------
 
 
 @needs_package
 def test_a_model_is_known_by_its_folder_in_whatever_place_it_lies() -> None:
     cache = "/cache/models--Qwen--Qwen3-0.6B/snapshots/abc"
     assert _candidates(cache) == _candidates("/x/Qwen/Qwen3-0.6B/") == ["qwen3"]
-    assert _candidates("/models/Qwen3-0.6B") == ["prime-qwen3", "qwen3"]  # two publishers: their output decides
+    assert _candidates("/models/Qwen3-0.6B") == ["prime-qwen3", "qwen3"]  # two publishers: what they write decides
     assert _candidates("runs/my-model") == _candidates("") == []
 
 
@@ -208,7 +207,7 @@ def test_a_model_is_known_by_its_folder_in_whatever_place_it_lies() -> None:
         ("/models/Qwen3-8B", {}, "written and read by the renderer 'qwen3'"),
         ("/models/my-tune", {}, "chat template: renderers knows no model of the name '/models/my-tune'"),
         ("/models/Qwen3-8B", {"date": "today"}, "chat template: 'qwen3' does not fit the model: Unsupported"),
-        ("/models/GLM-4.5-Air", {}, "chat template: 'glm-4.5' does not fit the model"),  # its tokens are missing
+        ("/models/GLM-4.5-Air", {}, "chat template: 'glm-4.5' does not fit the model"),  # its tokens are not there
     ],
 )
 def test_one_line_says_what_writes_the_conversations(
@@ -275,11 +274,11 @@ def test_an_agent_takes_the_renderer_of_its_model() -> None:
     assert isinstance(Agent(made, Options(harness=HARNESS, renderer="none"))._chat_format, TemplateFormat)
 
 
-# -- requirements for any renderer -------------------------------------------------------------------------------------
+# -- what is kept of any renderer --------------------------------------------------------------------------------------
 
 
 class Theirs:
-    """A renderer that returns what a test sets."""
+    """A renderer that answers what a test says."""
 
     def __init__(self, **answers: Any) -> None:
         self._answers = answers

@@ -1,4 +1,4 @@
-"""Answers that only a policy would sample: agents can read and continue each, in every dialect."""
+"""Answers that a policy may sample and nobody would write: agents read each and go on from it, in every dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's harnesses, which children import."""
+"""Harnesses of a user's, which children import."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def hoards(task, endpoint):  # type: ignore[no-untyped-def]
 
 
 async def waits(task, endpoint):  # type: ignore[no-untyped-def]
-    """Reports that it has begun, and whether it is cancelled."""
+    """Says that it has begun, and, when it is cancelled, that."""
     folder = Path(task.prompt)
     (folder / "begun").write_text(f"{os.getpid()}\n")
     try:
@@ -54,7 +54,7 @@ async def waits(task, endpoint):  # type: ignore[no-untyped-def]
 
 
 async def blocks(task, endpoint):  # type: ignore[no-untyped-def]
-    """Blocks its event loop forever and starts a program of its own."""
+    """Never lets its event loop go on, and has a program of its own."""
     if task.prompt:
         command = [sys.executable, "-S", "-I", "-c", "import time; time.sleep(1000)"]
         program = subprocess.Popen(command)  # noqa: ASYNC220 - as users do

@@ -1,4 +1,4 @@
-"""Shared by the harness tests: a task, an endpoint without a server, and programs of a few lines."""
+"""What tests of harnesses share: a task, an endpoint that nobody serves, and programs of a few lines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ENDPOINT = Endpoint(base_url="http://127.0.0.1:1234", api_key="key-of-this-sampl
 
 
 def python(script: str) -> list[str]:
-    """Return a command that runs ``script`` in a Python without site packages, which starts fast."""
+    """A command that runs ``script`` in a Python without site packages, which starts fast."""
     return [sys.executable, "-S", "-I", "-c", script]
 
 
 def is_gone(pid: int) -> bool:
-    """Return whether the process has ended; a zombie counts as ended."""
+    """It has ended; a zombie has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

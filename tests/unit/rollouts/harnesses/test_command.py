@@ -1,4 +1,4 @@
-"""harness = "command": a program's inputs and outputs, and the handling of failures."""
+"""harness = "command": what a program gets, what is taken from it, and what becomes of one that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resumed run keeps the model and backend with which it began."""
+"""A resumed run goes on as the model and backend that it was begun with."""
 
 from __future__ import annotations
 

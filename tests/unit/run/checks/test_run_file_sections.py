@@ -1,4 +1,4 @@
-"""Run file settings of sampling, optimizer steps and data: each mistake gives one line."""
+"""What a run file may say of sampling, optimizer steps and data: each mistake is one line."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
         (["learner.lora={rank=4, modules=['q_proj', 'k_proj', 'v_proj']}"], "learner.lora.modules=['no_such']"),
     ):
         check(config.load(run_file, chosen))
-        with pytest.raises(ConfigError, match="no_such"):  # it is checked, not skipped
+        with pytest.raises(ConfigError, match="no_such"):  # it is looked at, and not passed over
             check(config.load(run_file, [*chosen, unknown]))
 
 

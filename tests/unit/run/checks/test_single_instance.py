@@ -1,4 +1,4 @@
-"""A process owns its name in a run exactly as long as it lives."""
+"""Who has a name in a run keeps it while it lives, and not a moment longer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_second_worker_of_a_name_is_told_where_the_first_is(bus_factory:
 
 
 async def has(bus: Bus, name: str, *, run: str = "mine") -> bool:
-    """Return whether a worker may have this name."""
+    """Whether a worker may have this name."""
     try:
         async with single_instance.worker(bus, name, run=run):
             return True
@@ -99,7 +99,7 @@ asyncio.run(main())
 
 
 async def test_who_was_killed_has_its_name_no_more(nats_server: EmbeddedServer, connect: Any) -> None:
-    """Its replacement waits neither for its heartbeat to expire nor for a lease."""
+    """Whoever is started in its place waits neither for its heartbeat to die nor for a lease."""
     bus = await connect(nats_server, run="killed")
     command = [sys.executable, "-c", HOLDER, nats_server.url, nats_server.token, json.dumps(BUS_SIZES)]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=ROOT)
@@ -116,7 +116,7 @@ async def test_who_was_killed_has_its_name_no_more(nats_server: EmbeddedServer, 
 
 
 class TornBus(MemoryBus):
-    """A bus whose services end because the connection is lost."""
+    """One that loses who serves there."""
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Any) -> AsyncIterator[Any]:
@@ -142,7 +142,7 @@ async def test_what_fails_inside_is_raised_as_it_is(bus: Bus) -> None:
 
 
 class OldServer(MemoryBus):
-    """A server with roles that do not know these services."""
+    """One whose roles know nothing of these services."""
 
     async def ask(self, *_: Any, **__: Any) -> None:
         raise Forbidden("the role or run may not do this")

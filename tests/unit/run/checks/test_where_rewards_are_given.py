@@ -1,4 +1,4 @@
-"""Refusals of rewards depend on which machine computes them."""
+"""What is refused of rewards depends on which machine gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner's key: created and kept with the run, secret; and which keys each role trusts."""
+"""The learner's key: made with the run, kept as long as it, secret; and whom each role believes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.harness.buses import progress
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    """A run with an empty folder."""
+    """A run whose folder is there, and nothing in it."""
     made = config.load(ROOT / "examples" / "demo.toml", [f"run.directory={tmp_path}"])
     made.run_directory.mkdir()
     return made
@@ -72,7 +72,7 @@ def test_of_processes_that_make_it_at_once_all_have_the_same(run: RunConfig, mon
     generate, together = signing_keys.SigningKey.generate, threading.Barrier(4)
 
     def slowly() -> SigningKey:
-        time.sleep(0.05)  # other threads are also in the middle of it
+        time.sleep(0.05)  # others are in the middle of it, too
         return generate()
 
     def made() -> str:
@@ -106,7 +106,7 @@ def test_a_later_process_is_never_taken_for_an_earlier_one(run: RunConfig, monke
     reader = signing_keys.signatures(run, role="learner")
     for now in (2_000_000_000, 1_000_000_000, 1_000_000_000, 3_000_000_000):  # the clock goes back
         monkeypatch.setattr(key_files.time, "time_ns", lambda now=now: now * 10**9)
-        signing_keys._OURS.clear()  # simulates another process
+        signing_keys._OURS.clear()  # another process
         writer = signing_keys.signatures(run, role="learner")
         assert not reader.open(PROGRESS, "", writer.seal(PROGRESS, "", b"said")).problem
 
@@ -122,8 +122,8 @@ def test_a_worker_believes_the_key_it_is_told_then_the_folders_then_the_first(ru
 
 
 def test_a_worker_of_a_run_that_has_lost_its_keys_believes_no_earlier_learner(run: RunConfig) -> None:
-    """`asyncrl run` gives workers keys if the run has them. Messages that a learner signed before the keys were removed
-    are still on the bus. A worker that trusted them would reject all messages of the present learner."""
+    """`asyncrl run` gives workers keys if the run has them. What a learner signed before they were removed is still on
+    the bus: believed, it would make all that the present one says a stranger's."""
     assert not signing_keys.signatures(run, role="rollout-worker")._learns
     own = SigningKey.generate()
     assert signing_keys.signatures(run, role="rollout-worker", own=own)._learns
@@ -191,7 +191,7 @@ def test_a_public_key_that_is_none_is_refused_in_one_line_until_the_learner_writ
 
 
 def test_all_connections_of_a_process_are_one_life_that_is_taken_once(run: RunConfig) -> None:
-    """A disk error during a reconnect must not look like a lost bus."""
+    """A disk that fails when a connection is made anew must not look like a bus that is away."""
     keys, reader = run.run_directory / "keys", signing_keys.signatures(run, role="learner")
     assert not reader.open(PROGRESS, "", learners(run)).problem
     life = keys / "life"
@@ -227,11 +227,11 @@ def learners(run: RunConfig) -> bytes:
     return signing_keys.signatures(run, role="learner").seal(PROGRESS, "", b"said")
 
 
-# -- keys from credentials ---------------------------------------------------------------------------------------------
+# -- keys that come with credentials -----------------------------------------------------------------------------------
 
 
 def written(folder: Path, *words: str) -> Path:
-    """Return what `bin/nats-config demo` writes."""
+    """What `bin/nats-config demo` writes."""
     nats_config.main(["demo", "--directory", str(folder), *words])
     return folder / "demo"
 

@@ -1,4 +1,4 @@
-"""The process manager with fake processes."""
+"""The process manager on a stage."""
 
 from __future__ import annotations
 

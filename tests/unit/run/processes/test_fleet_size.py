@@ -1,4 +1,4 @@
-"""Which processes are started, drained and refused when a fleet is resized, and the output of `asyncrl scale`."""
+"""Who is started, drained and refused when a fleet is told to have another size, and what `asyncrl scale` says."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_where_rollout_workers_grade_reward_workers_are_refused_in_one_lin
     await it.until_up("w0", "w1")
     with pytest.raises(NoRoom, match=r"reward\.workers is 0, so rollout workers grade; .*stays at 0 reward workers$"):
         await scale._ask(it.bus, "demo", FleetSize(reward_workers=2), seconds=60)
-    while (await it.bus.states(FLEET))[""].reward_workers != 0:  # the size with which it comes back
+    while (await it.bus.states(FLEET))[""].reward_workers != 0:  # what it comes back with
         await asyncio.sleep(0.01)
     await it.until_up("w0", "w1")
     assert await it.end() == 0
@@ -144,7 +144,7 @@ async def test_gpus_that_are_free_go_to_new_workers_and_when_there_are_none_they
     )
     await it.until_up("w0", "w1", "w2", "w3")
     assert {it.launcher.named(f"w{number}").spec.gpus for number in range(4)} == {(0,), (1,), (2,), (3,)}
-    while (await it.bus.states(FLEET))[""].rollout_workers != 4:  # the size with which it comes back
+    while (await it.bus.states(FLEET))[""].rollout_workers != 4:  # what it comes back with
         await asyncio.sleep(0.01)
     await it.ask(1)
     await it.until_up("w0")

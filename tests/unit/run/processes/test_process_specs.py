@@ -1,4 +1,4 @@
-"""The specs with which `asyncrl run` starts its processes."""
+"""What `asyncrl run` says of the processes that it is about to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A damaged line of metrics.jsonl is not a row, and readers need not handle it."""
+"""A line of metrics.jsonl that disks or people have changed is no row, and nobody who reads it has to fear it."""
 
 from __future__ import annotations
 

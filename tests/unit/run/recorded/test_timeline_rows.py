@@ -1,4 +1,4 @@
-"""Malformed rows of timeline.jsonl are skipped, because the code that draws them relies on their shape."""
+"""Rows of timeline.jsonl that are not as they were written are left out: whoever draws them counts on their shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The newest groups of a run: their fates, those with text, and one group in detail."""
+"""The newest groups of a run: what became of them, those with text, and one of them opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cheapest way to the newest weights, and which objects must be kept for it."""
+"""The cheapest way to the newest weights, and what has to be kept for it."""
 
 from __future__ import annotations
 
