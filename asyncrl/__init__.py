@@ -1,9 +1,9 @@
 """Fully asynchronous reinforcement learning for language models.
 
-    run = asyncrl.Run.from_file("run.toml")     check it, train it
-    asyncrl.open_run("runs/demo")               what a run has recorded
+    run = asyncrl.Run.from_file("run.toml")     load and check a run file
+    asyncrl.open_run("runs/demo")               read what a run has recorded
 
-What is listed in ``__all__`` is imported when it is first used: ``import asyncrl`` is fast and imports no torch.
+Names in ``__all__`` are imported on first use, so ``import asyncrl`` is fast and does not import torch.
 """
 
 from __future__ import annotations

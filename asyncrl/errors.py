@@ -1,33 +1,33 @@
-"""Every exception asyncrl raises on purpose.
+"""Every exception that asyncrl raises on purpose.
 
-    AsyncRLError           exit code 1: the launcher starts the process again
-    ├── ConfigError        the user's mistake: printed as one line, exit code 2, never a traceback
+    AsyncRLError           exit code 1: the launcher restarts the process
+    ├── ConfigError        a user error: printed as one line without a traceback, exit code 2
     │   ├── NoAnswer       no response at bus.url
-    │   ├── NoSuchRun      the bus is there and knows no run of that name
+    │   ├── NoSuchRun      the bus answers but has no run of that name
     │   ├── NoHistory      a folder has no history.jsonl
     │   ├── NoRoom         no GPUs are free for another process
     │   └── NameTaken      another rollout worker of the run has this name: exit code 4
-    ├── LaunchError        a launcher could not start a process; the next try may work
-    ├── HopelessError      starting again would end the same way: exit code 3
-    ├── DiskError          a file cannot be written or read now: exit code 5, started again until it can
-    ├── BusError           the bus refused or lost us
-    │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
-    │   ├── ObjectGone     a large object is not in the store, or not any more
-    │   ├── MessageTooLarge  a message is over the server's max_payload, or a group over bus.max_group_bytes
-    │   └── MessageError   bytes that are not the message they should be
-    ├── EngineError        one request failed; the prompt group is tried again elsewhere
+    ├── LaunchError        a launcher could not start a process; the next attempt may work
+    ├── HopelessError      a restart would end the same way: exit code 3
+    ├── DiskError          a file cannot be written or read now: exit code 5, restarted until it can
+    ├── BusError           the bus refused a request or the connection is lost
+    │   ├── BusFull        a topic is full; retry after consumers have taken messages
+    │   ├── ObjectGone     a large object is not, or no longer, in the store
+    │   ├── MessageTooLarge  a message exceeds the server's max_payload, or a group exceeds bus.max_group_bytes
+    │   └── MessageError   bytes that do not decode to the expected message
+    ├── EngineError        one request failed; the prompt group is retried elsewhere
     │   ├── PromptError     no engine can answer this prompt; the group is failed
     │   └── EngineDied     the engine is gone; the rollout worker ends and its launcher restarts it
-    ├── RolloutError       a RolloutFn failed on a group; it is failed with the reason
-    ├── RewardError        a group could not be rewarded; it is failed with the reason
-    ├── FilterError        a group filter raised on a group; it is failed with the reason
+    ├── RolloutError       a RolloutFn failed on a group; the group is failed with the reason
+    ├── RewardError        a group could not be rewarded; the group is failed with the reason
+    ├── FilterError        a group filter raised on a group; the group is failed with the reason
     ├── WeightsError       a weight version cannot be read (gone, torn, wrong checksum)
     ├── BackendError       a training step could not be done; the learner ends
-    │   └── StepFailed     and nothing was changed: the learner looks for the groups that it fails with
+    │   └── StepFailed     a step failed and changed nothing: the learner searches for the groups that cause it
     └── CheckpointError    a checkpoint cannot be written or read
-        └── CheckpointDamaged  its files are not what was written; the learner takes the one before
+        └── CheckpointDamaged  the files are not what was written; the learner uses the previous checkpoint
 
-To add one: subclass the boundary it belongs to, say in a sentence who catches it, put it in the tree.
+To add an exception: subclass the boundary it belongs to, state in one sentence who catches it, and add it to the tree.
 """
 
 from __future__ import annotations
@@ -38,59 +38,60 @@ import re
 from typing import Final
 
 INTERRUPTED = 130
-"""Exit code of what was drained or stopped before it was done."""
+"""Exit code of a process that was drained or stopped before its work was done."""
 PIPE_CLOSED = 141
-"""Exit code of a command whose output nobody reads any more (`| head`), as of those that SIGPIPE ends."""
+"""Exit code of a command whose output is no longer read (`| head`); the same code as of a process that SIGPIPE ends."""
 
 
 class AsyncRLError(Exception):
-    """Root of everything asyncrl raises on purpose. ``exit_code``: of the process that it ends."""
+    """Root of everything asyncrl raises on purpose. ``exit_code``: exit code of the process that the error ends."""
 
     exit_code = 1
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """The user asked for something that cannot be: where, what, and how to fix it, in one line."""
+    """The user asked for something impossible. One line says where, what, and how to fix it."""
 
     exit_code = 2
 
 
 class NoAnswer(ConfigError):
-    """Nobody answers at bus.url. Who watches a run waits for it."""
+    """No server answers at bus.url. Commands that watch a run wait for the server."""
 
 
 class NoSuchRun(ConfigError):
-    """There is no run of this name: the bus answers and has none, or none is up in the run's folder."""
+    """No run has this name: the bus answers but does not have it, or no run is up in the run's folder."""
 
 
 class NoHistory(ConfigError):
-    """A run's folder has no history. `asyncrl audit` accounts without one where the folder holds a run otherwise."""
+    """A run's folder has no history. `asyncrl audit` works without one if the folder is otherwise a run's folder."""
 
 
 class NoRoom(ConfigError):
-    """No GPUs are free for another process. `asyncrl run` refuses it; a fleet that is up stays as it is."""
+    """No GPUs are free for another process. `asyncrl run` refuses to start; a fleet that is up keeps its size."""
 
 
 class NameTaken(ConfigError):
-    """Another rollout worker of the run has this name. `asyncrl run` starts its own again under another one."""
+    """Another rollout worker of the run has this name. `asyncrl run` restarts its own worker under another name."""
 
     exit_code = 4
 
 
 class LaunchError(AsyncRLError):
-    """A launcher could not start a process. `asyncrl run` takes it for one that died: it may be tried again."""
+    """A launcher could not start a process. `asyncrl run` treats this like a process that died and may try again."""
 
 
 class HopelessError(AsyncRLError):
-    """What starting the process again cannot heal. Launchers end the run."""
+    """A failure that a restart cannot fix. Launchers end the run."""
 
     exit_code = 3
 
 
 class DiskError(AsyncRLError):
-    """A disk takes or gives nothing now: full, read-only, an I/O error. Launchers start the process again until then.
+    """A disk cannot be written or read now: full, read-only, an I/O error. Launchers restart the process until it can.
 
-    Raised where checkpoints are read; the code is also that of an OSError that only a disk says (``exit_code_of``).
+    Raised where checkpoints are read. A process also exits with this code after an OSError that only disks cause
+    (``exit_code_of``).
     """
 
     exit_code = 5
@@ -105,7 +106,7 @@ class Forbidden(BusError):
 
 
 class Unanswered(BusError):
-    """The server is there and does not answer this, or has been restarted since it could have."""
+    """The server is reachable but does not answer this request, or has restarted since the request was sent."""
 
 
 class BusFull(BusError):
@@ -113,32 +114,32 @@ class BusFull(BusError):
 
 
 class LogChanged(BusError):
-    """A log is another one than was read so far, or back at an earlier state. The learner reads it again by group."""
+    """A log was replaced by another one or reset to an earlier state. The learner reads it again group by group."""
 
 
 class ObjectGone(BusError):
-    """An object is not in the store, or was removed while it was read. The weight channel takes another way."""
+    """An object is not in the store, or was removed during the read. The weight channel falls back to another way."""
 
 
 class MessageTooLarge(BusError):
-    """A message is larger than the server takes, or a trajectory group than the user allows. Nothing was stored; trying
-    again cannot help."""
+    """A message exceeds the server's limit, or a trajectory group exceeds the user's limit. Nothing was stored, and a
+    retry cannot help."""
 
 
 class MessageError(BusError, ValueError):
-    """Bytes that do not decode to the message type they should be, or a message that contradicts itself."""
+    """Bytes that do not decode to the expected message type, or a message that contradicts itself."""
 
 
 class EngineError(AsyncRLError):
-    """One generation failed. The rollout worker gives the prompt back."""
+    """One generation failed. The rollout worker returns the prompt to the bus."""
 
 
 class PromptError(EngineError):
-    """This prompt can be answered by no engine: too long for the model, or not of its tokens. The group is failed."""
+    """No engine can answer this prompt: it is too long for the model or not made of its tokens. The group is failed."""
 
 
 class NotNow(EngineError):
-    """This worker leaves before it can begin. It gives the prompt back, and that is no attempt at the group."""
+    """This worker is leaving and cannot begin. It returns the prompt, which counts as no attempt at the group."""
 
 
 class EngineDied(EngineError):
@@ -146,15 +147,15 @@ class EngineDied(EngineError):
 
 
 class RolloutError(AsyncRLError):
-    """A user's RolloutFn failed. The group fails with the reason; nothing crashes."""
+    """A user's RolloutFn failed. The group is failed with the reason; the process continues."""
 
 
 class RewardError(AsyncRLError):
-    """A group could not be rewarded. It fails with the reason; nothing crashes."""
+    """A group could not be rewarded. The group is failed with the reason; the process continues."""
 
 
 class FilterError(AsyncRLError):
-    """A user's group filter raised. The group fails with the reason; nothing crashes."""
+    """A user's group filter raised. The group is failed with the reason; the process continues."""
 
 
 class WeightsError(AsyncRLError):
@@ -166,9 +167,9 @@ class BackendError(AsyncRLError):
 
 
 class StepFailed(BackendError):
-    """A step, or the scoring of answers, failed on every rank; weights and optimizer are as they were.
+    """A step, or the scoring of answers, failed on every rank; weights and optimizer are unchanged.
 
-    The learner finds out which groups of the batch it fails with, and goes on without them.
+    The learner finds the groups of the batch that cause the failure and continues without them.
     """
 
 
@@ -177,36 +178,36 @@ class CheckpointError(AsyncRLError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint's files are gone, cut, changed, or make no sense. A resumed learner takes the one before."""
+    """A checkpoint's files are missing, truncated, changed, or invalid. A resumed learner uses the previous one."""
 
 
 _ONLY_DISKS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
-"""What only a disk says, wherever in a process it is raised."""
+"""Errors that only a disk causes, wherever in a process they are raised."""
 
 DISK_ERRORS: Final = (
     *_ONLY_DISKS,
     *(errno.EACCES, errno.EPERM, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN),
 )
-"""What a file that was written before says when it cannot be now, and what may be over when somebody has made room or
-mounted a disk again. The second line is a disk's only where a file is written: sockets and mistakes say it, too. Too
-many open files (EMFILE, ENFILE) are a leak of ours, which no waiting heals.
+"""Errors of writing to a file that could be written before. They may end when space is freed or a disk is mounted
+again. The second line means a disk only where a file is written: sockets and mistakes raise these errors as well. Too
+many open files (EMFILE, ENFILE) is not listed: it is a leak in asyncrl, which waiting does not fix.
 """
 
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
-"""How libraries written in Rust say an errno."""
+"""How libraries written in Rust report an errno."""
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions in a group and in its groups, in order; ``error`` itself where it is no group."""
+    """Return the exceptions in a group and its nested groups, in order; ``[error]`` if it is not a group."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for inner in error.exceptions for leaf in leaves(inner)]
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Of a process that ``error`` ends: the worst of the error, its causes and the members of its groups.
+    """Return the exit code of a process that ``error`` ends: the worst of the error, its causes and group members.
 
-    That of DiskError only if there is nothing worse: a process that ends with it is started again without end.
+    DiskError's code is returned only if nothing is worse, because a process that exits with it is restarted endlessly.
     """
     codes, waiting, seen = {1}, [error], set[int]()
     while waiting:
@@ -225,7 +226,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def disk_problem(error: BaseException) -> OSError | None:
-    """The error of a disk that cannot be written now among ``error`` and its causes; None if there is none."""
+    """Return the first error of a disk that cannot be written now, among ``error`` and its causes, or None."""
     one: BaseException | None = error
     while one is not None:
         if (number := _errno(one)) in DISK_ERRORS:
@@ -235,7 +236,7 @@ def disk_problem(error: BaseException) -> OSError | None:
 
 
 def _errno(error: BaseException) -> int:
-    """0 where it has none."""
+    """Return the errno of an error, or 0 if it has none."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     found = _OS_ERROR.search(str(error))

@@ -1,4 +1,4 @@
-"""Where a process writes what it logs: all of it to a file of its own, what a person should see to stderr as well."""
+"""Log handlers of a process: everything goes to its own file; warnings and errors also go to stderr."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError
 
 REASON = "reason"
-"""A message logged with ``extra={REASON: "..."}`` is one of many for the same reason."""
+"""Messages logged with ``extra={REASON: "..."}`` and the same reason are throttled on stderr (``Stderr``)."""
 
 
 class Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Of one logger's messages for one reason it shows the first, the tenth, the hundredth, and so on."""
+    """Shows the first, tenth, hundredth, ... message that one logger logs for the same reason."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class LogFile(logging.FileHandler):
-    """A disk that cannot be written loses lines. They are counted: the next line that is written says how many."""
+    """Counts lines that a full or broken disk loses. The next line that is written says how many are lost."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._lost = 0
 
     def _open(self) -> Any:
-        return open(self.baseFilename, "ab", buffering=0)  # what is buffered would be tried again with every line
+        return open(self.baseFilename, "ab", buffering=0)  # a buffer would retry its unwritten bytes with every line
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -55,7 +55,7 @@ class LogFile(logging.FileHandler):
                 line = f"{self._lost} lines of this log are lost: the disk took nothing{self.terminator}{line}"
             data = line.encode(errors="replace")
             file: Any = self.stream
-            if not os.fstat(file.fileno()).st_nlink:  # somebody removed it
+            if not os.fstat(file.fileno()).st_nlink:  # the file was removed
                 file.close()
                 self.stream = file = self._open()
             self._lost = 0 if file.write(data) == len(data) else self._lost + 1
@@ -66,7 +66,7 @@ class LogFile(logging.FileHandler):
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file is still the one at its path."""
+    """Return whether an open file is still the file at its path."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -74,9 +74,9 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def put_back(path: Path, file: FileIO) -> FileIO:
-    """A file that somebody removed while it was open, or put another in the place of: copied there; open at its end.
+    """Restore a file that was removed or replaced while open: copy it back to its path and reopen it at its end.
 
-    Raises OSError; ``file`` is then open still.
+    Raises OSError; ``file`` then stays open.
     """
     partial = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(exist_ok=True)
@@ -92,12 +92,13 @@ def put_back(path: Path, file: FileIO) -> FileIO:
 
 
 def log_to(path: Path) -> None:
-    """Everything from info up to a file of this process; warnings and errors to stderr as well.
+    """Log everything from info up to a file of this process, and warnings and errors also to stderr.
 
-    Raises ConfigError for a file that cannot be written, or DiskError if it was written before: that may be over soon.
+    Raises ConfigError if the file cannot be written. Raises DiskError if the file exists already, because the problem
+    may be over soon.
     """
     to_file, to_stderr = _handlers(path)
-    logging.raiseExceptions = False  # a full disk must not bury the reason under tracebacks of its own log lines
+    logging.raiseExceptions = False  # with a full disk, tracebacks of log calls must not bury the actual error
     logging.getLogger().handlers = [to_file]
     ours = logging.getLogger("asyncrl")
     ours.setLevel(logging.INFO)
@@ -106,7 +107,7 @@ def log_to(path: Path) -> None:
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """The same of asyncrl's own messages alone, and while this is open: the process is somebody else's."""
+    """Like ``log_to``, but only for asyncrl's own messages and only while open: the process belongs to the caller."""
     handlers = _handlers(path)
     ours = logging.getLogger("asyncrl")
     before = ours.level, ours.propagate, logging.raiseExceptions
@@ -126,7 +127,7 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 def _handlers(path: Path) -> tuple[logging.Handler, logging.Handler]:
-    """To the file, and to stderr. Raises ConfigError, or DiskError for a file that was there before."""
+    """Return handlers for the file and stderr. Raises ConfigError, or DiskError if the file existed before."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         to_file = LogFile(path)
@@ -141,7 +142,7 @@ def _handlers(path: Path) -> tuple[logging.Handler, logging.Handler]:
 
 
 def _may_be_there(path: Path) -> bool:
-    """Whether there is such a file, or nobody can tell."""
+    """Return whether the file exists; True if this cannot be determined."""
     try:
         return path.exists()
     except OSError:

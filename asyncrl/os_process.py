@@ -1,4 +1,4 @@
-"""This process: it ends with its parent, even after SIGKILL; its age, and the work that it has done. Linux only."""
+"""This process: ending with its parent (even after SIGKILL), its age, and the work it has done. Linux only."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ PARENT = "ASYNCRL_PARENT_PID"
 """Environment variable of a child that should end with its parent: the parent's process id."""
 
 LEARNER_SECRET = "ASYNCRL_LEARNER_SECRET"
-"""Environment variable: a word that the processes of one learner share, where each is started by itself."""
+"""Environment variable with a secret shared by the processes of one learner that are started separately."""
 
 PYTHON_PATH = "PYTHONPATH"
 
 _PR_SET_PDEATHSIG = 1
 _START_LOOKS = 5
-"""A thread that has not begun to run at so many looks in a row never will."""
+"""A thread that has not begun to run after this many consecutive checks never will."""
 _NO_THREAD = b"asyncrl: a new thread died before its first step: no memory was left for it; exiting\n"
 
 
 def import_path() -> list[str]:
-    """Folders that this process imports from and another Python would not: the script's own, and what it put in front.
+    """Return folders that this process imports from but another Python would not: the script's and prepended ones.
 
-    What stands in PYTHONPATH is left out, as it is inherited.
+    Folders in PYTHONPATH are left out, because children inherit it.
     """
     own = itertools.takewhile(lambda folder: folder != sysconfig.get_path("stdlib"), sys.path)
     inherited = os.environ.get(PYTHON_PATH, "").split(os.pathsep)
@@ -40,40 +40,41 @@ def import_path() -> list[str]:
 
 
 def environment_of_child(added: Mapping[str, str]) -> dict[str, str]:
-    """Ours and ``added``, whose PYTHONPATH comes in front of ours."""
+    """Return our environment updated with ``added``; the PYTHONPATH of ``added`` comes before ours."""
     paths = [added.get(PYTHON_PATH, ""), os.environ.get(PYTHON_PATH, "")]
     path = os.pathsep.join(filter(None, paths))
     return os.environ | dict(added) | ({PYTHON_PATH: path} if path else {})
 
 
 def end_with_parent() -> bool:
-    """End at once when our parent is gone, if it asked for that in the environment: whether it did, as launchers do.
+    """End at once when our parent is gone, if the environment asks for it. Return whether it does (launchers ask).
 
-    By SIGKILL: a drain could wait for ever for a bus that went with the same parent, and being killed loses nothing.
+    The signal is SIGKILL: a drain could wait forever for a bus that ended with the same parent. Being killed loses
+    nothing.
     """
     parent = os.environ.pop(PARENT, "")
     if parent and sys.platform.startswith("linux"):
         signal_on_parent_death(signal.SIGKILL)
-        if os.getppid() != int(parent):  # it died before we asked
+        if os.getppid() != int(parent):  # the parent died before the prctl call
             os.kill(os.getpid(), signal.SIGKILL)
     return bool(parent)
 
 
 def learner_secret() -> str:
-    """Empty where nobody set it."""
+    """Return the learner's shared secret, or "" if it is not set."""
     return os.environ.get(LEARNER_SECRET, "")
 
 
 def signal_on_parent_death(number: int) -> None:
-    """Have the kernel send us the signal ``number`` when the thread that started us ends."""
+    """Have the kernel send us signal ``number`` when the thread that started us ends."""
     if (ask := asks_for_signal_on_parent_death(number)) is not None:
         ask()
 
 
 def asks_for_signal_on_parent_death(number: int) -> Callable[[], object] | None:
-    """The same as a ``preexec_fn`` of subprocess.Popen; None off Linux.
+    """Return ``signal_on_parent_death`` as a ``preexec_fn`` for subprocess.Popen; None off Linux.
 
-    The function is looked up here: the child of a fork should do as little as it can.
+    The C function is looked up here because the child of a fork should do as little as possible.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -82,17 +83,17 @@ def asks_for_signal_on_parent_death(number: int) -> Callable[[], object] | None:
 
 
 def exit_within(seconds: float, code: int) -> None:
-    """End with ``code`` if this process is still there then: a thread in a call that never returns would keep it."""
+    """Exit with ``code`` if this process still runs after ``seconds``, for example in a call that never returns."""
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
 
 
 def exit_if_a_thread_never_runs(code: int, *, look_seconds: float = 1.0) -> None:
-    """From now on: end with ``code`` once a new thread has died before its first step, for want of memory.
+    """From now on, exit with ``code`` once a new thread has died before its first step because memory ran out.
 
-    `Thread.start` waits for that step for ever, in the event loop too. Looks are counted, not seconds: on a machine
-    where a new thread gets no time, this one gets none either.
+    `Thread.start` waits forever for that step, which also blocks the event loop. The watcher counts checks, not
+    seconds: on a machine that gives a new thread no time, the watcher gets no time either.
     """
 
     def watch() -> None:
@@ -109,7 +110,7 @@ def exit_if_a_thread_never_runs(code: int, *, look_seconds: float = 1.0) -> None
 
 
 def age_seconds() -> float:
-    """Seconds since this process was started, its imports included; off Linux, since it began to count CPU time."""
+    """Return seconds since this process was started, imports included; off Linux, the CPU seconds it has used."""
     if not sys.platform.startswith("linux"):
         return time.process_time()
     started = int(_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
@@ -118,14 +119,14 @@ def age_seconds() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What processes have done since they began. read_bytes: from files, caches of the system included."""
+    """Work of processes since they began. read_bytes: bytes read from files, including reads from the page cache."""
 
     cpu_seconds: float
     read_bytes: int
 
 
 def work() -> Work | None:
-    """Of this process and all below it that live; None where the system does not tell."""
+    """Return the work of this process and its live descendants; None if the system does not report it."""
     if not sys.platform.startswith("linux"):
         return None
     cpu_seconds, read_bytes = 0.0, 0
@@ -133,7 +134,7 @@ def work() -> Work | None:
         try:
             fields = _stat(pid)
             counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-        except OSError:  # it has just ended, or is not ours to look at
+        except OSError:  # the process has just ended, or we may not read its files
             continue
         cpu_seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         read_bytes += max(int(counts["rchar"]), int(counts["read_bytes"]))
@@ -152,5 +153,5 @@ def _with_descendants(pid: int) -> Iterator[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, which may hold blanks: the state is the first."""
+    """Return the fields of /proc/PID/stat after the name, which may contain blanks. Index 0 is the state."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

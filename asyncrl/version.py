@@ -1,4 +1,4 @@
-"""The version of asyncrl that is installed."""
+"""The installed version of asyncrl."""
 
 from typing import Final
 

@@ -1,1 +1,1 @@
-"""Benchmarks: each module is a command, `python -m benchmarks.NAME`, that prints a table and JSON lines."""
+"""Benchmarks. Each module is a command, `python -m benchmarks.NAME`, that prints a table and JSON lines."""

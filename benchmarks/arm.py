@@ -1,4 +1,4 @@
-"""One run of the real loop with simulated engines and trainer, all actors on one event loop, and what it reached."""
+"""Run the real loop once with simulated engines and trainer, all actors on one event loop, and report the result."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluating:
-    """An evaluation of ``num_prompts`` prompts, each answered once, begun whenever the one before is over.
+    """Continuous evaluation of ``num_prompts`` prompts with one answer each. A new one starts when the last one ends.
 
-    engines  of its own; 0: it shares those of training, at most ``share`` of them
+    engines  number of engines for evaluation only; 0: it shares those of training, at most ``share`` of them
     """
 
     num_prompts: int
@@ -86,7 +86,7 @@ class Evaluating:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Readings when a step was reported; what lies between two of them is the steady window."""
+    """Readings at the report of a step. Two of them delimit the steady window."""
 
     at: float
     cpu_seconds: float
@@ -97,7 +97,7 @@ class Moment:
 
 
 class Window:
-    """A metrics sink that remembers what the steps behind the warm-up reported."""
+    """A metrics sink that remembers the reports of the steps after the warm-up."""
 
     def __init__(self, plan: Plan, engines: Sequence[SimulatedEngine], server: EmbeddedServer) -> None:
         self._plan, self._engines, self._server = plan, engines, server
@@ -130,7 +130,7 @@ class Window:
 
     @property
     def dropped_tokens(self) -> float:
-        """Of the groups that were dropped as too stale."""
+        """Tokens of the groups that were dropped as too stale."""
         dropped = [one for one in self.steps if "length/dropped_mean" in one]
         counts = [histogram.counts for one in dropped if isinstance(histogram := one["length/dropped"], Histogram)]
         means = [_number(one["length/dropped_mean"]) for one in dropped]
@@ -146,18 +146,18 @@ def _number(metric: Metric) -> float:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process, from Linux."""
+    """Return the user and system time of a process (Linux only)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
 
 
 def _starved_seconds() -> float:
-    """How long the event loop's thread was ready to run and had no processor, from Linux."""
+    """Return how long the event loop's thread was ready to run but had no processor (Linux only)."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths, evaluating: Evaluating | None = None) -> Row:
-    """Run the loop once; what it reached. Ctrl-C cancels it."""
+    """Run the loop once and return its result. Ctrl-C cancels it."""
     alone = evaluating.engines if evaluating is not None else 0
     with tempfile.TemporaryDirectory(prefix="asyncrl-pipeline-") as folder:
         server = EmbeddedServer(Path(folder) / "bus")
@@ -194,13 +194,13 @@ async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths, evaluating: E
 
 
 async def live(lives: Sequence[Sequence[Actor]]) -> None:
-    """Every process of a real run, here as one task; they end by themselves when the learner says it is finished."""
+    """Run every process of a real run as one task. They end by themselves when the learner reports that it is done."""
     me = asyncio.current_task()
     assert me is not None
     async with asyncio.TaskGroup() as group:
         for actors in lives:
             group.create_task(supervise(*actors), name=actors[0].name)
-        await asyncio.sleep(0)  # each took the signals for itself; here they are for all
+        await asyncio.sleep(0)  # each process has set its signal handlers; replace them by common ones
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, me.cancel)
 
 

@@ -1,14 +1,16 @@
-"""What `asyncrl board` costs while it shows a large fleet: its CPU and memory, and bytes a second to a browser.
+"""Measure the cost of `asyncrl board` for a large fleet: its CPU and memory, and the bytes per second to a browser.
 
     python -m benchmarks.board                                  1,000 workers, two minutes
     python -m benchmarks.board --workers 100 --seconds 60 --json FILE
 
-Real: nats-server with its store on disk, the board in a process of its own, a client that reads its stream. Simulated:
-the workers, whose heartbeats one process sends, each every 2 s. A fifth of them does something else at each beat, a
-tenth has a newer version, and there is a step every 2 s: many more changes than a fleet with long answers has.
+Real: nats-server with its store on disk, the board in its own process, and a client that reads its stream. Simulated:
+the workers. One process sends their heartbeats, each worker every 2 s. At each heartbeat a fifth of the workers changes
+its activity and a tenth has a newer version, and there is a step every 2 s. A fleet with long answers changes far less.
 
-stream     bytes a second of server-sent events;  page: those of lanes that a browser loads before, plain and compressed
-cpu        share of one core;  memory: of the board's process, at each fifth of the time
+stream     bytes per second of server-sent events
+page       bytes of the lanes that a browser loads first, plain and compressed
+cpu        share of one core
+memory     memory of the board's process, at each fifth of the time
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ WAITS = (
 
 
 class Fleet:
-    """Workers that beat, and a learner that has a step for each beat."""
+    """Workers that send heartbeats, and a learner with one step per heartbeat."""
 
     def __init__(self, bus: JetStreamBus, *, workers: int) -> None:
         self._bus = bus

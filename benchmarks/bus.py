@@ -1,15 +1,15 @@
-"""How fast the bus carries trajectory groups, and how long one is on its way.
+"""Measure the throughput of the bus for trajectory groups, and the latency of a group.
 
     python benchmarks/bus.py [--quick] [--unsigned] [--json FILE] [--groups 64] [--step-seconds 30] [--sync-seconds 1]
 
-A real nats-server on loopback. Publishers, each with its own connection, share one process; the reader is another
+A real nats-server runs on loopback. Publishers share one process, each with its own connection. The reader is another
 process that decodes every group, as the learner does.
 
 peak    every publisher publishes as fast as the server acknowledges. MB/s from the first publish to the last record
-        read; the latency is then mostly the time in the queue of a reader that is behind.
+        read; the latency is then mostly queueing time, because the reader is behind.
 half    the same at half of the peak's rate, open loop: groups are due at fixed times, and the latency counts from the
-        time one was due, so that a stall is charged to everything it delays.
-latency from the call of publish to the decoded record in the reader's hands.
+        due time, so that a stall is charged to everything it delays.
+latency from the call of publish to the decoded record in the reader.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Storage = Literal["file", "memory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What the reader saw of one load."""
+    """The reader's measurements of one load."""
 
     groups: int
     megabytes_per_second: float
@@ -68,11 +68,11 @@ class Load:
 class Share:
     """One batch of 300 kB groups on an idle bus, one publisher and one reader.
 
-    publish_seconds  a worker's time in publish(), all groups one after another
+    publish_seconds  a worker's time in publish(), all groups in sequence
     read_seconds     the learner's time to take and decode them from a log that holds them all
     share            (publish_seconds + read_seconds) / step_seconds, as if nothing overlapped
-    publish_cpu_milliseconds, read_cpu_milliseconds  of the client for one group: encoding, signing, its sockets; and
-                     reading, checking, decoding. The least of all repeats: what else runs only adds to it
+    publish_cpu_milliseconds, read_cpu_milliseconds  the client's CPU time per group: encoding, signing and sockets; and
+                     reading, checking and decoding. The least of all repeats, because other load only adds to it
     """
 
     groups: int
@@ -88,7 +88,7 @@ class Share:
 
 
 def make_group(num_bytes: int) -> TrajectoryGroup:
-    """A group whose message has about ``num_bytes``: GROUP_SIZE trajectories, or as many as fit."""
+    """Return a group whose message has about ``num_bytes``: GROUP_SIZE trajectories, or as many as fit."""
     generator = np.random.default_rng(0)
     count = max(1, min(GROUP_SIZE, num_bytes // 400))
 
@@ -112,7 +112,7 @@ def make_group(num_bytes: int) -> TrajectoryGroup:
 
 
 def stamped(group: TrajectoryGroup, number: int, at: float) -> TrajectoryGroup:
-    """``seconds`` carries the time on the clock that all processes of a machine share."""
+    """Return the group with a time stamp in ``seconds``, from the clock that all processes of a machine share."""
     return TrajectoryGroup(
         group_id=number, prompt_tokens=group.prompt_tokens, trajectories=group.trajectories, worker="w", seconds=at
     )
@@ -166,7 +166,7 @@ async def open_bus(*, url: str, token: str, run: str, storage: Storage, is_signe
 async def publish_at_peak(
     buses: list[JetStreamBus], group: TrajectoryGroup, *, seconds: float, numbers: Iterator[int]
 ) -> None:
-    """Every publisher as fast as its acknowledgements come."""
+    """Publish with every publisher as fast as its acknowledgements come."""
     end = time.monotonic() + seconds
 
     async def publisher(bus: JetStreamBus) -> None:
@@ -182,7 +182,7 @@ async def publish_at_peak(
 async def publish_at_rate(
     buses: list[JetStreamBus], group: TrajectoryGroup, *, seconds: float, numbers: Iterator[int], rate: float
 ) -> None:
-    """Groups due at fixed times; a free publisher takes the next one."""
+    """Publish groups at fixed times. The next free publisher takes each group."""
     start = time.monotonic() + 0.05
     slots = iter(range(max(20, int(rate * seconds))))
 
@@ -208,7 +208,7 @@ async def measure(
     numbers: Iterator[int],
     rate: float = 0.0,
 ) -> Load:
-    """One load and what the reader saw of it; rate 0 is peak."""
+    """Run one load and return the reader's measurements. A rate of 0 is the peak."""
     loop = asyncio.get_running_loop()
     pipe.send({"address": address, "after": await buses[0].last_sequence(TRAJECTORIES)})
     await loop.run_in_executor(None, pipe.recv)
@@ -338,7 +338,7 @@ def main() -> None:
     counts = [1, 4] if options.quick else [1, 4, 16]
     seconds = min(options.seconds, 1.5) if options.quick else options.seconds
 
-    numbers = itertools.count()  # keys: none is published twice
+    numbers = itertools.count()  # for keys, so that no group is published twice
     rows: list[dict[str, Any]] = [{"machine": machine()}]
     print(rows[0]["machine"])
     print(f"{'':21}   {'peak':>17} {'':>17}   {'half of peak':>17}")

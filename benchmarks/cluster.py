@@ -1,10 +1,11 @@
-"""How long each kind of call waits when a server of a three-node NATS cluster is killed.
+"""Measure how long each kind of call waits when a server of a three-node NATS cluster is killed.
 
     python -m benchmarks.cluster --kills 6 --json docs/results/cluster.jsonl
 
-Three servers on loopback with what bin/nats-config --cluster writes, everything three times. Each round kills (SIGKILL)
-the server that leads the trajectory log, or the prompts, or that the client is connected to, makes one call of each
-kind at once, and starts the server again when all have returned. A call whose server was not hit takes milliseconds.
+Three servers run on loopback with the configuration of bin/nats-config --cluster and three replicas of everything. Each
+round kills a server (SIGKILL): the leader of the trajectory log, the leader of the prompts, or the server that the
+client is connected to. It then makes one call of each kind concurrently, and restarts the server when all have
+returned. A call whose server was not killed takes milliseconds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ VICTIMS: Final = ("leads the log", "leads the prompts", "is connected to")
 
 
 async def _round(cluster: Cluster, bus: JetStreamBus, worker: JetStreamBus, number: int) -> dict[str, float]:
-    """Seconds that each call took, with one server killed before."""
+    """Kill one server, and return the seconds that each call takes."""
     seconds: dict[str, float] = {}
 
     async def timed(name: str, call: Awaitable[Any]) -> Any:
@@ -64,7 +65,7 @@ async def _round(cluster: Cluster, bus: JetStreamBus, worker: JetStreamBus, numb
         await until(states, 2 * number)
         waiting = {"next prompt": anext(prompts), "next record": anext(records), "next state": anext(states)}
         calls = [asyncio.ensure_future(timed(name, call)) for name, call in waiting.items()]
-        await bus.depth(PROMPTS)  # by now they wait at the server
+        await bus.depth(PROMPTS)  # by then the calls wait at the server
         cluster.kill(victim)
         calls += [
             asyncio.ensure_future(timed("publish a group", bus.publish(TRAJECTORIES, group(number), key=str(number)))),

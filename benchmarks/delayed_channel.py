@@ -1,19 +1,20 @@
-"""A weight channel whose versions reach the engines late: the lag of a run, forced instead of hoped for.
+"""A weight channel that delays versions on their way to the engines, to force the lag of a run.
 
     weights.channel = "benchmarks.delayed_channel:DelayedChannel"
     weights.keep = 20                                              16 versions late
 
-Version v is announced when the learner has published version v + delay, delay = ``keep`` - SPARE. Kept are the version
-announced, all newer ones, and some older for engines that still load them.
+Version v is announced when the learner has published version v + delay, with delay = ``keep`` - SPARE. The channel
+keeps the announced version, all newer ones, and some older ones for engines that are still loading them.
 
-How much of a lag that is. A group published at version v is sampled by v or newer weights (min_policy_version) and,
-with the window full, trained max_staleness versions later. Engines have v from when the learner is at v + delay. So
+The resulting lag: A group published at version v is sampled with weights of version v or newer (min_policy_version).
+With a full window, it is trained max_staleness versions later. Engines have version v once the learner is at v + delay.
+Therefore
 
     min(versions made, delay) <= staleness of every token <= max_staleness
 
-and delay = max_staleness leaves one value: the run is in lockstep at that lag, however fast its parts are. A longer
-delay cannot work: the learner would wait for groups that wait for weights.
-Tests: benchmarks/tests/test_staleness_bus.py.
+With delay = max_staleness only one value is possible, so the run is in lockstep at that lag, however fast its parts
+are. A longer delay cannot work, because the learner would wait for groups that wait for weights. Tests:
+benchmarks/tests/test_staleness_bus.py.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
 
 SPARE: Final = 4
-"""As many as a channel without a delay keeps by default."""
+"""Number of versions that a channel without delay keeps by default."""
 
 
 class DelayedChannel(FilesChannel):
-    """FilesChannel, announcing another version than the one it writes."""
+    """A FilesChannel that announces an older version than it writes."""
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path) -> None:
         """Raises ValueError when ``keep`` is below SPARE."""
@@ -41,10 +42,10 @@ class DelayedChannel(FilesChannel):
         self._written: list[WeightVersion] = []
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
-        """Write this version and give back the one whose time has come; version 0, which engines have, before any."""
+        """Write this version and return the version that is due; before any is due, 0, which engines already have."""
         self._written.append(super().publish(snapshot, incarnation=incarnation, policy_version=policy_version))
         due = policy_version - self._delay
-        # A learner faster than the disk passes over versions (WeightPublisher), so ``due`` may be missing: the one
-        # after it is what its groups wait for.
+        # A learner faster than the disk skips versions (WeightPublisher), so ``due`` may be missing. Its groups then
+        # wait for the next version.
         self._written = [weights for weights in self._written if weights.policy_version >= due]
         return self._written[0] if due > 0 else WeightVersion(incarnation=incarnation, policy_version=0)

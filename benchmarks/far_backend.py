@@ -1,8 +1,8 @@
-"""The simulated trainer of simulated.py as what a run file may name, with weights of a real size.
+"""The simulated trainer of simulated.py as a plugin for run files, with weights of a realistic size.
 
     learner.backend = "benchmarks.far_backend:FarBackend"
 
-The weights are random bf16 numbers, of which each step moves a share to a neighbour.
+The weights are random bf16 numbers. Each step changes a share of them to a neighbouring number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from benchmarks.simulated import TimedBackend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """weights_bytes of bf16, of which each step changes ``changed_share``; ``log`` gets a JSON line for each step."""
+    """
+    weights_bytes  size of the bf16 weights
+    changed_share  share of the weights that each step changes
+    log            file for one JSON line per step
+    """
 
     train_tokens_per_second: float = 20_000.0
     weights_bytes: int = 2 * 2**20
@@ -73,7 +77,7 @@ class FarBackend(TimedBackend):
     def score(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
-        """What SimulatedEngine says of every token: its worker is no bad peer."""
+        """Return the same logprobs as SimulatedEngine, so that its worker is not quarantined."""
         return [[np.full(micro_batch.num_tokens, -1, np.float32) for micro_batch in share] for share in dp_shards]
 
     def export(self) -> Snapshot:

@@ -1,4 +1,4 @@
-"""The simulated engine of simulated.py as what a run file may name; what is loaded takes time and is not looked at.
+"""The simulated engine of simulated.py as a plugin for run files. Weights take time to load, but are not used.
 
 engine.kind = "benchmarks.far_engine:FarEngine"
 """
@@ -14,7 +14,7 @@ from benchmarks.simulated import Lengths, SimulatedEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of simulated.Timing and simulated.Lengths."""
+    """Options of simulated.Timing and simulated.Lengths."""
 
     seconds_per_token: float = 0.005
     seconds_per_sequence: float = 0.00005
@@ -25,7 +25,7 @@ class Options:
 
 
 class FarEngine(SimulatedEngine):
-    """Answers of lognormal length at a real engine's pace."""
+    """Generates answers of lognormal length at the speed of a real engine."""
 
     options_type = Options
 

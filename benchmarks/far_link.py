@@ -1,10 +1,11 @@
-"""Two network namespaces with a long and lossy way between them: kernel TCP on both ends, real round trips and losses.
+"""Two network namespaces with a slow and lossy link between them: kernel TCP on both ends, real round trips and losses.
 
     python -m benchmarks.far_link --delay 0.1 --loss 0.01        what a probe of such a link measures
 
-Where the kernel has ``tc netem`` a pair of veth devices with it is the way; elsewhere two TUN devices and a process
-that carries IP packets from one to the other, each ``delay`` seconds later, some of them never, ``mbit``
-at most. Nothing outside the namespaces is changed. Needs root on Linux; ``unavailable()`` says why not.
+If the kernel has ``tc netem``, the link is a pair of veth devices. Otherwise it is two TUN devices and a process that
+carries IP packets between them: it delays each packet by ``delay`` seconds, drops some, and limits the rate to
+``mbit``. Nothing outside the namespaces changes. Needs root on Linux; ``unavailable()`` returns the reason if it cannot
+work.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from typing import Any, Final
 NETWORK, NEAR, FAR = "10.77.0.0/24", "10.77.0.1", "10.77.0.2"
 _MTU: Final = 1500
 _QUEUE_SECONDS: Final = 0.2
-"""What a router keeps for a line that is full; more is dropped."""
+"""Length of the queue of a full line, in seconds; further packets are dropped."""
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET: Final = 0x40000000
 _CONGESTION: Final = "net.ipv4.tcp_congestion_control"
 
 
 def unavailable() -> str:
-    """Why there can be no link on this machine; "" when there can."""
+    """Return why this machine cannot have a link; "" if it can."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
         return "network namespaces need root on Linux, and iproute2"
     name = f"asyncrl-probe-{os.getpid()}"
@@ -62,12 +63,12 @@ def _has_netem(namespace: str) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class FarLink:
-    """``with FarLink(...) as link``: ``link.near`` and ``link.far`` go before a command.
+    """``with FarLink(...) as link``: put ``link.near`` or ``link.far`` before a command to run it on that side.
 
-    delay  seconds one way
-    loss   share of packets that are lost, each way
+    delay  seconds, one way
+    loss   share of lost packets, each way
     mbit   rate, each way
-    tcp    congestion control in both namespaces; "" leaves the machine's
+    tcp    congestion control in both namespaces; "": the machine's
     """
 
     delay: float
@@ -97,7 +98,7 @@ class FarLink:
                 self._join_by_tun()
             for side, address in (("near", NEAR), ("far", FAR)):
                 self._in(side, "sysctl", "-qw", "net.ipv4.tcp_no_metrics_save=1")
-                if self.tcp:  # by the route: the setting of a namespace is for kinds that every user may choose
+                if self.tcp:  # per route: a namespace's setting allows only algorithms open to all users
                     device = ["dev", self._device(side), "src", address]
                     self._in(side, "ip", "route", "replace", NETWORK, *device, "congctl", self.tcp)
         except BaseException:
@@ -169,18 +170,18 @@ def _do(*command: str) -> None:
 
 
 class _Way:
-    """One direction: packets wait in the order they came, each until its time."""
+    """One direction of the link. Packets wait in order of arrival, each until its time."""
 
     def __init__(self, source: int, sink: int, *, delay: float, loss: float, mbit: float, seed: int) -> None:
         self.source, self._sink = source, sink
         self._delay, self._loss = delay, loss
         self._seconds_per_byte = 8 / (mbit * 1e6)
         self._random = random.Random(seed)
-        self._free = 0.0  # when the line has sent all that it was given
+        self._free = 0.0  # time when the line has sent all packets so far
         self._packets: deque[tuple[float, bytes]] = deque()
 
     def take(self) -> None:
-        """Everything that the kernel has for us."""
+        """Read all packets that the kernel has ready."""
         while True:
             try:
                 packet = os.read(self.source, 65536)
@@ -193,20 +194,20 @@ class _Way:
             self._packets.append((self._free + self._delay, packet))
 
     def give(self) -> float:
-        """Send on what is due; seconds until the next one is."""
+        """Send the packets that are due; return the seconds until the next one is due."""
         while self._packets:
             due, packet = self._packets[0]
             left = due - time.monotonic()
             if left > 0:
                 return left
             self._packets.popleft()
-            with contextlib.suppress(OSError):  # it is not up yet
+            with contextlib.suppress(OSError):  # the device is not up yet
                 os.write(self._sink, packet)
         return 1.0
 
 
 def _carry(near: str, far: str, *, delay: float, loss: float, mbit: float) -> None:
-    """Until we are ended."""
+    """Carry packets both ways until the process is ended."""
     devices = [_tun(path) for path in (near, far)]
     ways = [
         _Way(*ends, delay=delay, loss=loss, mbit=mbit, seed=seed)
@@ -222,7 +223,7 @@ def _carry(near: str, far: str, *, delay: float, loss: float, mbit: float) -> No
 
 
 def _tun(namespace: str) -> int:
-    """A TUN device called "way" in a namespace, as seen from here: what the kernel sends there is read here."""
+    """Open a TUN device called "way" in a namespace. Packets that the kernel sends there can be read here."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as ours, open(namespace) as theirs:
         _enter(libc, theirs)
@@ -286,7 +287,7 @@ except OSError: pass
 
 
 def probe(link: FarLink, *, seconds: float = 8.0, packets: int = 2000) -> dict[str, Any]:
-    """rtt_ms and lost (both ways together) of datagrams; bytes_per_second of one TCP connection from far to near."""
+    """Measure rtt_ms and lost (both ways together) of datagrams, and bytes_per_second of one TCP connection to near."""
     echo = _ready([*link.near, sys.executable, "-c", _ECHO])
     ping = subprocess.run(
         [*link.far, sys.executable, "-c", _PING, NEAR, str(packets)], capture_output=True, text=True, check=True

@@ -1,10 +1,10 @@
-"""Injects faults into runs of real processes on a real nats-server and measures how soon each is named, and how.
+"""Inject faults into runs of real processes on a real nats-server, and measure how soon and how each is reported.
 
     python -m benchmarks.faults [--json FILE]
 
-A tiny model trains on two CPU cores. What hangs is a subclass of a real part that waits while a file is there; what
-freezes is stopped by SIGSTOP; what is cut off goes through a proxy that forwards nothing more. The table is in
-docs/guides/troubleshooting.md; tests/chaos/test_liveness.py runs some of them.
+A tiny model trains on two CPU cores. Hangs: a subclass of a real part waits while a file exists. Freezes: a process is
+stopped by SIGSTOP. Lost connections: a proxy stops forwarding. The table of results is in
+docs/guides/troubleshooting.md; tests/chaos/test_liveness.py runs some of the faults.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(
     *,
     seconds: float = NAMED_SECONDS,
 ) -> Measured:
-    """Inject until it is named, with ``text``. Raises TimeoutError."""
+    """Inject a fault until it is reported with ``text``. Raises TimeoutError."""
     before = len(run.said)
     with injected:
         began = time.monotonic()
@@ -48,7 +48,7 @@ def measure(
 
 
 def of_own_processes(folder: Path) -> Iterator[Measured]:
-    """What a run's own processes can suffer, healed one after the other."""
+    """Inject faults into the run's own processes, one at a time; each is healed before the next."""
     with running(folder) as run:
 
         def parts(name: str) -> contextlib.AbstractContextManager[None]:
@@ -80,7 +80,7 @@ def of_own_processes(folder: Path) -> Iterator[Measured]:
 
 
 def of_joined_workers(folder: Path) -> Iterator[Measured]:
-    """What workers suffer that joined by themselves, and what their absence means."""
+    """Inject faults into workers that joined by themselves, including their absence."""
     with running(folder, "rollout.workers=0") as run:
         run.wait_for("there is no rollout worker", seconds=120)
         with joined(run, "x0") as worker:
@@ -98,7 +98,7 @@ def of_joined_workers(folder: Path) -> Iterator[Measured]:
 
 @contextlib.contextmanager
 def joined(run: Run, name: str, *, url: str = "") -> Iterator[subprocess.Popen[bytes]]:
-    """A worker that has worked for some steps."""
+    """Start a worker and let it work for some steps."""
     worker = run.worker(name, url=url)
     try:
         run.wait_for_steps(4)
@@ -110,11 +110,11 @@ def joined(run: Run, name: str, *, url: str = "") -> Iterator[subprocess.Popen[b
 
 @contextlib.contextmanager
 def _starting(run: Run) -> Iterator[None]:
-    """A worker whose engine hangs from the first instant of its start."""
+    """Start a worker whose engine hangs right at its start."""
     with hanging(run.folder, "start"):
         worker = run.worker("x3")
         try:
-            while not (run.folder / "begun").exists():  # until then it imports
+            while not (run.folder / "begun").exists():  # the worker is still importing
                 time.sleep(0.01)
             yield
         finally:

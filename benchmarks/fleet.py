@@ -1,21 +1,21 @@
-"""What a trajectory costs the bus and its clients, over the size of the fleet: 1 to 1,000 rollout workers.
+"""Measure the cost of a trajectory for the bus and its clients, by size of the fleet: 1 to 1,000 rollout workers.
 
     python -m benchmarks.fleet                                      a quarter of an hour on two cores
     python -m benchmarks.fleet --workers 1 100 1000 --steps 6       less of it
     python -m benchmarks.fleet --each 0.2                           fleets that grow with the work
     python -m benchmarks.fleet --json docs/results/fleet.jsonl      one object a line, for plot_fleet.py
 
-Real: nats-server with JetStream on disk, one connection a worker, every actor of workers and learner, the launcher's
-watcher, weights by files. Simulated: the model (fleet_parts.py). The trainer takes a batch at fixed times, so that all
-fleets do the same work and what a larger one costs more is the price of its size.
+Real: nats-server with JetStream on disk, one connection per worker, every actor of workers and learner, the launcher's
+watcher, weights by files. Simulated: the model (fleet_parts.py). The trainer takes a batch at fixed times, so all
+fleets do the same work, and the extra cost of a larger fleet is the price of its size.
 
-presence  before the learner starts, every worker waits: heartbeats, watches and open orders, and nothing else
-load      the steady part of the run. ``work`` is load less presence, ``whole`` is load: per trajectory each
+presence  before the learner starts, all workers wait: only heartbeats, watches and open orders
+load      the steady part of the run, per trajectory: ``whole`` is the load, ``work`` is the load minus presence
 
-A worker that waits costs what it costs per second, not per trajectory; the load here is spread thin, a trajectory per
-worker in sixteen seconds at the largest, as with answers of 32k tokens. Flat within 20 % is the goal, and printed where
-it is missed. What must hold (exit code 1): ``asyncrl audit`` is clean, no token over the bound, never more groups
-outstanding than the window.
+A waiting worker has a cost per second, not per trajectory. The load is low, one trajectory per worker in sixteen
+seconds in the largest fleet, as with answers of 32k tokens. The goal is a flat cost within 20 %; misses are printed.
+Required (else exit code 1): ``asyncrl audit`` is clean, no token is over the bound, and the groups outstanding never
+exceed the window.
 """
 
 from __future__ import annotations
@@ -63,10 +63,13 @@ _EACH_STEP_SECONDS: Final = 12.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What all fleets have in common.
+    """Parameters that all fleets share.
 
-    rate     prompt groups a second;  seconds: that an answer takes on average;  num_tokens: of an answer
-    steps    measured, behind ``warmup`` steps;  idle_seconds: how long presence is measured
+    rate          prompt groups per second
+    seconds       average time of an answer
+    num_tokens    tokens of an answer
+    steps         number of measured steps, after ``warmup`` steps
+    idle_seconds  how long presence is measured
     """
 
     rate: float
@@ -82,7 +85,7 @@ class Scene:
 
     @property
     def all_steps(self) -> int:
-        """A window of them comes behind the measured ones: what the last ones train was sampled before."""
+        """Number of all steps. A window of steps follows the measured ones, because it only trains older samples."""
         return self.warmup + self.steps + self.max_staleness + 1
 
     def run_file(self, folder: Path, *, workers: int, url: str) -> RunConfig:
@@ -115,7 +118,7 @@ class Scene:
 
 
 def run(scene: Scene, *, workers: int) -> Row:
-    """One fleet from its start to the audit of its folder."""
+    """Run one fleet, from its start to the audit of its folder."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-fleet-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         tiny_files.write(folder, Policy.new(torch.Generator().manual_seed(0)))
@@ -138,7 +141,7 @@ def run(scene: Scene, *, workers: int) -> Row:
 
 
 class Fleet:
-    """The processes of one run, and what is read of them from outside."""
+    """The processes of one run, and readings of them from outside."""
 
     def __init__(self, scene: Scene, run_config: RunConfig, server: MonitoredServer, processes: Processes) -> None:
         self._scene, self._run, self._server, self._processes = scene, run_config, server, processes
@@ -198,7 +201,7 @@ class Fleet:
         self._parts[part].append(self._processes.pid(name))
 
     async def _steps(self, bus: Bus) -> AsyncGenerator[int, None]:
-        """Each step once it is done. Looks at everything once a second; raises RuntimeError when a process ended."""
+        """Yield each step when it is done. Takes readings once a second. Raises RuntimeError if a process has ended."""
         looking = asyncio.create_task(self._look(bus))
         last = 0
         try:
@@ -219,7 +222,7 @@ class Fleet:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             self._read()
-            published = await bus.last_sequence(PROMPTS)  # this one first: it only grows
+            published = await bus.last_sequence(PROMPTS)  # read it first, because it only grows
             progress = (await bus.states(PROGRESS)).get("")
             if progress is not None:
                 done = progress.groups_trained + progress.groups_dropped + progress.groups_failed
@@ -235,7 +238,7 @@ class Fleet:
         return reading
 
     async def _end(self) -> Any:
-        """What the watcher found. The others end by themselves."""
+        """Return the watcher's findings, and wait for the other processes, which end by themselves."""
         pipe = self._processes.pipe("watcher")
         pipe.send("end")
         found = await asyncio.to_thread(pipe.recv)
@@ -248,7 +251,7 @@ class Fleet:
 
 
 def _row(scene: Scene, run_config: RunConfig, *, presence: Row, load: Row, readings: Sequence[Reading]) -> Row:
-    trajectories = scene.steps * scene.groups_per_batch * scene.group_size / load["seconds"]  # a second
+    trajectories = scene.steps * scene.groups_per_batch * scene.group_size / load["seconds"]  # per second
     row: Row = {
         "workers": run_config.rollout.workers,
         "trajectories_per_second": trajectories,
@@ -293,7 +296,7 @@ def _say(text: str, *, end: str = "\n") -> None:
 
 
 def write(target: Path, rows: Sequence[Row], *, given: Sequence[str]) -> None:
-    """After every fleet: the largest come last and take longest."""
+    """Write the results after every fleet, because the largest fleets come last and take longest."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("".join(json.dumps(row) + "\n" for row in [{"machine": machine(given)}, *rows]))
 
@@ -353,7 +356,7 @@ def scene_of(options: argparse.Namespace, workers: int) -> Scene:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code 1 when a promise was broken, 130 at Ctrl-C."""
+    """Exit code 1 if a requirement is violated, 130 at Ctrl-C."""
     options = arguments(given)
     started = time.monotonic()
     rows: list[Row] = []

@@ -1,8 +1,8 @@
-"""The model's side of the fleet benchmark: an engine that waits and a trainer that paces. They compute nothing.
+"""The model of the fleet benchmark: an engine and a trainer that only take time and compute nothing.
 
-An answer takes a time that its seed stands for and has TOKENS tokens, which grow evenly: partial rollouts hold
-some of them.
-The trainer takes a batch every ``step_seconds``: it alone sets how much work a run does, whatever the fleet.
+An answer takes a time that depends on its seed. Its tokens appear evenly over that time, and partial rollouts hold
+those so far. The trainer takes a batch every ``step_seconds``. It alone decides how much work a run does, for every
+fleet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _SEED_BITS: Final = 63  # of generation_session.sample_seed
 
 @dataclass(slots=True)
 class Growing:
-    """One answer. ``versions``: (first token, (incarnation, policy version)), rising."""
+    """One answer in progress.
+
+    versions  (first token, (incarnation, policy version)), in order
+    """
 
     num_tokens: int
     began: float
@@ -46,7 +49,7 @@ class Growing:
         return self.whole().first(len(self)).after(begin)
 
     def whole(self) -> Generation:
-        starts = dict(self.versions)  # of several at one token the last
+        starts = dict(self.versions)  # of several versions at one token, the last
         return Generation(
             tokens=np.full(self.num_tokens, FIRST_DIGIT, np.int32),
             logprobs=np.full(self.num_tokens, LOGPROB, np.float32),
@@ -56,7 +59,7 @@ class Growing:
 
 
 class FleetEngine:
-    """An Engine. Answers take ``seconds`` on average, half to one and a half times that."""
+    """An Engine. Answers take ``seconds`` on average, from 0.5 to 1.5 times that."""
 
     def __init__(self, *, seconds: float, num_tokens: int) -> None:
         self._seconds, self._num_tokens = seconds, num_tokens
@@ -95,7 +98,7 @@ class FleetEngine:
         self._version = weights.order
         for growing in self._growing.values():
             start = len(growing) + 1 if len(growing) else 0
-            if start < growing.num_tokens:  # else it is done, and has only not been handed over yet
+            if start < growing.num_tokens:  # else it is complete, but not yet returned
                 growing.versions.append((start, self._version))
         return LoadReport(pause_seconds=0.0, load_seconds=0.0)
 
@@ -120,7 +123,7 @@ class Options:
 
 
 class FleetBackend(BackendAdapter):
-    """learner.backend = "benchmarks.fleet_parts:FleetBackend": a step ends ``step_seconds`` after the one before."""
+    """learner.backend = "benchmarks.fleet_parts:FleetBackend": a step ends ``step_seconds`` after the previous one."""
 
     options_type = Options
 

@@ -1,4 +1,4 @@
-"""The three prices of a fleet, out of what fleet.py measured: of a trajectory, of a worker that waits, of a load."""
+"""The three costs of a fleet, from the results of fleet.py: per trajectory, per waiting worker, and per weight load."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, Final
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""Title, head, rows."""
+"""Title, header and rows."""
 FLEET_RESULTS: Final = Path(__file__).parent.parent / "docs" / "results" / "fleet.jsonl"
 _ENOUGH: Final = 100
-"""Workers from which on what a worker costs is not lost in what the rest costs."""
+"""Number of workers from which the cost per worker stands out from the other costs."""
 
 
 def measured(results: Path) -> dict[str, float]:
-    """What fleet.py found for the bus's messages: presence of the largest fleet, and a group's in the smallest."""
+    """Return the message rates from the results of fleet.py: presence and loads from the largest fleet, a group's
+    messages from the smallest. Empty without a large fleet."""
     found = _fleets(results)
     if not found or found[-1]["workers"] < _ENOUGH:
         return {}
@@ -32,14 +33,14 @@ def measured(results: Path) -> dict[str, float]:
 
 
 def _fleets(results: Path) -> list[dict[str, Any]]:
-    """The rows of fleet.py, smallest first; none where it has not run."""
+    """Return the rows of fleet.py, smallest fleet first; empty if it has not run."""
     lines = results.read_text().splitlines() if results.is_file() else []
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     return sorted((row for row in rows if "workers" in row), key=lambda row: row["workers"])
 
 
 def fleet_table(results: Path) -> Table:
-    """What fleet.py found, for a person: the whole of it, and the three prices that it is made of."""
+    """Return the results of fleet.py as a table: the whole cost, and the three costs that it consists of."""
     found, rows = _fleets(results), []
     for row in found:
         workers, load, presence = row["workers"], row["load"], row["presence"]

@@ -1,4 +1,4 @@
-"""Readings of a run's processes and its nats-server, and what lies between two of them. Linux only."""
+"""Readings of a run's processes and its nats-server, and differences between two readings. Linux only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class MonitoredServer(EmbeddedServer):
-    """With the HTTP monitor that counts messages."""
+    """An EmbeddedServer with the HTTP monitor that counts messages."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -35,7 +35,7 @@ class MonitoredServer(EmbeddedServer):
         return path
 
     def counts(self) -> dict[str, int]:
-        """Messages and bytes that clients sent (in) and received (out), connections, subscriptions."""
+        """Return messages and bytes that clients sent (in) and received (out), connections and subscriptions."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._monitor}/varz", timeout=30) as answer:
             found = json.load(answer)
         return {name: int(found[name]) for name in COUNTS}
@@ -46,7 +46,10 @@ COUNTS: Final = ("in_msgs", "out_msgs", "in_bytes", "out_bytes", "connections", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """cpu_seconds, rss_bytes: of each part, the sum over its processes."""
+    """One reading.
+
+    cpu_seconds, rss_bytes  per part, the sum over its processes
+    """
 
     at: float
     counts: Mapping[str, int]
@@ -55,7 +58,10 @@ class Reading:
 
 
 def read(parts: Mapping[str, Sequence[int]], server: MonitoredServer, *, at: float) -> Reading:
-    """``parts``: name -> process ids."""
+    """Take a reading.
+
+    parts  name -> process ids
+    """
     return Reading(
         at=at,
         counts=server.counts(),
@@ -65,7 +71,7 @@ def read(parts: Mapping[str, Sequence[int]], server: MonitoredServer, *, at: flo
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time."""
+    """Return the user and system time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
@@ -75,7 +81,7 @@ def rss_bytes(pid: int) -> int:
 
 
 def between(first: Reading, last: Reading) -> dict[str, Any]:
-    """Per second: CPU seconds of each part, messages and bytes at the server, in and out together."""
+    """Return rates per second: CPU seconds of each part, and messages and bytes at the server (in plus out)."""
     seconds = last.at - first.at
     delta = {name: last.counts[name] - first.counts[name] for name in COUNTS}
     return {
@@ -87,7 +93,7 @@ def between(first: Reading, last: Reading) -> dict[str, Any]:
 
 
 def memory(readings: Sequence[Reading]) -> dict[str, dict[str, float]]:
-    """Of each part: the most megabytes, and megabytes a minute by a least-squares line through the readings."""
+    """Return for each part the maximum megabytes, and the megabytes per minute of a least-squares line."""
     times = np.array([reading.at for reading in readings])
     found = {}
     for part in readings[0].rss_bytes:

@@ -1,6 +1,7 @@
-"""The processes of the fleet benchmark: many rollout workers in each, a learner, and a launcher's watcher.
+"""The processes of the fleet benchmark: processes with many rollout workers each, a learner, and a launcher's watcher.
 
-Each worker is the real actor with its follower, its heart and a bus connection of its own; what it lacks is a model.
+Each worker is the real actor with its weight follower, its heartbeat and its own bus connection. Only the model is
+missing.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from benchmarks.simulated import EvenLength, NoText
 
 STOP_SECONDS: Final = 120.0
 _JOINING: Final = 4
-"""Workers of a process that connect at a time."""
+"""Number of workers of a process that connect at the same time."""
 _ATTEMPTS: Final = 10
 
 
 class Processes:
-    """Spawned processes that end with this one; each tells its parent when it is ready."""
+    """Spawned processes that end with this one. Each reports to its parent when it is ready."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -59,7 +60,7 @@ class Processes:
         return int(self.started[name].pid)
 
     def told(self, name: str) -> Any:
-        """What a process says when it is ready. Raises EOFError when it ended instead."""
+        """Wait for a process's ready message and return it. Raises EOFError if the process ended instead."""
         return self._pipes[name].recv()
 
     def pipe(self, name: str) -> Connection:
@@ -87,7 +88,7 @@ def _child(main: Callable[..., None], parent: Connection, *arguments: Any) -> No
 def workers(
     parent: Connection, run: RunConfig, token: str, names: Sequence[str], seconds: float, num_tokens: int
 ) -> None:
-    """Tells its parent when all of them are connected and started."""
+    """Run the workers; report to the parent when all of them are connected and started."""
     _log_to(run.run_directory / "logs" / f"{names[0]}.log")
     uvloop.run(_workers(parent, run, token, names, seconds, num_tokens))
 
@@ -117,7 +118,7 @@ async def _workers(
 
 
 async def _connected(run: RunConfig, *, token: str) -> Bus:
-    """On a machine that is short of processors a connection may take longer than its patience: tried again."""
+    """Connect to the bus. Retries, because a connection may time out on an overloaded machine."""
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(ConfigError):
             return await registry.connect(run, token=token, role="rollout-worker")
@@ -125,7 +126,7 @@ async def _connected(run: RunConfig, *, token: str) -> Bus:
 
 
 def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
-    """As cli/rollout_worker.py makes them, with a simulated engine and without a tokenizer."""
+    """Return a worker's actors as in cli/rollout_worker.py, but with a simulated engine and without a tokenizer."""
     follower = WeightFollower(
         f"{name}.weights", bus, engine=engine, verify=registry.channel(run, bus=bus).verify, load=run.load
     )
@@ -168,7 +169,7 @@ async def _learner(parent: Connection, run: RunConfig, token: str) -> None:
 
 
 def watcher(parent: Connection, run: RunConfig, token: str) -> None:
-    """What `asyncrl run` looks with, once a second; what it found is told when the parent asks for it."""
+    """Run the health monitor of `asyncrl run`, once a second; send its findings when the parent asks."""
     _log_to(run.run_directory / "logs" / "watcher.log")
     with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
         uvloop.run(_watch(parent, run, token))

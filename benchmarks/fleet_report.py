@@ -1,4 +1,4 @@
-"""What fleet.py found, in lines for a person, and where it is not flat."""
+"""The results of fleet.py as readable lines, and where the cost is not flat."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def line(row: Row) -> str:
 
 
 def flatness(rows: Sequence[Row]) -> Iterator[str]:
-    """Each fleet against the smallest: where it is not flat, and by how much."""
+    """Compare each fleet with the smallest; yield each cost that is not flat, and by how much."""
     for row in rows[1:]:
         for of in ("whole", "work"):
             for name, pick in _COSTS.items():

@@ -1,13 +1,13 @@
-"""How soon a worker that joins a run is of use, and whether one that leaves loses anything.
+"""Measure how soon a joining worker contributes to a run, and whether a leaving worker loses anything.
 
     python -m benchmarks.join [--joins N] [--json FILE]
 
-The demo's task on a real nats-server, real processes; each worker gets the bus and the run's name and starts in an
-empty folder. Half of them leave by SIGTERM, half by SIGKILL.
+Runs the demo's task with real processes on a real nats-server. Each worker gets the bus and the run's name, and starts
+in an empty folder. Half of the workers leave by SIGTERM, half by SIGKILL.
 
-start  from the command to its engine being up: imports, settings from the bus, the model's weights
-join   from its engine being up to the end of the learner's first step that trains something of it: the promise is 10 s
-audit  of the whole run behind the last one: lost and duplicated must be 0
+start  from the command until its engine is up: imports, settings from the bus, the model's weights
+join   from then until the end of the learner's first step that trains one of its groups: the promise is 10 s
+audit  audit of the whole run after the last worker: lost and duplicated must be 0
 """
 
 from __future__ import annotations

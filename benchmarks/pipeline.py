@@ -1,19 +1,20 @@
-"""Synchronous, one-step-off and asynchronous training on equally many machines: tokens trained per second.
+"""Compare synchronous, one-step-off and asynchronous training on equally many machines: tokens trained per second.
 
     python -m benchmarks.pipeline                                      four to five minutes on two cores
     python -m benchmarks.pipeline --quick                              one length distribution, 40 seconds
     python -m benchmarks.pipeline --json docs/results/pipeline.jsonl   one object a line, for plot_pipeline.py
 
-The loop is the real one: nats-server, JetStream, every actor, one bus connection a worker, real time. Only the model is
-not: engines and trainer take time by a formula and compute nothing (simulated.py). Answers have the same lengths in
-every arm: they depend on the seed alone.
+The loop is real: nats-server, JetStream, every actor, one bus connection per worker, real time. Only the model is
+simulated: engines and trainer take time by a formula and compute nothing (simulated.py). Answers have the same lengths
+in every arm, because lengths depend only on the seed.
 
-N machines are split into workers and learner. Each mode runs at the split that suits it best (by ideal.py's clock), and
-asynchronous training also with one worker less and one more, where generation or training holds it up. Synchronous
-training runs colocated too: all machines generate, then all train, and switching costs nothing.
+N machines are split into workers and learner. Each mode runs at its best split (by ideal.py's clock). Asynchronous
+training also runs with one worker less and one more, where generation or training is the bottleneck. Synchronous
+training also runs colocated: all machines generate, then all train, and switching costs nothing.
 
-The model is a 7B one on H100s: one simulated token stands for 8, one simulated second for --speed real ones. What bus
-and actors cost is not scaled, so their share is that many times larger than in a real run; ``of ideal`` shows it.
+The simulated model is a 7B model on H100s: one simulated token stands for 8 tokens, one simulated second for --speed
+real ones. The cost of bus and actors is not scaled, so its share is that many times larger than in a real run; ``of
+ideal`` shows it.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from benchmarks.simulated import LENGTH_KINDS, LengthKind, Lengths, group_length
 
 MODES: Final[tuple[Mode, ...]] = ("sync", "one_step_off", "async")
 STARVED: Final = 0.05
-"""A run whose event loop waited longer than this share of the time for a processor says little about the loop."""
+"""If the event loop waited for a processor for more than this share of the time, the run says little about the loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What all arms have in common. Lengths are in simulated tokens."""
+    """Parameters that all arms share. Lengths are in simulated tokens."""
 
     machines: int
     groups_per_batch: int
@@ -59,8 +60,8 @@ class Scene:
     eviction: Literal["", "wait", "drop"] = ""
 
     def timing(self) -> Timing:
-        """Per machine: decode step 8 ms + 0.1 ms a sequence, 256 of them; 5,000 tokens trained a second."""
-        tokens = 8.0  # that one simulated token stands for
+        """Per machine: a decode step of 8 ms + 0.1 ms per sequence, up to 256 sequences; 5,000 trained tokens/s."""
+        tokens = 8.0  # tokens that one simulated token stands for
         return Timing(
             seconds_per_token=tokens * 8e-3 / self.speed,
             seconds_per_sequence=tokens * 1e-4 / self.speed,
@@ -71,10 +72,10 @@ class Scene:
         )
 
     def plans(self, mode: Mode) -> list[Plan]:
-        """One for each split."""
+        """Return one plan per split."""
         bound = {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[mode]
-        warmup = 2 * (bound + 1)  # the window filled twice
-        steps = self.steps * (2 if mode == "async" else 1)  # its steps are shorter
+        warmup = 2 * (bound + 1)  # two full windows
+        steps = self.steps * (2 if mode == "async" else 1)  # async steps are shorter
         plan = Plan(
             mode=mode,
             workers=self.machines,
@@ -96,7 +97,7 @@ class Scene:
 
 
 def measure(scene: Scene, *, mode: Mode, kind: LengthKind, sweep: str, tries: int) -> Iterator[Row]:
-    """Rows of one mode, each when it is done."""
+    """Yield the rows of one mode, each when it is done."""
     timing, lengths = scene.timing(), Lengths(kind, mean=scene.length_mean, maximum=scene.length_max)
     of_group = group_lengths(lengths, group_size=scene.group_size, seed=scene.seed)
     ideal = {plan: Ideal(plan, timing, of_group).tokens_per_second() for plan in scene.plans(mode)}
@@ -120,7 +121,7 @@ def measure(scene: Scene, *, mode: Mode, kind: LengthKind, sweep: str, tries: in
 
 
 def least_starved(plan: Plan, *, timing: Timing, lengths: Lengths, tries: int) -> Row:
-    """The row of the run that other programs disturbed least: tried again while it was starved of processors."""
+    """Return the row of the run that other programs disturbed least. Retries while the run is starved of processors."""
     rows: list[Row] = []
     while len(rows) < tries and min((row["starved_share"] for row in rows), default=1.0) > STARVED:
         rows.append(uvloop.run(run_arm(plan, timing=timing, lengths=lengths)))
@@ -128,7 +129,7 @@ def least_starved(plan: Plan, *, timing: Timing, lengths: Lengths, tries: int) -
 
 
 def chosen(ideal: Mapping[Plan, float], *, sweep: str) -> list[Plan]:
-    """The best split, for async also its neighbours, for sync also colocated; or all."""
+    """Return the best split, for async also its neighbours, for sync also colocated; or all splits."""
     if sweep == "all":
         return list(ideal)
     best = max((plan for plan in ideal if not plan.is_colocated), key=lambda plan: ideal[plan])
@@ -156,7 +157,7 @@ def line(row: Row) -> str:
 
 
 def ratios(rows: Sequence[Row]) -> Iterator[str]:
-    """Async against the other modes, each at the best of its splits."""
+    """Compare async with the other modes, each at its best split."""
     for kind in dict.fromkeys(row["lengths"] for row in rows):
         arms = {
             "sync colocated": [row for row in rows if row["lengths"] == kind and row["is_colocated"]],
@@ -227,7 +228,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code 1 when the staleness bound was broken, 130 at Ctrl-C."""
+    """Exit code 1 if the staleness bound was exceeded, 130 at Ctrl-C."""
     options = arguments(given)
     scene = Scene(
         machines=options.machines,

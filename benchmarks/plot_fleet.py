@@ -1,10 +1,11 @@
-"""Draws what fleet.py measured.
+"""Plot the results of fleet.py.
 
     python -m benchmarks.plot_fleet docs/results/fleet.jsonl docs/results/fleet.png
     python -m benchmarks.plot_fleet docs/results/fleet_same_each.jsonl docs/results/fleet_same_each.png
 
-Left, CPU per trajectory by part, over the size of the fleet; middle, messages at the server; right, memory. Filled:
-what waiting workers cost, spread over the trajectories of this load; the band is the smallest fleet's, 20 % around it.
+Left: CPU per trajectory by part, over the size of the fleet. Middle: messages at the server. Right: memory. The filled
+area is the cost of waiting workers, divided by the trajectories of this load. The band is the smallest fleet's cost,
+plus and minus 20 %.
 """
 
 from __future__ import annotations

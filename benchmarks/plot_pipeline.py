@@ -1,9 +1,9 @@
-"""Draws what pipeline.py measured.
+"""Plot the results of pipeline.py.
 
     python -m benchmarks.plot_pipeline docs/results/pipeline.jsonl docs/results/pipeline.png
 
-Above, tokens trained per second over the split of the machines: lines are what ideal.py predicts, dots the real loop.
-Below, what the learner's machines did in each mode at its best split.
+Top: tokens trained per second over the split of the machines; lines are the prediction of ideal.py, dots the real loop.
+Bottom: how the learner's machines spend their time in each mode at its best split.
 """
 
 from __future__ import annotations

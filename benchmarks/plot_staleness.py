@@ -1,9 +1,9 @@
-"""Draws what staleness_bus.py measured.
+"""Plot the results of staleness_bus.py.
 
     python -m benchmarks.plot_staleness docs/results/staleness_bus.jsonl docs/results/staleness.png
 
-Above, the expected reward of every arm, and how old the tokens were that three of them trained. Below, the arms that
-take time: the reward over seconds, and the adaptive bound beside the staleness of each step's batch.
+Top: the expected reward of every arm, and the staleness of the trained tokens in three of them. Bottom: the arms that
+take time, with the reward over seconds, and the adaptive bound with the staleness of each step's batch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def draw(rows: Sequence[Row], target: Path) -> None:
 
 
 def draw_rewards(axes: Any, arms: dict[str, list[Row]]) -> None:
-    """A line is the mean over seeds, its band from the lowest to the highest."""
+    """Plot the mean over seeds as a line, with a band from the lowest to the highest."""
     for name, mine in arms.items():
         curves = np.array([row["curve"] for row in mine])
         steps = np.linspace(0, mine[0]["steps"], curves.shape[1])
@@ -91,7 +91,7 @@ def draw_lags(axes: Any, arms: dict[str, list[Row]]) -> None:
 
 
 def _histogram(rows: Sequence[Row]) -> NDArray[np.float64]:
-    """f64[lags]: shares of the tokens."""
+    """Return the shares of the tokens by lag, f64[lags]."""
     counts = np.array([row["lag_histogram"] for row in rows]).sum(0)
     return np.asarray(counts / counts.sum())
 

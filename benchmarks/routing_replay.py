@@ -1,15 +1,15 @@
-"""How far trainer and engine are apart in a mixture of experts, by the trainer's routing and by the engine's, replayed.
+"""Compare the mismatch of trainer and engine in a mixture of experts with the trainer's own and with replayed routing.
 
     python -m benchmarks.routing_replay --json docs/results/routing_replay.jsonl     SGLang and Megatron, on a CPU
 
-A tiny random model (four layers, two of eight experts a token) samples 320 tokens; the trainer scores them twice.
+A tiny random model (four layers, two of eight experts per token) samples 320 tokens. The trainer scores them twice.
 
-decisions, tokens     share of (token, layer) that the trainer's own router sends to other experts than the engine did,
-                      and of tokens with any of these
+decisions, tokens     share of (token, layer) pairs that the trainer's own router sends to other experts than the
+                      engine, and share of tokens with any such pair
 own, replayed         |trainer - engine| in nats per token: mean and max; k3 of KL(engine || trainer)
 outside               share of ratios outside [0.8, 1.25]
-noise                 what the trainer's weights differ by from the engine's, in standard deviations of each tensor:
-                      an engine that is a few versions behind
+noise                 difference between the trainer's weights and the engine's, in standard deviations of each tensor;
+                      stands for an engine that is a few versions behind
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _engine(kind: str, folder: Path, dtype: str, scratch: Path) -> Engine:
 
 
 async def _sampled(kind: str, folder: Path, scratch: Path) -> dict[str, MicroBatch]:
-    """By the engine's dtype."""
+    """Return the sampled batches by the engine's dtype."""
     kinds = list(dict.fromkeys(of_engine for of_engine, _, _ in ARMS))
     answers = await asyncio.gather(*(_answers(_engine(kind, folder, dtype, scratch)) for dtype in kinds))
     return dict(zip(kinds, map(_packed, answers), strict=True))
@@ -166,7 +166,7 @@ def _trainer(folder: Path, dtype: str) -> Iterator[MegatronBackend]:
 
 @contextmanager
 def _routed() -> Iterator[dict[int, NDArray[np.bool_]]]:
-    """Layer, from 0 -> [tokens, experts] that its router chose in the one forward pass meanwhile."""
+    """Record the routing of the one forward pass in the context: layer, from 0 -> [tokens, experts] as chosen."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     found: dict[int, NDArray[np.bool_]] = {}
@@ -183,7 +183,7 @@ def _routed() -> Iterator[dict[int, NDArray[np.bool_]]]:
 
 
 def _differs(routed: dict[int, NDArray[np.bool_]], packed: MicroBatch) -> NDArray[np.bool_]:
-    """[tokens that the engine routed, layers with experts]"""
+    """Return where the routing differs: [tokens that the engine routed, layers with experts]."""
     is_told = (packed.experts[:, sorted(routed)] != unrouted(packed.experts)).all((1, 2))
     each = []
     for layer, chosen in sorted(routed.items()):

@@ -1,11 +1,11 @@
-"""A fleet on paper: what the bus carries, how long weights take, how old tokens get, for 8 to 10,000 GPUs.
+"""Calculate a fleet of 8 to 10,000 GPUs: load of the bus, duration of weight updates, staleness of tokens.
 
     python -m benchmarks.scaling                                   the tables of docs/results/scaling.md, in Markdown
     python -m benchmarks.scaling --set sender_gigabytes=100        with another assumption
-    python -m benchmarks.scaling --update docs/results/scaling.md  put them into the page
+    python -m benchmarks.scaling --update docs/results/scaling.md  put the tables into the page
 
-Arithmetic only: each number follows from ``Assumptions`` and from what was measured (docs/results/fleet.jsonl). A value
-is an assumption with a source, or a measurement; nothing here was run on more than one machine.
+Arithmetic only: each number follows from ``Assumptions`` and from measurements (docs/results/fleet.jsonl). A value is
+an assumption with a source, or a measurement. Nothing here ran on more than one machine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ FLEETS: Final = (8, 64, 512, 1024, 4096, 10_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """gigabytes: of bf16 weights;  gpus: of one engine;  tokens: sampled per second and GPU at 32k;  sequence_tokens:
-    per second of one sequence in a full batch"""
+    """
+    gigabytes        size of the bf16 weights
+    gpus             GPUs of one engine
+    tokens           tokens sampled per second and GPU at 32k
+    sequence_tokens  tokens per second of one sequence in a full batch
+    """
 
     name: str
     gigabytes: float
@@ -38,7 +42,7 @@ class Model:
 
     @property
     def sequences(self) -> float:
-        """In progress in one engine."""
+        """Number of sequences in progress in one engine."""
         return self.tokens * self.gpus / self.sequence_tokens
 
 
@@ -51,47 +55,47 @@ MODELS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Each with its source in docs/results/scaling.md. Numbers can be set from the command line."""
+    """Assumptions of the calculation; docs/results/scaling.md has their sources. The command line can set numbers."""
 
     rollout_share: float = 0.75
-    """Of the GPUs, that sample; the others train."""
+    """Share of the GPUs that sample; the rest train."""
     mean_tokens: float = 10_000
     max_tokens: float = 32_768
     group_size: float = 16
     groups_per_batch: float = 512
     max_staleness: float = 4
     bytes_per_token: float = 9
-    """4 token, 4 behavior logprob, 1 response mask."""
+    """4 for the token, 4 for the behavior logprob, 1 for the response mask."""
     partial_copies: float = 1
-    """Each token also lies in a segment until its group is published."""
+    """Additional copies of each token, in a segment until its group is published."""
     stream_megabytes: float = 50
-    """A second, one stream stored on disk with replicas 1: measured (docs/results/bus.jsonl, 64 kB, 4 publishers)."""
+    """Per second, of one stream on disk with one replica: measured (docs/results/bus.jsonl, 64 kB, 4 publishers)."""
     stream_messages: float = 10_000
-    """A second: what one core of a nats-server takes; 1,000 waiting workers' 2,600 took 15 % of one."""
+    """Per second, for one core of a nats-server; the 2,600 messages of 1,000 waiting workers took 15 % of a core."""
     headroom: float = 0.5
-    """Of a limit, that is planned with: at the limit latency has no bound."""
+    """Share of a limit to plan with; at the limit, latency is unbounded."""
     presence_messages: float = 3.5
-    """A second and worker at the server, in and out: its process's beat every 2 s, the watcher's look at it, the
-    standing order and watches. Counted; measured where fleet.jsonl has 100 workers."""
+    """Per second and worker at the server, in and out: its process's heartbeat every 2 s, the watcher's check of it,
+    the standing order and watches. Counted; measured if fleet.jsonl has 100 workers."""
     group_messages: float = 10.0
-    """A prompt group at the server, in and out, with partial rollouts saved: measured (docs/results/fleet.jsonl)."""
+    """Per prompt group at the server, in and out, with saved partial rollouts: measured (docs/results/fleet.jsonl)."""
     load_messages: float = 10.0
-    """A weight version and worker: announcement, progress, lease."""
+    """Per weight version and worker: announcement, progress, lease."""
     learner_megabytes: float = 200
-    """A second that one learner process reads, decodes and packs."""
+    """Per second, that one learner process reads, decodes and packs."""
     sender_gigabytes: float = 50
-    """A second: the learner's NIC (400 Gb/s); one GPU sends."""
+    """Per second, of the learner's NIC (400 Gb/s); one GPU sends."""
     shm_gigabytes: float = 4.7
-    """A second and engine, from /dev/shm into the GPU: measured (docs/results/performance.md, 1.19 GB in 0.252 s)."""
+    """Per second and engine, from /dev/shm into the GPU: measured (docs/results/performance.md, 1.19 GB in 0.252 s)."""
     share_gigabytes: float = 100
-    """A second: what a shared file system gives to all its readers together."""
+    """Per second, of a shared file system for all readers together."""
     store_gigabytes: float = 1.2
-    """A second: what one nats-server's 10 Gb/s NIC sends of its object store."""
+    """Per second, from the object store of one nats-server with a 10 Gb/s NIC."""
     delta_share: float = 0.03
-    """Of a version's bytes that change in a step, as a lossless sparse delta."""
+    """Share of a version's bytes in the lossless sparse delta of a step."""
     host_gpus: float = 8
     turns_share: float = 0.125
-    """Of the engines, that may be paused at once."""
+    """Share of the engines that may be paused at once."""
 
 
 def engines(model: Model, gpus: int, given: Assumptions) -> int:
@@ -99,17 +103,17 @@ def engines(model: Model, gpus: int, given: Assumptions) -> int:
 
 
 def fleets(model: Model, given: Assumptions) -> list[int]:
-    """Of FLEETS those that have room for an engine."""
+    """Return the sizes in FLEETS that have room for an engine."""
     return [gpus for gpus in FLEETS if engines(model, gpus, given)]
 
 
 def sampled(model: Model, gpus: int, given: Assumptions) -> float:
-    """Tokens a second of the whole fleet."""
+    """Return the tokens per second of the whole fleet."""
     return engines(model, gpus, given) * model.gpus * model.tokens
 
 
 def step_seconds(model: Model, gpus: int, given: Assumptions) -> float:
-    """Between two versions, when the learner takes what is sampled."""
+    """Return the seconds between two versions if the learner keeps up with sampling."""
     return given.groups_per_batch * given.group_size * given.mean_tokens / sampled(model, gpus, given)
 
 
@@ -300,7 +304,7 @@ def assumptions_table(given: Assumptions) -> str:
 
 
 def assumptions(values: dict[str, float] | None = None) -> Assumptions:
-    """With what was measured, and ``values`` above it."""
+    """Return the assumptions with measured values filled in; ``values`` take precedence."""
     return Assumptions(**(measured(FLEET_RESULTS) | (values or {})))
 
 
@@ -308,7 +312,7 @@ def assumptions(values: dict[str, float] | None = None) -> Assumptions:
 
 
 def updated(page: str, made: dict[str, str]) -> str:
-    """``page`` with what stands between <!-- NAME --> and <!-- end --> replaced. Raises ValueError."""
+    """Return ``page`` with the text between <!-- NAME --> and <!-- end --> replaced. Raises ValueError."""
     for name, text in made.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not pattern.search(page):

@@ -1,11 +1,11 @@
-"""What signatures cost the throughput of the bus, end to end: the same load with and without them, in turns.
+"""Measure the cost of signatures for the throughput of the bus, end to end: the same load with and without, in turns.
 
     python -m benchmarks.signed_bus [--pairs 20] [--seconds 1.0] [--publishers 4] [--size "300 kB"] [--json FILE]
 
-Each pair is two peaks of benchmarks.bus on the same server, one signed and one not, in an order that alternates, so
-that what changes slowly on the machine strikes both alike. Of the pairs' ratios the median is printed, with a 95 %
-interval of it (bootstrap), and so is what the two clients have of a core's time: where neither is near 100 %, the
-server or its disk is what limits the bus, and a signature costs CPU but no throughput.
+Each pair is two peaks of benchmarks.bus on the same server, one signed and one unsigned. The order alternates, so that
+slow changes of the machine affect both equally. Prints the median of the pairs' ratios with its 95 % interval
+(bootstrap), and the share of a core that each of the two clients uses. If neither is near 100 %, the server or its disk
+limits the bus, and a signature costs CPU but no throughput.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ async def peak(
     numbers: Iterator[int],
     is_signed: bool,
 ) -> dict[str, float]:
-    """reader: process id. The shares are of one core, from the first publish until the last group is read."""
+    """Measure one peak. CPU shares are of one core, from the first publish until the last group is read.
+
+    reader  process id of the reader
+    """
     address: dict[str, Any] = {"url": server.url, "token": server.token, "run": "bench", "storage": "file"}
     address["is_signed"] = is_signed
     buses = [await open_bus(**address) for _ in range(publishers)]
@@ -67,7 +70,7 @@ def _cpu_seconds(process: int) -> float:
 
 
 def interval(ratios: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
-    """95 % of the median's bootstrap."""
+    """Return the bootstrap 95 % interval of the median."""
     drawn = np.random.default_rng(seed).choice(np.asarray(ratios), (RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
     return float(low), float(high)
@@ -104,7 +107,7 @@ def main() -> None:
                         is_signed=is_signed,
                     )
                 )
-            if pair:  # the first one warms the server and both processes up
+            if pair:  # the first pair warms up the server and both processes
                 rows.append(row)
         ours.send(None)
         reader.join()

@@ -1,10 +1,10 @@
-"""What a signature costs, by its parts: CPU of one message, and of encoding and decoding it.
+"""Measure the cost of a signature by its parts: CPU of one message, and of encoding and decoding it.
 
     python -m benchmarks.signing [--json FILE]
 
-The least of many repeats: what else runs on the machine only adds to it. A block of memory is taken and given back
-first: until a process has done that once, as any with torch has, malloc gives pages back after each large message,
-which costs more than all that is measured here.
+Prints the least of many repeats, because other load on the machine only adds time. The benchmark first allocates and
+frees a block of memory. Until a process has done that once, as every process with torch has, malloc returns pages to
+the system after each large message, which costs more than everything measured here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADAPT_BYTES = 30 * 2**20
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """CPU of one call."""
+    """Return the CPU time of one call."""
     found = []
     for _ in range(REPEATS):
         started = time.process_time()

@@ -1,10 +1,10 @@
-"""Stand-ins for the model's side of the loop: engines and a trainer that take time and compute nothing.
+"""Simulated model side of the loop: engines and a trainer that take time and compute nothing.
 
-A decode step takes ``a + b x running`` seconds and gives every running sequence one token (continuous batching); an
-optimizer step takes ``tokens / rate`` seconds and a constant; lengths come from a table by the sample's own seed, so
-that every mode and split meets the same ones. Everything else of a run (bus, actors, policies) is the real thing.
+A decode step takes ``a + b x running`` seconds and gives every running sequence one token (continuous batching). An
+optimizer step takes ``tokens / rate`` seconds plus a constant. The length of an answer depends on its sample's seed, so
+every mode and split has the same lengths. All other parts of a run (bus, actors, policies) are real.
 
-``Decoding`` is the one that `asyncrl plan` simulates with (asyncrl/policies/planning), here on the wall clock.
+``Decoding`` is the simulation of `asyncrl plan` (asyncrl/policies/planning), here on the wall clock.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ LENGTH_KINDS: Final = ("lognormal", "pareto", "constant")
 _QUANTILES: Final = 4096
 _SEED_BITS: Final = 63  # of generation_session.sample_seed
 _TICK_SECONDS: Final = 0.002
-"""Answers that end within a tick are handed over together. Decoding itself is accounted to the exact instant."""
+"""Answers that end within one tick are returned together. Decoding itself is accounted exactly."""
 
 
 # -- how long an answer is ---------------------------------------------------------------------------------------------
 
 
 class Lengths:
-    """Answer lengths: lognormal (sigma 1), Pareto (1.6) or constant, cut at ``maximum``, all of the same mean.
+    """Answer lengths: lognormal (sigma 1), Pareto (1.6) or constant, cut at ``maximum``, all with the same mean.
 
-    An answer's length is the quantile that its seed stands for: no state, no order.
+    An answer's length is the quantile given by its seed, so it depends on neither state nor order.
     """
 
     def __init__(self, kind: LengthKind, *, mean: int, maximum: int) -> None:
@@ -81,7 +81,7 @@ class Lengths:
 
 
 def group_lengths(lengths: Lengths, *, group_size: int, seed: int) -> GroupLengths:
-    """What the real workers will draw, remembered."""
+    """Return the lengths that the real workers will draw, cached."""
 
     def of(group_id: int) -> list[int]:
         return [lengths.of(sample_seed(seed, group_id, index, 0)) for index in range(group_size)]
@@ -90,7 +90,7 @@ def group_lengths(lengths: Lengths, *, group_size: int, seed: int) -> GroupLengt
 
 
 def _shape(kind: LengthKind) -> NDArray[np.float64]:
-    """f64[_QUANTILES]: the distribution's quantiles up to a factor."""
+    """Return the distribution's quantiles up to a factor, f64[_QUANTILES]."""
     at = [(index + 0.5) / _QUANTILES for index in range(_QUANTILES)]
     if kind == "lognormal":
         return np.array([math.exp(NormalDist().inv_cdf(p)) for p in at])
@@ -107,7 +107,7 @@ def _cut(values: NDArray[np.float64], maximum: int) -> NDArray[np.int64]:
 
 
 class DecodingTimer:
-    """Calls ``advance`` whenever an answer ends. To be set anew whenever ``decoding`` has got or lost some."""
+    """Calls ``advance`` whenever an answer ends. Must be set again whenever ``decoding`` gains or loses answers."""
 
     def __init__(self, decoding: Decoding, advance: Callable[[], None]) -> None:
         self._decoding, self._advance = decoding, advance
@@ -130,7 +130,7 @@ class DecodingTimer:
 
 
 class SimulatedEngine(EngineAdapter):
-    """An Engine on the wall clock. It needs no task: the event loop's timer fires when the next answer ends."""
+    """An Engine on the wall clock. It needs no task, because an event loop timer fires when the next answer ends."""
 
     def __init__(self, timing: Timing, lengths: Lengths) -> None:
         self._timing, self._lengths = timing, lengths
@@ -186,7 +186,7 @@ class SimulatedEngine(EngineAdapter):
 
     @property
     def busy_seconds(self) -> float:
-        """How long at least one sequence was running, since the start."""
+        """Seconds since the start during which at least one sequence was running."""
         self._advance()
         return self._decoding.busy_seconds
 
@@ -206,7 +206,7 @@ class SimulatedEngine(EngineAdapter):
 
 
 class TimedBackend(BackendAdapter):
-    """A Backend that sleeps. ``steps`` has (response tokens, seconds) of every step."""
+    """A Backend that sleeps. ``steps`` lists (response tokens, seconds) of every step."""
 
     def __init__(self, timing: Timing, *, machines: int) -> None:
         self._timing, self._machines = timing, machines
@@ -244,7 +244,7 @@ class TimedBackend(BackendAdapter):
 
 
 class NullChannel(WeightChannel):
-    """Without weights; what a load costs is the engine's ``load_seconds``."""
+    """A WeightChannel without weights. The time of a load is the engine's ``load_seconds``."""
 
     @property
     def progress(self) -> int:
@@ -281,7 +281,7 @@ PROMPT_TOKENS: Final = 16
 
 
 class PromptRows:
-    """Endless prompts, in memory."""
+    """Endless prompts in memory."""
 
     def __init__(self) -> None:
         self._row = PromptRow(epoch=0, prompt="", tokens=np.arange(PROMPT_TOKENS, dtype=np.int32))
@@ -291,14 +291,14 @@ class PromptRows:
 
 
 class NoText:
-    """A tokenizer for rewards that read no text."""
+    """A tokenizer for rewards that do not read text."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
         return ""
 
 
 class EvenLength:
-    """A RewardFn: 1 for an even number of tokens."""
+    """A RewardFn that gives 1 for an even number of tokens."""
 
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
         return [Reward(value=float(len(sample.trajectory.tokens) % 2 == 0)) for sample in samples]

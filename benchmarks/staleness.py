@@ -1,22 +1,23 @@
-"""What staleness does to learning, and what corrections give back: expected reward at equal samples.
+"""Measure how staleness affects learning, and how much corrections recover: expected reward at equal samples.
 
     python -m benchmarks.staleness                                       about a minute on two cores
     python -m benchmarks.staleness --arms sync,none,tis_token --seeds 1  one seed of the promise
     python -m benchmarks.staleness --json docs/results/staleness.jsonl   one object a line
 
-Step i trains a batch that the policy of step max(0, i - lag) sampled: the lag is exact, and so is the expected reward J
-(tests/harness/tiny/task.py). Everything else is the library's: grpo advantages, PPO loss around the proximal policy,
-corrections by name, token mean, one Adam step a batch. Arms of one seed start from the same weights.
+Step i trains a batch sampled by the policy of step max(0, i - lag). The lag is exact, and so is the expected reward J
+(tests/harness/tiny/task.py). Everything else is the library's code: grpo advantages, PPO loss around the proximal
+policy, corrections by name, token mean, one Adam step per batch. Arms with the same seed start from the same weights.
 
-What must hold (exit code 1 otherwise), J being the mean of the last three evaluations, over seeds:
+Required (exit code 1 otherwise), with J the mean of the last three evaluations, over seeds:
   high learning rate  J(tis_token) >= 0.85 J(sync), J(none) <= 0.4 J(sync), broken logprobs well below tis_token
-  low learning rate   no arm further than 0.05 from sync: staleness times learning rate is what hurts
+  low learning rate   no arm further than 0.05 from sync: the harm depends on staleness times learning rate
 
-Broken logprobs (negative controls): "shuffled" gives each sample another one's behavior logprobs, "shifted" each token
-its neighbour's. ``adaptive`` has no lag of its own: AdaptiveBound sets it from the sequence ESS of each batch.
+Broken logprobs are negative controls: "shuffled" gives each sample the behavior logprobs of another one, "shifted"
+gives each token those of its neighbour. ``adaptive`` has no fixed lag: AdaptiveBound sets it from the sequence ESS of
+each batch.
 
-"speed" is throughput over that of synchronous training if the lag were the bound on staleness of a run of eight
-machines with the pipeline benchmark's timing and lognormal lengths (ideal.py): what a larger lag buys.
+"speed" is the throughput relative to synchronous training that this lag would allow as the staleness bound of a run on
+eight machines, with the pipeline benchmark's timing and lognormal lengths (ideal.py).
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ GROUP_SIZE: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """lag: in steps;  behavior: whether the logprobs given to the correction are the "right" ones"""
+    """
+    lag       lag in steps
+    behavior  behavior logprobs for the correction: "right", or how they are broken
+    """
 
     name: str
     correction: str = "none"
@@ -84,7 +88,7 @@ ARMS: Final = {
     )
 }
 CONTROLS: Final = ("sync", "none", "tis_token")
-"""Also run at the low learning rate."""
+"""Arms that also run at the low learning rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,7 @@ class Batch:
 
 
 def sample(policy: Policy, generator: torch.Generator) -> Batch:
-    """GROUPS prompts, GROUP_SIZE answers each."""
+    """Sample GROUPS prompts with GROUP_SIZE answers each."""
     distinct = staleness_task.all_prompts()
     chosen = distinct[torch.randint(len(distinct), (GROUPS,), generator=generator)]
     prompts = chosen.repeat_interleave(GROUP_SIZE, dim=0)
@@ -114,7 +118,7 @@ def sample(policy: Policy, generator: torch.Generator) -> Batch:
 
 
 def broken(batch: Batch, how: str, generator: torch.Generator) -> Batch:
-    """``batch`` with behavior logprobs that are not its own."""
+    """Return ``batch`` with broken behavior logprobs."""
     logprobs = batch.behavior_logprobs
     if how == "shuffled":
         logprobs = logprobs[torch.randperm(len(logprobs), generator=generator)]
@@ -124,7 +128,7 @@ def broken(batch: Batch, how: str, generator: torch.Generator) -> Batch:
 
 
 def objective(policy: Policy, batch: Batch, *, correction: str) -> tuple[torch.Tensor, dict[str, float]]:
-    """The batch's loss and its off-policy metrics."""
+    """Return the loss of the batch and its off-policy metrics."""
     logprobs = policy.logprobs(batch.prompts, batch.answers).ravel()
     behavior, prox = batch.behavior_logprobs.ravel(), logprobs.detach()
     per_token = batch.advantages.repeat_interleave(LENGTH)
@@ -145,14 +149,14 @@ def objective(policy: Policy, batch: Batch, *, correction: str) -> tuple[torch.T
 
 
 def run_seed(seed: int, plans: Sequence[tuple[Arm, float]], *, steps: int) -> list[Row]:
-    """Every plan, an arm and a learning rate, from the seed's one warm start."""
+    """Run every plan (arm and learning rate) from the seed's common warm start."""
     torch.set_num_threads(1)
     start = staleness_task.warm_start(seed, reward=0.105, noise=0.25)
     return [run(arm, start, seed=seed, learning_rate=rate, steps=steps) for arm, rate in plans]
 
 
 def run(arm: Arm, start: Policy, *, seed: int, learning_rate: float, steps: int) -> Row:
-    """One learning curve."""
+    """Run one learning curve."""
     policy, generator = start.copy(is_trained=True), torch.Generator().manual_seed(1000 + seed)
     optimizer = torch.optim.Adam(policy.parameters, lr=learning_rate, betas=(0.9, 0.95))
     history, lags, ess, curve = [start], [], [], [staleness_task.expected_reward(start)]
@@ -187,7 +191,7 @@ def run(arm: Arm, start: Policy, *, seed: int, learning_rate: float, steps: int)
 
 
 def measured_speeds(lags: Sequence[int] = (1, 2, 4, 8, 16)) -> NDArray[np.float64]:
-    """f64[last + 1]: tokens per second with bounds 0, 1, 2, … at the best split; between ``lags`` linear."""
+    """Return tokens per second with bounds 0, 1, 2, … at the best split, f64[last + 1]; linear between ``lags``."""
     lengths = Lengths("lognormal", mean=250, maximum=1000)
     of_group = group_lengths(lengths, group_size=GROUP_SIZE, seed=0)
 
@@ -210,12 +214,12 @@ def measured_speeds(lags: Sequence[int] = (1, 2, 4, 8, 16)) -> NDArray[np.float6
 
 
 def relative_speed(lags: Sequence[int], speeds: NDArray[np.float64]) -> float:
-    """Throughput of a run with these lags over that of one without: batches over the sum of their times."""
+    """Return the throughput with these lags relative to no lag: number of batches over the sum of their times."""
     return float(len(lags) / (speeds[0] / speeds[np.asarray(lags)]).sum())
 
 
 def summary(rows: Sequence[Row], *, learning_rate: float, speeds: NDArray[np.float64]) -> Iterator[Row]:
-    """One row per arm at a learning rate, with the paired difference to sync."""
+    """Yield one row per arm at a learning rate, with the paired difference to sync."""
     mine = [row for row in rows if row["learning_rate"] == learning_rate]
     sync = {row["seed"]: row["reward"] for row in mine if row["arm"] == "sync"}
     for name in dict.fromkeys(row["arm"] for row in mine):
@@ -253,7 +257,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def broken_promises(arms: Sequence[Row]) -> Iterator[str]:
-    """What did not hold, of what the arms that ran can say."""
+    """Yield the violated requirements among those that the arms of this run can check."""
     high = {row["arm"]: row for row in arms if row["learning_rate"] == HIGH}
     low = {row["arm"]: row for row in arms if row["learning_rate"] == LOW}
     floors = dict.fromkeys(("tis_token", "tis_token_4", "tis_sequence", "icepop", "adaptive"), 0.85)

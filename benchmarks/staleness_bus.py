@@ -1,28 +1,28 @@
-"""What staleness does to learning, through the real loop, and the lag forced: staleness.py's question asked again.
+"""Measure how staleness affects learning in the real loop with a forced lag; compare staleness.py.
 
     python -m benchmarks.staleness_bus                                           six minutes on two cores
     python -m benchmarks.staleness_bus --arms sync,none,tis_token --seeds 1      one seed of the promise
     python -m benchmarks.staleness_bus --json docs/results/staleness_bus.jsonl   one object a line (plot_staleness.py)
 
-A run file for each arm, and from there on everything is real: nats-server, JetStream, the learner, the prompt source,
-the buffer, two rollout workers, weights by files. Only the model is the tiny policy of
-tests/harness/tiny, a plugin as engine and as backend, so that the expected reward J is exact. Every number comes from
-metrics.jsonl.
+Each arm is a run file, and everything else is real: nats-server, JetStream, the learner, the prompt source, the buffer,
+two rollout workers, weights by files. Only the model is the tiny policy of tests/harness/tiny, a plugin as engine and
+as backend, so that the expected reward J is exact. Every number comes from metrics.jsonl.
 
-The lag is forced by a weight channel that announces each version LAG versions late (delayed_channel.py). A group is
-sampled by weights as old as itself or newer, and trained when it is max_staleness versions old if the window is full:
-with delay = max_staleness = LAG every token's lag is min(step, LAG), however fast the parts are.
+A weight channel forces the lag: it announces each version LAG versions late (delayed_channel.py). A group is sampled by
+weights of its own version or newer. With a full window it is trained when it is max_staleness versions old. With delay
+= max_staleness = LAG, every token's lag is therefore min(step, LAG), however fast the parts are.
 
   sync         run.mode = "sync"
-  none         no correction; tis_token: with the default one
-  recomputed   tis_token, but the trainer's own logprobs stand for the behavior's: what comes of not keeping them
+  none         no correction
+  tis_token    the default correction
+  recomputed   tis_token, but with the trainer's logprobs in place of the behavior logprobs, as if those were not kept
   shuffled     tis_token, but the engine reports other samples' logprobs
-  shifted      tis_token, but the engine reports each token's neighbour's logprob
+  shifted      tis_token, but the engine reports for each token its neighbour's logprob
   small        a bound of 1, tis_token, no delay; steps and rewards take time, and the learner waits for stragglers
   adaptive     the same with staleness.adaptive: a window for 1 to LAG, by the effective sample size of each batch
 
-What must hold (exit code 1 otherwise), J being the mean of the last three evaluations, over seeds:
-  no token is over the bound; where the lag is forced, its mean is within 0.25 of min(step, LAG)'s
+Required (exit code 1 otherwise), with J the mean of the last three evaluations, over seeds:
+  no token is over the bound; where the lag is forced, its mean is within 0.25 of that of min(step, LAG)
   J(tis_token) >= 0.85 J(sync); J(none), J(recomputed) <= 0.4 J(sync); J(shuffled), J(shifted) <= 0.7 J(tis_token)
   J(adaptive) >= 0.95 J(small), at 1.5 times its steps per second or more
 """
@@ -69,15 +69,18 @@ Row = dict[str, Any]
 LAG: Final = 16
 WORKERS: Final = 2
 STEP_SECONDS: Final = 0.15
-"""Of the learner in the arms that are timed: more than generating a batch takes, so that a window of any size fills."""
+"""Step time of the learner in the timed arms. Longer than generating a batch, so that a window of any size fills."""
 PROGRESS_SECONDS: Final = 15.0
 REWARD_SECONDS: Final = 0.15
-"""Mean time until a group has its rewards, in those arms."""
+"""Mean time of a group's rewards in the timed arms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """delay: versions that weights come late;  engine, backend, reward: their options"""
+    """
+    delay                    versions by which weights are late
+    engine, backend, reward  options of each
+    """
 
     name: str
     mode: Mode = "async"
@@ -91,7 +94,7 @@ class Arm:
     reward: Mapping[str, Any] = field(default_factory=dict)
 
     def run_file(self, folder: Path, *, seed: int, steps: int) -> RunConfig:
-        """The arm as a run on the files that tiny_files wrote to ``folder``."""
+        """Return the arm as a run on the files that tiny_files wrote to ``folder``."""
         return RunConfig(
             run=config.RunSection(
                 name=self.name, directory=str(folder / "runs"), seed=seed, steps=steps, mode=self.mode
@@ -144,7 +147,7 @@ ARMS: Final = {
 
 
 def run(arm: Arm, *, seed: int, steps: int, within: str | None = None) -> Row:
-    """One learning curve, with a nats-server of its own and a folder of its own, in ``within``."""
+    """Run one learning curve with its own nats-server and its own folder in ``within``."""
     torch.set_num_threads(1)
     start = _start(seed)
     with tempfile.TemporaryDirectory(prefix="asyncrl-staleness-", dir=within) as name:
@@ -160,12 +163,12 @@ def run(arm: Arm, *, seed: int, steps: int, within: str | None = None) -> Row:
 
 @functools.cache
 def _start(seed: int) -> Policy:
-    """The seed's warm start, the same as staleness.py's."""
+    """Return the seed's warm start, the same as in staleness.py."""
     return staleness_task.warm_start(seed, reward=0.105, noise=0.25)
 
 
 async def _run(run_config: RunConfig, server: EmbeddedServer) -> None:
-    """Every process of a run, here as one task, each with its own connection."""
+    """Run every process of a run as one task, each with its own connection."""
     run_config = dataclasses.replace(run_config, bus=dataclasses.replace(run_config.bus, url=server.url))
     buses = [await registry.connect(run_config, token=server.token) for _ in range(WORKERS + 1)]
     learner, helpers = await build_learner(run_config, bus=buses[0], resume=False)
@@ -181,7 +184,10 @@ async def _run(run_config: RunConfig, server: EmbeddedServer) -> None:
 
 
 def measured(steps: Sequence[Mapping[str, Any]], *, arm: Arm, first: float) -> Row:
-    """What the learner reported, step by step, as one row. ``first``: J before any step."""
+    """Return the learner's reports of all steps as one row.
+
+    first  J before the first step
+    """
     lags = np.array([_padded(step["staleness/histogram"]["counts"]) for step in steps])
     curve = [first, *(step[EXPECTED_REWARD] for step in steps[EVALUATE_EVERY - 1 :: EVALUATE_EVERY])]
     return {
@@ -214,7 +220,7 @@ def _padded(counts: Sequence[int]) -> list[int]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
-    """One row per arm, over its seeds."""
+    """Return one row per arm, over its seeds."""
     sync = [row["reward"] for row in rows if row["arm"] == "sync"]
     found = {}
     for name in ARMS:
@@ -248,7 +254,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def broken_promises(arms: Mapping[str, Row]) -> Iterator[str]:
-    """What did not hold, of what the arms that ran can say."""
+    """Yield the violated requirements among those that the arms of this run can check."""
     for name, row in arms.items():
         arm = ARMS[name]
         if row["lag_max"] > arm.max_staleness:
@@ -280,13 +286,13 @@ def _above(arms: Mapping[str, Row], ceilings: Mapping[str, tuple[str, float]]) -
 
 
 def progress(within: Path, *, steps: int) -> list[str]:
-    """How far the runs are that are up, in folders of ``within``."""
+    """Return the progress of the current runs, from their folders in ``within``."""
     found = sorted(within.glob("*/runs/*/metrics.jsonl"))
     return [f"{one.parent.name}: step {len(one.read_bytes().splitlines())} of {steps}" for one in found]
 
 
 def measure(arms: Sequence[Arm], *, seeds: int, steps: int, workers: int) -> list[Row]:
-    """All runs, ``workers`` at a time; says when each is done, and every PROGRESS_SECONDS how far the others are."""
+    """Do all runs, ``workers`` at a time. Prints each finished run, and the progress every PROGRESS_SECONDS."""
     rows: list[Row] = []
     started = time.monotonic()
     with (
@@ -336,7 +342,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code 1 when a promise was broken, 130 at Ctrl-C."""
+    """Exit code 1 if a requirement is violated, 130 at Ctrl-C."""
     options = arguments(given)
     started = time.monotonic()
     arms = [ARMS[name] for name in options.arms.split(",")]

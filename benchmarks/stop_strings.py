@@ -1,10 +1,10 @@
-"""Looking for stop strings in a long answer: milliseconds of the event loop, or of an engine's decode thread.
+"""Measure the search for stop strings in a long answer: milliseconds of the event loop or an engine's decode thread.
 
     python -m benchmarks.stop_strings [--tokens 8192] [--repeats 20]
 
-A byte-level BPE of 8,000 tokens, made from this repository's docs, and an answer that is such a text. Each row: where
-the stop string is; as long as one decode of the whole answer takes; decoding the whole answer and bisecting, as asyncrl
-did; what it does now, once for a finished answer and token by token while it grows.
+Uses a byte-level BPE of 8,000 tokens, made from this repository's docs, and an answer with such a text. Each row shows:
+the position of the stop string; the time of one decode of the whole answer; the former method, decoding the whole
+answer and bisecting; the current method, once for a finished answer and token by token while it grows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tokenizer() -> Any:
 
 
 def bisected(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int | None:
-    """As it was: the whole text, that without the last token, and then half of what is left."""
+    """The former method: decode the whole text, the text without the last token, then bisect the rest."""
 
     def has_stop(length: int) -> bool:
         return STOP in decode(tokens[:length])

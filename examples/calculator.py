@@ -1,7 +1,7 @@
-"""Tool use in two turns: the model asks a calculator, reads what it says, and answers.
+"""Tool use in two turns: the model asks a calculator, reads the result, and answers.
 
-The demo's prompts start a count in octal, such as "567"; the right answer is the digit that comes next, "0". The
-calculator adds one to an octal digit, so a good question is the last digit of the prompt: "567" "7" "0" "0".
+The demo's prompts start a count in octal, such as "567". The right answer is the next digit, "0". The calculator adds
+one to an octal digit, so the best question is the last digit of the prompt: "567" "7" "0" "0".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Options:
     """[rollout.options] of the run file."""
 
     question_reward: float = 0.5
-    """Part of the reward of 1 for the right question; the rest is for the right answer."""
+    """Share of the reward of 1 that the right question earns; the rest is for the right answer."""
 
 
 class Calculator:
@@ -45,5 +45,5 @@ class Calculator:
 
 
 def plus_one(digit: str) -> str:
-    """The octal digit after ``digit``, without carry; "" for anything else."""
+    """Return the octal digit after ``digit``, without carry; "" for anything else."""
     return DIGITS[(int(digit) + 1) % len(DIGITS)] if digit in tuple(DIGITS) else ""

@@ -1,7 +1,7 @@
-"""An agent that uses a calculator, as a program that knows nothing of asyncrl: it speaks to a model server.
+"""An agent that uses a calculator: a program without any asyncrl code, which calls a model server.
 
-The task is that of examples/calculator.py: ask the calculator for the digit after the prompt's last one, then repeat
-what it says. Any client of OpenAI's API could be used; this one needs nothing but Python.
+The task is the same as in examples/calculator.py: ask the calculator for the digit after the prompt's last one, then
+repeat the result. Any client of OpenAI's API can be used; this one only needs Python.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DIGITS = "01234567"
 
 
 def play(task: Any, endpoint: Any) -> dict[str, Any]:
-    """A harness of the user's: rollout.options.harness = "examples.calculator_agent:play"."""
+    """The harness: rollout.options.harness = "examples.calculator_agent:play"."""
     messages = [{"role": "user", "content": task.prompt}]
     question = ask(endpoint, messages)
     result = DIGITS[(int(question) + 1) % 8] if question in tuple(DIGITS) else ""
@@ -26,7 +26,7 @@ def play(task: Any, endpoint: Any) -> dict[str, Any]:
 
 
 def ask(endpoint: Any, messages: list[dict[str, str]]) -> str:
-    """One token of the model's."""
+    """Return one token of the model."""
     body = json.dumps({"model": endpoint.model, "messages": messages, "max_tokens": 1}).encode()
     headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
     request = urllib.request.Request(endpoint.base_url + "/v1/chat/completions", data=body, headers=headers)

@@ -1,12 +1,12 @@
-"""Writes sums made by reasoning-gym: prompts of examples/smollm2_arithmetic.toml, or with
---worked of examples/smollm2_sums.toml.
+"""Write sums made by reasoning-gym: prompts for examples/smollm2_arithmetic.toml, or with --worked for
+examples/smollm2_sums.toml.
 
     python examples/make_arithmetic.py runs/arithmetic.jsonl
     python examples/make_arithmetic.py runs/sums.jsonl --worked --count 900 --held-out runs/sums_held_out.jsonl
 
-A model of 135M parameters that is asked in words mostly chats. Shown three sums, it goes on with the number: 4 tokens
-instead of 40, right about four times in ten, which is where a group of samples has something to learn from. Shown three
-longer sums that are worked line by line (--worked), it takes that up now and then.
+A model of 135M parameters mostly chats when it is asked in words. When the prompt shows three sums, the model continues
+with a number: 4 tokens instead of 40, right about four times in ten, so groups have differing rewards to learn from.
+When the prompt shows three longer sums that are worked line by line (--worked), the model sometimes copies that form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import reasoning_gym
 SHOTS: Final = "12 + 3 = 15\n4 + 5 = 9\n20 + 31 = 51\n"
 WORKED: Final = ("4 + 5 + 2", "7 + 6 + 1", "3 + 8 + 9")
 MOST_TRIES: Final = 100
-"""Problems drawn for each that is kept: there are only 1,000 sums of three digits."""
+"""Problems drawn for each problem that is kept; there are only 1,000 sums of three digits."""
 
 
 def shown(expression: str) -> str:
@@ -30,7 +30,7 @@ def shown(expression: str) -> str:
 
 
 def chat(expression: str) -> list[dict[str, str]]:
-    """Messages that ask for a sum, behind three that were answered."""
+    """Return messages that ask for a sum, after three answered examples."""
     messages = []
     for shot in WORKED:
         messages += [{"role": "user", "content": f"What is {shot}?"}, {"role": "assistant", "content": worked(shot)}]
@@ -38,7 +38,7 @@ def chat(expression: str) -> list[dict[str, str]]:
 
 
 def worked(expression: str) -> str:
-    """A sum, one number at a time.
+    """Return a sum worked out one number at a time.
 
     >>> print(worked("4 + 5 + 2"))
     4 + 5 = 9
@@ -54,7 +54,7 @@ def worked(expression: str) -> str:
 
 
 def problems(*, is_worked: bool, seed: int) -> Iterator[tuple[str, str]]:
-    """(expression, answer), none twice where they are worked."""
+    """Yield (expression, answer); worked problems are not repeated."""
     terms, digits = (3, 1) if is_worked else (2, 2)
     drawn = reasoning_gym.create_dataset(
         "basic_arithmetic",

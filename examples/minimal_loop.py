@@ -1,11 +1,11 @@
-"""The whole loop in one process: every actor and every part of it made by hand, to read from top to bottom.
+"""The whole loop in one process, with every actor and its parts built by hand. Read it from top to bottom.
 
     python examples/minimal_loop.py     # half a minute on a CPU; the reward rises from 0.1 to 0.99
 
     prompt source --prompts--> rollout worker --trajectories--> learner --weights--> rollout worker
 
-The arrows are topics on a bus. While the learner trains, the worker samples on, and takes new weights between two
-tokens. `asyncrl run` makes the same actors from a run file (asyncrl/run/assembly), in processes of their own.
+The arrows are topics on a bus. While the learner trains, the worker continues to sample, and loads new weights between
+two tokens. `asyncrl run` builds the same actors from a run file (asyncrl/run/assembly), in separate processes.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ from asyncrl.weights.files import FilesChannel
 
 
 async def main(folder: Path, *, steps: int) -> None:
-    """Learn the demo's task, to count on in octal, from random weights; writes to ``folder``."""
+    """Learn the demo's task, to continue a count in octal, from random weights. Writes to ``folder``."""
     demo_task.write(folder)  # a tiny model and 32 prompts
     files = [f'model.path="{folder / "model"}"', f'data.path="{folder / "prompts.jsonl"}"']
     run = config.load(Path(__file__).parent / "demo.toml", [*files, f'run.directory="{folder}"', f"run.steps={steps}"])
-    # The bus stands between all actors. This one lives in memory; messages are encoded as on the wire.
+    # The bus connects all actors. This bus is in memory; messages are encoded as on the wire.
     bus = MemoryBus(max_prompts=run.window, max_log_bytes=2**28, ack_seconds=30.0, max_message_bytes=2**23)
-    # Weight versions are Hugging Face folders that engines load; the bus says which is the newest.
+    # Weight versions are Hugging Face folders that engines load; the bus announces the newest.
     weights = FilesChannel(run.weights_directory, keep=4, model_path=Path(run.model.path))
     learner, prompts = make_learner(run, bus, weights)
     worker, follower = make_worker(run, bus, weights)
-    # The first actor leads: when the learner is done the others are stopped, and if one fails all are.
+    # The first actor leads: when the learner is done, the other actors are stopped. If one fails, all are stopped.
     await supervise(learner, prompts, worker, follower, HeartbeatSender(learner, prompts), HeartbeatSender(worker))
 
 
 def make_worker(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -> tuple[Actor, ...]:
-    """Takes prompts from the bus, samples and rewards answers, and publishes them."""
+    """Build the actors that take prompts from the bus, sample and reward answers, and publish them."""
     engine = inprocess.InProcessEngine(
         Path(run.model.path), device="cpu", dtype="float32", version=(0, 0), options=inprocess.Options(threads=1)
     )
-    # Hears of new weights and has the engine load them, between two tokens ("in_flight").
+    # Follows announcements of new weights and makes the engine load them between two tokens ("in_flight").
     follower = WeightFollower("w0.weights", bus, engine=engine, verify=weights.verify, load="in_flight")
     worker = training_worker(
         "w0",
         bus,
         engine=engine,
         follower=follower,
-        rollout=single_turn,  # how a trajectory is made; yours may call the model many times, and tools
+        rollout=single_turn,  # makes a trajectory; your own may call the model many times, and tools
         reward=GuardedReward(demo_task.reward, name="demo", takes_group=False, timeout_seconds=30.0),
         tokenizer=load_tokenizer(Path(run.model.path)),
         seed=run.run.seed,
@@ -91,7 +91,7 @@ def make_worker(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) ->
 
 
 def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -> tuple[Learner, PromptSource]:
-    """Publishes prompts as far as staleness allows, reads what comes back, trains it, and publishes weights."""
+    """Build the actors that publish prompts as staleness allows, read the answers, train, and publish weights."""
     algorithm = registry.algorithm(run)  # GRPO: its advantage, loss, and correction for stale tokens
     backend = reference.ReferenceBackend(
         Path(run.model.path),
@@ -103,7 +103,7 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
         threads=1,
         options=reference.Options(),
     )
-    # What became of every prompt group, and which may be trained now. Only this table knows; the parts below ask it.
+    # The state of every prompt group, and which groups may be trained now. Only this table holds it.
     state = LearnerState.fresh()
     table = saved_table.restore(state, bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness))
     history = History(run.run_directory / "history.jsonl", incarnation=0)

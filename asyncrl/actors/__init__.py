@@ -1,1 +1,1 @@
-"""The processes' loops: thin asyncio over ports, no vendor, no mathematics."""
+"""The loops of each process: thin asyncio code over ports, without vendor APIs or mathematics."""

@@ -1,4 +1,4 @@
-"""Actor base class: start, run, drain, stop; heartbeats and waits."""
+"""Actor base class: start, run, drain, stop; heartbeats and reported waits."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FORGET_SECONDS = 2.0
 
 
 class Actor(abc.ABC):
-    """start() -> run() -> stop(), with drain() at any time in between.
+    """Lifecycle: start() -> run() -> stop(), with drain() at any time in between.
 
-    start  acquires (connect, load a model). Raising here fails the process.
-    run    works until its input ends, it is drained, or it is cancelled. Raising means this process is broken.
-    drain  asks run to take no new work, finish what it holds and return.
-    stop   releases. Always called, also after a failed start.
+    start  acquire resources (connect, load a model). An exception fails the process.
+    run    work until the input ends, or until drained or cancelled. An exception means that this process is broken.
+    drain  ask run to take no new work, finish what it holds and return.
+    stop   release resources. Always called, even after a failed start.
     """
 
     role = "actor"
@@ -45,10 +45,10 @@ class Actor(abc.ABC):
         self.draining = asyncio.Event()
         self.log = logging.getLogger(f"asyncrl.{name}")
         self.phase = "starting"
-        """Or "running", from its supervisor."""
+        """"starting", or "running" once the supervisor has started the actor."""
         self.life = uuid.uuid4().hex
         self.problem = ""
-        """The last thing that went wrong and has not gone right since, in one line; whoever fixes it clears it."""
+        """The last problem that is not solved yet, in one line; the code that solves it clears it."""
         self.waits = WaitTracker()
 
     async def start(self) -> None:  # noqa: B027 - nothing to acquire is a fine default
@@ -58,7 +58,7 @@ class Actor(abc.ABC):
     async def run(self) -> None: ...
 
     def drain(self) -> None:
-        """End in order: SIGTERM, Ctrl-C. Asked again, an actor may do it faster."""
+        """End in order, as on SIGTERM or Ctrl-C. On a second call, an actor may end faster."""
         self.draining.set()
 
     async def stop(self) -> None:  # noqa: B027
@@ -73,17 +73,17 @@ class Actor(abc.ABC):
         first: float = PATIENCE_SECONDS,
         progress: Callable[[], int] | None = None,
     ) -> contextlib.AbstractContextManager[OpenWait]:
-        """Says on the bus, while inside, that this actor waits for ``what`` and since when.
+        """While open, report on the bus that this actor waits for ``what``, and since when.
 
-        on     who could unblock it: a role, or one of faults.PARTS
-        note   said behind ``what``; waits with the same ``what`` are compared with each other
-        first  of a part: seconds that the first of them may take
-        progress  rises while it gets on
+        on        who could end the wait: a role, or one of faults.PARTS
+        note      text appended to ``what``; waits with the same ``what`` are compared with each other
+        first     for a part: seconds that the first wait of this kind may take
+        progress  counter that rises while the awaited work makes progress
         """
         return self.waits.waiting(what, on=on, note=note, first=first, progress=progress)
 
     def heartbeat(self) -> Heartbeat:
-        """What this actor does now."""
+        """Return what this actor does now."""
         incarnation, policy_version = self.version
         return Heartbeat(
             actor=self.name,
@@ -104,27 +104,27 @@ class Actor(abc.ABC):
 
     @property
     def version(self) -> tuple[int, int]:
-        """(incarnation, policy_version) this actor works with."""
+        """(incarnation, policy_version) that this actor works with."""
         return (0, 0)
 
     def numbers(self) -> dict[str, float]:
-        """Gauges and counters for the heartbeat."""
+        """Return gauges and counters for the heartbeat."""
         return {}
 
 
 class HeartbeatSender(Actor):
-    """Beats for the actors of a process: tells the bus that they live, what they wait for, and their numbers.
+    """Sends heartbeats for the actors of a process: they are alive, what they wait for, and their numbers.
 
-    A beat comes every ``interval`` seconds and its entry outlives five of them: an actor that is gone, frozen or cut
-    off disappears from ``actors`` by itself. It beats faster while it starts, so that who has started is soon known to
-    have: a launcher starts those again at once. The supervisor starts it before the actors and stops it after them, so
-    that one that hangs while it starts is seen too.
+    A heartbeat is sent every ``interval`` seconds, and its entry expires after five intervals. An actor that is gone,
+    frozen or cut off therefore disappears from ``actors`` by itself. Heartbeats are more frequent during startup, so
+    that the end of startup is known soon: launchers restart a process without delay if it had started. The supervisor
+    starts the sender before the actors and stops it after them, so an actor that hangs during startup is visible.
     """
 
     def __init__(
         self, *actors: Actor, interval: float = BEAT_SECONDS, about: Mapping[str, float] | None = None
     ) -> None:
-        """``about``: numbers of the process that stay what they are (run/checks/own_code.py)"""
+        """``about``: constant numbers of the process (run/checks/own_code.py)"""
         super().__init__(f"{actors[0].name}.heartbeat", actors[0].bus)
         self._actors = actors
         self._interval = interval
@@ -142,14 +142,14 @@ class HeartbeatSender(Actor):
             of_process = {**used_shares(), **self._about, CLOCK: time.time()}
             for actor in self._actors:
                 heartbeat = replace(actor.heartbeat(), beat=beat, clock_shift=shift)
-                if actor is self._actors[0]:  # of the whole process
+                if actor is self._actors[0]:  # numbers of the process are sent once
                     heartbeat = replace(heartbeat, numbers={**heartbeat.numbers, **of_process})
                 heartbeat = replace(heartbeat, waits=judged(heartbeat.waits, quiet_seconds=quiet))
                 await self.bus.put(ACTORS, heartbeat, key=actor.name, is_sure=False)
             await asyncio.sleep(self._interval / 4 if is_starting else self._interval)
 
     async def stop(self) -> None:
-        """Who leaves in order says so; when the bus is away, the entries go by themselves."""
+        """Remove the entries of actors that end in order. If the bus is away, the entries expire by themselves."""
         with contextlib.suppress(TimeoutError, BusError):
             async with asyncio.timeout(FORGET_SECONDS):
                 for actor in self._actors:
@@ -157,10 +157,10 @@ class HeartbeatSender(Actor):
 
 
 class ClockShift:
-    """By how many seconds the wall clock last jumped against the monotonic one, if within CLOCK_SECONDS; else 0.
+    """Seconds of the wall clock's last jump against the monotonic clock, if within CLOCK_SECONDS; else 0.
 
-    A jump is more than JUMP_SECONDS within CLOCK_SECONDS, or between two looks however far apart. A clock that is set
-    back and then right again has jumped twice: the second jump is measured from the first.
+    A jump is more than JUMP_SECONDS within CLOCK_SECONDS, or between two consecutive looks however far apart. A clock
+    that is set back and then corrected has jumped twice: the second jump is measured from the first.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Hears on the bus how large the fleet should be, and says there how large it is.
+"""Reads the requested fleet size from the bus and reports the actual size there.
 
-With a rule (policies/planning/fleet_size.py) it also decides how large, by the learner's metrics, and asks for that as
-`asyncrl scale` does: on the bus, so that it is heard, answered, and outlives the process like any other size.
+With a rule (policies/planning/fleet_size.py) it also decides the size from the learner's metrics. It requests that size
+on the bus, as `asyncrl scale` does, so that the request is applied, answered, and outlives the process like any other.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ log = logging.getLogger("asyncrl.fleet_scaler")
 
 
 class Sized(Protocol):
-    """What keeps processes up."""
+    """The fleet: keeps processes up."""
 
     changed: asyncio.Event
-    """Set when ``status`` may be another one."""
+    """Set when ``status`` may have changed."""
 
     def resize(self, size: FleetSize) -> None: ...
 
@@ -40,23 +40,23 @@ class Sized(Protocol):
 
 
 class FleetScaler:
-    """consumes: fleet, metrics    publishes: fleet_status, fleet    waits for: another size, another fleet, a step
+    """consumes: fleet, metrics    publishes: fleet_status, fleet    waits for: a new size, a changed fleet, a step
 
-    A size that there was no room for is corrected to what there is, so that the fleet comes back with that size when
-    the run is resumed.
+    If there is not enough room for a requested size, the request is corrected to the actual size, so that a resumed run
+    starts with that size.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[Bus]], fleet: Sized, *, rule: FleetSizer | None = None) -> None:
-        """connect: opens the bus, tried again until it works;  rule: None leaves the size to `asyncrl scale`"""
+        """connect: opens the bus, retried until it works;  rule: None leaves the size to `asyncrl scale`"""
         self._connect = connect
         self._fleet = fleet
         self._rule = rule
         self._own_request = ""
-        """Of the size that the rule asked for last."""
+        """Request id of the last size that the rule asked for."""
         self._asked: FleetSize | None = None
 
     async def run(self) -> None:
-        """Until cancelled. A bus that is away is waited for: the fleet keeps its size meanwhile."""
+        """Run until cancelled. While the bus is away, the fleet keeps its size."""
         while True:
             try:
                 await self._with(await self._connect())
@@ -76,7 +76,7 @@ class FleetScaler:
             await bus.close()
 
     async def _keep(self, bus: Bus) -> None:
-        """Put the status again when somebody replaced it, and the size when the bus lost it.  waits for: the clock"""
+        """Restore the status if it was replaced, and the size if the bus lost it.  waits for: the clock"""
         while True:
             await asyncio.sleep(KEEP_SECONDS)
             await bus.restore()
@@ -93,7 +93,7 @@ class FleetScaler:
         newest = 0
         async with bus.watch(METRICS) as steps:
             async for row in steps:
-                if row.step == newest:  # put again by who found it missing
+                if row.step == newest:  # the same row, restored after a loss
                     continue
                 newest, status = row.step, self._fleet.status()
                 if status.problem and status.request == self._own_request:
@@ -118,14 +118,14 @@ class FleetScaler:
             await bus.put(FLEET_STATUS, status)
             if asked is not None and asked.request == status.request:
                 kept = _kept(asked, status)
-                newest = (await bus.states(FLEET)).get("")  # an operator may have asked for more meanwhile
+                newest = (await bus.states(FLEET)).get("")  # an operator may have requested another size since
                 if kept != asked and newest == asked:
                     await bus.put(FLEET, kept)
             await self._fleet.changed.wait()
 
 
 def _kept(asked: FleetSize, status: FleetStatus) -> FleetSize:
-    """What there is, of what was asked for."""
+    """Return the requested size, corrected to the actual one."""
     return FleetSize(
         rollout_workers=None if asked.rollout_workers is None else status.rollout_workers,
         reward_workers=None if asked.reward_workers is None else status.reward_workers,

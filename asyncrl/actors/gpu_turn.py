@@ -1,7 +1,7 @@
-"""Whose turn it is to have the GPUs that a learner and its engines share: the learner's alone, or the engines'.
+"""The lock on the GPUs that a learner and its engines share: either the learner has them, or the engines.
 
-A lock of the system on a file of the run's folder: the learner's is exclusive, engines have it together. A process that
-dies gives it back, however it dies. Tests: tests/actors/test_shared_gpus.py.
+It is an flock on a file in the run's folder. The learner takes it exclusively; engines share it. The system releases it
+when its process dies, for whatever reason. Tests: tests/actors/test_shared_gpus.py.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Final
 
 LOOK_SECONDS: Final = 0.02
-"""Between two looks at a lock that somebody else has: the system tells nobody that it is free but one who blocks, and a
-thread that blocks cannot be cancelled."""
+"""Between two attempts at a lock that is taken: the system wakes only a blocked thread, and a blocked thread cannot be
+cancelled."""
 
 
 class GpuTurn:
-    """One process's way to the lock."""
+    """One process's access to the lock."""
 
     def __init__(self, path: Path, *, is_shared: bool) -> None:
-        """is_shared: with others who say so too, the engines"""
+        """is_shared: hold the lock together with other shared holders (the engines)"""
         self._path = path
         self._kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
         self._file = -1
@@ -31,7 +31,7 @@ class GpuTurn:
         return self._file >= 0
 
     async def take(self) -> None:
-        """Wait for our turn. waits for: the others    woken by: the clock"""
+        """Wait for our turn. waits for: the other holders    woken by: the clock"""
         while True:
             if self._try():
                 return
@@ -51,8 +51,8 @@ class GpuTurn:
         return True
 
     def give(self) -> None:
-        """To whoever waits."""
+        """Release the lock."""
         if self.is_ours:
             file, self._file = self._file, -1
-            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open too
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child forked in between also has the file open
             os.close(file)

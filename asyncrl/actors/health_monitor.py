@@ -1,9 +1,9 @@
-"""Listens to a run and says what is wrong with it: in `asyncrl run` all the time, in `asyncrl doctor` for a moment.
+"""Watches a run and names its faults: continuously in `asyncrl run`, for a moment in `asyncrl doctor`.
 
-Every LOOK_SECONDS it reads who beat, stores a beat of its own to see that the bus still stores, and asks
-policies/health/diagnosis.py. Ages are seconds in which it could hear: while the bus is away nobody gets older, and a
-watcher that was frozen itself accuses nobody when it wakes. On a busy machine its looks are far apart: then the beats
-of others say how much time has passed for everybody.
+Every LOOK_SECONDS it reads all heartbeats, stores a heartbeat of its own to see that the bus still stores, and asks
+policies/health/diagnosis.py. Ages count only seconds in which the monitor could hear: no actor gets older while the bus
+is away, and a monitor that was frozen accuses no actor when it wakes. On a busy machine its looks are far apart; then
+the heartbeats of other actors show how much time has passed.
 
 Tests: tests/unit/actors/test_health_monitor.py; with real processes, tests/chaos/test_liveness.py.
 """
@@ -36,16 +36,16 @@ from asyncrl.protocols import Bus, Loss
 
 LOOK_SECONDS = 1.0
 LARGE_FLEET = 128
-"""Of more actors than this every second look is left out: one costs the bus a message an actor."""
+"""With more actors than this, the interval doubles: a look costs the bus one message per actor."""
 ANSWER_SECONDS = 3.0
-"""The bus has so long for one look."""
+"""Time limit of the bus for one look."""
 AGAIN_SECONDS = 2.0
-"""And so long for the next one, which follows at once, while it has failed too briefly to be named."""
+"""Time limit for the next look, which follows at once while the failure is too short to be reported."""
 _BREATH_SECONDS = 0.2
 
 
 class HealthMonitor:
-    """consumes: actors, progress    waits for: the next look    woken by: its own clock, and nobody else's"""
+    """consumes: actors, progress    waits for: the next look    woken by: its own clock only"""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class HealthMonitor:
         launched: Callable[[], Iterable[Launched]] = lambda: (),
         server: Callable[[], int] = lambda: 0,
     ) -> None:
-        """connect: opens the bus, tried again until it works;  launched: own processes;  server: pid of an own one"""
+        """connect: opens the bus, retried until it works;  launched: own processes;  server: pid of an own server"""
         self._connect = connect
         self._launched = launched
         self._server = server
@@ -62,23 +62,23 @@ class HealthMonitor:
         self._presence = PresenceTracker(host=socket.gethostname(), process=process_state)
         self._name = f"{WATCHER}-{uuid.uuid4().hex[:12]}"
         self._beats = 0
-        self._stored = -math.inf  # monotonic time at which the last own beat was stored, or before
-        self._is_seen = False  # an own beat, at the last look
-        self._answered: float | None = None  # monotonic time of the last look that was; before it nobody is heard
+        self._stored = -math.inf  # monotonic time just before the last own heartbeat was stored
+        self._is_seen = False  # whether the last look found an own heartbeat
+        self._answered: float | None = None  # monotonic time of the last successful look; until then no age counts
         self._looked = time.monotonic()
         self._silent = self._refuses = 0.0
         self._server_pid = 0
         self._listened = 0.0
-        self._leaderless = math.inf  # seconds since a learner was heard
+        self._leaderless = math.inf  # seconds since the last heartbeat of a learner
         self._pause = LOOK_SECONDS
         self._is_finished = False
         self._since = Since()
         self._losses = RecentLosses()
         self.error: Exception | None = None
-        """Of the last look, if the bus failed it."""
+        """Error of the last look, if the bus failed."""
 
     async def run(self, report: Callable[[list[Finding]], None]) -> None:
-        """Hand every look's findings to ``report`` until cancelled."""
+        """Pass the findings of every look to ``report`` until cancelled."""
         try:
             while True:
                 observation = await self.look()
@@ -89,11 +89,11 @@ class HealthMonitor:
 
     @property
     def _is_in_doubt(self) -> bool:
-        """Whether the last look failed, and nothing can be said of it yet."""
+        """Whether the last look failed, but too recently to be reported."""
         return 0.0 < max(self._silent, self._refuses) <= BUS_SECONDS
 
     async def look(self) -> Observation:
-        """One look at everything. Never raises for a bus that is away: that is an observation."""
+        """Look at everything once. A bus that is away is an observation and raises nothing."""
         try:
             async with asyncio.timeout(AGAIN_SECONDS if self._is_in_doubt else ANSWER_SECONDS):
                 await self._find_losses()
@@ -103,7 +103,7 @@ class HealthMonitor:
             self.error = error
             is_read_too_slowly = isinstance(error, TimeoutError) and await self._answers()
             self._silent = 0.0 if is_read_too_slowly else self._silent + self._passed()
-            # and of what it stores nothing is known
+            # Whether the bus stores is unknown.
         else:
             now = time.monotonic()
             self._silent = 0.0
@@ -121,7 +121,7 @@ class HealthMonitor:
             is_stored = self._losses.is_blind or await self._stores()
             self._refuses = 0.0 if is_stored else self._refuses + self._passed()
         self._looked = time.monotonic()
-        if self._server_pid != (pid := self._server()):  # another life of it
+        if self._server_pid != (pid := self._server()):  # the server was restarted
             self._server_pid, self._silent, self._refuses = pid, 0.0, 0.0
         return Observation(
             actors=self._presence.present(),
@@ -138,8 +138,8 @@ class HealthMonitor:
         )
 
     async def _answers(self) -> bool:
-        """Whether the bus answers what is short. It is not to blame where somebody sends more heartbeats than can be
-        read in time; nobody is heard then, and nobody accused."""
+        """Return whether the bus answers a short question. If it does, it is not to blame: there are more heartbeats
+        than can be read in time. No heartbeat is read then, and no actor is accused."""
         if self._bus is None:
             return False
         try:
@@ -150,21 +150,21 @@ class HealthMonitor:
         return True
 
     def _passed(self) -> float:
-        """Seconds since the last look in which it could hear: of a time in which it was frozen, those of one look."""
+        """Return seconds since the last look in which it could hear; a freeze counts as one look at most."""
         return min(time.monotonic() - self._looked, ANSWER_SECONDS + 2 * self._pause)
 
     def has_worked(self, host: str, pid: int) -> bool:
-        """Whether an own process was ever past its start. ``host``: empty is this one."""
+        """Return whether an own process ever got past its startup. ``host``: "" is this machine."""
         return self._presence.has_worked(host, pid)
 
     def names(self) -> set[str]:
-        """Of the actors that were heard lately."""
+        """Return the names of actors heard recently."""
         return self._presence.names()
 
     async def close(self) -> None:
         bus, self._bus = self._bus, None
         if bus is not None:
-            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # then it goes by itself
+            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the entry expires by itself
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await bus.forget(ACTORS, key=self._name)
             await bus.close()
@@ -176,12 +176,12 @@ class HealthMonitor:
 
     async def _read(self) -> tuple[dict[str, Heartbeat], bool]:
         assert self._bus is not None
-        beats = await self._bus.states(ACTORS)  # first: a learner that finishes says so before its beat is gone
+        beats = await self._bus.states(ACTORS)  # read first: a finishing learner sets progress before it leaves
         progress = (await self._bus.states(PROGRESS)).get("")
         return beats, progress is not None and progress.finished
 
     def _miss_own(self, beats: Mapping[str, Heartbeat]) -> None:
-        """An own beat has gone before its time: somebody removed all, and by now the others have sent new ones."""
+        """Note a loss if an own heartbeat vanished too early: all were removed, and the others have sent new ones."""
         was_seen, self._is_seen = self._is_seen, self._name in beats
         is_young = time.monotonic() - self._stored < ACTORS.seconds_to_live / 2
         if was_seen and not self._is_seen and is_young and not self._losses.hides_beats:
@@ -197,7 +197,7 @@ class HealthMonitor:
             async with asyncio.timeout(AGAIN_SECONDS if self._is_in_doubt else ANSWER_SECONDS):
                 await self._bus.put(ACTORS, own, key=self._name)
             self._stored = now
-        except Forbidden:  # an observer's role: whether the bus stores is for others to find out
+        except Forbidden:  # an observer's role cannot test whether the bus stores
             pass
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
@@ -207,17 +207,18 @@ class HealthMonitor:
 
 
 class Since:
-    """How long faults last that are concluded from waits: who waits long for one who works is not long in a deadlock.
+    """Tracks how long faults that are concluded from waits have lasted. A long wait for a working actor is not a long
+    deadlock.
 
-    A worker has written a long answer while all others waited for it, and dies: only then does everybody wait for
-    everybody, and most often its prompts come back before long.
+    Example: one worker writes a long answer while all others wait for it, then dies. Only then does every actor wait
+    for another, and usually the worker's prompts are redelivered soon.
     """
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], float] = {}
 
     def counted(self, findings: Iterable[Finding], listened: float) -> list[Finding]:
-        """``listened``: seconds that the watcher has heard until this look."""
+        """Limit joint findings to the time since they appeared. ``listened``: seconds heard until this look."""
         found = list(findings)
         self._first = {finding.key: self._first.get(finding.key, listened) for finding in found}
         return [
@@ -229,14 +230,14 @@ class Since:
 
 
 class Lasting:
-    """Findings from their first look to the second one without them: each begins once and ends once."""
+    """Findings from the first look that shows them to the second without them; each begins once and ends once."""
 
     def __init__(self) -> None:
         self._now: dict[tuple[str, str], Finding] = {}
         self._missed: set[tuple[str, str]] = set()
 
     def update(self, findings: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
-        """(begun, ended)."""
+        """Return (begun, ended) findings."""
         present = {finding.key: finding for finding in findings}
         begun = [finding for key, finding in present.items() if key not in self._now]
         ended = [finding for key, finding in self._now.items() if key in self._missed and key not in present]
@@ -246,7 +247,7 @@ class Lasting:
 
 
 def refusal(error: Exception | None) -> ConfigError | None:
-    """What waiting does not end, of what failed a look: a wrong token stays wrong, a server that is away may come."""
+    """Return an error of a look that waiting cannot fix, or None: a wrong token stays wrong; a server may come back."""
     if isinstance(error, Forbidden):
         return ConfigError(str(error))
     return error if isinstance(error, ConfigError) and not isinstance(error, NoAnswer) else None

@@ -1,4 +1,4 @@
-"""Who of a run was heard lately: the health monitor's memory of heartbeats, on its own clock.
+"""Which actors of a run were heard recently: the health monitor's memory of heartbeats, on its own clock.
 
 Tests: tests/unit/actors/test_presence.py.
 """
@@ -25,16 +25,19 @@ from asyncrl.policies.health.faults import (
 from asyncrl.policies.health.fleet import CLOCK
 
 REMEMBER_SECONDS = 60.0
-"""How long an actor that is not heard of is spoken of."""
+"""How long a silent actor is still reported."""
 WATCHER = "watcher"
 """Role of health monitors, which are not part of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A process that the watcher's own launcher keeps up. pid 0: between two lives.  seconds: since that began.
+    """A process that the monitor's own launcher keeps up.
 
-    host: of its machine; empty is the watcher's own.  is_leaving: it was asked to, and may be silent while it ends
+    pid         0: between two lives
+    seconds     since this life, or the time between two lives, began
+    host        its machine; "" is the monitor's own
+    is_leaving  it was asked to leave and may be silent while it ends
     """
 
     name: str
@@ -46,24 +49,24 @@ class Launched:
 
 
 class PresenceTracker:
-    """Who was heard, and how long ago on the watcher's own clock."""
+    """Which actors were heard, and how long ago on the monitor's own clock."""
 
     def __init__(self, *, host: str, process: Callable[[int], Process], wall: Callable[[], float] = time.time) -> None:
-        """process: what this machine says of a process id;  wall: its clock"""
+        """process: state of a process id on this machine;  wall: this machine's clock"""
         self._host = host
         self._process = process
         self._wall = wall
         self._seen: dict[str, Seen] = {}
-        self._lively: set[str] = set()  # of the others it is not known how old the only beat heard was
-        self._unheard: dict[str, float] = {}  # seconds of the watcher's clock since the last new beat
+        self._lively: set[str] = set()  # sent a heartbeat while we listened; the age of others' is unknown
+        self._unheard: dict[str, float] = {}  # seconds of the monitor's clock since the last new heartbeat
         self._has_listened = False
-        self._heard_again = math.inf  # seconds since the bus is back, if it was ever away
+        self._heard_again = math.inf  # seconds since the bus came back; inf if it was never away
         self._own: dict[str, tuple[str, int]] = {}  # name -> host and pid
         self.own_roles: frozenset[str] = frozenset()
-        """Of own processes that are up, have been at work, and are to stay."""
+        """Roles of own processes that are up, have worked, and are to stay."""
         self._ended: set[tuple[str, int]] = set()
         self._worked: set[tuple[str, int]] = set()
-        self._left_behind: dict[str, tuple[str, int, int]] = {}  # name -> host, pid and number of its last beat
+        self._left_behind: dict[str, tuple[str, int, int]] = {}  # name -> host, pid and number of its last heartbeat
 
     def hear(
         self,
@@ -73,8 +76,8 @@ class PresenceTracker:
         elapsed: float | None = None,
         launched: Iterable[Launched] = (),
     ) -> None:
-        """Take in one look, ``seconds`` of listening after the one before.  elapsed: on the watcher's clock, of which
-        it may have been frozen for some; None: as many"""
+        """Take in one look, ``seconds`` of listening after the previous one.  elapsed: seconds on the monitor's clock,
+        which include any freeze of the monitor; None: the same as ``seconds``"""
         elapsed = seconds if elapsed is None else elapsed
         self._heard_again += seconds
         self._unheard = {name: self._unheard.get(name, 0.0) + elapsed for name in self._seen}
@@ -97,26 +100,26 @@ class PresenceTracker:
         self._seen = {name: seen for name, seen in self._seen.items() if not self._is_over(seen.beat)}
         self._has_listened = True
         for one in own.values():
-            if one.is_leaving or up.get(one.name) in self._worked:  # it took its entry away, and ends
+            if one.is_leaving or up.get(one.name) in self._worked:  # it removed its entry and is ending
                 continue
             if one.name not in self._seen or self._seen[one.name].beat.pid != one.pid:
                 self._seen[one.name] = self._starting(one)
 
     def excuse(self) -> None:
-        """The bus was away: who could not be heard gets its time again to be."""
+        """Restart the silence of all actors, which could not be heard while the bus was away."""
         self._seen = {name: replace(seen, seconds=0.0) for name, seen in self._seen.items()}
         self._lively.clear()
         self._heard_again = 0.0
 
     def has_worked(self, host: str, pid: int) -> bool:
-        """Whether an own process was ever heard to be past its start. ``host``: empty is the watcher's own."""
+        """Return whether an own process was ever heard past its startup. ``host``: "" is the monitor's own."""
         return (host or self._host, pid) in self._worked
 
     def names(self) -> set[str]:
         return set(self._seen)
 
     def present(self) -> dict[str, Seen]:
-        """All of them, with what this machine says of the silent ones' processes."""
+        """Return all remembered actors, with the process state of silent ones on this machine."""
         return {
             name: replace(seen, process=self._process(seen.beat.pid))
             if seen.seconds > SILENT_SECONDS and seen.beat.host == self._host
@@ -125,7 +128,7 @@ class PresenceTracker:
         }
 
     def _passed(self, beats: Mapping[str, Heartbeat], *, seconds: float, elapsed: float) -> Callable[[str], float]:
-        """Seconds of this look for each name: those of listening, or as many as another process has beat in."""
+        """Return seconds of this look for a name: those listened, or as many as another process has beaten in."""
         beaten: dict[tuple[str, int], float] = {}
         for name, beat in beats.items():
             before, process = self._seen.get(name), (beat.host, beat.pid)
@@ -142,13 +145,13 @@ class PresenceTracker:
         return passed
 
     def _is_missed(self, name: str, seen: Seen) -> bool:
-        """Whether somebody whose entry is gone did not take it away when it left in order."""
-        if not seen.beat.beat:  # never heard: still starting
+        """Return whether an actor whose entry is gone is missed: it did not remove the entry by leaving in order."""
+        if not seen.beat.beat:  # not heard yet: still starting
             return False
         may_have_expired = self._unheard.get(name, 0.0) >= ACTORS.seconds_to_live
         if name in self._lively and seen.seconds <= SILENT_SECONDS and not may_have_expired:
             return False
-        is_own = self._own.get(name) == (seen.beat.host, seen.beat.pid)  # and is a process still
+        is_own = self._own.get(name) == (seen.beat.host, seen.beat.pid)  # and its process still exists
         return is_own or seen.seconds < REMEMBER_SECONDS
 
     def _heard(self, beat: Heartbeat | None, name: str, seconds: float) -> Seen:
@@ -159,7 +162,7 @@ class PresenceTracker:
         if self._has_listened and beat is not None:
             self._lively.add(name)
         if before is not None and beat is None:  # its entry has expired
-            unheard = min(self._heard_again, ACTORS.seconds_to_live)  # it could not renew it while the bus was away
+            unheard = min(self._heard_again, ACTORS.seconds_to_live)  # no renewal was possible while the bus was away
             return replace(before, seconds=max(before.seconds + seconds, unheard))
         assert beat is not None
         shown = beat.numbers.get(CLOCK)
@@ -169,7 +172,7 @@ class PresenceTracker:
         return beat.role == WATCHER or (beat.host, beat.pid) in self._ended
 
     def _is_of_before(self, beat: Heartbeat) -> bool:
-        """Left on this machine by a life of the run before this launcher's, which was killed."""
+        """Return whether an earlier, killed life of the run on this machine left the heartbeat."""
         return beat.host == self._host and self._process(beat.pid) == "gone"
 
     def _starting(self, one: Launched) -> Seen:
@@ -187,9 +190,9 @@ class PresenceTracker:
 
 
 def _is_false(name: str, beat: Heartbeat, places: Mapping[tuple[str, int], str]) -> bool:
-    """Whether it says that it is a process or an actor of the run that it is not: what it waits for would be laid to
-    that one, which would be killed for it. So does what stands under another's name. ``places``: names of own
-    processes by host and pid."""
+    """Return whether a heartbeat claims to be a process or actor that its sender is not, or stands under another name.
+    Believing it would blame, and kill, the named process for the sender's waits. ``places``: names of own processes by
+    host and pid."""
     if beat.actor != name:
         return True
     owner = places.get((beat.host, beat.pid), name)
@@ -204,12 +207,12 @@ def _is_past_start(beat: Heartbeat, life: tuple[str, int]) -> bool:
 
 
 def number_of(beat: Heartbeat) -> tuple[str, int, int]:
-    """Another one for each heartbeat of each process."""
+    """Return a number that differs for each heartbeat of each process."""
     return (beat.host, beat.pid, beat.beat)
 
 
 def process_state(pid: int) -> Process:
-    """What this machine says of a process; "" for pid 0 and off Linux."""
+    """Return the state of a process on this machine; "" for pid 0 and off Linux."""
     if not pid or not os.path.isdir("/proc/self"):
         return ""
     try:

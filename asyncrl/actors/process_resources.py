@@ -1,4 +1,4 @@
-"""What of its machine's limits this process has used. Linux; nothing elsewhere."""
+"""How much of its machine's limits this process has used. Linux only; empty elsewhere."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _UNLIMITED: Final = 2**60
 
 
 def used_shares(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> dict[str, float]:
-    """Shares in [0, 1] for a heartbeat; those without a limit are left out.
+    """Return used shares in [0, 1] for a heartbeat; resources without a limit are left out.
 
-    memory       of the container's limit, all its processes counted; without one, of the machine's: what is taken of it
-                 and cannot be had back
+    memory       of the container's limit, counting all its processes; without a limit, the part of the machine's memory
+                 that is not available
     descriptors  of RLIMIT_NOFILE
     threads      of the container's limit of processes
     """
@@ -31,7 +31,7 @@ def used_shares(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> dict[str,
 def _memory(proc: Path, cgroup: Path) -> float | None:
     limit = _number(cgroup / "memory.max")
     if limit is not None and (current := _number(cgroup / "memory.current")) is not None:
-        cache = _fields(cgroup / "memory.stat").get("inactive_file", 0)  # given back before anything is killed
+        cache = _fields(cgroup / "memory.stat").get("inactive_file", 0)  # reclaimed before anything is killed
         return _share(current - cache, limit)
     machine = _fields(proc / "meminfo")
     total, available = machine.get("MemTotal:"), machine.get("MemAvailable:")
@@ -42,7 +42,7 @@ def _descriptors(proc: Path) -> float | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         return _share(len(os.listdir(proc / "self" / "fd")), limit)
-    except OSError as error:  # the last of them
+    except OSError as error:  # listing needs a descriptor, and none is left
         return 1.0 if error.errno in (errno.EMFILE, errno.ENFILE) else None
 
 
@@ -51,7 +51,7 @@ def _share(used: int | None, limit: int | None) -> float | None:
 
 
 def _number(path: Path) -> int | None:
-    """None for "max", and where there is no such file."""
+    """Return the number in a file; None for "max" or a missing file."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ def _number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Name -> number of lines such as "MemTotal: 24 kB"."""
+    """Map names to numbers from lines such as "MemTotal: 24 kB"."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:

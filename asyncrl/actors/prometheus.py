@@ -1,9 +1,9 @@
 """Serves the numbers of a process's actors to Prometheus: GET /metrics, in its text format.
 
-The learner's endpoint has every metric of its newest step and evaluation; every process has what its actors say in
-their heartbeats, and how long each waits for what. The learner has the port of metrics.prometheus; the other processes
-of its machine take the first free ones behind it. Each writes where it is to RUN_DIR/prometheus/NAME.json, which
-Prometheus reads as file_sd_configs, and removes that when it ends.
+The learner's endpoint has all metrics of the newest step and evaluation. Every process has the numbers of its actors'
+heartbeats and the duration of each wait. The learner uses the port of metrics.prometheus; other processes on its
+machine use the first free port after it. Each process writes its address to RUN_DIR/prometheus/NAME.json, which
+Prometheus reads as file_sd_configs, and removes the file when it ends.
 
 Tests: tests/actors/test_prometheus.py.
 """
@@ -29,16 +29,16 @@ from asyncrl.metrics import schema
 from asyncrl.protocols import Bus
 
 MOST_PROCESSES: Final = 1000
-"""Ports behind the learner's that are tried."""
+"""How many ports after the learner's are tried."""
 FOLDER: Final = "prometheus"
 
 _EVALUATION: Final = re.compile(r"evaluation/([^/[]+)(?:\[(.*)\])?/(.+)")
-"""Data set, tag, metric. They are labels: a dashboard draws data sets that it has never heard of."""
+"""Data set, tag, metric. They become labels, so a dashboard can draw data sets that it does not know."""
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class PrometheusEndpoint(Actor):
-    """actors: of this process.  address: HOST:PORT.  step_numbers: metrics of the newest step, in the learner"""
+    """actors: of this process;  address: HOST:PORT;  step_numbers: metrics of the newest step, in the learner only"""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PrometheusEndpoint(Actor):
         self.port = 0
 
     async def start(self) -> None:
-        """Raises ConfigError when the port is taken."""
+        """Raises ConfigError if the port is taken."""
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
         self._runner = web.AppRunner(app, access_log=None)
@@ -68,7 +68,7 @@ class PrometheusEndpoint(Actor):
         await asyncio.to_thread(self._announce)
 
     async def run(self) -> None:
-        """waits for: its cancellation    answers: whoever asks"""
+        """waits for: its cancellation    answers: HTTP requests"""
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
@@ -108,7 +108,7 @@ class PrometheusEndpoint(Actor):
 
 
 def exposition(run: str, beats: Sequence[Heartbeat], numbers: Mapping[str, float]) -> str:
-    """The text format, each metric's samples together. ``numbers``: by names of the schema."""
+    """Return the numbers in the text format, grouped by metric. ``numbers``: keys are names of the schema."""
     found: dict[str, list[str]] = {}
     helps: dict[str, str] = {}
 
@@ -120,7 +120,7 @@ def exposition(run: str, beats: Sequence[Heartbeat], numbers: Mapping[str, float
         if judged := _EVALUATION.fullmatch(name):
             dataset, tag, metric = judged.groups(default="")
             add("evaluation", float(value), actor="learner", dataset=dataset, tag=tag, metric=metric)
-        elif name.count("/") < 2:  # what one worker says is at its own endpoint
+        elif name.count("/") < 2:  # numbers of one worker are served by that worker
             add(name, float(value), actor="learner")
     for beat in beats:
         add("policy_version", float(beat.policy_version), actor=beat.actor)

@@ -1,4 +1,4 @@
-"""What the bus lost lately, as a watcher of a run tells of it. Pure.
+"""Recent losses of the bus, as the health monitor reports them. Pure.
 
 Tests: tests/unit/actors/test_health_monitor.py.
 """
@@ -12,18 +12,18 @@ from asyncrl.policies.health.faults import LostPart
 from asyncrl.protocols import Loss
 
 LOSS_SECONDS = 10.0
-"""How long a part of the bus that was made again is spoken of: longer than `asyncrl doctor` listens."""
+"""How long a repaired part of the bus is still reported: longer than `asyncrl doctor` listens."""
 
 
 class RecentLosses:
-    """What the bus lost, for as long as it lasts and LOSS_SECONDS: it may be repaired before the next look."""
+    """Keeps losses of the bus while they last and LOSS_SECONDS longer: they may be repaired before the next look."""
 
     def __init__(self) -> None:
         self._losses: dict[str, tuple[float, float, Loss]] = {}  # name -> first and last seen
         self.is_blind = False
         """Heartbeats or progress cannot be read now."""
         self.hides_beats = False
-        """Heartbeats of before the last look are gone, or cannot be read."""
+        """Heartbeats stored before the last look are gone or cannot be read."""
 
     def note(self, losses: Iterable[Loss], *, now: float) -> None:
         found = list(losses)

@@ -1,7 +1,7 @@
-"""Whether an actor that starts does anything: a model may take minutes to read, a hang reads nothing.
+"""Whether a starting actor makes progress: reading a model may take minutes, but a hang reads nothing.
 
-Looked at with each heartbeat, while the actor starts. A start that neither computes nor reads is a stall after
-PATIENCE_SECONDS; one that does either has FIRST_SECONDS, as before. Where the system does not tell, all have those.
+Checked with each heartbeat while the actor starts. A start that neither computes nor reads counts as a stall after
+PATIENCE_SECONDS; otherwise the limit is FIRST_SECONDS. Where the system does not report work, FIRST_SECONDS applies.
 
 Tests: tests/unit/actors/test_startup_probe.py.
 """
@@ -19,11 +19,11 @@ from asyncrl.policies.health.faults import PATIENCE_SECONDS
 
 _CPU_SECONDS: Final = 0.05
 _READ_BYTES: Final = 2**16
-"""Less between two heartbeats is what sending them takes."""
+"""Smaller changes between two heartbeats are the cost of sending heartbeats."""
 
 
 class StartSigns:
-    """Of one process, its children included. ``work``: see processes.work; None when the system does not tell."""
+    """Signs of progress of one process and its children. ``work``: os_process.work; returns None if unsupported."""
 
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, work: Callable[[], Work | None] = os_process.work
@@ -33,11 +33,11 @@ class StartSigns:
         self._since = clock()
 
     def look(self) -> float:
-        """Seconds without a sign. Blocks for a moment."""
+        """Return seconds without a sign of progress. Blocks for a moment."""
         work, now = self._work(), self._clock()
         if (
             work is None
-            or abs(work.cpu_seconds - self._seen.cpu_seconds) >= _CPU_SECONDS  # less: a child has ended
+            or abs(work.cpu_seconds - self._seen.cpu_seconds) >= _CPU_SECONDS  # the sum falls when a child ends
             or abs(work.read_bytes - self._seen.read_bytes) >= _READ_BYTES
         ):
             self._since = now
@@ -46,7 +46,7 @@ class StartSigns:
 
 
 def judged(waits: Sequence[Wait], *, quiet_seconds: float) -> tuple[Wait, ...]:
-    """A heartbeat's waits, where those for a start say that there was no sign of it for ``quiet_seconds``."""
+    """Return a heartbeat's waits; waits for a startup that was quiet for too long say so and have a shorter limit."""
     if quiet_seconds <= PATIENCE_SECONDS:
         return tuple(waits)
     said = f", which has neither computed nor read for {quiet_seconds:.0f} s"

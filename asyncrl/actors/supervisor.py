@@ -19,13 +19,13 @@ STUCK_EXIT_CODE = 70
 
 
 async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, owns_process: bool = True) -> None:
-    """Start and run all actors. When ``main`` returns, the helpers are stopped; an actor that raises stops all others.
+    """Start and run all actors. When ``main`` returns, stop the helpers. An actor that raises stops all others.
 
-    A HeartbeatSender among the helpers beats from before the first start until after the last stop. Raises what the
-    failed actors raised, one exception or an ExceptionGroup.
+    A HeartbeatSender among the helpers runs from before the first start until after the last stop. Raises the error of
+    the failed actors: one exception or an ExceptionGroup.
 
-    owns_process  the process is there for these actors alone: SIGTERM and SIGINT drain ``main`` if this is the main
-                  thread (no other may handle signals), and actors that do not stop in ``stop_seconds`` end it
+    owns_process  the process exists only for these actors: SIGTERM and SIGINT drain ``main`` (in the main thread only,
+                  because no other may handle signals), and actors that do not stop in ``stop_seconds`` end the process
     """
     senders = [actor for actor in helpers if isinstance(actor, HeartbeatSender)]
     actors = [main, *(actor for actor in helpers if not isinstance(actor, HeartbeatSender))]
@@ -61,17 +61,17 @@ async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, ow
 
 
 def _only(error: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first of the exceptions in ``error`` when all are of one type, as when one engine fails many groups."""
+    """Return the first exception in ``error`` if all have one type, as when one engine fails many groups."""
     found = leaves(error)
     return found[0] if len({type(leaf) for leaf in found}) == 1 else error
 
 
 @contextlib.contextmanager
 def _watched(tasks: list[asyncio.Task[None]], seconds: float, *, owns_process: bool) -> Iterator[Callable[[], None]]:
-    """A TaskGroup waits for ever for a child that lost its cancel or blocks the loop. We do not: the process exits
-    with a code of its own and its launcher starts a clean one; the bus gives the work back.
+    """Watch for tasks that do not stop. A TaskGroup waits forever for a child that lost its cancel or blocks the loop.
+    Here, the process exits with its own exit code and its launcher restarts it; the bus redelivers the work.
 
-    A process that is somebody else's never exits: its tasks are cancelled again, as often as it takes.
+    A process that belongs to a caller never exits: its tasks are cancelled again until they end.
     """
     loop, is_over = asyncio.get_running_loop(), threading.Event()
 
@@ -86,7 +86,7 @@ def _watched(tasks: list[asyncio.Task[None]], seconds: float, *, owns_process: b
             log.critical("still running %.0f s after stop: %s; %s", seconds, names, then)
             if owns_process:
                 os._exit(STUCK_EXIT_CODE)
-            with contextlib.suppress(RuntimeError):  # the loop has just ended
+            with contextlib.suppress(RuntimeError):  # the loop has just closed
                 loop.call_soon_threadsafe(cancel_again)
 
     watcher = threading.Thread(target=watch, name="stuck", daemon=True)

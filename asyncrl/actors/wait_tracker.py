@@ -1,8 +1,9 @@
-"""What one actor waits for: for whom, for how long, and how long that usually takes.
+"""What one actor waits for: on whom, for how long, and how long such waits usually take.
 
-Durations are monotonic: no change of a clock begins, hides or ends a wait. How long a wait for a part of the actor's
-own process (its engine, its reward function, a disk) may last before it counts as a stall is learned: faults.limit
-of the median of the same waits before. The median, because one hang that healed must not make the next look usual.
+Durations are monotonic: changes of the wall clock do not begin, hide or end a wait. A wait for a part of the actor's
+own process (its engine, its reward function, a disk) has a limit before it counts as a stall. The limit is learned:
+faults.limit of the median of earlier waits of the same kind. The median is used because one hang that healed must not
+make the next one look usual.
 
 Tests: tests/unit/actors/test_wait_tracker.py.
 """
@@ -25,7 +26,7 @@ _REMEMBERED = 32
 
 @dataclass(slots=True)
 class OpenWait:
-    """One wait in progress. ``since``: on the clock of Waits; ``longest``: seconds of its longest part so far."""
+    """One wait in progress. ``since``: on the clock of Waits; ``longest``: seconds of its longest stretch so far."""
 
     what: str
     on: str
@@ -46,7 +47,7 @@ class OpenWait:
 
 
 class WaitTracker:
-    """The waits of one actor, in progress and past."""
+    """The waits of one actor, open and past."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -63,9 +64,9 @@ class WaitTracker:
         first: float = PATIENCE_SECONDS,
         progress: Callable[[], int] | None = None,
     ) -> Iterator[OpenWait]:
-        """``first``: seconds that the first wait of this kind may take, when none has ended to compare with.
+        """``first``: seconds that the first wait of this kind may take, before earlier waits exist to compare with.
 
-        ``progress``: rises while it gets on: what counts is the time since it last rose.
+        ``progress``: counter that rises while the work progresses; only the time since it last rose counts.
         """
         usual, longest = self.usual_seconds(what, on), 0.0
         if (part := PARTS.get(on)) is not None:
@@ -82,7 +83,7 @@ class WaitTracker:
 
     @contextlib.contextmanager
     def paused(self, wait: OpenWait) -> Iterator[None]:
-        """Inside, ``wait`` is no wait: whoever it waits for called us back. It begins anew behind."""
+        """While open, ``wait`` does not count: the other side has called us back. It starts again afterwards."""
         if not wait.pauses:
             wait.longest = self._longest(wait)
         wait.pauses += 1
@@ -96,11 +97,11 @@ class WaitTracker:
         return max(wait.longest, self._clock() - wait.since)
 
     def usual_seconds(self, what: str, on: str) -> float:
-        """Median duration of the last waits of this kind; 0 when none has ended."""
+        """Return the median duration of past waits of this kind; 0 if there are none."""
         return statistics.median(past) if (past := self._past.get((what, on))) else 0.0
 
     def now(self) -> tuple[Wait, ...]:
-        """One entry a kind, with its longest; the longest first."""
+        """Return one entry per kind with its longest wait, longest first."""
         now = self._clock()
         kinds: dict[tuple[str, str], list[OpenWait]] = {}
         for wait in self._open:
@@ -122,7 +123,7 @@ class WaitTracker:
 
 
 class EngineLiveness:
-    """An engine's signs of life, looked at with each heartbeat: an answer may take long, the next token may not."""
+    """An engine's signs of life, checked with each heartbeat: an answer may take long, the next token may not."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._waits = WaitTracker(clock=clock)
@@ -133,7 +134,7 @@ class EngineLiveness:
 
     @contextlib.contextmanager
     def expected(self) -> Iterator[None]:
-        """Inside, the engine owes an answer."""
+        """While open, the engine owes an answer."""
         if not self._expected:
             self._alive = self._clock()
         self._expected += 1
@@ -145,7 +146,7 @@ class EngineLiveness:
             self._alive = self._clock()
 
     def waits(self, stats: EngineStats, *, is_loading: bool) -> tuple[Wait, ...]:
-        """The wait for the engine's next sign, if it owes any. While it loads weights it owes none."""
+        """Return the wait for the engine's next sign of life, if one is due. None is due while it loads weights."""
         if stats.tokens_generated != self._tokens or is_loading:
             self._tokens, self._alive = stats.tokens_generated, self._clock()
         if not self._expected:

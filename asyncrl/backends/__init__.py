@@ -1,1 +1,1 @@
-"""Training backends: adapters of the Backend port."""
+"""Training backends: implementations of the Backend port."""

@@ -1,4 +1,4 @@
-"""Base class of training backends; protocols/backend.py specifies what they must do."""
+"""Base class of training backends. protocols/backend.py specifies what backends must do."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class BackendAdapter(Adapter):
     section: ClassVar[str] = "learner"
 
     replays_experts: ClassVar[bool] = False
-    """Whether the policy's tokens go to the experts that a micro-batch names (MicroBatch.experts)."""
+    """Whether the policy routes tokens to the experts given in a micro-batch (MicroBatch.experts)."""
 
     shares_gpus: ClassVar[bool] = False
-    """Whether its memory can leave its GPUs (protocols.Offloads)."""
+    """Whether the backend can move its memory off its GPUs (protocols.Offloads)."""
 
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> Backend:
-        """The backend, not started. ``auxiliary``: the models that the algorithm needs beside the policy, by name."""
+        """Create the backend without starting it. ``auxiliary``: the algorithm's models besides the policy, by name."""
         return cast(Any, cls)(**constructor_arguments(cls, run, algorithm=algorithm, auxiliary=auxiliary))  # type: ignore[no-any-return]
 
     @classmethod
@@ -44,7 +44,7 @@ class BackendAdapter(Adapter):
                 f'learner.machines: backend = "{run.learner.backend}" runs in one process; use "megatron" or remove it'
             )
         if run.learner.megatron:
-            raise ConfigError(f'learner.megatron: is for backend = "megatron", and this is "{run.learner.backend}"')
+            raise ConfigError(f'learner.megatron: needs backend = "megatron", but this is "{run.learner.backend}"')
         if run.weights.quantization:
             raise ConfigError(
                 f'weights.quantization: backend = "{run.learner.backend}" quantizes nothing; use "megatron"'
@@ -64,17 +64,19 @@ class BackendAdapter(Adapter):
 
     @classmethod
     def rank_here(cls, run: RunConfig) -> int:
-        """Which rank of the learner this process was started as: 0, the learner, where nobody says another."""
+        """Return the rank that this process was started as; by default 0, the learner."""
         return 0
 
     @classmethod
     def environments(cls, run: RunConfig, *, port: int) -> Sequence[Mapping[str, str]]:
-        """What each rank finds in its environment when `asyncrl run` starts each as a process of its own, and the first
-        listens at ``port``."""
+        """Return the environment variables of each rank, for `asyncrl run` to start each rank as its own process.
+
+        port   where the first rank listens
+        """
         return ({},)
 
     def serve(self) -> None:
-        """Be another rank than the learner, until that says goodbye. Raises ConfigError when it refuses us."""
+        """Run as a rank other than the learner, until the learner says goodbye. Raises ConfigError when refused."""
         raise NotImplementedError
 
     @classmethod
@@ -85,7 +87,7 @@ class BackendAdapter(Adapter):
 def constructor_arguments(
     adapter: type[BackendAdapter], run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]
 ) -> dict[str, Any]:
-    """Arguments common to all backends' constructors; ``auxiliary`` is omitted when empty."""
+    """Return the constructor arguments common to all backends. ``auxiliary`` is omitted when empty."""
     arguments: dict[str, Any] = {
         "model_path": Path(run.model.path),
         "algorithm": algorithm,
@@ -100,7 +102,7 @@ def constructor_arguments(
 
 
 def optimizer_settings(run: RunConfig) -> OptimizerSettings:
-    """AdamW settings from [learner]."""
+    """Return the AdamW settings from [learner]."""
     learner = run.learner
     adapters = learner.lora
     lora = Lora(

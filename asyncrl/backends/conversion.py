@@ -1,8 +1,8 @@
-"""A Hugging Face folder's weights as a checkpoint of Megatron's, and back: without ranks, without Megatron's code.
+"""Converts a Hugging Face folder's weights to a Megatron checkpoint and back, without ranks or Megatron's code.
 
-One parameter after the other is read, made and written, of experts one at a time. So in memory is at most what the
-largest of them takes, a few times over: its parts, the whole, and a copy that is written. ``Converted.peak_bytes`` is
-counted, tensor by tensor. Values and types are kept as they are, so there and back is exact.
+Parameters are read, converted and written one at a time, experts individually. So memory holds at most a few copies of
+the largest parameter: its parts, the whole, and the copy being written. ``Converted.peak_bytes`` counts this, tensor by
+tensor. Values and dtypes are preserved, so a round trip is exact.
 Tests: tests/unit/backends/test_conversion.py.
 """
 
@@ -26,14 +26,17 @@ from asyncrl.tensors.snapshot import TensorEntry
 from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist
 
 FILE_BYTES: Final = 4 * 2**30
-"""Of a safetensors file, unless one parameter is larger."""
+"""Size limit of a safetensors file; a single larger parameter exceeds it."""
 _NOT_THE_MODEL: Final = ("optimizer.", "asyncrl.", "rng_state", "rerun_state_machine_state")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """peak_bytes: of weights in memory at one time; left_out: tensors of the source that are in no part of the model
-    that is trained."""
+    """Result of a conversion.
+
+    peak_bytes  most bytes of weights in memory at one time
+    left_out    tensors of the source that belong to no trained part of the model
+    """
 
     num_tensors: int
     num_bytes: int
@@ -42,12 +45,12 @@ class Converted:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether it is a distributed one of Megatron's."""
+    """Return whether the folder is a distributed checkpoint of Megatron."""
     return (folder / torch_dist.METADATA).is_file()
 
 
 class _Held:
-    """Counts the bytes of tensors until they are gone."""
+    """Counts the bytes of tensors until they are freed."""
 
     def __init__(self) -> None:
         self.num_bytes = self.peak_bytes = 0
@@ -65,7 +68,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parameter:
-    """A parameter of the whole model, or one expert of it. layer: its number; -1: of none."""
+    """A parameter of the whole model, or of one of its experts.  layer: its number; -1 outside layers"""
 
     entry: Mapping
     layer: int = -1
@@ -73,7 +76,7 @@ class _Parameter:
 
 
 def _parameters(shape: ModelShape) -> Iterator[_Parameter]:
-    """All of the model, layer after layer."""
+    """Yield all parameters of the model, layer by layer."""
     for entry in weight_map(shape, part=Part(layers=range(0), experts=range(0))):
         yield _Parameter(entry=entry)
     experts = shape.experts.num_experts if shape.experts else 0
@@ -164,7 +167,7 @@ def to_huggingface(source: Path, destination: Path, *, model: Path) -> Converted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Where a checkpoint has a parameter, of ``sizes``, and which tensors of a Hugging Face folder that makes."""
+    """Where a checkpoint stores a parameter of ``sizes``, and the Hugging Face tensors it becomes."""
 
     parameter: _Parameter
     key: str
@@ -174,17 +177,17 @@ class _Found:
 
     @classmethod
     def of(cls, parameter: _Parameter, saved: TorchDist, shape: ModelShape) -> _Found:
-        """Raises CheckpointError."""
+        """Locate ``parameter`` in the checkpoint. Raises CheckpointError."""
         entry = parameter.entry
         wanted = weight_places.key(entry.megatron)
         same = [wanted, *weight_places.keys_elsewhere(wanted)]
-        stacked = [key.replace(f".layers.{parameter.layer}.", ".layers.") for key in same]  # layers are a dimension
+        stacked = [key.replace(f".layers.{parameter.layer}.", ".layers.") for key in same]  # layers as a dimension
         key = next((key for key in [*same, *stacked] if key in saved), None)
         if key is None:
             if any(key.endswith("_adapter.down") for key in saved.keys()):  # noqa: SIM118
                 raise CheckpointError(
-                    f"{saved.folder}: holds low-rank adapters (learner.lora) and no whole model; what was published "
-                    "is in the folders of its weights/ and best/"
+                    f"{saved.folder}: holds low-rank adapters (learner.lora), not a whole model; published "
+                    "versions are in the folders weights/ and best/ of its run"
                 )
             raise CheckpointError(f"{saved.folder}: has no {wanted}; is it a checkpoint of another model?")
         before = [parameter.layer] if key not in same else []
@@ -192,7 +195,7 @@ class _Found:
         start = [0] * len(sizes)
         if entry.is_of_experts:
             start[0], sizes[0] = parameter.expert, 1
-        elif entry.cut == "vocabulary":  # behind it may be padding
+        elif entry.cut == "vocabulary":  # padding may follow it
             sizes[0] = shape.vocabulary_size
         like = torch.empty(sizes, dtype=saved.dtype(key), device="meta")
         try:
@@ -232,7 +235,7 @@ def _cut_into_files(parameters: Sequence[_Found]) -> list[list[_Found]]:
 
 
 def _blocks(file: Sequence[_Found], saved: TorchDist, shape: ModelShape, held: _Held) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file."""
+    """Yield the bytes of a safetensors file."""
     yield safetensors_file.header(entry for one in file for entry in one.entries)
     for one in file:
         whole = held.noted(one.read(saved))

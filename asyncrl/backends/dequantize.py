@@ -1,7 +1,8 @@
-"""A Hugging Face folder whose matrices are in 8 bits, as DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published, in
-bfloat16, and under the model type that transformers reads without the model's own code.
+"""Converts a Hugging Face folder with 8-bit matrices to bfloat16.
 
-One matrix is in memory at a time. Test: tests/unit/backends/test_dequantize.py.
+DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published with such matrices. The new folder gets the model type that
+transformers reads without the model's own code. One matrix is in memory at a time.
+Test: tests/unit/backends/test_dequantize.py.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ _OF_OWN_CODE: Final = ("auto_map", "quantization_config")
 
 
 def is_needed(config: dict[str, Any]) -> bool:
-    """Whether the model of this config.json is trained only once ``to_bfloat16`` has written it anew."""
+    """Return whether a model with this config.json must be converted by ``to_bfloat16`` before training."""
     return bool(config.get("quantization_config")) or config.get("model_type") in SAME_ARCHITECTURE
 
 
 def to_bfloat16(source: Path, destination: Path, *, note: Callable[[str], None]) -> int:
-    """Write config.json and weights to the folder ``destination``; returns the number of parameters.
+    """Write config.json and weights to the folder ``destination``. Returns the number of parameters.
 
-    note: called with the name of each file of weights when it is written. Raises ConfigError, also for scales that are
-    missing or do not fit their matrix.
+    note  called with the name of each weight file after it is written
+
+    Raises ConfigError, also for scales that are missing or do not fit their matrix.
     """
     config = json.loads((source / "config.json").read_text())
     block = _block_size(source, config)
@@ -66,7 +68,7 @@ def _weight_files(source: Path) -> list[Path]:
 
 
 def _block_size(source: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale. Raises ConfigError for weights quantized in another way."""
+    """Return the rows and columns that share a scale. Raises ConfigError for other kinds of quantization."""
     about = config.get("quantization_config")
     if not about:
         return (fp8.BLOCK, fp8.BLOCK)
@@ -75,8 +77,8 @@ def _block_size(source: Path, config: dict[str, Any]) -> tuple[int, int]:
     if method == "fp8" and isinstance(size, list) and len(size) == 2 and all(map(_is_size, size)):
         return (size[0], size[1])
     raise ConfigError(
-        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks is read; take "
-        "the model it was made of"
+        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks can be "
+        "read; use the unquantized model"
     )
 
 
@@ -91,7 +93,7 @@ def _whole(entry: TensorEntry) -> TensorEntry:
 def _blocks(
     entries: Sequence[TensorEntry], read: Callable[[str], torch.Tensor], block: tuple[int, int]
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file."""
+    """Yield the bytes of a safetensors file."""
     yield safetensors_file.header(entries)
     for entry in entries:
         tensor = read(entry.name)

@@ -1,8 +1,8 @@
 """FLOPs of a training step and peak FLOP/s of devices, for model FLOP/s utilisation (MFU).
 
-Counted as in arXiv:2204.02311, appendix B: forward and backward passes of every matrix product, 6 x parameters x tokens
-(the output layer counts, the embedding look-up does not), plus attention's two products over the scores that the causal
-mask or a window does not hide. Recomputed activations do not count.
+Counted as in arXiv:2204.02311, appendix B: 6 x parameters x tokens for the forward and backward passes of every matrix
+product (the output layer counts, the embedding look-up does not), plus attention's two products over the scores that
+neither the causal mask nor a window hides. Recomputed activations do not count.
 Test: test_flops_of_a_step_are_counted_by_hand.
 """
 
@@ -22,20 +22,20 @@ PEAK_BF16: Final = {
     "A800": 312e12,
     "L40S": 362e12,
 }
-"""Dense bfloat16 FLOP/s from the vendor's data sheets, by a word in the device's name. Clocks drop under load: an H200
+"""Dense bfloat16 FLOP/s from the vendors' data sheets, by a word in the device's name. Clocks drop under load: an H200
 reaches 700e12 to 790e12 on large matrices.
 """
 
 
 def matrix_parameters(shape: ModelShape) -> int:
-    """Parameters in the matrix products of every token."""
+    """Return the number of parameters in the matrix products of every token."""
     attention = _attention(shape)
     feed_forward = sum(_feed_forward(shape, layer) for layer in range(shape.num_layers))
     return shape.num_layers * attention + feed_forward + shape.hidden_size * shape.vocabulary_size
 
 
 def _attention(shape: ModelShape) -> int:
-    """Of a layer."""
+    """Return the attention parameters of one layer."""
     if shape.latent is None:
         queries, keys = shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size
         return shape.hidden_size * (2 * queries + 2 * keys)
@@ -47,7 +47,7 @@ def _attention(shape: ModelShape) -> int:
 
 
 def _feed_forward(shape: ModelShape, layer: int) -> int:
-    """Of a mixture: the router and the experts that one token visits."""
+    """Return the feed-forward parameters of a layer; for a mixture, the router and the experts of one token."""
     experts = shape.experts if shape.has_experts(layer) else None
     if experts is None:
         return 3 * shape.hidden_size * shape.feed_forward_size
@@ -56,9 +56,9 @@ def _feed_forward(shape: ModelShape, layer: int) -> int:
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int], *, has_adapters: bool = False) -> float:
-    """FLOPs of one optimizer step on documents of these ``lengths`` in tokens.
+    """Return the FLOPs of one optimizer step on documents of these ``lengths`` in tokens.
 
-    has_adapters  matrices have no gradients; the adapters' own products are not counted
+    has_adapters  matrices have no gradients; the products of the adapters are not counted
     """
     num_local = len(shape.local.layers) if shape.local else 0
     tokens, scores = 0, 0
@@ -75,5 +75,5 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], *, has_adapters: b
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak bfloat16 FLOP/s of a device; None for one not in the table."""
+    """Return the peak bfloat16 FLOP/s of a device; None if it is not in the table."""
     return next((peak for word, peak in PEAK_BF16.items() if word in device_name), None)

@@ -1,4 +1,4 @@
-"""Which parameters of the policy are trained: learner.freeze and learner.train_only, by their Hugging Face names."""
+"""Selects the trained parameters of the policy: learner.freeze and learner.train_only, by Hugging Face names."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from asyncrl.protocols.adapter import RunConfig
 
 
 def is_trained(name: str, *, freeze: Sequence[str], train_only: Sequence[str]) -> bool:
-    """Patterns are regular expressions, found anywhere in the name."""
+    """Return whether a parameter is trained. Patterns are regular expressions, searched anywhere in the name."""
     is_chosen = not train_only or any(re.search(pattern, name) for pattern in train_only)
     return is_chosen and not any(re.search(pattern, name) for pattern in freeze)
 
 
 def check(run: RunConfig, *, are_fused: bool) -> None:
-    """Refuse patterns that match nothing or leave nothing. Raises ConfigError.
+    """Refuse patterns that match nothing or leave nothing to train. Raises ConfigError.
 
-    are_fused  several tensors of the folder are one parameter of the backend, so all of them train or none; experts of
-               a layer are in every backend
+    are_fused  whether the backend fuses several tensors of the folder into one parameter, so that all of them train or
+               none; the experts of a layer are fused in every backend
     """
     learner = run.learner
     if not (learner.freeze or learner.train_only):
@@ -36,7 +36,7 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
             if not any(re.search(pattern, name) for name in names):
                 near = difflib.get_close_matches(pattern, names, 1, cutoff=0.3) or names[:1]
                 raise ConfigError(
-                    f"learner.{key}: {pattern!r} is in the name of no parameter of the model, such as {near[0]}"
+                    f"learner.{key}: {pattern!r} matches no parameter of the model; names look like {near[0]}"
                 )
     trained = {name for name in names if is_trained(name, freeze=learner.freeze, train_only=learner.train_only)}
     if not trained:
@@ -44,7 +44,7 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
     for pattern in learner.train_only:
         if not any(re.search(pattern, name) for name in trained):
             raise ConfigError(
-                f"learner.train_only: {pattern!r} trains nothing, as learner.freeze holds all of it; remove it from one"
+                f"learner.train_only: {pattern!r} trains nothing, as learner.freeze freezes all its matches; remove one"
             )
     for entry in maps:
         if are_fused or entry.is_of_experts:

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder without transformers' model code: shape and weights."""
+"""Reads shape and weights from a Hugging Face folder without transformers' model code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asyncrl.backends.families.table import FAMILIES
 from asyncrl.errors import ConfigError
 
 SAME_ARCHITECTURE: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
-"""Model types that only the model's own code reads, and what transformers calls the same architecture."""
+"""Model types that only the model's own code reads, and the same architecture's type in transformers."""
 
 
 def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
-    """Shape of the model in ``folder``; ``where`` is the run file's key for it.
+    """Return the shape of the model in ``folder``; ``where`` is the run file's key for the folder.
 
-    Raises ConfigError if the architecture is not in FAMILIES or has features we do not map.
+    Raises ConfigError if the architecture is not in FAMILIES or has unsupported features.
     """
     config = _read_config(folder, where)
     architecture = (config.architectures or [f"unnamed architecture of type {config.model_type}"])[0]
@@ -38,14 +38,14 @@ def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
         raise ConfigError(
             f"{where}: {folder}: the megatron backend does not support {architecture} with {error}"
         ) from None
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # of a value of another kind
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # a value has another type
         raise ConfigError(
-            f"{where}: {folder / 'config.json'} describes no {architecture}: {type(error).__name__}: {error}"
+            f"{where}: {folder / 'config.json'} does not describe a {architecture}: {type(error).__name__}: {error}"
         ) from error
 
 
 def _read_config(folder: Path, where: str) -> Any:
-    """transformers' config of the model. Raises ConfigError."""
+    """Load the model's config with transformers. Raises ConfigError."""
     from transformers import AutoConfig
 
     _refuse_unreadable(folder, where)
@@ -59,12 +59,12 @@ def _read_config(folder: Path, where: str) -> Any:
 
 
 def _refuse_unreadable(folder: Path, where: str) -> None:
-    """Raise ConfigError for a folder that is trained once `asyncrl import-model` has written it anew."""
+    """Raise ConfigError for a folder that must be converted by `asyncrl import-model` before training."""
     try:
         settings = json.loads((folder / "config.json").read_text())
         model_type, quantized = settings.get("model_type"), settings.get("quantization_config")
     except (OSError, ValueError, AttributeError):
-        return  # transformers says what is wrong with it
+        return  # transformers reports what is wrong with the file
     mend = f"`asyncrl import-model {folder} NEW_FOLDER` writes one that can be trained"
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -82,7 +82,7 @@ def _refuse_others(config: Any, family: Family) -> None:
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Of the tensors that ``open_weights`` reads, which has found the files before."""
+    """Return the names of the tensors that ``open_weights`` reads. The files must exist."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return list(json.loads(index.read_text())["weight_map"])
@@ -92,7 +92,7 @@ def weight_names(folder: Path) -> list[str]:
 
 @contextmanager
 def open_weights(folder: Path, *, where: str = "model.path") -> Iterator[Callable[[str], torch.Tensor]]:
-    """Reader of single tensors from model.safetensors, or from the files in its index. Raises ConfigError."""
+    """Yield a reader of single tensors from model.safetensors, or from the files in its index. Raises ConfigError."""
     index = folder / "model.safetensors.index.json"
     try:
         with ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""Low-rank adapters (arXiv:2106.09685) of the policy: which parameters have them, their names, and what they start as.
-A matrix W becomes W + alpha / rank x up x down; W stays as it is.
+"""Low-rank adapters (arXiv:2106.09685) of the policy: which parameters have them, their names and initial values.
 
-A parameter made of several Hugging Face matrices has one pair for each of them, so exported adapters have PEFT's names.
+A matrix W becomes W + alpha / rank x up x down; W itself stays unchanged. A parameter made of several Hugging Face
+matrices has one pair for each matrix, so exported adapters have PEFT's names.
 Test: tests/unit/backends/megatron/test_lora.py.
 """
 
@@ -27,13 +27,13 @@ from asyncrl.tensors.adapter_names import module_of
 
 ALL: Final = "all-linear"
 _SERVED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""What engines were tried with adapters of."""
+"""Modules whose adapters were tested with engines."""
 _GROUP_OF_16_BYTES: Final = 8
-"""bfloat16 numbers, of which the kernels for experts take whole groups."""
+"""bfloat16 numbers in 16 bytes. Kernels for experts process whole groups of this size."""
 
 
 def with_adapters(maps: Iterable[Mapping], lora: Lora) -> Iterator[Mapping]:
-    """``maps``, each followed by those of its adapters."""
+    """Yield ``maps``, each adapted one followed by the maps of its adapter."""
     for entry in maps:
         yield entry
         if _is_adapted(entry, lora.modules):
@@ -41,7 +41,7 @@ def with_adapters(maps: Iterable[Mapping], lora: Lora) -> Iterator[Mapping]:
 
 
 def adapters_of(entry: Mapping) -> tuple[Mapping, Mapping]:
-    """down [tensors, rank, in] and up [out, rank] of a parameter [out, in]; of experts both have [experts, ...]."""
+    """Return down [tensors, rank, in] and up [out, rank] for a parameter [out, in]; for experts both [experts, ...]."""
     down: Cut = "stacked"
     up: Cut = entry.cut
     if entry.cut == "rows":
@@ -64,8 +64,11 @@ def adapters_of(entry: Mapping) -> tuple[Mapping, Mapping]:
 
 
 def initial(entry: Mapping, *, rank: int, inputs: int) -> list[torch.Tensor]:
-    """What each of a ``down``'s tensors starts as, f32[rank, inputs]: uniform as in PEFT, and the same in every layout
-    of ranks. ``up`` starts as zeros, so that the model is the one in the folder."""
+    """Return the initial values of the tensors of ``down``, f32[rank, inputs] each.
+
+    They are uniform as in PEFT, and the same in every layout of ranks. ``up`` starts as zeros, so training starts from
+    the model in the folder.
+    """
     bound = inputs**-0.5
     return [
         torch.empty(rank, inputs).uniform_(
@@ -76,7 +79,7 @@ def initial(entry: Mapping, *, rank: int, inputs: int) -> list[torch.Tensor]:
 
 
 def matrix_of_rows(entry: Mapping, shape: ModelShape, *, rows: int) -> torch.Tensor:
-    """Which of a parameter's (an expert's) Hugging Face matrices each of a rank's ``rows`` is of, i64[rows]."""
+    """Return i64[rows]: for each of a rank's rows of a parameter or expert, the Hugging Face matrix it belongs to."""
     if entry.cut == "qkv":
         groups = rows // (shape.head_size * (shape.num_heads // shape.num_key_value_heads + 2))
         queries = shape.num_heads // shape.num_key_value_heads * shape.head_size
@@ -88,7 +91,7 @@ def matrix_of_rows(entry: Mapping, shape: ModelShape, *, rows: int) -> torch.Ten
 
 
 def check(run: RunConfig) -> None:
-    """Refuse modules that the model does not have, and halves of a fused parameter. Raises ConfigError."""
+    """Refuse modules that the model lacks, and modules that are only part of a fused parameter. Raises ConfigError."""
     settings = run.learner.lora
     if not settings.rank:
         return
@@ -97,8 +100,8 @@ def check(run: RunConfig) -> None:
     shape = huggingface.read_shape(Path(run.model.path))
     if settings.rank > shape.hidden_size:
         raise ConfigError(
-            f"learner.lora.rank: {settings.rank} is more than the model's hidden_size, {shape.hidden_size}, which no "
-            "matrix of its layers needs; use fewer"
+            f"learner.lora.rank: {settings.rank} is more than the model's hidden_size, {shape.hidden_size}, and no "
+            "matrix of its layers needs more; use a smaller rank"
         )
     maps = weight_map(shape)
     known = sorted({module for entry in maps for name in entry.huggingface if (module := module_of(name))})
@@ -117,7 +120,7 @@ def check(run: RunConfig) -> None:
             )
         if settings.publish == "adapter" and (entry.is_of_experts or not names <= {"", *_SERVED}):
             raise ConfigError(
-                'learner.lora.publish: "adapter" is for dense models with q_proj to down_proj alone, this one has '
+                'learner.lora.publish: "adapter" supports only dense models with q_proj to down_proj, but this has '
                 f'{", ".join(sorted(names))}{" of experts" if entry.is_of_experts else ""}; use "merged"'
             )
         is_odd = run.model.dtype == "bfloat16" and settings.rank % _GROUP_OF_16_BYTES

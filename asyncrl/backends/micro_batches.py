@@ -15,18 +15,18 @@ from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
 
 LENGTH_RATIO = 0.75
-"""Documents share a rectangle when each is at least this fraction of the longest one's length."""
+"""Documents share a rectangle if each has at least this fraction of the longest one's length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangles:
-    """A packed row of N tokens laid out as a few rectangles, each holding documents of similar length.
+    """A packed row of N tokens as a few rectangles, each with documents of similar length.
 
     Attention must not cross documents. One call per document is slow when there are many, and a single rectangle wastes
-    memory when lengths differ. Documents are left-aligned and padded by repeating their last token; with causal
-    attention, padding on the right cannot change the outputs that are read back.
+    memory when lengths differ. Documents are left-aligned and padded by repeating their last token. With causal
+    attention, this padding cannot change the outputs that are read back.
 
-    indices  i64[documents, length] each: the packed row's token at each position
+    indices  i64[documents, length] each: the token of the packed row at each position
     order    i64[N]: position of each token of the packed row in the flattened, concatenated rectangles
     """
 
@@ -78,7 +78,7 @@ class PackedRow:
         )
 
     def loss_inputs(self, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
-        """Loss inputs of ``rows``, given their logprobs and entropy f32[M]."""
+        """Return the loss inputs of ``rows``, given their logprobs and entropy f32[M]."""
         return LossInputs(
             logprobs=logprobs,
             entropy=entropy,
@@ -88,9 +88,9 @@ class PackedRow:
         )
 
     def value_inputs(self, values: torch.Tensor) -> ValueInputs:
-        """Value loss inputs of ``rows``, given the values after each token f32[N]: the value *before* each row is used.
+        """Return the value loss inputs of ``rows``, given the value after each token f32[N].
 
-        The micro-batch must have the scores "old_values" and "returns".
+        The value *before* each row is used. The micro-batch must have the scores "old_values" and "returns".
         """
         return ValueInputs(
             values=values.index_select(0, self.rows - 1),
@@ -107,7 +107,7 @@ _ALIGNMENT = 16
 
 
 def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of the arrays, in one transfer that does not block the host."""
+    """Copy the arrays to the device, in one transfer that does not block the host."""
     starts, end = {}, 0
     for name, array in arrays.items():
         starts[name], end = end, end + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -125,10 +125,10 @@ _TORCH = {"<i8": torch.int64, "<i4": torch.int32, "<i2": torch.int16, "<f4": tor
 
 
 def rectangles(boundaries: NDArray[np.int32]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """``indices`` and ``order`` of Rectangles.  boundaries i32[D+1]
+    """Return ``indices`` and ``order`` of Rectangles.  boundaries: i32[D+1]
 
-    Documents are sorted by length, longest first; one shorter than LENGTH_RATIO of its rectangle's first starts a new
-    rectangle.
+    Documents are sorted by length, longest first. A document shorter than LENGTH_RATIO times the first one of its
+    rectangle starts a new rectangle.
     """
     lengths = np.diff(boundaries).astype(np.int64)
     groups: list[list[int]] = []
@@ -150,26 +150,26 @@ def rectangles(boundaries: NDArray[np.int32]) -> tuple[list[NDArray[np.int64]], 
 
 
 def response_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
-    """i64[M]: tokens the policy sampled. The first token of a document has no logprob and is never included."""
+    """Return i64[M]: the tokens that the policy sampled, without the first of each document, which has no logprob."""
     mask = np.array(micro_batch.response_mask)
     mask[micro_batch.boundaries[:-1]] = False
     return np.flatnonzero(mask)
 
 
 def predicted_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
-    """i64[N - D]: every token except the first of each document."""
+    """Return i64[N - D]: every token except the first of each document."""
     return np.flatnonzero(micro_batch.positions)
 
 
 class RecordedTokens:
-    """What a step thinks of the tokens of recorded documents: on the device until its end, then copied once."""
+    """Logprobs and entropy of recorded documents in a step. They stay on the device until the end, then are copied."""
 
     def __init__(self) -> None:
         self._documents: list[int] = []
         self._rows: list[torch.Tensor] = []
 
     def note(self, micro_batch: MicroBatch, outputs: Sequence[torch.Tensor]) -> None:
-        """outputs: logprobs and entropy f32[M] of the response rows; of a model with a value head nothing is kept."""
+        """Keep logprobs and entropy f32[M] of the response rows. Models with a value head are ignored."""
         if not micro_batch.recorded or len(outputs) != 2:
             return
         ends = np.searchsorted(response_rows(micro_batch), micro_batch.boundaries)
@@ -180,7 +180,7 @@ class RecordedTokens:
                 self._rows.append(both[:, ends[place] : ends[place + 1]])
 
     def on_host(self) -> dict[int, NDArray[np.float32]]:
-        """f32[2, M] of each document. Waits for the device."""
+        """Return f32[2, M] by document. Waits for the device."""
         if not self._rows:
             return {}
         joined = torch.cat(self._rows, dim=1).float().cpu().numpy()

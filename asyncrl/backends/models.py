@@ -1,7 +1,7 @@
-"""The learner's models: the policy and the auxiliary models of the algorithm, by name.
+"""The learner's models by name: the policy, and the algorithm's auxiliary models.
 
 A "critic" is trained; a "reference" or "teacher" is frozen. Frozen models are read from their folders at every start.
-Trained ones are in the checkpoint: the policy in the backend folder itself, others in a subfolder of their name.
+Trained models are in the checkpoint: the policy in the backend folder itself, others in a subfolder of their name.
 Tests: tests/contracts/test_backend_models.py.
 """
 
@@ -28,7 +28,7 @@ Head = Literal["logprobs", "values"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxiliaryModel:
-    """A model in a Hugging Face folder; frozen unless it has an ``objective`` and an ``optimizer``.
+    """A model in a Hugging Face folder. It is frozen unless it has an ``objective`` and an ``optimizer``.
 
     A "values" model ignores the folder's output layer.
     """
@@ -44,7 +44,7 @@ class AuxiliaryModel:
 
 
 def with_policy(policy: AuxiliaryModel, auxiliary: Mapping[str, AuxiliaryModel]) -> dict[str, AuxiliaryModel]:
-    """All models by name, the policy first. Raises ConfigError for a model that lacks some of the policy's tokens."""
+    """Return all models by name, the policy first. Raises ConfigError if a model lacks some of the policy's tokens."""
     for name, model in auxiliary.items():
         if name == POLICY or (model.objective is None) != (model.optimizer is None):
             raise BackendError(
@@ -58,7 +58,7 @@ def with_policy(policy: AuxiliaryModel, auxiliary: Mapping[str, AuxiliaryModel])
 def _require_tokens(policy: Path, other: Path, *, name: str) -> None:
     """Raise ConfigError unless ``other`` has an embedding for each of the policy's token ids.
 
-    Extra ones are harmless (vocabularies are padded differently). Whether ids mean the same tokens is not checked here.
+    Extra embeddings are harmless (vocabularies are padded differently). Does not check that ids mean the same tokens.
     """
     needed, found = _vocabulary_size(policy, POLICY), _vocabulary_size(other, name)
     if found < needed:
@@ -77,24 +77,24 @@ def _vocabulary_size(folder: Path, name: str) -> int:
 
 
 def where(name: str) -> str:
-    """The run file's key for a model's folder."""
+    """Return the run file's key for a model's folder."""
     return "model.path" if name == POLICY else f"{name}.path"
 
 
 def find(models: Mapping[str, T], name: str, *, doing: str) -> T:
-    """The model of that name. Raises BackendError, listing the available ones."""
+    """Return the model with that name. Raises BackendError, which lists the available models."""
     if name not in models:
         raise BackendError(f"{doing}: no model {name!r}; available: {', '.join(models)}")
     return models[name]
 
 
 def saved_in(folder: Path, name: str) -> Path:
-    """The folder of a trained model in the checkpoint at ``folder``."""
+    """Return the folder of a trained model in the checkpoint at ``folder``."""
     return folder if name == POLICY else folder / name
 
 
 def require_saved(folder: Path, names: Iterable[str]) -> None:
-    """Raise CheckpointError if the checkpoint lacks a trained model; called before anything is restored."""
+    """Raise CheckpointError if the checkpoint lacks a trained model. Called before anything is restored."""
     for name in names:
         if name != POLICY and not saved_in(folder, name).exists():
             raise CheckpointError(

@@ -1,7 +1,7 @@
-"""A backend that trains nothing: rollouts alone, to try engines, prompts and rewards (``learner.backend = "none"``).
+"""A backend that trains nothing, to try engines, prompts and rewards (``learner.backend = "none"``).
 
-A step changes no weights and costs no time; every version that is published has those of the model. Whoever asks for
-scores gets the behavior logprobs, so nothing differs and no worker is blamed.
+A step changes no weights and costs no time; every published version has the model's weights. Scores are the behavior
+logprobs, so logprobs always agree and no worker is quarantined.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Options:
 
 
 class NullBackend(BackendAdapter):
-    """``model_path``: whose weights it exports"""
+    """Exports the weights in ``model_path`` without training them."""
 
     options_type = Options
 
@@ -76,7 +76,7 @@ class NullBackend(BackendAdapter):
         return Snapshot.of([item for path in self._weights for item in safetensors.torch.load_file(path).items()])
 
     def save(self, folder: Path) -> None:
-        """A checkpoint's folder may not be empty."""
+        """Write a placeholder, because a checkpoint's folder must not be empty."""
         (folder / "none").write_text("this backend has no state\n")
 
     def restore(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Offloads AdamW's moments to host memory between steps: saves 8 bytes a parameter on the device during fwd/bwd.
 
-A step copies them to the device and back. That costs two transfers, and the device needs the memory only after the
-backward pass, when activations are freed. (Megatron's own offload runs AdamW on the CPU.)
+A step copies the moments to the device and back, two transfers. The device needs this memory only after the backward
+pass, when activations have been freed. (Megatron's own offload runs AdamW on the CPU.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class HostMoments:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Moments are on the device inside; wrap an optimizer step in it."""
+        """Keep the moments on the device inside the context, for an optimizer step."""
         for weight, state in self._optimizer.state.items():
             for kind in _MOMENTS & state.keys():
                 state[kind] = state[kind].to(weight.device, non_blocking=True)
@@ -34,7 +34,7 @@ class HostMoments:
                 state[kind] = home.copy_(state[kind], non_blocking=True)
 
     def _home(self, weight: torch.Tensor, kind: str, moment: torch.Tensor) -> torch.Tensor:
-        """Pinned host buffer, as asynchronous copies need; allocated once."""
+        """Return a pinned host buffer, which asynchronous copies need; allocated once."""
         if (weight, kind) not in self._homes:
             self._homes[weight, kind] = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=moment.is_cuda)
         return self._homes[weight, kind]

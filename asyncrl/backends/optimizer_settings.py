@@ -1,4 +1,4 @@
-"""The optimizer, the same in every backend: clipping by global norm, then AdamW."""
+"""The optimizer settings of all backends: clipping by global norm, then AdamW."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Adapters of so many numbers a row (lora.py).
+    """Settings of low-rank adapters (lora.py).
 
+    rank           inner dimension of an adapter
     modules        names such as q_proj, or all-linear
-    is_merged      whether exports are the whole model with the adapters in it, or the adapters alone
+    is_merged      whether exports are the whole model with the adapters merged, or the adapters alone
     """
 
     rank: int
@@ -27,10 +28,10 @@ class Lora:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW, arXiv:1711.05101. No weight decay on one-dimensional parameters: norms and biases.
+    """AdamW, arXiv:1711.05101. One-dimensional parameters (norms and biases) have no weight decay.
 
-    freeze, train_only  which parameters it updates (frozen.py)
-    lora                it updates adapters instead; None: there are none
+    freeze, train_only  select the parameters that are updated (frozen.py)
+    lora                updates adapters instead of the parameters; None for no adapters
     """
 
     weight_decay: float = 0.0
@@ -43,17 +44,17 @@ class OptimizerSettings:
 
 
 def is_trainable(loss: float, grad_norm: float) -> bool:
-    """Whether loss and gradients are finite; a step with a NaN would ruin every weight."""
+    """Return whether loss and gradients are finite; a step with NaN would ruin every weight."""
     return math.isfinite(loss) and math.isfinite(grad_norm)
 
 
 def step_metrics(
     of_objective: Mapping[str, float], *, model: str, grad_norm: float, learning_rate: float, is_skipped: bool
 ) -> Mapping[str, float]:
-    """Metrics of one optimizer step; those of a ``model`` other than the policy are all under its name.
+    """Return the metrics of one optimizer step. Metrics of a ``model`` other than the policy have its name as prefix.
 
-    grad_norm      of the summed gradients, before clipping
-    learner/skipped_steps  1 when loss or gradients were not finite and the weights were left unchanged
+    grad_norm      norm of the summed gradients, before clipping
+    learner/skipped_steps  1 if loss or gradients were not finite and the weights were left unchanged
     """
     is_policy = model == "policy"
     learner = "learner" if is_policy else model

@@ -2,8 +2,8 @@
 
 A rank owns pieces of parameters: ``name[start:start + len]`` of the flattened parameter. A piece is saved as its
 float32 value and AdamW's state, each under ``kind|start|name``. To restore, a rank assembles each parameter from the
-pieces in all files and takes its own part. Under tensor parallelism a parameter here is one rank's shard, and only the
-same number of tensor-parallel ranks can read it.
+pieces in all files and takes its own part. Under tensor parallelism, a parameter here is the shard of one rank, so only
+the same number of tensor-parallel ranks can read the state.
 Test: test_restored_training_equals_uninterrupted_training.
 """
 
@@ -24,7 +24,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 
 FORMAT = 2
 DISTRIBUTED_FORMAT = 3
-"""Of the megatron backend: Megatron's own, which any layout reads (megatron/background_save.py)."""
+"""Format of the megatron backend: Megatron's own, which any layout can read (megatron/background_save.py)."""
 INDEX = "backend.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 
@@ -36,7 +36,7 @@ class Piece:
     name: str
     start: int
     value: torch.Tensor
-    """The float32 tensor the optimizer updates; also its key in the optimizer's state."""
+    """The float32 tensor that the optimizer updates; also its key in the optimizer's state."""
 
 
 def write_pieces(folder: Path, pieces: Iterable[Piece], state: Mapping[torch.Tensor, Any], *, rank: int) -> None:
@@ -64,7 +64,7 @@ def write_index(folder: Path, *, ranks: int, tensor_parallel: int = 1) -> None:
 
 
 class SavedState:
-    """The pieces of all ranks' files."""
+    """The pieces in the files of all ranks."""
 
     def __init__(self, files: list[Any], folder: Path) -> None:
         self._files = files
@@ -77,11 +77,11 @@ class SavedState:
                     self._where.setdefault((kind, name), []).append((int(start), key, file))
 
     def value(self, name: str, size: int) -> torch.Tensor:
-        """A whole parameter, flat: f32[size]. Raises CheckpointError if it is missing or has another size."""
+        """Return a whole flat parameter, f32[size]. Raises CheckpointError if it is missing or has another size."""
         return self._whole("value", name, size)
 
     def moments(self, name: str, size: int, own: slice) -> dict[str, torch.Tensor]:
-        """AdamW's state for the slice ``own`` of a parameter; empty before its first step."""
+        """Return AdamW's state for the slice ``own`` of a parameter; empty before its first step."""
         if ("step", name) not in self._where:
             return {}
         _, key, file = self._where["step", name][0]
@@ -89,7 +89,7 @@ class SavedState:
         return {"step": file.get_tensor(key), **whole}
 
     def restore_random_states(self, rank: int) -> None:
-        """Restore this rank's random generators; rank 0's if the checkpoint has fewer ranks."""
+        """Restore this rank's random generators, or those of rank 0 if the checkpoint has fewer ranks."""
         file = self._files[rank if rank < len(self._files) else 0]
         torch.set_rng_state(file.get_tensor("random||cpu"))
         if torch.cuda.is_available() and "random||cuda" in file.keys():  # noqa: SIM118
@@ -108,20 +108,23 @@ class SavedState:
 
 
 def format_of(folder: Path) -> int:
-    """Of a backend's checkpoint; 0 where there is none that can be read."""
+    """Return the format of a backend checkpoint, or 0 if there is no readable one."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         return int(json.loads((folder / INDEX).read_text())["format"])
     return 0
 
 
 def saved_ranks(folder: Path, *, tensor_parallel: int) -> int:
-    """How many ranks wrote it. Raises CheckpointError, and ConfigError if other tensor-parallel ranks wrote it."""
+    """Return how many ranks wrote the checkpoint.
+
+    Raises CheckpointError; ConfigError if another number of tensor-parallel ranks wrote it.
+    """
     try:
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {index['format']}; this version reads format {FORMAT}")
         if index["tensor_parallel"] != tensor_parallel:
-            raise ConfigError(  # no restart heals it
+            raise ConfigError(  # a restart would not help
                 f"learner.tensor_parallel: {folder} was written with {index['tensor_parallel']}, and cannot be read "
                 f"with {tensor_parallel}; resume with learner.tensor_parallel = {index['tensor_parallel']}"
             )
@@ -134,7 +137,7 @@ def saved_ranks(folder: Path, *, tensor_parallel: int) -> int:
 
 @contextmanager
 def open_state(folder: Path, *, tensor_parallel: int = 1) -> Iterator[SavedState]:
-    """The checkpoint in ``folder``. Raises as ``saved_ranks``."""
+    """Open the checkpoint in ``folder``. Raises the same errors as ``saved_ranks``."""
     ranks = saved_ranks(folder, tensor_parallel=tensor_parallel)
     try:
         with ExitStack() as stack:
@@ -145,7 +148,7 @@ def open_state(folder: Path, *, tensor_parallel: int = 1) -> Iterator[SavedState
 
 
 def shaped(moments: dict[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Moments in the shape and on the device of the tensor they update; fused AdamW needs its step count there too."""
+    """Return moments in the shape and on the device of their tensor. Fused AdamW needs its step count there as well."""
     return {
         kind: value.to(like.device, copy=True).reshape(() if kind == "step" else like.shape)
         for kind, value in moments.items()
@@ -160,7 +163,7 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
-    """A flat copy on the CPU that shares no memory, as safetensors requires."""
+    """Return a flat copy on the CPU that shares no memory, as safetensors requires."""
     return value.detach().reshape(-1).to("cpu", copy=True)
 
 

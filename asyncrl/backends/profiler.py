@@ -1,9 +1,9 @@
-"""Profiles chosen training steps: what ran when, and on a GPU who holds which memory.
+"""Profiles chosen training steps: a timeline of operations, and on a GPU a snapshot of memory allocations.
 
     RUN_DIR/profile/step-000007.json     torch.profiler's trace, for ui.perfetto.dev or chrome://tracing
     RUN_DIR/profile/step-000007.pickle   on a GPU: snapshot of its memory, for docs.pytorch.org/memory_viz
 
-Of the learner's first rank. A step that is profiled takes longer; what fails of the profiling fails no step.
+Only the learner's first rank is profiled. A profiled step takes longer. Errors of the profiler never fail a step.
 
 Tests: tests/unit/backends/test_profiler.py.
 """
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 FOLDER: Final = "profile"
 MOST_ALLOCATIONS: Final = 100_000
-"""Allocations that a memory snapshot tells of."""
+"""Most allocations that a memory snapshot records."""
 
 log = logging.getLogger("asyncrl.learner")
 
 
 class Allocations(Protocol):
-    """Who holds which memory, from ``record`` to ``stop``. Each may raise whatever its library raises."""
+    """Records memory allocations from ``record`` to ``stop``. Methods may raise any exception of the library."""
 
     def record(self) -> None: ...
     def dump(self, path: Path) -> None: ...
@@ -36,7 +36,7 @@ class Allocations(Protocol):
 
 
 class OfGPU:
-    """Allocations of torch's CUDA allocator: private names, which docs.pytorch.org tells people to call."""
+    """Records torch's CUDA allocator through private functions that docs.pytorch.org recommends."""
 
     def record(self) -> None:
         torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
@@ -49,20 +49,20 @@ class OfGPU:
 
 
 class StepProfiler:
-    """Around each step."""
+    """Wraps training steps and profiles the chosen ones."""
 
     def __init__(self, steps: Collection[int], folder: Path, *, allocations: Allocations | None = None) -> None:
         """
         steps        numbers of the steps to profile, from 1
-        folder       the run's
-        allocations  to take a snapshot of; None takes none
+        folder       the run's folder
+        allocations  source of memory snapshots; None takes none
         """
         self._steps = frozenset(steps)
         self._folder = folder / FOLDER
         self._allocations = allocations
 
     def __call__(self, step: int, train: Callable[[], T]) -> T:
-        """What ``train`` gives, step ``step``, and what it raises. Blocks."""
+        """Run step ``step`` by calling ``train``; returns its result and raises its errors. Blocks."""
         if step not in self._steps:
             return train()
         path = self._folder / f"step-{step:06d}"
@@ -71,7 +71,7 @@ class StepProfiler:
 
 
 def step_profiler(steps: Collection[int], folder: Path) -> StepProfiler:
-    """For this machine: with memory snapshots where there is a GPU."""
+    """Return a profiler for this machine, with memory snapshots if there is a GPU."""
     return StepProfiler(steps, folder, allocations=OfGPU() if torch.cuda.is_available() else None)
 
 
@@ -108,7 +108,7 @@ def _memory(allocations: Allocations | None, path: Path) -> Iterator[None]:
     finally:
         with _said("memory snapshot of", path):
             allocations.dump(path)
-        with _said("end of the memory snapshot of", path):  # it slows every later step
+        with _said("end of the memory snapshot of", path):  # recording slows every later step
             allocations.stop()
 
 
@@ -116,5 +116,5 @@ def _memory(allocations: Allocations | None, path: Path) -> Iterator[None]:
 def _said(what: str, path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever a profiler raises: an aid to people fails no step
+    except Exception as error:  # no profiler error may fail a step
         log.warning("no %s %s: %s: %s", what, path.stem, type(error).__name__, error)

@@ -1,6 +1,6 @@
-"""Hugging Face tensors to the shards of one Megatron parameter, and back.
+"""Converts Hugging Face tensors to the shards of one Megatron parameter, and back.
 
-Tensor parallelism is just a number here, so tests need no process group.
+Tensor parallelism is only a number here, so tests need no process group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 
 
 def require_divisible(shape: ModelShape, tensor_parallel: int, *, where: str = "model.path") -> None:
-    """Raises ConfigError if the model cannot be split over ``tensor_parallel`` ranks."""
+    """Raise ConfigError if the model cannot be split over ``tensor_parallel`` ranks."""
     whose = "the model" if where == "model.path" else f"the {where.removesuffix('.path')}"
     for what, number in (
         ("num_key_value_heads", shape.num_key_value_heads),
@@ -27,12 +27,12 @@ def require_divisible(shape: ModelShape, tensor_parallel: int, *, where: str = "
 
 
 def padded_vocabulary(shape: ModelShape, tensor_parallel: int) -> int:
-    """Vocabulary size padded to a multiple of the ranks; padding rows never enter a logprob."""
+    """Return the vocabulary size padded to a multiple of the ranks. Padding rows never contribute to a logprob."""
     return -(-shape.vocabulary_size // tensor_parallel) * tensor_parallel
 
 
 def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_parallel: int) -> list[torch.Tensor]:
-    """Hugging Face tensors to one Megatron shard per tensor-parallel rank."""
+    """Convert Hugging Face tensors to one Megatron shard per tensor-parallel rank."""
     if cut == "whole":
         return [parts[0]] * tensor_parallel
     if cut == "vocabulary":
@@ -63,7 +63,7 @@ _TENSORS_OF_AN_EXPERT = {"rows": 1, "gate_up": 2}
 
 
 def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[torch.Tensor]:
-    """The inverse of ``fuse``: all shards of one Megatron tensor to its Hugging Face tensors, as views if possible."""
+    """Invert ``fuse``: convert all shards of a Megatron tensor to Hugging Face tensors, as views if possible."""
     if cut == "whole":
         return [shards[0]]
     if cut == "vocabulary":

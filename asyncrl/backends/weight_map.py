@@ -1,7 +1,7 @@
-"""Every parameter of a model, or of the part that one rank holds, and the Hugging Face tensors that it is made of.
+"""Lists the parameters of a model, or of the part that one rank holds, with the Hugging Face tensors they consist of.
 
-What a layer has is its family's to say (families/); layers of a pipeline's stage and experts of a rank are numbered
-from 0 by Megatron, and by their place in the whole model by Hugging Face.
+The family defines the parameters of a layer (families/). Megatron numbers the layers of a pipeline stage and the
+experts of a rank from 0; Hugging Face numbers them by their place in the whole model.
 Test: test_weights_survive_being_cut_into_shards.
 """
 
@@ -28,33 +28,33 @@ class Mapping:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether expert-parallel ranks hold different ones."""
+        """Whether expert-parallel ranks hold different parts of the parameter."""
         return self.cut.startswith("expert_")
 
     @property
     def is_replicated(self) -> bool:
-        """Whether all tensor-parallel ranks hold the same."""
+        """Whether all tensor-parallel ranks hold the same values."""
         return self.cut in ("whole", "stacked")
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is of an adapter, which no folder has."""
+        """Whether the parameter belongs to an adapter, which is in no model folder."""
         return self.megatron.endswith(("_adapter.down", "_adapter.up"))
 
     @property
     def is_copy_of_embedding(self) -> bool:
-        """Whether it is the output layer of tied embeddings, on another stage than the embedding."""
+        """Whether the parameter is the output layer of tied embeddings, on another stage than the embedding."""
         return self.megatron == _OUTPUT and self.huggingface == (_EMBEDDING,)
 
     @property
     def is_bias_of_choice(self) -> bool:
-        """Whether it is a router's bias: Megatron's buffer, float32 in every model, and not trained."""
+        """Whether this is a router's bias: a buffer in Megatron, float32 in every model, and not trained."""
         return self.megatron.endswith(".expert_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a rank holds of a model: layers and experts by their place in the whole."""
+    """The part of a model that a rank holds: layers and experts by their place in the whole model."""
 
     layers: range
     experts: range
@@ -68,7 +68,7 @@ class Part:
 
 
 def weight_map(shape: ModelShape, *, head: Head = "logprobs", part: Part | None = None) -> list[Mapping]:
-    """Every parameter of ``part`` (None: of the whole model) except a value head, which no folder has."""
+    """Map every parameter of ``part`` (None: the whole model) except a value head, which is in no model folder."""
     part = part or Part.whole(shape)
     layer_weights = FAMILIES[shape.architecture].layer
     maps = [_mapping("", "", _row("embedding.word_embeddings.weight", _EMBEDDING))] if part.has_embedding else []

@@ -1,8 +1,8 @@
-"""Where a rank's part of a parameter lies in the whole one, under which key: what a checkpoint knows a model by.
+"""Places a rank's part of a parameter within the whole parameter, and gives the parameter its checkpoint key.
 
-The whole parameter is what one rank alone would hold, without padding. A tensor-parallel rank of a "gate_up" has rows
-of the gate and rows of the up part, which lie apart in it, hence blocks.
-Tests: tests/unit/backends/test_weight_places.py. Ranks are just numbers here, so tests need no process group.
+The whole parameter is what a single rank would hold, without padding. A tensor-parallel rank of a "gate_up" holds rows
+of the gate and rows of the up part. These are not adjacent in the whole parameter, hence blocks.
+Tests: tests/unit/backends/test_weight_places.py. Ranks are only numbers here, so tests need no process group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """``sizes`` of a rank's tensor at ``local`` are the whole one's at ``start``."""
+    """The elements of ``sizes`` at ``local`` in a rank's tensor are those at ``start`` in the whole tensor."""
 
     local: Ints
     start: Ints
@@ -31,7 +31,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A rank's tensor, of the sizes ``local``, in the one of the sizes ``whole`` that a checkpoint has as ``key``."""
+    """A rank's tensor with sizes ``local`` within the tensor ``key`` of a checkpoint, which has sizes ``whole``."""
 
     key: str
     local: Ints
@@ -39,8 +39,10 @@ class Place:
     blocks: tuple[Block, ...]
 
     def views(self, flat: torch.Tensor, start: int = 0) -> Iterator[tuple[torch.Tensor, Ints]]:
-        """``flat`` are the tensor's elements from ``start`` on, row by row: views of it that are rectangles of the
-        whole tensor, and where each begins there. What is padding is in none."""
+        """Yield views of ``flat`` that are rectangles of the whole tensor, and where each begins there.
+
+        ``flat`` holds the tensor's elements from ``start`` on, row by row. Views leave out padding.
+        """
         for corner, sizes in rectangles(start, start + flat.numel(), self.local):
             begin = _flat_index(corner, self.local) - start
             rectangle = flat[begin : begin + math.prod(sizes)].view(sizes)
@@ -63,8 +65,12 @@ def place(
     rank: int,
     first_expert: int = 0,
 ) -> Place:
-    """Of the parameter ``name`` (its layer's number that of the whole model), of which tensor-parallel rank ``rank`` of
-    ``ranks`` has a tensor of the sizes ``local``; of experts every rank has those from ``first_expert`` on, uncut."""
+    """Return the place of parameter ``name`` on tensor-parallel rank ``rank`` of ``ranks``.
+
+    name          numbers the layer by its place in the whole model
+    local         sizes of the rank's tensor
+    first_expert  for experts: the first one that the rank holds; experts are not cut
+    """
     size, *rest = local
     zeros = (0,) * len(local)
     start, whole = zeros, tuple(local)
@@ -96,7 +102,7 @@ def place(
 
 
 def rectangles(start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[Ints, Ints]]:
-    """The elements [start, stop) of a tensor, counted row by row, as few rectangles: corner and sizes of each."""
+    """Cover the elements [start, stop) of a tensor, counted row by row, by few rectangles; yields corner and sizes."""
     if start >= stop:
         return
     if len(sizes) <= 1:
@@ -139,7 +145,7 @@ _KEYS: Final = {
     "mlp.experts.gate_up": "mlp.experts.experts.linear_fc1.weight",
     "mlp.experts.down": "mlp.experts.experts.linear_fc2.weight",
 }
-"""Our parameters of a layer, and what Megatron's own layers with Transformer Engine call them, where that differs."""
+"""Our names of parameters in a layer, and the names in Megatron's layers with Transformer Engine, where they differ."""
 
 _ELSEWHERE: Final = {
     "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
@@ -148,24 +154,24 @@ _ELSEWHERE: Final = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": ("self_attention.kv_layernorm.weight",),
     "self_attention.linear_q_up_proj.weight": ("self_attention.linear_q_proj.weight",),
 }
-"""Other keys of the same in checkpoints of Megatron: of layers without Transformer Engine, or whose queries have
-no low rank."""
+"""Alternative keys of the same parameters in Megatron checkpoints: from layers without Transformer Engine, or whose
+queries have no low rank."""
 
 
 def key(name: str) -> str:
-    """The key of a parameter in a checkpoint."""
+    """Return the key of a parameter in a checkpoint."""
     layer, rest = _split(name)
     return layer + _KEYS.get(rest, rest)
 
 
 def keys_elsewhere(key: str) -> tuple[str, ...]:
-    """Further keys that a checkpoint of Megatron's may have it under."""
+    """Return alternative keys that a Megatron checkpoint may use for ``key``."""
     layer, rest = _split(key)
     return tuple(layer + other for other in _ELSEWHERE.get(rest, ()))
 
 
 def _split(name: str) -> tuple[str, str]:
-    """ "decoder.layers.3." and the rest; ("", name) outside layers."""
+    """Split into "decoder.layers.3." and the rest; ("", name) outside layers."""
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
         return "", name

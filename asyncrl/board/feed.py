@@ -1,6 +1,6 @@
-"""Keeps what the board holds of a run up to date: rows from its folder, heartbeats and events from its bus.
+"""Keeps the board's state of a run up to date: rows from its folder, heartbeats and events from its bus.
 
-Nothing of the run is changed, and a run that comes, moves or goes is followed. Tests: tests/integration/board/.
+It changes nothing of the run, and follows a run that starts, moves or ends. Tests: tests/integration/board/.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from asyncrl.run.watched.looker import Looker, View, is_silent, look_seconds
 from asyncrl.run.watched.watched_run import RowTail, WatchedRun, row_of
 
 ROW_SECONDS: Final = 1.0
-"""Between two looks at metrics.jsonl: nobody announces that it grew."""
+"""Seconds between reads of metrics.jsonl; nothing signals that it grew."""
 AWAY_SECONDS: Final = 2.0
-"""Between two looks for a run that is not up."""
+"""Seconds between checks for a run that is not up."""
 NEWEST_EVENTS: Final = 5000
 
 Tell = Callable[[Change], None]
@@ -41,7 +41,7 @@ class RunFeed:
         self._newest: dict[str, int] = {}
 
     async def begin(self) -> None:
-        """Read what is recorded."""
+        """Read what is already recorded."""
         while await self._read_rows():
             pass
 
@@ -52,13 +52,13 @@ class RunFeed:
             group.create_task(self._follow_bus())
 
     async def groups(self, readers: Readers) -> GroupIndex:
-        """With what is new: nobody looks for it but who asks."""
+        """Return the group index, refreshed. It is refreshed only on request."""
         async with self._refreshing:
             await readers.run(self._groups.refresh)
         return self._groups
 
     async def lanes(self, readers: Readers) -> dict[str, Any]:
-        """What each actor did: what is heard of a run that is up, what was recorded of one that is not."""
+        """Return what each actor did: from heartbeats if the run is up, otherwise from its recorded timeline."""
         if self.state.beats:
             return self.state.lanes_as_json()
         return self.state.lanes_as_json(await readers.run(self.watched.timeline))
@@ -69,7 +69,7 @@ class RunFeed:
                 await asyncio.sleep(ROW_SECONDS)
 
     async def _read_rows(self) -> bool:
-        """Whether there may be more."""
+        """Read the next rows and return whether there may be more."""
         if self._tail is None:
             return False
         rows, has_more = await asyncio.to_thread(self._tail.read)
@@ -87,13 +87,13 @@ class RunFeed:
                 why = ""
             except NoSuchRun:
                 why = ""
-            except ConfigError as error:  # its bus refuses us
+            except ConfigError as error:  # the bus refuses the connection
                 why = str(error)
             self._say(self.state.is_away(why, now=time.time()))
             await asyncio.sleep(AWAY_SECONDS)
 
     async def _look(self, looker: Looker) -> None:
-        """Until the run is not up any more. Raises ConfigError."""
+        """Follow the bus until the run is no longer up. Raises ConfigError."""
         events: asyncio.Task[None] | None = None
         address = ("", "")
         try:
@@ -117,7 +117,7 @@ class RunFeed:
             await looker.close()
 
     def _take_newest(self, view: View) -> None:
-        """The newest step and the newest evaluation, where there is not a folder to read them from."""
+        """Add the newest step and the newest evaluation from the bus, if there is no folder to read them from."""
         for name, newest in (("step", view.metrics), ("evaluation", view.evaluation)):
             if newest is not None and newest.step != self._newest.get(name):
                 self._newest[name] = newest.step
@@ -133,7 +133,7 @@ class RunFeed:
 
     async def _follow_events(self) -> None:
         while True:
-            # Of a bus that is away the status tells, and events that came meanwhile are read when it is back.
+            # The status reports a bus that is away. Events from that time are read when the bus is back.
             with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
                 async with contextlib.aclosing(self.watched.events(newest=NEWEST_EVENTS)) as events:
                     async for event in events:
@@ -147,7 +147,7 @@ class RunFeed:
 
 
 def actors_of(view: View) -> Mapping[str, tuple[Any, Doing]]:
-    """name -> (heartbeat, what it does)"""
+    """Return name -> (heartbeat, current activity)."""
     return {
         name: (seen.beat, doing(seen.beat, silent_seconds=seen.seconds if is_silent(seen) else 0.0))
         for name, seen in view.observation.actors.items()

@@ -1,11 +1,11 @@
-"""Who may read the board: this machine without ado, others with a token; and no page of another site.
+"""Controls access to the board: open to this machine, by token to others, and closed to pages of other sites.
 
-1. A board on a loopback address answers requests whose Host is a loopback name: a site that points its own name at
-   127.0.0.1 (DNS rebinding) gets nothing.
-2. On any other address a token is needed, once, in the address; a cookie has it from then on. The Host must be an
-   address, or this machine's name: no site can have pointed a name of its own at us.
-3. Scripts and styles come from the board alone (Content-Security-Policy), strings never become HTML (trusted types),
-   and no site may show the board in a frame or read what it answers.
+1. A board on a loopback address answers only requests whose Host is a loopback name. This stops sites that point their
+   own name at 127.0.0.1 (DNS rebinding).
+2. On any other address a token is required in the first request; a cookie holds it afterwards. The Host must be an
+   address or this machine's name, so that no other site's name can point here.
+3. Scripts and styles come only from the board (Content-Security-Policy), strings never become HTML (trusted types), and
+   no site may show the board in a frame or read its responses.
 
 Tests: tests/integration/board/test_server.py.
 """
@@ -36,7 +36,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what is bound to ``host``."""
+    """Whether an address bound to ``host`` is reachable only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -46,7 +46,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """host: that the board is bound to;  token: that is needed, "" for none"""
+    """host: address that the board is bound to;  token: required token, "" for none"""
 
     def __init__(self, *, host: str, token: str) -> None:
         self._is_local = is_loopback(host)
@@ -54,7 +54,7 @@ class Guard:
         self._token = token
 
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raises HTTPForbidden and HTTPUnauthorized."""
+        """Check the request before it is handled. Raises HTTPForbidden and HTTPUnauthorized."""
         if not self.is_ours(request.headers.get("Host", "")):
             raise web.HTTPForbidden(text="asyncrl board: open it by its address or this machine's name\n")
         if self._token and not self._has(request.cookies.get(COOKIE, "")):
@@ -66,7 +66,7 @@ class Guard:
         return await handler(request)
 
     def is_ours(self, host: str) -> bool:
-        """Whether a Host header names us, and not a site that points its name here."""
+        """Whether a Host header names this machine, rather than a site that points its name here."""
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         name = name.strip("[]").lower()
         try:
@@ -76,4 +76,5 @@ class Guard:
         return address.is_loopback or not self._is_local
 
     def _has(self, token: str) -> bool:
-        return hmac.compare_digest(token.encode(errors="replace"), self._token.encode())  # a cookie may be no UTF-8
+        # a cookie may be invalid UTF-8
+        return hmac.compare_digest(token.encode(errors="replace"), self._token.encode())

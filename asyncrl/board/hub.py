@@ -1,4 +1,6 @@
-"""Sends what is new to every browser that looks, as server-sent events. A slow browser is told to ask anew.
+"""Sends changes to every connected browser as server-sent events.
+
+A browser that is too slow is told to reload the state.
 
 Tests: tests/unit/board/test_hub.py.
 """
@@ -11,7 +13,7 @@ from collections import deque
 from typing import Any, Final
 
 MOST_WAITING: Final = 256
-"""Messages for one browser."""
+"""Maximum number of messages queued for one browser."""
 MOST_BROWSERS: Final = 64
 
 
@@ -20,7 +22,7 @@ class Hub:
         self.browsers: set[Browser] = set()
 
     def tell(self, run: int, change: dict[str, Any]) -> None:
-        """To everybody: a change of one run."""
+        """Send a change of one run to all browsers."""
         if not self.browsers:
             return
         line = encoded({"run": run, **change})
@@ -28,7 +30,7 @@ class Hub:
             browser.put(line)
 
     def join(self) -> Browser | None:
-        """Another browser, until ``leave``; None when there are too many."""
+        """Add a browser until ``leave``; None if there are too many."""
         if len(self.browsers) >= MOST_BROWSERS:
             return None
         browser = Browser()
@@ -40,21 +42,21 @@ class Hub:
 
 
 class Browser:
-    """What waits to be sent to one of them. ``has_news``: whether anything does."""
+    """The queue of one browser. ``has_news`` is set while it holds messages."""
 
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque()
         self.has_news = asyncio.Event()
 
     def put(self, line: bytes) -> None:
-        if len(self._lines) >= MOST_WAITING:  # it does not keep up: it begins anew once it does
+        if len(self._lines) >= MOST_WAITING:  # too slow: the browser reloads the state later
             self._lines.clear()
             line = encoded({"kind": "restart"})
         self._lines.append(line)
         self.has_news.set()
 
     def take(self) -> bytes:
-        """All that waits, which is to be sent now: nobody has it any more. Empty without news."""
+        """Remove and return all queued messages; empty if there are none."""
         data = b"".join(self._lines)
         self._lines.clear()
         self.has_news.clear()
@@ -62,7 +64,7 @@ class Browser:
 
 
 def encoded(message: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + as_json(message) + b"\n\n"
 
 

@@ -1,7 +1,8 @@
-"""What each actor did over the last minutes: a lane of segments, from heartbeats or from rows of metrics. Pure.
+"""Activity of each actor over the last minutes: a lane of segments, from heartbeats or from rows of metrics. Pure.
 
-A heartbeat says what an actor does and waits for at one instant; between two looks it is taken to go on. A segment ends
-when the next one begins. Lanes and segments are bounded, however large the fleet is and however long the board is open.
+A heartbeat reports what an actor does and waits for at one instant. The actor is assumed to continue until the next
+look. A segment ends when the next one begins. Lanes and segments are bounded for any fleet size and any uptime of the
+board.
 
 Tests: tests/unit/board/test_lanes.py.
 """
@@ -26,11 +27,11 @@ STATES: Final = (
     "writing",
     "working",
 )
-"""What a lane shows, by its number in what the browser gets."""
+"""States of a lane; the browser receives their index."""
 WINDOW_SECONDS: Final = 900.0
 MOST_LANES: Final = 4096
 MOST_SEGMENTS: Final = 60_000
-"""Of all lanes together; one has at least LEAST_SEGMENTS of them and at most LARGEST_LANE."""
+"""Limit for all lanes together. Each lane may have at least LEAST_SEGMENTS and at most LARGEST_LANE segments."""
 LEAST_SEGMENTS: Final = 16
 LARGEST_LANE: Final = 300
 LONGEST_TEXT: Final = 120
@@ -42,14 +43,17 @@ _WRITES: Final = frozenset({"disk", "room"})
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """state: of STATES;  text: what it waits for, and on whom."""
+    """state: one of STATES;  text: what the actor waits for, and from whom"""
 
     state: str
     text: str = ""
 
 
 def doing(beat: Any, *, silent_seconds: float = 0.0) -> Doing:
-    """What a heartbeat says that its actor does. silent_seconds: without a beat, if that is too long."""
+    """Derive an actor's activity from its heartbeat.
+
+    silent_seconds: time without a heartbeat, if too long; otherwise 0
+    """
     if silent_seconds:
         return Doing("silent")
     if beat.phase in ("starting", "quarantined", "draining"):
@@ -82,7 +86,7 @@ def _text(wait: Any) -> str:
 
 @dataclass(slots=True)
 class Lane:
-    """segments: (Unix seconds of its begin, state, text), oldest first."""
+    """segments: (begin in Unix seconds, state, text), oldest first"""
 
     number: int
     name: str
@@ -99,18 +103,21 @@ class Lane:
 
 
 class Lanes:
-    """Of one run, on the clock of the board."""
+    """The lanes of one run, on the board's clock."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
         self.left_out = 0
-        """Actors beyond MOST_LANES."""
+        """Number of actors beyond MOST_LANES."""
         self.end = 0.0
-        """Of the last look."""
+        """Time of the last look."""
         self._next = 0
 
     def hear(self, actors: Mapping[str, tuple[Any, Doing]], *, now: float) -> tuple[list[Lane], list[Lane], list[str]]:
-        """One look, of name -> (heartbeat, what it does). (new lanes, lanes that changed, names that restarted)"""
+        """Record one look, given name -> (heartbeat, activity).
+
+        Returns (new lanes, changed lanes, names of restarted actors).
+        """
         new, changed, restarted = list[Lane](), list[Lane](), list[str]()
         self.left_out = 0
         for name, (beat, does) in actors.items():
@@ -147,7 +154,7 @@ class Lanes:
         return is_other or has_version
 
     def _forget(self, begin: float) -> None:
-        """What ended before the window, the oldest segments of restless lanes, and lanes that have nothing left."""
+        """Drop segments before the window, the oldest segments of overfull lanes, and empty lanes."""
         most = min(LARGEST_LANE, max(LEAST_SEGMENTS, MOST_SEGMENTS // max(1, len(self.lanes))))
         for lane in self.lanes.values():
             while len(lane.segments) > most or (len(lane.segments) > 1 and lane.segments[1][0] <= begin):
@@ -157,7 +164,7 @@ class Lanes:
             del self.lanes[name]
 
     def totals(self) -> dict[str, int]:
-        """How many rollout workers are in each state."""
+        """Return the number of rollout workers in each state."""
         found: dict[str, int] = {}
         for lane in self.lanes.values():
             if not lane.is_gone and lane.role == "rollout-worker":
@@ -165,7 +172,7 @@ class Lanes:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Everything. A segment is [seconds since ``begin``, number of its state or -1 when it was gone, text]."""
+        """Return all lanes. A segment is [seconds since ``begin``, index of its state (-1: gone), text]."""
         begin = self.end - WINDOW_SECONDS
         return {
             "begin": begin,
@@ -181,7 +188,7 @@ def head(lane: Lane) -> dict[str, Any]:
 
 
 def change(lane: Lane) -> list[Any]:
-    """[id, number of its state, text, version]"""
+    """Return [id, index of the state, text, version]."""
     state, text = lane.now
     return [lane.number, number_of(state), text, lane.version]
 

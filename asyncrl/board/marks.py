@@ -1,4 +1,4 @@
-"""What happened to a run, on its timeline: faults, restarts, who joined, who was quarantined. Pure, and bounded.
+"""Events of a run on its timeline: faults, restarts, joined and quarantined workers. Pure, and bounded.
 
 Tests: tests/unit/board/test_marks.py.
 """
@@ -13,14 +13,14 @@ MOST_MARKS: Final = 500
 LONGEST_TEXT: Final = 500
 
 SHOWN: Final = frozenset({"joined", "quarantined", "released", "rejected", "resumed", "first_trained", "failed"})
-"""Kinds of events that are marks; those of single groups are counted in the curves."""
+"""Kinds of events that become marks. Events of single groups are counted in the curves instead."""
 
 Mark = dict[str, Any]
-"""{"time": Unix seconds, "kind", "actor", "text"}; of a fault also "remedy", and "until" once it is over."""
+"""{"time": Unix seconds, "kind", "actor", "text"}; a fault also has "remedy", and "until" once it is over."""
 
 
 class Marks:
-    """Of one run, in the order in which they were heard of."""
+    """The marks of one run, in the order in which they became known."""
 
     def __init__(self) -> None:
         self.all: deque[Mark] = deque(maxlen=MOST_MARKS)
@@ -28,7 +28,7 @@ class Marks:
         self._incarnation = 0
 
     def faults(self, findings: Iterable[Any], *, now: float) -> list[Mark]:
-        """What a look found wrong: faults that are new, and those that are over."""
+        """Update faults with the findings of a look. Returns new faults and faults that ended."""
         found = {finding.key: finding for finding in findings}
         changed = []
         for key, finding in found.items():
@@ -46,21 +46,22 @@ class Marks:
         return changed
 
     def event(self, event: Any) -> list[Mark]:
-        """An event of the bus."""
+        """Add an event of the bus. Returns the new marks."""
         if event.kind not in SHOWN:
             return []
         text = ", ".join(
             f"{name} {value}" for name, value in event.data.items() if isinstance(value, str | int | float)
         )
         mark = _mark(event.time, event.kind, event.actor, text)
-        return [] if mark in self.all else self._added(mark)  # read again after the bus was away
+        # known already if events are read again after the bus was away
+        return [] if mark in self.all else self._added(mark)
 
     def restarts(self, names: Iterable[str], *, now: float) -> list[Mark]:
-        """Actors whose process is another one than at the look before."""
+        """Add marks for actors whose process changed since the previous look."""
         return [mark for name in names for mark in self._added(_mark(now, "restart", name, "another process"))]
 
     def row(self, row: Mapping[str, Any]) -> list[Mark]:
-        """A row of metrics: the first of another incarnation says that the learner was started again."""
+        """Check a row of metrics: the first row of a new incarnation means that the learner was restarted."""
         incarnation = row.get("learner/incarnation")
         if not isinstance(incarnation, float | int) or incarnation == self._incarnation:
             return []

@@ -1,6 +1,6 @@
-"""Threads that read files for browsers: a few, and a bounded number of requests that wait for one.
+"""A few threads that read files for browsers, with a bounded number of waiting requests.
 
-What the feeds read does not wait behind them, however many browsers ask at once.
+Reads of the feeds use other threads, so they do not wait behind any number of browsers.
 
 Tests: tests/unit/board/test_readers.py.
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 THREADS: Final = 2
 MOST_ASKED: Final = 32
-"""Requests that are read for, or wait; the next one is to ask again later."""
+"""Maximum number of requests in progress or waiting; further requests are told to retry."""
 
 
 class Readers:
@@ -30,7 +30,10 @@ class Readers:
         self._asked = 0
 
     async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """What ``function`` returns. Raises HTTPServiceUnavailable when too many wait."""
+        """Run ``function`` in a thread and return its result.
+
+        Raises HTTPServiceUnavailable if too many requests wait.
+        """
         if self._asked >= MOST_ASKED:
             text = "asyncrl board: too many browsers ask for this at once; ask again\n"
             raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "2"})
@@ -42,5 +45,5 @@ class Readers:
             self._asked -= 1
 
     def close(self) -> None:
-        """What is being read is not waited for."""
+        """Close without waiting for reads in progress."""
         self._threads.shutdown(wait=False, cancel_futures=True)

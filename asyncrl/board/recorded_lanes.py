@@ -1,7 +1,7 @@
-"""Lanes of a run that is over, from what its learner recorded beside each step (timeline.jsonl). Pure.
+"""Lanes of a finished run, from the timeline that its learner recorded (timeline.jsonl). Pure.
 
-A worker generates while one of its groups is in progress, and loads when it says so. Otherwise it waits; for what is
-known of waits of half a second and more.
+A worker counts as generating while one of its groups is in progress, and as loading during its recorded loads.
+Otherwise it waits. What it waits for is known only for waits of half a second or more.
 
 Tests: tests/unit/board/test_recorded_lanes.py.
 """
@@ -16,14 +16,14 @@ from asyncrl.board.step_lanes import Step, learner_segments, rank_lanes
 
 MOST_STEPS: Final = 400
 MOST_SEGMENTS: Final = 600
-"""Of a lane: what is shorter than this part of the time shown is drawn with what comes before it."""
+"""Number of parts into which a lane's time is divided; shorter segments are merged into the previous one."""
 
 Span = tuple[float, float, str]
 """(begin, end, text)"""
 
 
 def recorded_lanes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """As Lanes.as_json, of the last MOST_STEPS rows of a timeline; there is at least one."""
+    """Return the last MOST_STEPS rows of a timeline in the format of Lanes.as_json. ``rows`` must not be empty."""
     rows = rows[-MOST_STEPS:]
     steps = [_step(row) for row in rows]
     begin, end = steps[0].end - steps[0].wait - steps[0].train - steps[0].write, steps[-1].end
@@ -43,7 +43,10 @@ def recorded_lanes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def flattened(begin: float, end: float, layers: Iterable[tuple[str, Sequence[Span]]]) -> list[tuple[float, str, str]]:
-    """(begin, state, text) of segments from ``begin`` to ``end``; an earlier layer hides the later ones."""
+    """Flatten layers of spans to (begin, state, text) segments from ``begin`` to ``end``.
+
+    Earlier layers hide later ones.
+    """
     stacked = [(state, _merged(begin, end, spans)) for state, spans in layers]
     cuts = sorted({begin, *(cut for _, spans in stacked for span in spans for cut in span[:2])} - {end})
     at = [0] * len(stacked)
@@ -61,7 +64,7 @@ def flattened(begin: float, end: float, layers: Iterable[tuple[str, Sequence[Spa
 
 
 def _merged(begin: float, end: float, spans: Sequence[Span]) -> list[Span]:
-    """In order and apart: where two overlap, the earlier one goes on."""
+    """Sort spans and remove overlaps; where two overlap, the earlier one takes precedence."""
     found: list[Span] = []
     for since, until, text in sorted(spans):
         since, until = max(begin, since), min(end, until)
@@ -78,7 +81,7 @@ def _merged(begin: float, end: float, spans: Sequence[Span]) -> list[Span]:
 def _of_workers(
     rows: Iterable[Mapping[str, Any]],
 ) -> tuple[dict[str, list[Span]], dict[str, list[Span]], dict[str, list[Span]], dict[str, int]]:
-    """(groups, loads, waits, newest version) of each worker."""
+    """Return (groups, loads, waits, newest version) of each worker."""
     groups, loads, waits = dict[str, list[Span]](), dict[str, list[Span]](), dict[str, list[Span]]()
     versions: dict[str, int] = {}
     for row in rows:

@@ -1,6 +1,6 @@
-"""All that the board holds of one run, and what it tells browsers when something is new. Pure, and bounded.
+"""The board's state of one run, and the changes that it sends to browsers. Pure, and bounded.
 
-A change is a dict for the browser, with its "kind"; ``RunFeed`` sends it to everybody who looks.
+A change is a dict with its "kind". ``RunFeed`` sends it to every connected browser.
 
 Tests: tests/unit/board/test_run_state.py.
 """
@@ -20,11 +20,11 @@ from asyncrl.board.step_lanes import StepLanes, rank_name, rank_tokens
 
 MOST_CURVES: Final = 500
 MOST_ROWS: Final = 50
-"""Rows in one change: after more of them browsers ask for the curves anew."""
+"""Maximum number of rows in one change; for more rows, browsers reload the curves."""
 HISTOGRAMS: Final = ("staleness/histogram", "length/trained", "length/dropped")
 LEARNER: Final = "learner"
 EVALUATION: Final = "evaluation/complete"
-"""In the row of an evaluation."""
+"""Key that identifies the row of an evaluation."""
 
 _OF_ONE: Final = re.compile(r"(rollout|weights)/.+/.+|learner/rank\d+/tokens")
 
@@ -37,32 +37,33 @@ class RunState:
     def __init__(self, name: str) -> None:
         self.name = name
         self.steps = 0
-        """After which it is done; 0: unknown."""
+        """Total number of steps of the run; 0: unknown."""
         self.curves: dict[str, Curve] = {}
         self.columns = {name: Columns() for name in HISTOGRAMS}
         self.lanes = Lanes()
         self.marks = Marks()
         self.beats: Mapping[str, Any] = {}
-        """The last heartbeat of each actor that is there."""
+        """The last heartbeat of each present actor."""
         self.status = "not up"
         self._step_lanes = StepLanes()
         self._last: dict[str, float] = {}
-        self._ranks = 0  # of the learner, where there are several
+        self._ranks = 0  # number of the learner's ranks, if there are several
 
     # -- what is heard -----------------------------------------------------------------------------------------------
 
     def add_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[Change]:
-        """Rows of metrics.jsonl, in its order."""
+        """Add rows of metrics.jsonl, in the order of the file."""
         marks: list[Mark] = []
         sent = []
         for row in rows:
             numbers = {name: value for name, value in row.items() if is_curve(name, value)}
-            if EVALUATION in row:  # what it shares with the rows of steps would rewind their curves to its step
+            if EVALUATION in row:  # metrics that steps also have would rewind the curves to this row's step
                 numbers = {name: value for name, value in numbers.items() if name.startswith("evaluation/")}
             for name, value in numbers.items():
                 if name in self.curves or len(self.curves) < MOST_CURVES:
                     self.curves.setdefault(name, Curve()).add(row["step"], float(value))
-            if EVALUATION in row:  # of an earlier step than the rows around it, and of nothing else
+            # the row belongs to an earlier step than its neighbours and has only evaluation metrics
+            if EVALUATION in row:
                 sent.append(numbers | {"step": row["step"], "histograms": {}})
                 continue
             counts = {name: _counts(row.get(name)) for name in HISTOGRAMS}
@@ -82,9 +83,10 @@ class RunState:
     def hear(
         self, actors: Mapping[str, tuple[Any, Doing]], *, findings: Iterable[Any], status: str, now: float
     ) -> list[Change]:
-        """One look at a run that is up. actors: name -> (heartbeat, what it does);  now: Unix seconds"""
+        """Record one look at a run that is up. actors: name -> (heartbeat, activity);  now: Unix seconds"""
         ranks = [rank_name(rank) for rank in range(1, self._ranks)] if LEARNER in actors else []
-        of_ranks = {name: actors[LEARNER] for name in ranks}  # one heartbeat for all: they wait and train together
+        # ranks share one heartbeat, because they wait and train together
+        of_ranks = {name: actors[LEARNER] for name in ranks}
         lanes = {**actors, **of_ranks}
         self.beats = {name: beat for name, (beat, _) in lanes.items()}
         new, changed, restarted = self.lanes.hear(lanes, now=now)
@@ -106,7 +108,7 @@ class RunState:
         return _of_marks(self.marks.event(event))
 
     def is_away(self, why: str, *, now: float) -> list[Change]:
-        """The run is not up, or for some reason not to be heard: nobody is heard any more."""
+        """Record that the run is not up, or cannot be heard for the reason ``why``. All actors are removed."""
         is_done = 0 < self.steps <= self._last.get("step", 0)
         status = why or ("done" if is_done else "not up")
         if status == self.status:
@@ -119,7 +121,7 @@ class RunState:
     # -- what browsers get -------------------------------------------------------------------------------------------
 
     def summary(self) -> Change:
-        """One line."""
+        """Return a summary of the run."""
         return {
             "kind": "summary",
             "name": self.name,
@@ -129,7 +131,7 @@ class RunState:
         }
 
     def overview(self) -> Change:
-        """What a browser needs to begin with."""
+        """Return the initial state for a browser."""
         return self.summary() | {
             "curves": sorted(self.curves),
             "marks": list(self.marks.all),
@@ -139,11 +141,11 @@ class RunState:
         }
 
     def curves_named(self, names: Iterable[str]) -> dict[str, list[Any]]:
-        """name -> [steps, values], of those that are there."""
+        """Return name -> [steps, values] for the curves that exist."""
         return {name: [self.curves[name].steps, self.curves[name].values] for name in names if name in self.curves}
 
     def lanes_as_json(self, timeline: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Of the recorded ``timeline``, if there is one; of the last minutes, if somebody was heard; or of metrics."""
+        """Return lanes from the recorded ``timeline`` if given, else from heartbeats, else from metrics."""
         if timeline:
             return recorded_lanes(timeline)
         return self.lanes.as_json() if self.lanes.lanes else self._step_lanes.as_json()
@@ -153,7 +155,7 @@ _SUMMARY: Final = ("step", "weights/version", "reward/mean", "learner/tokens_per
 
 
 def is_curve(name: str, value: object) -> bool:
-    """Whether a metric is a finite number of the whole run."""
+    """Whether a metric is a finite number of the whole run, not of one worker or rank."""
     is_number = isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
     return is_number and name != "step" and _OF_ONE.fullmatch(name) is None
 

@@ -1,6 +1,6 @@
-"""Numbers over steps in bounded memory: curves, and histograms side by side. Pure.
+"""Curves and histograms over steps in bounded memory. Pure.
 
-When there are too many points, neighbours become one: a long run is shown coarser, and nothing is left out.
+If there are too many points, neighbours are merged: a long run is shown at a lower resolution, but completely.
 
 Tests: tests/unit/board/test_series.py.
 """
@@ -14,11 +14,11 @@ from typing import Final
 MOST_POINTS: Final = 2000
 MOST_COLUMNS: Final = 400
 MOST_BINS: Final = 64
-"""Of a histogram; what is beyond is counted in the last one."""
+"""Maximum number of bins of a histogram; the last bin also counts everything beyond."""
 
 
 class Curve:
-    """One number over steps. A point is the mean over ``stride`` steps, at the last of them."""
+    """One metric over steps. A point is the mean over ``stride`` steps, at the last of them."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -27,7 +27,7 @@ class Curve:
         self._pending: list[float] = []
 
     def add(self, step: int, value: float) -> None:
-        """A step again, or one before: a resumed learner trained it anew, and what came after it is forgotten."""
+        """Add a value. If the step is not new, a resumed learner trained it again, and later points are dropped."""
         self.rewind(step)
         self._pending.append(value)
         if len(self._pending) < self.stride:
@@ -46,7 +46,7 @@ class Curve:
             self.values.pop()
 
     def _halve(self) -> None:
-        if len(self.steps) % 2:  # the last has no neighbour yet
+        if len(self.steps) % 2:  # the last point has no neighbour yet
             self._pending = [self.values.pop()] * self.stride
             self.steps.pop()
         self.steps = self.steps[1::2]
@@ -55,7 +55,7 @@ class Curve:
 
 
 class Columns:
-    """A histogram each step. A column is the sum over ``stride`` steps, and begins with the first of them."""
+    """A histogram per step. A column is the sum over ``stride`` steps, and starts at the first of them."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -86,7 +86,7 @@ class Columns:
 
 
 def folded(counts: Sequence[int]) -> list[int]:
-    """At most MOST_BINS of them, the last with all that is beyond."""
+    """Limit a histogram to MOST_BINS bins; the last one also counts everything beyond."""
     if len(counts) <= MOST_BINS:
         return list(counts)
     return [*counts[: MOST_BINS - 1], sum(counts[MOST_BINS - 1 :])]

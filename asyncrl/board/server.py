@@ -1,15 +1,15 @@
-"""The board's HTTP server: the page, what runs have recorded, and a stream of what is new.
+"""The board's HTTP server: the page, recorded data of runs, and a stream of changes.
 
-    GET /                       the page; its files under /static/
+    GET /                       the page; its files are under /static/
     GET /api/runs               an overview of every run
-    GET /api/runs/N/curves      ?name=A&name=B: [steps, values] of each
-    GET /api/runs/N/lanes       what each actor did
-    GET /api/runs/N/actors/NAME the last heartbeat of one
+    GET /api/runs/N/curves      ?name=A&name=B: [steps, values] of each metric
+    GET /api/runs/N/lanes       the activity of each actor
+    GET /api/runs/N/actors/NAME the last heartbeat of an actor
     GET /api/runs/N/groups      ?fate=&text=&order=&has_text=&limit=: rows of the newest groups
-    GET /api/runs/N/groups/ID   one of them, with the text of each token
+    GET /api/runs/N/groups/ID   one group, with the text of each token
     GET /api/stream             server-sent events: changes (run_state.py), with the number of their run
 
-It only answers GET, and changes nothing. Tests: tests/integration/board/test_server.py.
+It answers only GET, and changes nothing. Tests: tests/integration/board/test_server.py.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from asyncrl.run.watched.watched_run import WatchedRun
 
 STATIC: Final = Path(__file__).parent / "static"
 QUIET_SECONDS: Final = 15.0
-"""Without a change, after which the stream says that it is still there."""
+"""Interval of keep-alive messages on a stream without changes."""
 STALLED_SECONDS: Final = 60.0
-"""For which a browser may take nothing of what is sent to it. Then its connection is closed: it opens another, and
-reads everything anew."""
+"""Time limit for a browser to accept sent data. After it, the connection is closed; the browser reconnects and reloads
+the state."""
 MOST_NAMES: Final = 200
-"""Curves asked for at once."""
+"""Maximum number of curves per request."""
 
 
 class Board:
-    """Of some runs. ``async with Board(runs, ...) as board`` serves at ``board.url`` until it is left."""
+    """The board of some runs. ``async with board.serving()`` serves at ``board.url`` until the context is left."""
 
     def __init__(self, runs: Sequence[WatchedRun], *, host: str, port: int, token: str = "") -> None:
         self.hub = Hub()
@@ -67,7 +67,7 @@ class Board:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Board]:
-        """Raises ConfigError when the port is taken, or the address is not ours."""
+        """Serve the board. Raises ConfigError if the port is taken or the address is not local."""
         runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -172,9 +172,9 @@ class Board:
                         await self._news_or_closing(browser)
                 async with asyncio.timeout(STALLED_SECONDS):
                     await answer.write(browser.take() or b": here\n\n")
-        except ConnectionError:  # the browser is gone, and has lost nothing: another one begins with all that is there
+        except ConnectionError:  # the browser is gone; a new connection starts with the complete state
             pass
-        except TimeoutError:  # half of it may be sent: there is no going on
+        except TimeoutError:  # a message may be half sent, so the stream cannot continue
             if request.transport is not None:
                 request.transport.abort()
         finally:
@@ -210,7 +210,7 @@ def _json(value: Any) -> web.Response:
 
 
 def _finite(value: Any) -> Any:
-    """With None for numbers that JSON has not."""
+    """Replace numbers that JSON cannot represent with None."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

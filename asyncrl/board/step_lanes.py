@@ -1,7 +1,7 @@
-"""Lanes of a run that nobody watched while it was up: parts of each step, from its rows of metrics. Pure.
+"""Lanes of a run that was not watched while it was up: the parts of each step, from its rows of metrics. Pure.
 
-The learner's seconds are exact. Of a worker a row has the share of time in which its engine had nothing to decode, so a
-step is shown as generating or as waiting, whichever was longer.
+The learner's seconds are exact. For a worker, a row has only the share of time in which its engine had nothing to
+decode. A step is therefore shown as either generating or waiting, whichever was longer.
 
 Tests: tests/unit/board/test_lanes.py.
 """
@@ -17,7 +17,7 @@ from asyncrl.board.lanes import number_of
 
 MOST_STEPS: Final = 400
 MOST_WORKERS: Final = 64
-"""A row has no more of them (actors/learner/metrics_reporter.py)."""
+"""Maximum number of workers in a row of metrics (actors/learner/metrics_reporter.py)."""
 
 _WORKER: Final = re.compile(r"rollout/(?P<name>.+)/idle_ratio")
 _RANK: Final = re.compile(r"learner/rank(?P<rank>\d+)/tokens")
@@ -25,7 +25,7 @@ _RANK: Final = re.compile(r"learner/rank(?P<rank>\d+)/tokens")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """end: Unix seconds;  wait, train, write: seconds, the last of a checkpoint;  ranks: tokens of each rank"""
+    """end: Unix seconds;  wait, train, write: seconds (write: of a checkpoint);  ranks: tokens of each rank"""
 
     step: int
     end: float
@@ -38,7 +38,7 @@ class Step:
 
 
 class StepLanes:
-    """The last steps of one run; when there are too many, every second of them."""
+    """The last steps of one run. If there are too many, every second one is kept."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
@@ -74,7 +74,7 @@ class StepLanes:
             self._stride *= 2
 
     def as_json(self) -> dict[str, Any]:
-        """As Lanes.as_json."""
+        """Return the lanes in the format of Lanes.as_json."""
         if not self._steps:
             return {"begin": 0.0, "end": 0.0, "left_out": 0, "source": "metrics", "lanes": []}
         first = self._steps[0]
@@ -101,7 +101,7 @@ class StepLanes:
 
 
 def rank_lanes(steps: Sequence[Step], begin: float, *, has_gaps: bool = False) -> list[dict[str, Any]]:
-    """Of the ranks besides the first, which has the learner's lane: they wait and train with it."""
+    """Return lanes of all ranks except the first, which has the learner's lane. They wait and train with it."""
     count = max((len(step.ranks) for step in steps), default=0)
     return [
         {
@@ -116,7 +116,7 @@ def rank_lanes(steps: Sequence[Step], begin: float, *, has_gaps: bool = False) -
 
 
 def rank_tokens(row: Mapping[str, Any]) -> list[int]:
-    """Of each rank of the learner, by a row of metrics; none where it has one rank."""
+    """Return the tokens of each rank of the learner from a row of metrics; empty if the learner has one rank."""
     found = {int(name["rank"]): row[key] for key in row if (name := _RANK.fullmatch(key)) is not None}
     return [int(found[rank]) if isinstance(found[rank], float | int) else 0 for rank in sorted(found)]
 
@@ -128,12 +128,15 @@ def rank_name(rank: int) -> str:
 def learner_segments(
     steps: Sequence[Step], begin: float, *, rank: int = 0, has_gaps: bool = False
 ) -> Iterator[list[Any]]:
-    """Of the lane of one of its ranks, in seconds since ``begin``. has_gaps: steps between two of them are left out"""
+    """Yield segments of a rank's lane, in seconds since ``begin``.
+
+    has_gaps: some steps between the given ones are left out
+    """
     before = begin
     for step in steps:
         parts = (("writing", step.write, "a checkpoint"), ("waiting", step.wait, "trajectories"))
         tokens = f": {step.ranks[rank]:,} tokens" if rank < len(step.ranks) else ""
-        tokens += ", in rank 0's time" if rank else ""  # no other rank's is known
+        tokens += ", in rank 0's time" if rank else ""  # times of other ranks are not recorded
         at = max(before, step.end - step.wait - step.write - step.train)
         for state, seconds, text in (*parts, ("training", step.train, f"step {step.step}{tokens}")):
             if seconds > 0:

@@ -1,4 +1,4 @@
-"""Base class of buses; protocols/bus.py specifies what they must do."""
+"""Base class of bus adapters. protocols/bus.py specifies the behaviour of a bus."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from asyncrl.protocols.adapter import Adapter
 
 
 class BusServer(Protocol):
-    """A server of one run. ``start`` and ``stop`` block briefly: call them before and after the event loop runs.
+    """The bus server of one run. ``start`` and ``stop`` block briefly: call them before and after the event loop runs.
 
-    It is killed when the thread that started it ends.
+    The server is killed when the thread that started it ends.
     """
 
     @property
     def name(self) -> str:
-        """Its name in messages to users."""
+        """Name of the server in messages to users."""
         ...
 
     @property
@@ -34,33 +34,36 @@ class BusServer(Protocol):
 
     @property
     def pid(self) -> int:
-        """0 while it is not running."""
+        """Process id; 0 while the server is not running."""
         ...
 
     def start(self) -> None:
-        """Start it, or restart it at the same address. Raises ConfigError or BusError with the reason."""
+        """Start the server, or restart it at the same address. Raises ConfigError or BusError with the reason."""
         ...
 
     def stop(self) -> None:
-        """Stop it; its store remains."""
+        """Stop the server and keep its store."""
         ...
 
     def has_room(self) -> bool:
-        """Whether its store's disk has room for a few messages. Blocks."""
+        """Whether the disk of the server's store has room for a few messages. Blocks."""
         ...
 
     def failure(self) -> str:
-        """Why it will store nothing more, or not everything, until it is restarted; "" as far as it knows. Blocks."""
+        """Why the server will store nothing more, or not everything, until it is restarted; "" if no failure is known.
+
+        Blocks.
+        """
         ...
 
 
 class BusAdapter(Adapter):
-    """Defaults for a bus whose server is already running at bus.url."""
+    """Defaults for a bus whose server already runs at bus.url."""
 
     section: ClassVar[str] = "bus"
 
     is_shared: ClassVar[bool] = True
-    """Whether other processes can reach it. If not, `asyncrl run` runs the learner and its workers in one process."""
+    """Whether other processes can reach the bus. If not, `asyncrl run` is one process with learner and workers."""
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -70,26 +73,26 @@ class BusAdapter(Adapter):
 
     @classmethod
     async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, signatures: Signatures) -> Bus:
-        """The run's bus at ``url``. Raises ConfigError.
+        """Connect to the run's bus at ``url``. Raises ConfigError.
 
-        role  learner, rollout-worker, observer or operator (bus/jetstream/credentials.py); only a learner creates the
-              run's topics
-        signatures  what every message is sealed with and opened by (bus/encoding.py)
+        role        learner, rollout-worker, observer or operator (bus/jetstream/credentials.py); only a learner creates
+                    the run's topics
+        signatures  signs published messages and verifies received ones (bus/encoding.py)
         """
         raise NotImplementedError
 
     @classmethod
     def server(cls, run: RunConfig, *, directory: Path, host: str) -> BusServer | None:
-        """The server that `asyncrl run` starts for a run without bus.url; None if the bus has none to start.
+        """Return the server that `asyncrl run` starts for a run without bus.url; None if the bus needs no server.
 
-        directory  for its store
-        host       this machine's address, as the run's other machines see it
+        directory  folder of the server's store
+        host       address of this machine as other machines of the run see it
         """
         return None
 
     @classmethod
     def stored(cls, run: RunConfig, *, directory: Path) -> BusServer | None:
-        """A server on the store that a finished run left in ``directory``; None if there is none."""
+        """Return a server for the store that a finished run left in ``directory``; None if there is no store."""
         return None
 
 

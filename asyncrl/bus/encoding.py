@@ -1,4 +1,4 @@
-"""Encoding and decoding of messages, shared by both buses so that they behave the same."""
+"""Encoding and decoding of messages. Both buses share it so that they behave the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Each(AsyncIterator[T], Generic[T]):
-    """An endless iterator whose ``anext`` may be cancelled and called again, unlike a generator's."""
+    """An endless iterator. Its ``anext`` may be cancelled and called again, unlike a generator's."""
 
     def __init__(self, take: Callable[[], Awaitable[T]]) -> None:
         self._take = take
@@ -26,12 +26,12 @@ class Each(AsyncIterator[T], Generic[T]):
 
 
 def encoded(message: object, *, topic: Topic[Any], key: str, limit: int, signatures: Signatures) -> bytes:
-    """The message as bytes, signed. Raises MessageTooLarge."""
+    """Encode and sign a message. Raises MessageTooLarge."""
     return sealed(encode(message), topic=topic, key=key, limit=limit, signatures=signatures)
 
 
 def sealed(data: bytes, *, topic: Topic[Any], key: str, limit: int, signatures: Signatures) -> bytes:
-    """A message's bytes, signed. Raises MessageTooLarge."""
+    """Sign the bytes of a message. Raises MessageTooLarge."""
     if len(data) > limit:
         raise MessageTooLarge(
             f"{topic.name} {key}: the message has {len(data):,} bytes, the bus allows {limit:,}; raise "
@@ -43,7 +43,12 @@ def sealed(data: bytes, *, topic: Topic[Any], key: str, limit: int, signatures: 
 
 @dataclass(frozen=True, slots=True)
 class Opened(Generic[M]):
-    """The decoded message, or None and the reason.  is_missing: some of its bytes are not there"""
+    """A decoded message.
+
+    message     None if the bytes do not decode
+    problem     why they do not decode
+    is_missing  some pieces of the message are not on the bus
+    """
 
     message: M | None
     problem: str = ""
@@ -59,7 +64,11 @@ def opened(
     seen: Seen | None = None,
     body: bytes | None = None,
 ) -> Opened[M]:
-    """seen: as in ``Signatures.open``;  body: the message's bytes, where ``data`` but names them (pieces.py)"""
+    """Verify and decode a message.
+
+    seen  as in ``Signatures.open``
+    body  bytes of the message if ``data`` only names its pieces (pieces.py)
+    """
     content = signatures.open(topic, key, data, seen=seen)
     if content.problem:
         return Opened(None, content.problem)

@@ -1,7 +1,7 @@
-"""What a process put last on the learner's topics, to be put again when somebody replaced it by what is not taken.
+"""Keeps the last state that this process put under each key of the learner's topics, and restores replaced states.
 
-Readers ignore a state that the learner did not sign, or that is none, but the bus holds one message under a key: who
-comes later would find the false one alone.
+Readers ignore a state that does not decode or that the learner did not sign. But the bus stores one message per key, so
+a process that joins later would find only the false state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class KeptStates:
         self._turn = asyncio.Lock()
 
     async def put(self, topic: Topic[Any], key: str, data: bytes, store: Callable[[], Awaitable[None]]) -> None:
-        """``store``: puts it on the bus."""
+        """Remember a state and put it on the bus with ``store``."""
         if not topic.is_learners:
             await store()
             return
-        async with self._turn:  # a state that is put again must not overtake a newer one
+        async with self._turn:  # a restored state must not overwrite a newer one
             self._states[topic.name, key] = (topic, data)
             await store()
 
@@ -45,11 +45,12 @@ class KeptStates:
         *,
         anew: bool = False,
     ) -> list[str]:
-        """Put again what is there no longer; "TOPIC KEY" of each. ``read``: None for a state that was removed.
+        """Put back states that were replaced or removed. Return "TOPIC KEY" for each of them.
 
-        anew  put again also what is there as we put it
+        read  returns the stored bytes; None for a removed state
+        anew  also put back states that are unchanged
 
-        A ``put`` waits for it only where something is put again, not while we look.
+        A concurrent ``put`` waits only while a state is put back, not during the first check.
         """
 
         async def stands(topic: Topic[Any], key: str, ours: bytes) -> bool:
@@ -65,14 +66,14 @@ class KeptStates:
             (topic, ours), (name, key) = kept, place
             if await stands(topic, key, ours):
                 continue
-            async with self._turn:  # it may have been on its way, or have been replaced by us
+            async with self._turn:  # our state may have been in flight, or we may have replaced it
                 if self._states.get(place) is kept and not await stands(topic, key, ours):
                     await store(topic, key, ours)
                     restored.append(f"{name} {key}".rstrip())
         return restored
 
     def _is_as_new(self, topic: Topic[Any], key: str, found: bytes, ours: bytes) -> bool:
-        """Where nothing is signed: ours itself, or what a newer incarnation of the learner says."""
+        """Without signatures: whether ``found`` is our state, or comes from a newer incarnation of the learner."""
         if found == ours:
             return True
         theirs = opened(found, topic, key=key, signatures=self._signatures).message

@@ -1,12 +1,12 @@
-"""Messages larger than the server takes: their bytes in pieces on ``pieces``, and on their own topic what names these.
+"""Splits messages that are too large for the server into pieces.
 
-    pieces        GROUP/DIGEST -> Piece    stored first, each under the digest of its bytes
-    trajectories  KEY -> InPieces          stored last, signed: once it is there, so is the message
+    pieces        GROUP/DIGEST -> Piece    stored first; the key contains the digest of the piece's bytes
+    trajectories  KEY -> InPieces          stored last, signed, and names the pieces; makes the message complete
 
-Nothing on ``pieces`` is overwritten, and nobody knows a digest before its bytes, so no worker can take the place of
-another's piece; nor does a key there hold the group's ticket. A writer that is killed in between leaves pieces that
-nothing names. They leave the bus, like those of a message, when no entry is under the group's key and it is over
-(``Bus.trim``). A message whose pieces are gone, or are not those of their digests, does not decode.
+No piece is overwritten, and a digest is unknown before its bytes are published. So a worker cannot replace another
+worker's piece. The key of a piece does not contain the group's ticket. A writer that is killed halfway leaves pieces
+that no message names. ``Bus.trim`` removes the pieces of a group that is over once the log has no entry for the group.
+A message does not decode if a piece is missing or does not match its digest.
 
 Tests: tests/contracts/test_bus_pieces.py, tests/integration/bus/test_pieces.py.
 """
@@ -28,16 +28,16 @@ from asyncrl.protocols import Bus
 M = TypeVar("M")
 
 HEAD_BYTES: Final = 64
-"""More than what is around the data in a Piece, or around the digests in an InPieces."""
+"""Upper bound of the bytes around the data in a Piece, and around the digests in an InPieces."""
 
 
 def most_bytes(*, max_group_bytes: int, max_log_bytes: int) -> int:
-    """Of a message in pieces: what the user allows, and no more than half of what may be stored at once."""
+    """Largest message in pieces, in bytes: the user's limit, but at most half of what the log may store."""
     return min(max_group_bytes, max_log_bytes // 2)
 
 
 class Pieces:
-    """Of one bus."""
+    """Writes and reads messages in pieces on one bus."""
 
     def __init__(
         self,
@@ -48,14 +48,18 @@ class Pieces:
         fetch: Callable[[str], Awaitable[bytes | None]],
         remove: Callable[[Collection[str]], Awaitable[None]],
     ) -> None:
-        """most: bytes of a message;  fetch: what is stored under a key of ``pieces``;  remove: such keys"""
+        """
+        most    largest message, in bytes
+        fetch   returns the bytes stored under a key of ``pieces``
+        remove  removes keys of ``pieces``
+        """
         self._bus, self._most, self._signatures = bus, most, signatures
         self._fetch, self._remove = fetch, remove
 
     async def sealed(self, topic: Topic[M], message: M, *, key: str) -> bytes:
-        """What to store under ``key``: the message, or what names its pieces, once these are stored.
+        """Return the bytes to store under ``key``. For a large message, store its pieces first and return their names.
 
-        Raises MessageTooLarge, and BusFull where there is no room for all pieces: those stored are found the next time.
+        Raises MessageTooLarge, and BusFull if there is no room for all pieces. A retry reuses the pieces stored before.
         """
         data, limit = encode(message), self._bus.max_message_bytes
         if topic.is_in_pieces and len(data) > limit:
@@ -70,18 +74,18 @@ class Pieces:
                 f"bus.max_group_bytes (and bus.max_log_bytes to twice as much) or lower rollout.group_size or "
                 f"rollout.max_new_tokens"
             )
-        there = await self._bus.keys(PIECES)  # of a try before, when there was no room
+        there = await self._bus.keys(PIECES)  # an earlier attempt may have stored some before the bus was full
         view, digests = memoryview(data), bytearray()
         for start in range(0, len(data), piece_bytes):
             piece = view[start : start + piece_bytes]
             digests += (digest := digest_of(piece))
-            await asyncio.sleep(0)  # others of this process have their turn
+            await asyncio.sleep(0)  # let other tasks run
             if (piece_key := f"{public_part(key)}/{digest.hex()}") not in there:
                 await self._bus.publish(PIECES, Piece(data=bytes(piece)), key=piece_key)
         return InPieces(num_bytes=len(data), digests=bytes(digests))
 
     async def opened(self, topic: Topic[M], *, key: str, data: bytes) -> tuple[Opened[M], int]:
-        """The message under ``key`` of a log, and its size in bytes."""
+        """Decode the entry ``key`` of a log. Return the message and its size in bytes."""
         content = self._signatures.open(topic, key, data)
         if content.problem or not (topic.is_in_pieces and is_encoded(content.data, InPieces)):
             return opened(data, topic, key=key, signatures=self._signatures), len(data)
@@ -94,7 +98,7 @@ class Pieces:
         return opened(data, topic, key=key, signatures=self._signatures, body=body), len(body)
 
     async def _joined(self, key: str, whole: InPieces) -> bytes | None:
-        """None where a piece is missing. Raises MessageError for other bytes than those that were published."""
+        """Join the pieces; None if a piece is missing. Raises MessageError if a piece is not the published one."""
         if whole.num_bytes > self._most:
             raise MessageError(f"it has {whole.num_bytes:,} bytes in pieces, {self._most:,} are allowed")
         body = bytearray()
@@ -104,7 +108,7 @@ class Pieces:
                 return None
             found = opened(data, PIECES, key=piece_key, signatures=self._signatures)
             if found.message is None or digest_of(found.message.data).hex() != digest:
-                raise MessageError(f"piece {number} of it is damaged: {found.problem or 'its digest is another'}")
+                raise MessageError(f"piece {number} of it is damaged: {found.problem or 'its digest differs'}")
             body += found.message.data
             if len(body) > whole.num_bytes:
                 break
@@ -113,7 +117,7 @@ class Pieces:
         return bytes(body)
 
     async def tidy(self, topic: Topic[Any], *, is_over: Callable[[str], bool] | None) -> None:
-        """Remove the pieces under public parts of keys that are over, and that no entry of the log has."""
+        """Remove the pieces of every group that is over and has no entry in the log."""
         if not topic.is_in_pieces or is_over is None:
             return
         stored = await self._bus.keys(PIECES)

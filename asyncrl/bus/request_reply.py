@@ -1,7 +1,7 @@
-"""Request/reply beside the topics: nothing is stored, and a request without a server fails quickly.
+"""Request/reply next to the topics. Nothing is stored, and a request fails quickly if no process serves it.
 
-Both buses serve through ``Line``, a queue of requests. Requests that do not decode are counted and left unanswered;
-replies that do not decode are counted and treated as missing.
+Both buses serve requests from a queue, ``Line``. A request that does not decode is counted and left unanswered. A reply
+that does not decode is counted and treated as missing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Line(Generic[Q, A]):
 def answer_of(
     data: bytes, service: Service[Q, A], rejections: Rejections, *, question: bytes, signatures: Signatures
 ) -> A | None:
-    """None if the bytes are no answer to this question, as if nobody had answered."""
+    """Decode the answer to a question; None if the bytes do not answer this question, as if no process had answered."""
     content = signatures.open_answer(service, question, data)
     if content.problem:
         rejections.note(service.name, f"the answer {content.problem}", kind="signature")

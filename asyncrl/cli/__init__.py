@@ -1,1 +1,1 @@
-"""The asyncrl command: one file per verb."""
+"""The asyncrl command; each verb has its own file."""

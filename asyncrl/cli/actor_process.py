@@ -1,4 +1,4 @@
-"""What the processes of a learner and of a rollout worker share: the event loop, supervision, and a sure exit."""
+"""Shared by learner and rollout worker processes: the event loop, supervision, and a guaranteed exit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from asyncrl.actors.supervisor import STUCK_EXIT_CODE, supervise
 from asyncrl.os_process import exit_if_a_thread_never_runs, exit_within
 
 EXIT_SECONDS = 60.0
-"""How long a process may take to end after its actors have stopped."""
+"""Time limit for a process to end after its actors have stopped."""
 
 
 def in_event_loop(main: Coroutine[Any, Any, int]) -> int:
-    """Run ``main`` on uvloop if it is installed, else on asyncio's own loop."""
+    """Run ``main`` on uvloop if it is installed, otherwise on asyncio's default loop."""
     exit_if_a_thread_never_runs(STUCK_EXIT_CODE)
     try:
         import uvloop
@@ -26,7 +26,7 @@ def in_event_loop(main: Coroutine[Any, Any, int]) -> int:
 
 
 async def supervised(*actors: Actor) -> None:
-    """Run the actors until the first one is done or fails; a failed process ends within EXIT_SECONDS."""
+    """Run the actors until the first one finishes or fails. After a failure the process ends within EXIT_SECONDS."""
     try:
         await supervise(*actors)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take, and the environment variables that stand in for keys of the run file."""
+"""Arguments that several verbs share, and environment variables that replace keys of the run file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MOST_STEPS: Final = 2**53
 
 
 def add_run_file(parser: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
-    """RUN.toml, and --set to override its keys."""
+    """Add RUN.toml, and --set to override its keys."""
     parser.add_argument("run_file", metavar="RUN.toml", type=Path, nargs=nargs, help="the run file")
     add_overrides(parser, "override one key of the run file; repeatable")
 
 
 def add_existing_run(parser: argparse.ArgumentParser) -> None:
-    """RUN, and --set: a run that has been started, wherever it is."""
+    """Add RUN (a started run, by its folder or run file) and --set."""
     parser.add_argument("where", metavar="RUN", type=Path, nargs="?", help="the run's folder or its run file")
     add_overrides(parser, "override one key of the run, such as bus.url; repeatable")
 
 
 def add_run_folder(parser: argparse.ArgumentParser) -> None:
-    """RUN_DIR, and --json: a run that is read from its files."""
+    """Add RUN_DIR (a run that is read from its files) and --json."""
     parser.add_argument("run_directory", metavar="RUN_DIR", type=Path, help="the run's folder")
     add_json(parser)
 
@@ -46,7 +46,10 @@ def add_overrides(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def step_range(text: str, *, flag: str) -> tuple[int, int]:
-    """(first, last) of "3:9", "3:", ":9", "7" or nothing, which is all. Raises ConfigError naming ``flag``."""
+    """Parse "3:9", "3:", ":9" or "7" to (first, last); an empty text means all steps.
+
+    Raises ConfigError naming ``flag``.
+    """
     found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
     if found is None or text == ":":
         raise ConfigError(f"{flag} {text}: must be A:B, A:, :B or one step")
@@ -60,18 +63,17 @@ def step_range(text: str, *, flag: str) -> tuple[int, int]:
 
 
 def load(options: argparse.Namespace) -> RunConfig:
-    """The run file with the --set overrides. Raises ConfigError."""
+    """Load the run file with the --set overrides. Raises ConfigError."""
     return config.load(options.run_file, options.overrides)
 
 
 def bus_token(run_config: RunConfig | None = None) -> str:
-    """Token of the bus: ASYNCRL_BUS_TOKEN, so that it need not be in a file, else the run file's."""
+    """Return the token of the bus: ASYNCRL_BUS_TOKEN, or bus.token of the run file."""
     return os.environ.get("ASYNCRL_BUS_TOKEN", run_config.bus.token if run_config is not None else "")
 
 
 def with_bus_address(run_config: RunConfig) -> RunConfig:
-    """The run file with what `asyncrl run` says to its processes: the address of the nats-server that it started, if
-    any, and the learner's public key."""
+    """Add the nats-server's address and the learner's public key, if `asyncrl run` passed them to this process."""
     bus = run_config.bus
     address = os.environ.get("ASYNCRL_BUS_URL", bus.address)
     learner_key = os.environ.get(LEARNER_KEY_VARIABLE, bus.learner_key)

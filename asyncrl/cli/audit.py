@@ -1,22 +1,21 @@
-"""`asyncrl audit RUN_DIR`: accounts for every prompt group of a run that is finished, stopped, killed or up.
+"""`asyncrl audit RUN_DIR`: accounts for every prompt group of a run that is finished, stopped, killed or running.
 
-What is read, and how each number follows from it, is in policies/audit/accounting.py (``Account`` says what each
-means):
+policies/audit/accounting.py describes how the numbers follow from these sources; ``Account`` describes each number.
 
-  history.jsonl   a line for each group that was trained, dropped, failed or filtered, and for each start of the learner
-  checkpoints/    the newest: the ledgers of groups and log records, the prompt position, what is outstanding
-  the bus         prompts not done, and the trajectory log with the versions that sampled each token: of the run that
-                  is up, else of its own store (a nats-server is started on it and stopped again), else of bus.url
-  metrics.jsonl   staleness/max of each step
+history.jsonl   a line for each group that was trained, dropped, failed or filtered, and for each start of the learner
+checkpoints/    newest checkpoint: ledgers of groups and log records, the prompt position, outstanding groups
+the bus         unfinished prompts, and the trajectory log with the versions that sampled each token. A running run's
+                bus is read directly; otherwise a nats-server is started on the run's store, or bus.url is read
+metrics.jsonl   staleness/max of each step
 
-The run may be up meanwhile: sources are read in the order in which a group passes them (prompts, log, checkpoint,
-history), so that a group on its way is seen at least once.
+The run may be running: sources are read in the order in which a group passes them (prompts, log, checkpoint, history),
+so a group in transit is seen at least once.
 
-What cannot be read of the folder is said in a line each, and what it hides is not taken for lost: groups that are done
-by the checkpoint and have no line in a damaged history are "unrecorded".
+Parts of the folder that cannot be read are reported in one line each. Groups that they may hide do not count as lost:
+groups that are done according to the checkpoint but have no line in a damaged history are "unrecorded".
 
-Exit code 0 when lost = duplicated = staleness_violations = unrecorded = 0, else 1; 2 when there is no run to account
-for, or its settings cannot be had.
+Exit code 0 if lost = duplicated = staleness_violations = unrecorded = 0, otherwise 1; 2 if the folder has no run or its
+settings cannot be read.
 """
 
 from __future__ import annotations
@@ -41,9 +40,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def audit(directory: Path, *, token: str = "", as_json: bool = False) -> int:
-    """Print the account of the run in ``directory``; the exit code says whether it is clean.
+    """Print the account of the run in ``directory`` and return the exit code: 0 if it is clean.
 
-    ``token``: of a server that the run file names (bus.url). Raises ConfigError for a folder that holds no run.
+    token  token of the server at bus.url
+
+    Raises ConfigError for a folder that holds no run.
     """
     made = account_of(directory, token=token)
     print(json.dumps(made.as_json()) if as_json else table(made, directory))
@@ -51,7 +52,7 @@ def audit(directory: Path, *, token: str = "", as_json: bool = False) -> int:
 
 
 def table(made: Account, directory: Path) -> str:
-    """For a person."""
+    """Return the account as text."""
     rows = [
         ("prompts", made.prompts, "prompt groups published"),
         ("published", made.published, "of these came back from a worker"),

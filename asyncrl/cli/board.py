@@ -1,7 +1,7 @@
-"""`asyncrl board RUN_DIR...`: a web page that shows one run or several, while they are up and afterwards.
+"""`asyncrl board RUN_DIR...`: a web page that shows one or several runs, during and after training.
 
-It only looks. On a loopback address everybody on this machine may open it; on another one a token is needed, which is
-in the address that it prints, or in ASYNCRL_BOARD_TOKEN.
+The board is read-only. On a loopback address everyone on this machine may open it. On any other address a token is
+required; it is part of the printed address, or comes from ASYNCRL_BOARD_TOKEN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_RUNS: Final = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="a run's folder or its run file; repeatable")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8420, help="port to listen on; 0: any (default: 8420)")
+    parser.add_argument("--port", type=int, default=8420, help="port to listen on; 0: any free port (default: 8420)")
     arguments.add_overrides(parser, "override one key of the runs, such as bus.url; repeatable")
 
 

@@ -1,4 +1,4 @@
-"""`asyncrl check RUN.toml`: prints what a run file means, or the first thing in it that cannot work."""
+"""`asyncrl check RUN.toml`: prints the resolved settings of a run file, or the first one that cannot work."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _told(what: str) -> None:
-    """For a person who waits; in a log a mistake stays one line."""
+    """Report progress on a terminal only, so that an error is a single line in a log."""
     if sys.stderr.isatty():
         print(what, file=sys.stderr, flush=True)

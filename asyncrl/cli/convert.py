@@ -1,4 +1,4 @@
-"""`asyncrl convert SRC DST`: a Hugging Face model folder to a checkpoint of Megatron's, and back."""
+"""`asyncrl convert SRC DST`: converts a Hugging Face model folder to a Megatron checkpoint, or back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SRC",
         help="a Hugging Face folder, a Megatron torch_dist checkpoint, or a run's checkpoint (checkpoints/step-...)",
     )
-    parser.add_argument("destination", type=Path, metavar="DST", help="the folder to make, in the other format")
+    parser.add_argument("destination", type=Path, metavar="DST", help="the folder to create, in the other format")
     parser.add_argument(
         "--model",
         type=Path,
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from asyncrl.run.convert import convert  # takes seconds
+    from asyncrl.run.convert import convert  # imports for seconds
 
     done = convert(options.source, options.destination, model=options.model)
     print(

@@ -1,6 +1,6 @@
 """``bin/demo``: the whole loop learns a small task on a CPU, from random weights, in less than a minute.
 
-Writes the model and the prompts to runs/NAME, runs examples/demo.toml on them, and looks whether the reward rose.
+Writes the model and the prompts to runs/NAME, runs examples/demo.toml on them, and checks that the reward rose.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ ADAPTERS: Final = (
 )
 INITIALIZER_RANGE: Final = 0.05
 OF_FROZEN: Final = 0.15
-"""Adapters leave the output layer as it was drawn: with smaller weights it could never be sure of a token."""
+"""Initializer range with adapters. They leave the output layer as initialized; with smaller weights it could never give
+a token a probability near 1."""
 LOW, HIGH = 0.2, 0.8
-"""The reward of the first step must be below LOW, the mean of the last five above HIGH."""
+"""The reward of the first step must be below LOW, and the mean of the last five steps above HIGH."""
 
 
 def _of_servers() -> list[str]:
-    """Servers are slower, so more of what they sample is stale: some steps more. On GPUs they take bfloat16 alone."""
+    """Return overrides for engines that are servers.
+
+    They are slower, so more samples are stale and the run needs more steps. On GPUs they support only bfloat16.
+    """
     return ["engine.options={}", "run.steps=60", *(['model.dtype="bfloat16"'] if num_gpus() else [])]
 
 
 ENGINES: Final[dict[str, Callable[[], list[str]]]] = {"inprocess": list, "sglang": _of_servers}
-"""engine.kind -> what else it needs in the run file."""
+"""engine.kind -> additional overrides of the run file."""
 
 
 def main() -> int:
@@ -68,7 +72,7 @@ def main() -> int:
         f'data.path="{folder / "prompts.jsonl"}"',
         f'engine.kind="{options.engine}"',
         "evaluation.every_steps=15",
-        "evaluation.share=0.5",  # one of its two workers
+        "evaluation.share=0.5",  # one of the two workers
         f'evaluation.datasets=[{{name = "held_out", path = "{folder / "held_out.jsonl"}", samples = 4}}]',
         *ENGINES[options.engine](),
         *(ADAPTERS if options.lora else ()),
@@ -87,7 +91,7 @@ def main() -> int:
 
 
 def report(metrics: Path, *, seconds: float) -> int:
-    """Say what happened to the reward; the exit code says whether it is what a demo promises."""
+    """Print how the reward changed, and return the exit code: 0 if it rose as expected."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     held_out = [row["evaluation/held_out/mean@4"] for row in rows if "evaluation/held_out/mean@4" in row]

@@ -1,8 +1,8 @@
-"""`asyncrl diff RUN_A RUN_B`: where two runs differ: settings, batches, and the first step whose numbers do.
+"""`asyncrl diff RUN_A RUN_B`: shows where two runs differ in settings, batches and metrics, and from which step.
 
-Numbers are compared to the last bit (or within --tolerance), step by step, without those that tell of clocks and
-machines. Of steps that a resumed learner trained again the last row counts. Exit code 0 when nothing differs, 1 when
-something does or no step is in both, 2 for a folder that holds no run.
+Numbers are compared bit by bit (or within --tolerance) for each step, without metrics of clocks and machines. If a
+resumed learner trained a step again, its last row counts. Exit code 0 if nothing differs; 1 if something does or the
+runs share no step; 2 for a folder that holds no run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncrl.metrics.compare import Difference
 
 SHOWN: Final = 20
-"""Metrics; --json has all."""
+"""Number of metrics to show; --json has all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if not 0 <= options.tolerance < 1:
         raise ConfigError(f"--tolerance {options.tolerance:g}: must be in [0, 1)")
 
-    from asyncrl.metrics.compare import difference  # imports numpy, which --help does without
+    from asyncrl.metrics.compare import difference  # imports numpy; --help works without
     from asyncrl.policies.audit.entries import present
     from asyncrl.run.recorded.opened_run import metric_rows
     from asyncrl.run.recorded.run_folder import RecordedRun

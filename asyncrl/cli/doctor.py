@@ -1,7 +1,7 @@
-"""`asyncrl doctor`: from any machine, what every actor of a run waits for and what is wrong, in ten seconds.
+"""`asyncrl doctor`: shows in ten seconds, from any machine, what every actor of a run waits for and what is wrong.
 
-It listens for as long as a live actor needs to be heard a few times, and changes nothing of the run. Exit code 0:
-nothing is wrong; 1: it found something; 2: there is no such run, or its bus refuses us.
+It listens long enough to hear every live actor a few times, and changes nothing. Exit code 0: nothing is wrong; 1: it
+found a problem; 2: there is no such run, or its bus refuses the connection.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from asyncrl.run.recorded import run_folder
 from asyncrl.run.registry import bus_address, observe
 
 LISTEN_SECONDS = SILENT_SECONDS + 1.5
-"""Who beats every 2 s and was not heard for SILENT_SECONDS of it is silent. Time in which the bus does not answer, or
-this process is not let run, is not listened."""
+"""Actors send a heartbeat every 2 s. An actor that was not heard for SILENT_SECONDS of listening is silent. Time in
+which the bus does not answer, or this process is not scheduled, does not count as listening."""
 MOST_SECONDS = 60.0
-"""For which it tries to hear so much."""
+"""Time limit for listening this long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(run: RunConfig, *, token: str, as_json: bool) -> int:
-    """Print what is wrong with the run; the exit code. Raises ConfigError: which bus, what run, a wrong token."""
+    """Print what is wrong with the run and return the exit code.
+
+    Raises ConfigError if the bus or the run is unknown, or the token is wrong.
+    """
     url, token = bus_address(run, token=token)
     observation = asyncio.run(_listen(run, token=token))
     findings = diagnose(observation)
@@ -63,7 +66,7 @@ async def _listen(run: RunConfig, *, token: str) -> Observation:
             if (refused := refusal(watcher.error)) is not None:
                 raise refused
             if watcher.error is not None:
-                since = observation.listened  # who could not be heard gets its time again
+                since = observation.listened  # actors that could not be heard get their time again
             has_heard = observation.listened - since >= LISTEN_SECONDS
             is_away = max(observation.bus_silent, observation.bus_refuses) > BUS_SECONDS or observation.is_bus_blind
             if has_heard or (is_away and loop.time() - began >= LISTEN_SECONDS):

@@ -1,8 +1,9 @@
-"""`asyncrl evaluate RUN_DIR | MODEL_FOLDER --datasets FILE`: saved models on data sets, with no run up.
+"""`asyncrl evaluate RUN_DIR | MODEL_FOLDER --datasets FILE`: evaluates saved models on data sets, without a run.
 
-FILE is a run file, or one with [evaluation] alone, or the evaluation YAML of slime or Miles. Of a run's folder every
-model in models/ and the newest weights are evaluated that were not yet; answers to some prompts of each data set
-(metrics.samples_per_evaluation) go to its saved_model_samples.jsonl, for `asyncrl samples RUN_DIR --evaluation`.
+FILE is a run file, a file with only [evaluation], or the evaluation YAML of slime or Miles. For a run's folder, all
+models in models/ and the newest weights are evaluated, except those evaluated before. Answers to some prompts of each
+data set (metrics.samples_per_evaluation) are written to saved_model_samples.jsonl of the run's folder, for `asyncrl
+samples RUN_DIR --evaluation`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.state.samples import SampleFile
 
 _OF_RUN: Final = ("model", "rollout", "run")
-"""Sections of a run's own settings that hold where FILE says nothing."""
+"""Sections taken from the run's own settings where FILE has none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +137,11 @@ def _settings(options: argparse.Namespace, recorded: RecordedRun | None) -> RunC
 
 
 def _require_rewards(table: Mapping[str, Any], *, where: Path) -> None:
-    """A run records none, since options of one may be secrets, and another's would give wrong numbers in silence."""
+    """Raise ConfigError if a data set has no reward.
+
+    A run records no rewards, because their options may be secrets, and a default reward would silently give wrong
+    numbers.
+    """
     if "reward" in table:
         return
     for one in table["evaluation"]["datasets"]:
@@ -148,7 +153,7 @@ def _require_rewards(table: Mapping[str, Any], *, where: Path) -> None:
 
 
 def _of_run(recorded: RecordedRun) -> dict[str, Any]:
-    """What the run recorded of ``_OF_RUN``; nothing where its record is gone."""
+    """Return the recorded settings of the sections ``_OF_RUN``; empty if the record is gone."""
     try:
         settings = record.as_table(recorded.newest_settings())
     except NoHistory:

@@ -1,11 +1,13 @@
-"""What a machine that joins takes of the settings on the bus: somebody else wrote them.
+"""Decides which settings from the bus a joining machine accepts, since another machine wrote them.
 
-1. Keys that no worker needs, and whatever says where this machine keeps its files or who it is, are left out.
-2. Code is imported when asyncrl ships it or `--allow` names it; servers are asked when `--allow` names them.
-3. An adapter refuses options that could do more than set a size or a method (``Adapter.check_joined``), and so does a
-   reward (its ``own_options``, such as a sandbox) and a rollout function (its ``runs_programs``).
+1. Keys that no worker needs are left out, and so are keys that say where this machine keeps its files or who it is.
+2. Code may be imported only if asyncrl ships it or `--allow` names it. Servers may be contacted only if `--allow` names
+   them.
+3. Adapters refuse options that could do more than set a size or a method (``Adapter.check_joined``). So do rewards
+   (``own_options``, such as a sandbox) and rollout functions (``runs_programs``).
 
-What this machine's own command says with --set is not foreign. Nothing is imported before 2 is settled.
+Settings that this machine's own command passes with --set are not foreign. Nothing is imported before rule 2 is
+checked.
 """
 
 from __future__ import annotations
@@ -37,12 +39,13 @@ _TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
     "evaluation": ("place", "datasets"),
 }
 _CODE: Final = ("bus.kind", "engine.kind", "reward.kind", "reward.rows", "rollout.function", "weights.channel")
-"""Keys of ``_TAKEN`` that plugins.load reads (tests/unit/cli/test_foreign_settings.py has every such key)."""
+"""Keys of ``_TAKEN`` that plugins.load reads; tests/unit/cli/test_foreign_settings.py checks that the list is
+complete."""
 _TABLES: Final = ("reward.rows",)
-"""Keys of ``_CODE`` with a table of names."""
+"""Keys of ``_CODE`` whose value is a table of names."""
 _ASKED: Final = ("engine.options.url", "reward.options.url")
 _DATASETS: Final = "evaluation.datasets"
-"""Each has a reward like [reward], whose keys are looked at too, as are those of a reward's parts."""
+"""Each data set may have a reward like [reward]. Its keys are checked too, as are those of a reward's parts."""
 _OF_DATASETS: Final = (*_DATASETS.split("."), "reward")
 _OWN: Final = "asyncrl"
 _PLAIN_URL: Final = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[\x21-\x5b\x5d-\x7e]*)?")
@@ -50,14 +53,14 @@ _PLAIN_URL: Final = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What `--allow` names: packages and modules ("my_rewards.math"), and servers ("http://HOST:PORT")."""
+    """Names given with `--allow`: packages and modules ("my_rewards.math"), and servers ("http://HOST:PORT")."""
 
     modules: tuple[str, ...] = ()
     servers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, names: Sequence[str]) -> Allowed:
-        """Raises ConfigError."""
+        """Parse the names. Raises ConfigError."""
         modules = tuple(name for name in names if all(part.isidentifier() for part in name.split(".")))
         servers = {name: _server(name) for name in names if name not in modules}
         for name, server in servers.items():
@@ -73,9 +76,9 @@ class Allowed:
 
 
 def taken(sections: Mapping[str, Any], *, overrides: Sequence[str]) -> dict[str, Any]:
-    """The part of the settings that this machine takes from the bus: without what its own ``overrides`` say.
+    """Return the settings that this machine accepts from the bus, without keys that its own ``overrides`` set.
 
-    Raises ConfigError for what are no settings.
+    Raises ConfigError if a section is not a table.
     """
     table: dict[str, Any] = {}
     for name, keys in _TAKEN.items():
@@ -97,7 +100,7 @@ def taken(sections: Mapping[str, Any], *, overrides: Sequence[str]) -> dict[str,
 
 
 def check_code(table: Mapping[str, Any], allowed: Allowed) -> None:
-    """Refuse code and servers that settings name and this machine does not allow. Raises ConfigError."""
+    """Refuse code and servers that the settings name but this machine does not allow. Raises ConfigError."""
     for key, name in _values(table, _CODE):
         module, colon, _ = name.partition(":")
         if colon and not allowed.has_module(module):
@@ -117,7 +120,7 @@ def check_code(table: Mapping[str, Any], allowed: Allowed) -> None:
 
 
 def check_options(table: Mapping[str, Any], run: RunConfig) -> None:
-    """Refuse options from the bus that an adapter takes from this machine's own command only. Raises ConfigError."""
+    """Refuse options that an adapter accepts only from this machine's own command. Raises ConfigError."""
     for section, adapter in (("engine", registry.engine_class(run)), ("weights", registry.channel_class(run))):
         options = table.get(section, {}).get("options", {})
         adapter.check_joined(options)
@@ -137,7 +140,7 @@ def check_options(table: Mapping[str, Any], run: RunConfig) -> None:
 
 
 def _rewards(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The run's, those of data sets that have their own, and the parts of each."""
+    """Yield the run's reward, the rewards of data sets, and the parts of each."""
     for where, value in (("reward", table.get("reward")), *((_DATASETS, one) for one in _under(table, _OF_DATASETS))):
         if isinstance(value, dict):
             where = where if where == "reward" else f"{where}.reward"
@@ -149,17 +152,17 @@ def _rewards(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def is_shared_folder(run: RunConfig) -> bool:
-    """Whether weights.directory is a folder to read what the learner writes, and not one to write to."""
+    """Whether weights.directory is a folder from which workers read what the learner writes, not one to write to."""
     return "weights.directory" in registry.channel_class(run).required_paths(run)
 
 
 def _own(where: str) -> str:
-    """Where this machine's command says what a data set's reward, or the run's, may do."""
+    """Key under which this machine's command sets the options of this reward."""
     return where.removeprefix(f"{_DATASETS}.")
 
 
 def _values(table: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What is not a string the run file's own types refuse."""
+    """Yield the text values of ``keys``. Values of other types are refused by the types of the run file."""
     for key in keys:
         section, _, rest = key.partition(".")
         places = _rewards(table) if section == "reward" else [(section, table.get(section))]
@@ -171,7 +174,7 @@ def _values(table: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str
 
 
 def _under(value: Any, parts: Sequence[str]) -> Iterator[Any]:
-    """What is there, in each table of a list."""
+    """Yield the values at the path ``parts``, in each table of a list."""
     if isinstance(value, list | tuple):
         for one in value:
             yield from _under(one, parts)
@@ -182,7 +185,7 @@ def _under(value: Any, parts: Sequence[str]) -> Iterator[Any]:
 
 
 def _server(url: str) -> str:
-    """Scheme, host and port of a plain address; empty for anything that two programs might read differently."""
+    """Return scheme, host and port of a plain address; empty if two programs might parse it differently."""
     if not _PLAIN_URL.fullmatch(url):
         return ""
     try:

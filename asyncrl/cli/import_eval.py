@@ -1,4 +1,4 @@
-"""`asyncrl import-eval FILE`: the [evaluation] of a run file from the evaluation YAML of slime or Miles."""
+"""`asyncrl import-eval FILE`: converts the evaluation YAML of slime or Miles to [evaluation] of a run file."""
 
 from __future__ import annotations
 

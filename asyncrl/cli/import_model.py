@@ -1,4 +1,4 @@
-"""`asyncrl import-model SOURCE FOLDER`: a Hugging Face model folder from a GGUF file, or from a folder in FP8."""
+"""`asyncrl import-model SOURCE FOLDER`: creates a Hugging Face model folder from a GGUF file or a folder in FP8."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a .gguf file, package:NAME for one inside an installed Python package, or a Hugging Face folder with FP8 "
         "weights (DeepSeek-V3, Kimi-K2)",
     )
-    parser.add_argument("destination", type=Path, metavar="FOLDER", help="the folder to make")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of a GGUF file's weights (default: float32)")
+    parser.add_argument("destination", type=Path, metavar="FOLDER", help="the folder to create")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="data type of GGUF weights (default: float32)")
 
 
 def run(options: argparse.Namespace) -> int:
     if Path(options.source).is_dir():
-        from asyncrl.run.import_folder import import_folder  # takes seconds
+        from asyncrl.run.import_folder import import_folder  # imports for seconds
 
         if options.dtype == "float32":
             raise ConfigError("--dtype: a folder in FP8 becomes bfloat16; remove it")

@@ -1,8 +1,8 @@
-"""How a worker joins a run by its bus and its name alone: the learner leaves the run's settings on the bus.
+"""How a worker joins a run that it knows only by bus and name: the learner publishes the run's settings on the bus.
 
-Keys that may hold a secret are not on the bus (config/record.py), and neither are the model's files: a worker on
-another machine says where its copy is, ``--set model.path=...``. What this machine does for settings that somebody
-else wrote is in foreign_settings.py.
+Keys that may hold a secret are not published (config/record.py), nor are the model's files: a worker on another machine
+says where its copy is with ``--set model.path=...``. foreign_settings.py decides what this machine accepts of settings
+that another machine wrote.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("asyncrl.cli.joining")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of a worker of either kind."""
+    """Add the arguments that rollout and reward workers share."""
     arguments.add_run_file(parser, nargs="?")
     parser.add_argument(
         "--name",
@@ -51,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="with --join: a package or module whose code the run's settings may name here, or a server that they may "
-        "ask (http://HOST:PORT); repeatable",
+        help="with --join: a package or module that the run's settings may import here, or a server that they may "
+        "contact (http://HOST:PORT); repeatable",
     )
 
 
 def settings(options: argparse.Namespace) -> RunConfig:
-    """The run file, or the settings that the run's learner left on its bus. Raises ConfigError."""
+    """Return the run file, or the settings that the run's learner published on the bus. Raises ConfigError."""
     if options.run_file is not None and not (options.join or options.run):
         if options.allow:
             raise ConfigError("--allow: a run file of this machine may name any code; it is for --join")
@@ -68,20 +68,23 @@ def settings(options: argparse.Namespace) -> RunConfig:
 
 
 def default_label() -> str:
-    """Unique among the machines and processes of a run, and valid in a subject of the bus."""
+    """Return a name that is unique among the machines and processes of a run, and valid in a subject of the bus."""
     host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
     return f"{host}-{os.getpid()}"
 
 
 def joined(url: str, name: str, overrides: Sequence[str], *, token: str, allow: Sequence[str] = ()) -> RunConfig:
-    """The settings of run ``name`` on the bus at ``url``, with overrides; waits for the learner to leave them there.
+    """Return the settings of run ``name`` from the bus at ``url``, with overrides applied.
 
-    Raises ConfigError when the bus does not answer, withholds what no override says, or wants what is not in ``allow``.
+    Waits until the learner publishes them.
+
+    Raises ConfigError if the bus does not answer, if secret keys are withheld and not overridden, or if the settings
+    need something that ``allow`` does not name.
     """
     allowed = foreign_settings.Allowed.of(allow)
     where = [f"bus.url={toml_text(url)}", f"run.name={toml_text(name)}"]
     for flag, item in zip(("--join", "--run"), where, strict=True):
-        config.only_overrides([item], where=flag)  # a mistake in it is named as the user wrote it
+        config.only_overrides([item], where=flag)  # an error names the flag that the user wrote
     bare = config.only_overrides([*overrides, *where])
     signatures = signing_keys.signatures(bare, role="rollout-worker", has_joined=True)
     found = asyncio.run(_read(bare, token=token or bare.bus.token, signatures=signatures))
@@ -90,7 +93,7 @@ def joined(url: str, name: str, overrides: Sequence[str], *, token: str, allow: 
     for key in found.withheld:
         if not any(item.startswith((f"{key}=", f"{key}.")) for item in overrides):
             raise ConfigError(
-                f"run {name}: its {key} may hold secrets, so they are not on the bus; say them with "
+                f"run {name}: its {key} may hold secrets, so they are not on the bus; set them with "
                 f"--set {key}.KEY=VALUE, or --set '{key}={{}}' for none"
             )
     foreign = foreign_settings.taken(found.sections, overrides=overrides)

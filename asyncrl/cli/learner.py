@@ -1,6 +1,6 @@
-"""`asyncrl learner RUN.toml`: the learner's process, from the check of the run file to its exit code.
+"""`asyncrl learner RUN.toml`: the learner process, from checking the run file to its exit code.
 
-Under torchrun it is all ranks of the learner, on any number of machines: the first is the learner, the others join it.
+torchrun starts one process per rank, on any number of machines. Rank 0 is the learner; the other ranks serve it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 def run_learner(run_config: RunConfig, *, resume: bool, token: str, is_launched: bool = False) -> int:
     """Train to the end of the run. Raises ConfigError while another learner has this run.
 
-    is_launched  by `asyncrl run`, which has said what is resumed
+    is_launched  started by `asyncrl run`, which has already reported what is resumed
     """
     check_learner(run_config)
     if resume:
@@ -60,7 +60,7 @@ def _serve(run_config: RunConfig, *, rank: int) -> int:
 
 
 async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched: bool) -> int:
-    from asyncrl.run.assembly.training import train  # imports torch: not before a mistake has been told
+    from asyncrl.run.assembly.training import train  # imports torch; errors in the run file are reported before
 
     bus = await connect(run_config, token=token)
     try:
@@ -73,7 +73,7 @@ async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched
         async with signing_keys.heard_kept(run_config):
             code = await train(run_config, bus, resume=resume, supervised=supervised)
         exit_within(EXIT_SECONDS, code)
-        for number in (signal.SIGTERM, signal.SIGINT):  # a late one would make a run that is done look interrupted
+        for number in (signal.SIGTERM, signal.SIGINT):  # a late signal would make a finished run look interrupted
             signal.signal(number, signal.SIG_IGN)
         return code
     finally:

@@ -1,11 +1,10 @@
 """The asyncrl command: finds the verb, runs it, and turns errors into one line and an exit code.
 
-A verb is one file of this folder, with ``add_arguments(parser)`` and ``run(options) -> exit code``, and one row of
-VERBS. Only the file of the verb that was asked for is imported.
+Each verb is one file in this folder, with ``add_arguments(parser)`` and ``run(options) -> exit code``, and one row of
+VERBS. Only the file of the requested verb is imported.
 
 Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would fail again (every group fails), 4 another worker has
-this worker's name, 5 a disk cannot be written, 70 stuck, 130 interrupted,
-141 nobody reads its output any more.
+this worker's name, 5 a disk cannot be written, 70 stuck, 130 interrupted, 141 the output is no longer read.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ VERBS: Final = {
     "learner": "Start the learner of a run; it connects to the run's bus.",
     "rollout-worker": "Start one rollout worker of a run, on any machine, at any time.",
     "reward-worker": "Start one reward worker of a run (reward.workers), on any machine, at any time.",
-    "check": "Print what a run file means, and refuse what cannot work.",
-    "plan": "Measure an engine and the learner, and say how to share GPUs between them.",
+    "check": "Print the resolved settings of a run file, and refuse what cannot work.",
+    "plan": "Measure an engine and the learner, and recommend how to split GPUs between them.",
     "doctor": "Show what every actor of a run waits for and what is wrong; exit code 1 if anything is.",
     "top": "Show what a run does now: metrics, staleness, every rollout worker, and what is wrong.",
     "serve": "Let external programs play a run's samples over HTTP and report the outcome.",
@@ -51,28 +50,28 @@ VERBS: Final = {
     "import-model": "Convert a GGUF file, or a folder with FP8 weights, to a model folder that can be trained.",
     "convert": "Convert a Hugging Face model folder to a Megatron checkpoint, or back.",
 }
-"""Name and summary of each verb; its file has the name, with "_" for "-"."""
+"""Name and summary of each verb. The file of a verb has its name, with "_" for "-"."""
 
 EXAMPLES: Final = """examples:
   asyncrl run examples/demo.toml                       everything on this machine
   asyncrl run my.toml --set run.steps=10 --resume      continue from the last checkpoint
-  asyncrl check my.toml                                what the run file means, and whether it can work
+  asyncrl check my.toml                                print the resolved settings, refuse what cannot work
   asyncrl plan my.toml --gpus 8                        how to share eight GPUs between learner and engines
   asyncrl top runs/demo                                what the run does now, on one screen
   asyncrl board runs/demo runs/other                   a web page of them, on http://127.0.0.1:8420
   asyncrl doctor runs/demo                             what every actor waits for, and what is wrong
-  asyncrl serve my.toml                                let programs outside play the samples of a run
+  asyncrl serve my.toml                                let external programs play the samples of a run
   asyncrl rollout-worker --join nats://learner-host:4222 --run my-run    join a run from any machine
-  asyncrl scale runs/demo --rollout-workers 8          grow or shrink a run that is up
-  asyncrl samples runs/demo --worst                    what the model writes, and what it is worth
-  asyncrl tap runs/demo trajectories                   what flows on a topic now
+  asyncrl scale runs/demo --rollout-workers 8          grow or shrink a running run
+  asyncrl samples runs/demo --worst                    groups with the lowest-rewarded answers
+  asyncrl tap runs/demo trajectories                   messages on a topic as they arrive
   asyncrl trace runs/demo --steps 10:20                a timeline for ui.perfetto.dev
   asyncrl diff runs/a runs/b                           where two runs differ, and from which step on
   asyncrl profile-engine runs/my-run w0 --seconds 5    what an SGLang server spends its time on
   asyncrl audit runs/demo                              what became of every prompt group
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl evaluate runs/demo --datasets my.toml        every saved model of a run on the data sets of my.toml
-  asyncrl import-eval eval.yaml >> my.toml             data sets as slime names them
+  asyncrl import-eval eval.yaml >> my.toml             convert slime's evaluation data sets
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
   asyncrl convert models/my-model megatron/my-model    Hugging Face to Megatron's torch_dist, and back
 
@@ -80,38 +79,38 @@ EXAMPLES: Final = """examples:
 """
 
 _VENDORS_ENVIRONMENT: Final = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # a bar per process would bury the step lines
-    "TOKENIZERS_PARALLELISM": "false",  # it warns about every fork otherwise
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # a progress bar per process would hide the step lines
+    "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns about every fork
 }
 
 
 _LONGEST_SHOWN: Final = 300
-"""Characters of a path."""
+"""Maximum number of characters of a path in an error."""
 
 
 class Verb(Protocol):
-    """What the file of a verb defines."""
+    """Functions that the file of each verb defines."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, options: argparse.Namespace) -> int:
-        """The exit code. Raises ConfigError for a mistake of the user."""
+        """Run the verb and return the exit code. Raises ConfigError for a user error."""
         ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, as from a shell; ``arguments`` default to the process's own. Returns the exit code."""
+    """Run one command as from a shell and return its exit code. ``arguments`` default to those of the process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = next((word for word in words if not word.startswith("-")), "")
     try:
         options, unknown = parser([name] if name in VERBS else []).parse_known_args(words)
         if unknown:
             _refuse(name, unknown)
-    except SystemExit as ended:  # --help, --version or a mistake, which argparse has printed
+    except SystemExit as ended:  # --help, --version, or an error that argparse has printed
         return ended.code if isinstance(ended.code, int) else 0
     except KeyboardInterrupt:  # while the verb is imported
         return INTERRUPTED
-    sys.path.insert(0, os.getcwd())  # "my_rewards:score" beside the run file, as with `python -m`
+    sys.path.insert(0, os.getcwd())  # finds "my_rewards:score" in the working directory, as with `python -m`
     for variable, value in _VENDORS_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
@@ -127,14 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _is_left_by_reader():
             raise
         code = PIPE_CLOSED
-    except OSError as error:  # the machine's, not ours
+    except OSError as error:  # an error of the machine
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
         where = f"{str(error.filename)[:_LONGEST_SHOWN]}: " if error.filename else ""
         print(f"asyncrl {name}: {where}{error.strerror or error}", file=sys.stderr)
         code = ConfigError.exit_code if error.errno == errno.ENAMETOOLONG else exit_code_of(error)
     except Exception as error:
-        logging.getLogger("traceback").exception("ended by")  # to this process's log file; stderr where there is none
-        said = dict.fromkeys(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))  # "a TaskGroup" says nothing
+        logging.getLogger("traceback").exception("ended by")  # to this process's log file; to stderr if it has none
+        # the message of a TaskGroup's error alone says nothing
+        said = dict.fromkeys(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
         print(f"asyncrl {name}: {'; '.join(said)}", file=sys.stderr)
         code = exit_code_of(error)
     except KeyboardInterrupt:
@@ -145,15 +145,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_a_line(error: Exception) -> str:
-    """What it says may quote what a user wrote, or what a library said in several."""
+    """Join the lines of an error, which may quote user input or library messages of several lines."""
     return " ".join(filter(None, (line.strip() for line in str(error).splitlines())))
 
 
 def _is_left_by_reader() -> bool:
-    """Whether nobody reads stdout any more, as behind `| head`; what is left is thrown away then."""
+    """Whether the reader of stdout is gone, as after `| head`. If so, discard further output."""
     try:
         stdout = sys.stdout.fileno()
-    except OSError:  # it is no file, as in a notebook
+    except OSError:  # stdout is not a file, as in a notebook
         return False
     pipe = select.poll()
     pipe.register(stdout, 0)
@@ -164,7 +164,10 @@ def _is_left_by_reader() -> bool:
 
 
 def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:
-    """The command line. Only ``verbs`` have their arguments, as this imports their files; of the others the summary."""
+    """Return the command line parser.
+
+    Only ``verbs`` get their arguments, because that imports their files; the others have only a summary.
+    """
     made = _Parser(
         prog="asyncrl",
         description="Fully asynchronous reinforcement learning for language models.",
@@ -181,7 +184,7 @@ def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A mistake gets one line, without the usage before it; an option is written out."""
+    """Reports an error in one line without the usage. Options may not be abbreviated."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
@@ -191,7 +194,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _refuse(name: str, unknown: Sequence[str]) -> NoReturn:
-    """End with the first word that the verb does not know, and the option that was meant perhaps."""
+    """Exit with an error for the first unknown argument, and suggest the closest option."""
     asked = _Parser(prog=f"asyncrl {name}")
     load(name).add_arguments(asked)
     known = re.findall(r"--[a-z][a-z-]+", asked.format_help())
@@ -205,7 +208,7 @@ def load(name: str) -> Verb:
 
 
 def _outside_event_loop(command: Callable[[], int]) -> int:
-    """Call it here, or in a thread of its own where an event loop runs already, as in a notebook."""
+    """Call ``command`` in this thread, or in a new thread if an event loop already runs here, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,8 +1,8 @@
-"""`asyncrl plan RUN.toml --gpus N`: how to share N GPUs between learner and engines, and what to expect.
+"""`asyncrl plan RUN.toml --gpus N`: recommends how to split N GPUs between learner and engines.
 
-It starts one engine and then one copy of the learner's model on this machine, measures each for a while, and simulates
-the loop for every split that may be the best, with several staleness bounds. The keys it prints go into the run file.
-It leaves out the time to load new weights (0.1 s each), evaluations, checkpoints and the bus.
+It starts one engine, then one copy of the learner's model, on this machine, and measures each for a while. Then it
+simulates the loop for every split that may be the best, with several staleness bounds. The printed keys go into the run
+file. The simulation leaves out the time to load new weights (0.1 s each), evaluations, checkpoints and the bus.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ if TYPE_CHECKING:
 
 
 MOST_GPUS: Final = 4096
-"""The simulation of more takes too long."""
+"""Simulating more takes too long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run_file(parser)
     parser.add_argument(
-        "--gpus", type=int, required=True, metavar="N", help="to be shared; on CPUs, processes of learner and engines"
+        "--gpus", type=int, required=True, metavar="N", help="number of GPUs to split; on CPUs, number of processes"
     )
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of measuring, for the engine and for the learner (default: 60)"
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="time to measure the engine, and then the learner (default: 60)",
     )
     arguments.add_json(parser)
 
@@ -83,7 +86,7 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
 
 
 def _lengths(found: Allocation) -> list[int]:
-    """Of rollouts."""
+    """Lengths of rollouts, in tokens."""
     from asyncrl.run.planning.plan import lengths_of
 
     return [length for group in found.engine.groups for length in lengths_of(group)]
@@ -94,7 +97,7 @@ def _split(one: Predicted, found: Allocation) -> str:
 
 
 def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, int | str]]:
-    """(section, key, value) of what to write into the run file."""
+    """Return (section, key, value) for the recommended keys of the run file."""
     best = found.best
     keys: list[tuple[str, str, int | str]] = [
         ("learner", "ranks", best.split.copies * found.units.copy),
@@ -111,7 +114,7 @@ def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, i
 
 
 def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
-    """What the numbers leave out, or may be wrong by."""
+    """Yield what the numbers leave out, and how they may be wrong."""
     engine, staleness = found.engine, run_config.staleness
     if run_config.algorithm.filters:
         yield f"algorithm.filters keep {found.kept:.0%} of the groups"

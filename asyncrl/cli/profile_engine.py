@@ -1,9 +1,9 @@
-"""`asyncrl profile-engine RUN_DIR WORKER`: profiles what an SGLang server of this machine does for some seconds.
+"""`asyncrl profile-engine RUN_DIR WORKER`: profiles an SGLang server of this machine for some seconds.
 
 It asks the server that the worker started to record a trace (torch's profiler, inside the server), waits, and asks it
-to stop; traces go to RUN_DIR/profile/WORKER, for ui.perfetto.dev or chrome://tracing. The server samples more slowly
-meanwhile, and not at all while it writes the trace, which may take longer than it was profiled. Run it on the
-worker's machine: a server that a worker starts answers nobody else.
+to stop. Traces go to RUN_DIR/profile/WORKER, for ui.perfetto.dev or chrome://tracing. The server samples more slowly
+while it is profiled, and not at all while it writes the trace, which may take longer than the profile itself. Run it on
+the worker's machine: a server that a worker starts answers only local requests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from asyncrl.cli import arguments
 from asyncrl.errors import ConfigError, EngineError
 
 ADDRESS: Final = "{worker}.engine.url"
-"""In the run's logs/: where the server of a worker answers (engines/sglang/engine.py)."""
+"""File in logs/ of the run with the address of a worker's server (engines/sglang/engine.py)."""
 ANSWER_SECONDS: Final = 120.0
-"""A server that stops profiling writes its trace first."""
+"""A server that stops profiling first writes its trace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     _order(url, "/start_profile", {"output_dir": str(out), "activities": ["CPU", "GPU"]})
     try:
         time.sleep(options.seconds)
-    finally:  # Ctrl-C too: a server that profiles on fills its memory
+    finally:  # after Ctrl-C too: a server that keeps profiling fills its memory
         _order(url, "/stop_profile", {})
     files = [str(path) for path in sorted(set(out.rglob("*")) - before) if path.is_file()]
     if options.json:
@@ -67,7 +67,7 @@ def _address(directory: Path, worker: str) -> str:
 
 
 def _order(url: str, path: str, body: dict[str, Any]) -> None:
-    """Raises EngineError."""
+    """Post a request to the server. Raises EngineError."""
     asked = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as answer:

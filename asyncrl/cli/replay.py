@@ -1,22 +1,22 @@
 """`asyncrl replay RUN_DIR`: trains a run again from its recorded log, without sampling, and compares step by step.
 
-Each step trains the same batch in the same order at the same version as in the run, with the run file that was in
-force at that step (run/recorded/replay.py). On the reference backend, with the same number of threads on the same kind
-of machine, every loss and gradient norm equals that in metrics.jsonl to the last bit. Exit code 1 if one does not, or
-if there is nothing to compare with.
+Each step trains the same batch, in the same order and at the same version as in the run, with the run file that applied
+at that step (run/recorded/replay.py). On the reference backend, with the same number of threads on the same kind of
+machine, every loss and gradient norm equals the one in metrics.jsonl to the last bit. Exit code 1 if one differs, or if
+there is nothing to compare with.
 
-``--set`` changes the run file from step ``--from-step`` on: another loss, correction or learning rate on the same
-data. That is an offline experiment: the numbers differ, and the table says by how much. The data stays what the old
-policy sampled, so the effective sample size shrinks as the new policy moves away from it.
+``--set`` changes the run file from step ``--from-step`` on: another loss, correction or learning rate on the same data.
+This is an offline experiment: the numbers differ, and the table shows by how much. The data was sampled by the old
+policy, so the effective sample size shrinks as the new policy moves away from it.
 
 Steps before ``--from-step`` come from the newest checkpoint before it, or are trained as recorded.
 
-``asyncrl replay RUN.toml --from RUN_DIR`` trains another run file, its model, algorithm and learner, on the batches of
-RUN_DIR, without engines and without sampling; ``--batches 7 --times 100`` trains the batch of step 7 a hundred times.
-There is nothing to compare with: exit code 0.
+``asyncrl replay RUN.toml --from RUN_DIR`` trains another run file, with its model, algorithm and learner, on the
+batches of RUN_DIR, without engines and sampling. ``--batches 7 --times 100`` trains the batch of step 7 a hundred
+times. Nothing is compared, so the exit code is 0.
 
-RUN_DIR is only read. The results go to RUN_DIR/replay-N or --out: metrics.jsonl (rows like the learner's, without what
-only a bus and a clock know) and weights/ (the last version, a model folder).
+RUN_DIR is only read. The results go to RUN_DIR/replay-N or --out: metrics.jsonl (rows like the learner's, without
+metrics of the bus and the clock) and weights/ (the last version, a model folder).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from asyncrl.run.recorded.replay import Planned
 
 EXACT: Final = ("loss", "grad_norm")
-"""Equal to the last bit when nothing was changed."""
+"""Metrics that must be equal to the last bit if no setting was changed."""
 SHOWN: Final = ("loss", "offpolicy/ess", "offpolicy/clip_fraction")
 
 
@@ -84,14 +84,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Replayed(NamedTuple):
-    """One step's numbers; ``old`` is its row in metrics.jsonl, None when a kill came before it was written."""
+    """Numbers of one step. ``old`` is its row in metrics.jsonl, or None if the run was killed before it was written."""
 
     step: int
     old: Mapping[str, Any] | None
     new: Mapping[str, Metric]
 
     def pair(self, name: str) -> tuple[Any, Any]:
-        """(old, new) as metrics.jsonl has them; None for what is not finite or not there."""
+        """Return (old, new) as in metrics.jsonl; None for values that are missing or not finite."""
         value = self.new.get(name)
         is_number = isinstance(value, float | int) and math.isfinite(value)
         return (self.old or {}).get(name), value if is_number else None
@@ -110,8 +110,11 @@ def replay(
     token: str = "",
     as_json: bool = False,
 ) -> int:
-    """Replay the run in ``directory`` and print the comparison; the exit code, as above. Raises ConfigError."""
-    from asyncrl.run.recorded.replay import plan_of  # imports torch, which --help does without
+    """Replay the run in ``directory``, print the comparison, and return the exit code (see above).
+
+    Raises ConfigError.
+    """
+    from asyncrl.run.recorded.replay import plan_of  # imports torch; --help works without
 
     recorded = RecordedRun(directory)
     history = present(recorded.history())
@@ -122,9 +125,9 @@ def replay(
 
 
 def train_from(options: argparse.Namespace) -> int:
-    """Train a run file on the recorded batches of another run; the exit code. Raises ConfigError."""
+    """Train a run file on the recorded batches of another run and return the exit code. Raises ConfigError."""
     from asyncrl import config
-    from asyncrl.run.recorded.replay import plan_from  # imports torch, which --help does without
+    from asyncrl.run.recorded.replay import plan_from  # imports torch; --help works without
 
     if options.times < 1:
         raise ConfigError(f"--times {options.times}: must be 1 or more")
@@ -161,7 +164,7 @@ def _train(
     as_json: bool,
     has_old: bool = True,
 ) -> int:
-    """has_old: there are rows of the same steps to compare with"""
+    """has_old: there are recorded rows of the same steps to compare with"""
     from asyncrl.run.recorded.replay import train_again
 
     directory = recorded.directory
@@ -192,7 +195,7 @@ def _train(
         try:
             found = asyncio.run(work())
         except Exception:
-            shutil.rmtree(out, ignore_errors=True)  # it was made here; what was trained is no replay
+            shutil.rmtree(out, ignore_errors=True)  # created above; an incomplete replay is of no use
             raise
     compared = [one for one in found if one.old is not None]
     different = [one.step for one in compared if not one.is_equal]
@@ -204,7 +207,7 @@ def _train(
 
 
 def _make_folder(directory: Path, out: Path | None) -> Path:
-    """``out``, or the first free RUN_DIR/replay-N."""
+    """Create and return ``out``, or the first free RUN_DIR/replay-N."""
     if out is None:
         out = next(path for n in itertools.count(1) if not (path := directory / f"replay-{n}").exists())
     try:

@@ -1,4 +1,4 @@
-"""`asyncrl reward-worker`: a reward worker's process, from the check of its settings to its exit code."""
+"""`asyncrl reward-worker`: the process of a reward worker, from checking its settings to its exit code."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _grade(run_config: RunConfig, identity: Identity, *, token: str, has_joined: bool) -> int:
-    """Grade until the worker is drained or the run is finished. Raises NameTaken while another has its name.
+    """Grade until the worker is drained or the run is finished. Raises NameTaken while another worker has its name.
 
-    has_joined  without a run file, by the bus
+    has_joined  without a run file, through the bus
     """
-    from asyncrl.run.assembly.build_worker import build_reward_worker  # may import torch: after a mistake was told
+    # may import torch; errors in the settings are reported before
+    from asyncrl.run.assembly.build_worker import build_reward_worker
 
     async with worker_process.bus_of_worker(run_config, identity, token=token, has_joined=has_joined) as bus:
         worker = build_reward_worker(run_config, bus=bus, name=identity.name)

@@ -1,4 +1,4 @@
-"""`asyncrl rollout-worker`: a rollout worker's process, from the check of its settings to its exit code."""
+"""`asyncrl rollout-worker`: the process of a rollout worker, from checking its settings to its exit code."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ def run(options: argparse.Namespace) -> int:
 async def _sample(
     run_config: RunConfig, identity: Identity, *, token: str, has_joined: bool, is_dedicated: bool
 ) -> int:
-    """Sample until the worker is drained or the run is finished. Raises NameTaken while another has its name.
+    """Sample until the worker is drained or the run is finished. Raises NameTaken while another worker has its name.
 
-    has_joined    without a run file, by the bus
-    is_dedicated  evaluate and do nothing else
+    has_joined    without a run file, through the bus
+    is_dedicated  only evaluate
     """
-    from asyncrl.run.assembly.build_learner import prometheus  # imports torch: not before a mistake has been told
+    # imports torch; errors in the settings are reported before
+    from asyncrl.run.assembly.build_learner import prometheus
     from asyncrl.run.assembly.build_worker import build_worker
 
     async with worker_process.bus_of_worker(run_config, identity, token=token, has_joined=has_joined) as bus:
         worker, follower = await build_worker(run_config, bus=bus, name=identity.name, is_dedicated=is_dedicated)
-        gc.freeze()  # a collection over everything imported would stop every answer for a tenth of a second
+        gc.freeze()  # a collection over all imported objects would stop every answer for a tenth of a second
         endpoint = prometheus(run_config, bus, worker)
         about = await asyncio.to_thread(checksums, run_config)
         await supervised(worker, follower, HeartbeatSender(worker, about=about), *endpoint)

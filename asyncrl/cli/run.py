@@ -1,4 +1,4 @@
-"""`asyncrl run RUN.toml`: a whole run on this machine, or on a cluster: bus, learner and rollout workers."""
+"""`asyncrl run RUN.toml`: starts a whole run on this machine or on a cluster: bus, learner and rollout workers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _best_model(run_config: RunConfig) -> str:
-    """Where the best model is, and how good; empty without ``checkpoint.best``, and where nothing says so."""
+    """Describe the best model: folder, metric and step.
+
+    Empty without ``checkpoint.best``, or if no result is recorded.
+    """
     metric, folder = run_config.checkpoint.best, run_config.run_directory / "best"
     try:
         found = json.loads((folder / "evaluation.json").read_text())
@@ -64,7 +67,7 @@ def _best_model(run_config: RunConfig) -> str:
 
 
 def _last_line(run_config: RunConfig, options: argparse.Namespace, outcome: Outcome) -> str:
-    """Where the model is, or how to continue the run; empty when there is nothing to continue."""
+    """Say where the model is, or how to continue the run. Empty if there is nothing to continue."""
     if outcome.exit_code == 0:
         model = newest_model(run_config)
         return f"model in {model}" if model is not None else ""

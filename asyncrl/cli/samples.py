@@ -1,12 +1,12 @@
-"""`asyncrl samples RUN`: what the model writes: prompts, answers, rewards and what became of them.
+"""`asyncrl samples RUN`: shows what the model writes: prompts, answers, rewards and the fate of each group.
 
-RUN is a run's folder, whether the run is up, finished or killed; or, from any machine that reaches its bus, a run file
-or --set bus.url=... --set run.name=... Groups come from RUN_DIR/samples.jsonl, where the learner writes some of every
-step (metrics.samples_per_step), and from the trajectory log on the bus; with --evaluation, answers to the prompts of an
-evaluation from RUN_DIR/evaluation_samples.jsonl (metrics.samples_per_evaluation) or the bus, and of `asyncrl evaluate`
-from RUN_DIR/saved_model_samples.jsonl. It changes nothing: on the bus it is an observer.
+RUN is a run's folder, whether the run is running, finished or killed. From any machine that reaches the bus, it may
+also be a run file, or --set bus.url=... --set run.name=... Groups come from RUN_DIR/samples.jsonl, where the learner
+writes some of every step (metrics.samples_per_step), and from the trajectory log on the bus. With --evaluation, answers
+to evaluation prompts are shown, from RUN_DIR/evaluation_samples.jsonl (metrics.samples_per_evaluation), from the bus,
+and from `asyncrl evaluate`.
 
-What a model wrote is data: whatever would move a terminal's cursor or change its colours is shown as "?".
+Model output is untrusted: characters that would move a terminal's cursor or change its colours are shown as "?".
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DATASET",
         nargs="?",
         const="",
-        help="show answers to prompts of evaluations, of all data sets or of this one, in place of those trained",
+        help="show answers to evaluation prompts (of all data sets or only this one) instead of training answers",
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="only groups trained at step N, or evaluated with its model"
+        "--step", type=int, metavar="N", help="only groups trained at step N, or evaluated with the model of step N"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed for --random (default: 0)")
     parser.add_argument("--grep", metavar="REGEX", help="only groups whose prompt, answers or reason match")
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     if options.where is None and options.evaluation and Path(options.evaluation).exists():
         raise ConfigError(f"--evaluation {options.evaluation}: is no data set; write RUN before --evaluation")
 
-    from asyncrl.run.recorded import run_folder  # imports numpy, which --help does without
+    from asyncrl.run.recorded import run_folder  # imports numpy; --help works without
     from asyncrl.run.recorded.evaluated import EvaluationSamples
     from asyncrl.run.recorded.samples import RunSamples
 
@@ -113,16 +113,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Chosen:
-    """At most ``limit`` of the groups offered: those of the smallest ``rank``."""
+    """Keeps the ``limit`` offered groups with the smallest ``rank``."""
 
     def __init__(self, rank: Callable[[GroupSample], float], is_wanted: Callable[[GroupSample], bool], limit: int):
         self._rank, self._is_wanted, self.limit = rank, is_wanted, limit
-        self._heap: list[tuple[float, int, int, GroupSample]] = []  # the largest rank first
+        self._heap: list[tuple[float, int, int, GroupSample]] = []  # largest rank first
         self._count = itertools.count()
         self._seen: set[Hashable] = set()
 
     def offer(self, group: GroupSample) -> None:
-        """The first of two with one id counts: a group that was recorded knows more than the same on the log."""
+        """Offer a group.
+
+        The first of several groups with the same id counts: a recorded group has more information than the one on the
+        log.
+        """
         if group.identity in self._seen:
             return
         self._seen.add(group.identity)
@@ -133,7 +137,7 @@ class _Chosen:
             (heapq.heappush if len(self._heap) < self.limit else heapq.heappushpop)(self._heap, entry)
 
     def groups(self) -> list[GroupSample]:
-        """The smallest rank last, next to the prompt of the shell."""
+        """Return the groups with the smallest rank last, next to the shell prompt."""
         return [group for *_, group in sorted(self._heap, key=lambda entry: entry[:3])]
 
 
@@ -143,7 +147,7 @@ def _chosen(options: argparse.Namespace, is_wanted: Callable[[GroupSample], bool
         return _Chosen(lambda group: group.worst, is_wanted, limit)
     if options.random:
         return _Chosen(lambda group: random.Random(f"{options.seed}/{group.identity}").random(), is_wanted, limit)
-    if options.evaluation is not None:  # saved models are evaluated in any order, and each begins with prompt 0
+    if options.evaluation is not None:  # saved models are evaluated in any order, and each starts at prompt 0
         return _Chosen(lambda group: -group.time, is_wanted, limit)
     return _Chosen(lambda group: -group.group_id, is_wanted, limit)
 
@@ -151,7 +155,7 @@ def _chosen(options: argparse.Namespace, is_wanted: Callable[[GroupSample], bool
 def _wanted(
     pattern: re.Pattern[str] | None, step: int | None, shown: _Printer, *, place: int | None
 ) -> Callable[[GroupSample], bool]:
-    """place: of a prompt in its data set"""
+    """place: position of a prompt in its data set"""
 
     def is_wanted(group: GroupSample) -> bool:
         if place is not None and group.place != place:
@@ -185,7 +189,7 @@ def _collect(source: RunSamples, shown: _Printer, chosen: _Chosen, *, newest: in
 
 
 def _one(source: RunSamples, shown: _Printer, group_id: int) -> int:
-    """Show one group, or what is known of it."""
+    """Show one group, or what is known about it."""
     chosen = _Chosen(lambda group: 0.0, lambda group: group.group_id == group_id, 1)
     _collect(source, shown, chosen, newest=0)
     if found := chosen.groups():
@@ -232,7 +236,7 @@ def _follow(
 
 
 class _Printer:
-    """Prints groups, decoded by the run's tokenizer where that is here."""
+    """Prints groups, decoded with the run's tokenizer if it is available here."""
 
     def __init__(self, source: RunSamples, *, as_json: bool) -> None:
         self._source = source
@@ -242,13 +246,13 @@ class _Printer:
         self._problem = ""
 
     async def find_model(self, bus: object) -> None:
-        """Ask the run's bus where its model is, when nothing else says it."""
+        """Ask the bus for the path of the run's model if it is not known otherwise."""
         from asyncrl.run.recorded.samples import model_path
 
         self._model = self._model or await model_path(bus, self._source.run)  # type: ignore[arg-type]
 
     def decoded(self, group: GroupSample) -> GroupSample:
-        """The group with its text; as it is where the tokenizer is not here."""
+        """Return the group with its text, or unchanged if the tokenizer is not available here."""
         from asyncrl.data.tokenizer import load_decode
         from asyncrl.policies.groups.sample import decoded
 
@@ -261,7 +265,7 @@ class _Printer:
             return group
         try:
             return decoded(group, self._decode)
-        except Exception as error:  # a worker may have sent any token ids
+        except Exception as error:  # a worker may send any token ids
             return dataclasses.replace(group, prompt=f"(no text: {type(error).__name__}: {error})")
 
     def show(self, group: GroupSample) -> None:
@@ -292,7 +296,7 @@ class _Printer:
 
 
 def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
-    """For a person. ``problem``: why there is no text, where there is none."""
+    """Format a group as text. ``problem``: why its text is missing, if it is."""
     became = {"trained": f"trained at step {group.step}", "pending": "pending", "unknown": "fate unknown"}
     became |= {"evaluated": f"of {group.model}"} if group.model else {}
     head = [group.name, became.get(group.fate, f"{group.fate} at step {group.step}")]
@@ -316,7 +320,7 @@ def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
 
 
 def _answer(answer: Answer) -> Iterator[str]:
-    """What it follows where that is its own, then its turns: what the model said, thoughts, tool calls and results."""
+    """Yield the answer's own prompt, if any, then its turns: model output, thoughts, tool calls and results."""
     if answer.prompt_tokens:
         yield "  [its own prompt]"
         if answer.prompt is None:

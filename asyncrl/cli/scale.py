@@ -1,9 +1,8 @@
-"""`asyncrl scale RUN --rollout-workers N --reward-workers N`: sets how many a run that is up has, and waits for them.
+"""`asyncrl scale RUN --rollout-workers N --reward-workers N`: sets the number of workers, and waits for them.
 
-The numbers are a state on the bus: `asyncrl run` starts or drains its own workers until it has that many, and starts as
-many again after --resume. Workers that joined by themselves do not count.
-
-Exit code 0: all are up; 1: not yet, and it says what is missing; 2: there is no room for them.
+The numbers are a state on the bus. `asyncrl run` starts or drains its own workers until they match, and again after
+--resume. Workers that joined by themselves do not count. Exit code 0: all are up; 1: not yet, and the missing ones are
+printed; 2: there is no room for them.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from asyncrl.run.recorded import run_folder
 from asyncrl.run.registry import observe
 
 ANSWER_SECONDS = 15.0
-"""How long `asyncrl run` may take to answer; it needs some when its bus was away."""
+"""Time limit for `asyncrl run` to answer. It needs some time after the bus was away."""
 LOOK_SECONDS = 0.5
 GRACE_SECONDS = 5.0
-"""How much longer than --timeout the command waits for a bus that does not answer."""
+"""Time after --timeout for which the command still waits for a bus that does not answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _size(*, rollout_workers: int | None, reward_workers: int | None) -> FleetSize:
-    """Raises ConfigError."""
+    """Check and return the requested size. Raises ConfigError."""
     if rollout_workers is None and reward_workers is None:
         raise ConfigError("scale: say how many: --rollout-workers N, --reward-workers N, or both")
     for option, count in (("--rollout-workers", rollout_workers), ("--reward-workers", reward_workers)):
@@ -68,7 +67,7 @@ def _size(*, rollout_workers: int | None, reward_workers: int | None) -> FleetSi
 
 
 def scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: float) -> int:
-    """Ask for the size and wait for it, up to ``seconds``. Raises ConfigError, NoRoom when it is refused."""
+    """Request the size and wait for it, up to ``seconds``. Raises ConfigError, and NoRoom if the size is refused."""
     if not seconds > 0:
         raise ConfigError(f"--timeout: must be > 0 seconds, got {seconds:g}")
     return asyncio.run(_scale(run, wanted, token=token, seconds=seconds))
@@ -77,7 +76,7 @@ def scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: float) -> i
 async def _scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: float) -> int:
     bus = await observe(run, token=token, role="operator")
     try:
-        async with asyncio.timeout(seconds + GRACE_SECONDS):  # a bus that is away is waited for without end
+        async with asyncio.timeout(seconds + GRACE_SECONDS):  # calls to a bus that is away wait forever
             progress = (await bus.states(PROGRESS)).get("")
             if progress is not None and progress.finished:
                 raise ConfigError(f"run {run.run.name} is finished; --resume it with more run.steps, then scale it")
@@ -116,21 +115,24 @@ async def _ask(bus: Bus, name: str, wanted: FleetSize, *, seconds: float) -> int
 
 
 async def _answers(bus: Bus, request: str, *, seconds: float) -> AsyncIterator[FleetStatus | None]:
-    """What `asyncrl run` says about our request, every LOOK_SECONDS; None until it has seen it. Ends in time."""
+    """Yield the answer of `asyncrl run` to our request every LOOK_SECONDS; None until it has seen the request.
+
+    Ends after ``seconds``, or after ANSWER_SECONDS without an answer.
+    """
     clock = asyncio.get_running_loop().time
     start = clock()
     has_answered = False
     while clock() < start + (seconds if has_answered else min(seconds, ANSWER_SECONDS)):
         status = (await bus.states(FLEET_STATUS)).get("")
         if has_answered and status is not None and status.request != request:
-            raise ConfigError("somebody else has asked for another size in the meantime")
+            raise ConfigError("another command has asked for a different size in the meantime")
         has_answered = status is not None and status.request == request
         yield status if has_answered else None
         await asyncio.sleep(LOOK_SECONDS)
 
 
 def _over(before: FleetSize, wanted: FleetSize, *, request: str) -> FleetSize:
-    """What is not asked for now stays as it was asked for last: a resumed run has both."""
+    """Keep the previous request for kinds of workers that are not requested now, so that a resumed run has both."""
     return FleetSize(
         rollout_workers=before.rollout_workers if wanted.rollout_workers is None else wanted.rollout_workers,
         reward_workers=before.reward_workers if wanted.reward_workers is None else wanted.reward_workers,
@@ -139,7 +141,7 @@ def _over(before: FleetSize, wanted: FleetSize, *, request: str) -> FleetSize:
 
 
 async def _missing(bus: Bus, status: FleetStatus, wanted: FleetSize) -> str:
-    """What is still missing of what we asked for, for a person; empty when all workers are up."""
+    """Describe what is still missing; empty when all requested workers are up."""
     beats = await bus.states(ACTORS)
     names: tuple[str, ...] = ()
     absent = 0

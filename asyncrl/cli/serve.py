@@ -1,4 +1,4 @@
-"""`asyncrl serve RUN.toml`: an HTTP entry for programs outside that play the run's samples and say how they ended."""
+"""`asyncrl serve RUN.toml`: an HTTP endpoint for external programs that play the run's samples."""
 
 from __future__ import annotations
 

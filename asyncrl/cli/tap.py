@@ -1,8 +1,8 @@
-"""`asyncrl tap RUN TOPIC`: what flows on a topic now, a line a message, from any machine that reaches the run's bus.
+"""`asyncrl tap RUN TOPIC`: prints messages on a topic as they arrive, one per line, from any machine.
 
-It connects as an observer, which may read and change nothing: no message is taken from anybody, and nobody waits for
-it. New entries of a log and new values of a state are shown within a second. A work topic's messages are their
-consumers' alone: of it the counts are shown, as they change. It ends with the `asyncrl run` whose server it reads.
+It connects as an observer, which may only read. It takes no message from any consumer and delays none. New entries of a
+log and new values of a state appear within a second. Messages of a work topic belong to their consumers; only their
+counts are shown, as they change. The command ends with the `asyncrl run` whose server it reads.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from asyncrl.protocols import Bus
 
 LOOK_SECONDS: Final = 0.5
-"""Between two looks at states and counts. More, when a look takes long: a fleet of thousands costs its bus no more."""
+"""Seconds between two reads of states and counts; longer if a read takes long, to limit the load of a large fleet on
+the bus."""
 LONGEST_LINE: Final = 2000
 MOST_ITEMS: Final = 16
-"""Of an array or a list, in a line for a person."""
+"""Maximum number of items of an array or list that one line shows."""
 
 TOPICS: Final = {topic.name: topic for topic in ALL}
 
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit {options.limit}: must be 1 or more")
 
-    from asyncrl.run.recorded import run_folder  # imports numpy, which --help does without
+    from asyncrl.run.recorded import run_folder  # imports numpy; --help works without
 
     run_config = run_folder.run_at(options.where, options.overrides, verb="tap")
     asyncio.run(_tap(run_config, topic, options))
@@ -97,7 +98,7 @@ async def _show(bus: Bus, topic: Topic[Any], options: argparse.Namespace) -> Non
 
 
 async def until_over(run_config: RunConfig) -> None:
-    """Until the server that `asyncrl run` started is no longer this run's; never with a server of the user's own.
+    """Return when the server that `asyncrl run` started no longer belongs to this run; never for a server of the user.
 
     waits for: the run's folder    woken by: the clock
     """
@@ -114,15 +115,15 @@ async def until_over(run_config: RunConfig) -> None:
 
 
 Flowing = tuple[str, Any, str]
-"""Key, message, and why there is none."""
+"""Key, message, and the reason if there is no message."""
 
 
 async def flow(bus: Bus, topic: Topic[Any], *, after: int | None = None) -> AsyncGenerator[Flowing, None]:
-    """What is new on the topic from now on, without end; of a state first what it is now.
+    """Yield new messages on the topic, without end. For a state, yield its current values first.
 
-    after: of a log, its messages behind this one
+    after: yield the messages of a log after this sequence number
 
-    waits for: a message    woken by: the bus; of a state or a work topic: the clock
+    waits for: a message    woken by: the bus; for a state or a work topic: the clock
     """
     if topic.kind == "log":
         after = await bus.last_sequence(topic) if after is None else after
@@ -163,7 +164,7 @@ def as_json(key: str, message: Any, problem: str) -> str:
 
 
 def as_line(key: str, message: Any, problem: str) -> str:
-    """One line, cut off where it is long."""
+    """Format a message as one line, truncated if it is long."""
     fields = plain(message, most_items=MOST_ITEMS)
     words = [f"{name} {_word(value)}" for name, value in (fields or {}).items() if value not in ("", [], {}, None)]
     text = printable("   ".join([time.strftime("%H:%M:%S"), key, *words, *([problem] if problem else [])]))
@@ -177,7 +178,7 @@ def _word(value: Any) -> str:
 
 
 def plain(value: Any, *, most_items: int = 0) -> Any:
-    """A message as JSON has it. ``most_items``: of each array and list; 0 is all."""
+    """Convert a message to JSON values. ``most_items``: maximum items of each array and list; 0 is all."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: plain(getattr(value, field.name), most_items=most_items) for field in dataclasses.fields(value)

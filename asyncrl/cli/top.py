@@ -1,7 +1,8 @@
-"""`asyncrl top RUN`: what a run does now, on one screen, from any machine.
+"""`asyncrl top RUN`: shows on one screen what a run does now, from any machine.
 
-Shows the learner's newest metrics, the histogram of staleness, the last heartbeat of every rollout worker, and what the
-health monitor finds wrong. It changes nothing. With --once, or if stdout is not a terminal, it prints the screen once.
+The screen has the learner's newest metrics, the histogram of staleness, the last heartbeat of every rollout worker, and
+the findings of the health monitor. The command changes nothing. With --once, or if stdout is not a terminal, it prints
+the screen once.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from asyncrl.run.recorded import run_folder
 from asyncrl.run.watched.looker import LOOK_SECONDS, Looker, View
 
 MOST_ROWS = 32
-"""Of a larger fleet those that are silent are shown, and those that are furthest behind."""
+"""Maximum number of worker rows. Silent workers and those furthest behind are shown first."""
 BAR = 40
-"""Characters of the longest bar of the histogram."""
+"""Length of the longest bar of the histogram, in characters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def top(run: RunConfig, *, token: str, once: bool, console: Console | None = None) -> int:
-    """Show the run until Ctrl-C (KeyboardInterrupt); the exit code.
+    """Show the run until Ctrl-C (KeyboardInterrupt) and return the exit code.
 
-    Raises ConfigError when it is not said which bus, or no such run.
+    Raises ConfigError if the bus is not known or has no such run.
     """
     console = console or Console()
     asyncio.run(_show(run, token=token, once=once or not console.is_terminal, console=console))
@@ -99,7 +100,7 @@ def _headline(view: View) -> Text:
 
 
 def _newest(view: View) -> int:
-    """The newest policy version that anybody speaks of."""
+    """Return the newest policy version in metrics and heartbeats."""
     versions = [seen.beat.policy_version for seen in view.observation.actors.values()]
     trained = view.metrics.numbers.get("weights/version", 0.0) if view.metrics is not None else 0.0
     return max([int(trained), *versions])
@@ -153,7 +154,7 @@ _ROWS = (
         ),
     ),
 )
-"""What a line shows: of each metric its word, its name (metrics/schema.py) and its format."""
+"""Cells of each line: label, metric name (metrics/schema.py) and format."""
 
 
 def _learner(metrics: StepMetrics) -> Table:
@@ -170,7 +171,7 @@ def _learner(metrics: StepMetrics) -> Table:
 
 
 def _staleness(counts: Sequence[int]) -> RenderableType:
-    """A bar for each age that a trained token had."""
+    """Return a histogram bar for each staleness of the trained tokens."""
     if not sum(counts):
         return Text()
     table = Table.grid(padding=(0, 1))
@@ -209,7 +210,7 @@ def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
 
 
 def _is_looked_for(seen: Seen) -> tuple[bool, int, str]:
-    """Who is silent first, then who is furthest behind."""
+    """Sort key: silent workers first, then those furthest behind."""
     return (seen.seconds <= SILENT_SECONDS, seen.beat.policy_version, seen.beat.actor)
 
 

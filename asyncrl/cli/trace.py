@@ -1,9 +1,9 @@
-"""`asyncrl trace RUN_DIR`: a timeline of a run for ui.perfetto.dev or chrome://tracing.
+"""`asyncrl trace RUN_DIR`: writes a timeline of a run for ui.perfetto.dev or chrome://tracing.
 
-Drawn from RUN_DIR/timeline.jsonl, which the learner writes (metrics.timeline_max_bytes): steps, waits, weights and
-checkpoints of the learner; groups, reward calls, loads and waits of each worker; and each group's way from its prompt
-to the step that trained it. Evaluations are in metrics.jsonl, and of a run without timeline.jsonl the learner's lanes
-are drawn from that too. The run may be up.
+The source is RUN_DIR/timeline.jsonl, which the learner writes (metrics.timeline_max_bytes). It shows steps, waits,
+weights and checkpoints of the learner; groups, reward calls, loads and waits of each worker; and the path of each group
+from its prompt to the step that trained it. Evaluations come from metrics.jsonl, and so do the learner's lanes if there
+is no timeline.jsonl. The run may be running.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     first, last = arguments.step_range(options.steps, flag="--steps")
     directory: Path = options.run_directory
 
-    from asyncrl.metrics.trace import num_evaluations, trace  # imports numpy, which --help does without
+    from asyncrl.metrics.trace import num_evaluations, trace  # imports numpy; --help works without
     from asyncrl.run.recorded.timeline import evaluations_of, rows_of
 
     rows, source = rows_of(directory)

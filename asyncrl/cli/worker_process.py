@@ -1,4 +1,4 @@
-"""What the processes of a rollout worker and of a reward worker share: who they are, and the bus as they have it."""
+"""Shared by rollout and reward worker processes: their identity and their connection to the bus."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("asyncrl.cli.worker_process")
 
 
 def identity(options: argparse.Namespace, run_config: RunConfig, *, label: str) -> Identity:
-    """Who this worker is, for the whole run. From here on it logs to LABEL.log. Raises ConfigError."""
+    """Return the worker's identity for the whole run, and start to log to LABEL.log. Raises ConfigError."""
     found = worker_keys.identity(label, os.environ)
     if problem := name_problem(found.name):
         raise ConfigError(f"{options.verb} --name: {problem}")
@@ -36,9 +36,11 @@ def identity(options: argparse.Namespace, run_config: RunConfig, *, label: str) 
 
 @contextlib.asynccontextmanager
 async def bus_of_worker(run_config: RunConfig, own: Identity, *, token: str, has_joined: bool) -> AsyncIterator[Bus]:
-    """The bus, once a learner of our version is there; behind it the process ends within EXIT_SECONDS.
+    """Connect to the bus and wait for a learner of the same version.
 
-    has_joined  without a run file, by the bus
+    After the context, the process ends within EXIT_SECONDS.
+
+    has_joined  without a run file, through the bus
 
     Raises NameTaken while another worker has its name.
     """

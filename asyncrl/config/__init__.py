@@ -1,4 +1,7 @@
-"""The run file: what every key means, its default, and what is refused. One section of models or rules a file."""
+"""The run file: the meaning and default of every key, and what is refused.
+
+Sections of models or rules have their own files.
+"""
 
 from asyncrl.config.bus import BusSection
 from asyncrl.config.data import DataFile, DataSection

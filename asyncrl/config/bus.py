@@ -1,4 +1,4 @@
-"""[bus]: the server that a run's processes talk through, and what it keeps."""
+"""[bus]: the server through which the processes of a run communicate, and what it stores."""
 
 from __future__ import annotations
 
@@ -10,57 +10,60 @@ from typing import Any, Final, Literal
 from asyncrl.config.checks import positive, require
 
 _LARGEST_MESSAGE: Final = 2**30
-"""nats-server counts the bytes of a message, headers included, in 31 bits."""
+"""nats-server counts the bytes of a message, including headers, in 31 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusSection:
     kind: str = "nats"
-    """Carries the run's messages: a name, or "package.module:Class"."""
+    """Transport of the run's messages: a name, or "package.module:Class"."""
     url: str = field(default="", repr=False)  # may hold a password
-    """nats://HOST:PORT of a running server; empty starts one for this run. For a cluster, its servers' URLs separated
-    by commas (nats://A:4222,nats://B:4222,nats://C:4222): a client that loses its server connects to another one."""
+    """nats://HOST:PORT of a running server; empty: start one for this run. For a cluster, list the URLs of its servers,
+    separated by commas (nats://A:4222,nats://B:4222,nats://C:4222); a client that loses its server connects to another
+    one."""
     replicas: int = 1
-    """Copies of each message that the cluster at url keeps: 1, 3 or 5. With 3, the bus survives the loss of one
-    server."""
+    """Number of copies of each message that the cluster at url keeps: 1, 3 or 5. With 3, the bus survives the loss of
+    one server."""
     address: str = field(default="", repr=False)
-    """Address of the server that `asyncrl run` started, set for its processes (ASYNCRL_BUS_URL); leave it empty."""
+    """Address of the server that `asyncrl run` started. It sets this for its processes (ASYNCRL_BUS_URL); leave it
+    empty."""
     token: str = field(default="", repr=False)
-    """Token of the server. Prefer ASYNCRL_BUS_TOKEN in the environment, which is not in a file."""
+    """Token of the server. Prefer the environment variable ASYNCRL_BUS_TOKEN, which keeps the token out of files."""
     credentials: str = ""
-    """File with USER:PASSWORD, an NKEY seed, or a .creds file. {role} in the path becomes learner, rollout-worker,
-    operator or observer. `bin/nats-config` writes such files."""
+    """File with USER:PASSWORD, an NKEY seed, or a .creds file. {role} in the path is replaced by learner,
+    rollout-worker, operator or observer. `bin/nats-config` writes such files."""
     learner_key: str = ""
-    """Public key of the run's learner, whose messages are signed: keys/learner.pub of the run's folder. Empty takes
-    that file; without it, and with --join, the key of the first learner heard."""
+    """Public key with which the learner's messages are verified, in hexadecimal. Empty: keys/learner.pub of the run's
+    folder; without that file, and with --join, the key of the first learner heard."""
     tls_ca: str = ""
-    """PEM file of the CA that signed the server's certificate. With it, or with tls:// in the url, the connection uses
-    TLS."""
+    """PEM file of the CA that signed the server's certificate. The connection uses TLS if this is set or the url starts
+    with tls://."""
     tls_certificate: str = ""
-    """PEM file of our own certificate, for a server that requires one; {role} as above."""
+    """PEM file of the client certificate, for a server that requires one; {role} works as in credentials."""
     tls_key: str = ""
-    """PEM file with the key of tls_certificate."""
+    """PEM file with the private key of tls_certificate."""
     port: int = 0
-    """Port of the server started for this run; 0 picks a free one."""
+    """Port of the server that is started for this run; 0: a free port."""
     store: Literal["file", "memory"] = "file"
-    """Where JetStream keeps messages: file survives a restart of the server, memory does not."""
+    """Where JetStream keeps messages. file survives a restart of the server; memory does not."""
     sync_seconds: float = 1.0
-    """How often the server started for this run syncs its files, which is what a loss of power may cost of acknowledged
-    messages (a killed server loses nothing). 0 syncs each message before it is acknowledged."""
+    """Seconds between syncs of the server's files to disk, for the server started for this run. A power failure can
+    lose messages acknowledged since the last sync; a killed server loses nothing. 0: sync each message before it is
+    acknowledged."""
     max_message_bytes: int = 8 * 2**20
-    """Largest message (max_payload) of the server started for this run."""
+    """Maximum message size (max_payload) of the server started for this run."""
     max_group_bytes: int = 2**30
-    """Largest trajectory group, at most half of max_log_bytes; a larger one fails. One over max_message_bytes is stored
-    in pieces."""
+    """Maximum size of a trajectory group, at most half of max_log_bytes. A larger group fails. A group larger than
+    max_message_bytes is stored in pieces."""
     max_log_bytes: int = 4 * 2**30
-    """Largest size of the trajectory log, which is trimmed behind the second newest checkpoint. Workers wait while it
+    """Maximum size of the trajectory log. The log is trimmed behind the second newest checkpoint. Workers wait while it
     is full."""
     connect_seconds: float = 10.0
-    """How long a process that starts tries to reach a server that does not answer, before it gives up (exit code 2)."""
+    """How long a starting process tries to reach a server that does not answer before it exits with code 2."""
     ack_seconds: float = 30.0
-    """A prompt goes to another worker when its worker was silent for this long."""
+    """A prompt is redelivered to another worker after its worker was silent for this many seconds."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
-    """Options of a bus of your own; nats and memory take none."""
+    """Options of your own bus class; nats and memory take none."""
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
@@ -86,4 +89,4 @@ class BusSection:
             bool(re.fullmatch("([0-9a-f]{64})?", self.learner_key)),
             f"learner_key must be 64 hexadecimal digits, got {self.learner_key[:80]!r}",
         )
-        require(not (self.token and self.credentials), "token and credentials are two ways to say who we are: set one")
+        require(not (self.token and self.credentials), "token and credentials exclude each other: set one of them")

@@ -1,4 +1,7 @@
-"""What sections of a run file check of themselves. Errors name the key; who builds the section names the section."""
+"""Helpers with which the sections of a run file check themselves.
+
+Errors name the key; the caller that builds the section adds its name.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any, Final
 from asyncrl.errors import ConfigError
 
 MOST_WORKERS: Final = 65_536
-"""Connections that a nats-server takes, unless it is told another number; a worker has one at least."""
+"""Default connection limit of a nats-server. Each worker uses at least one connection."""
 MOST_THREADS: Final = 4096
-"""Of one process: no machine has as many CPUs."""
+"""Per process; no machine has that many CPUs."""
 
 
 def require(condition: bool, problem: str) -> None:
@@ -24,7 +27,7 @@ def positive(section: Any, *names: str) -> None:
 
 
 def compiled(pattern: str, name: str) -> re.Pattern[str]:
-    """A regular expression that the key ``name`` holds."""
+    """Compile the regular expression in the key ``name``. Raises ConfigError."""
     try:
         return re.compile(pattern)
     except re.error as error:

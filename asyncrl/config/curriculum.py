@@ -1,4 +1,4 @@
-"""[curriculum] of the run file: which rows rest, because the policy solves them nearly always, or hardly ever."""
+"""[curriculum] of the run file: skips rows that the policy nearly always or hardly ever solves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from asyncrl.config.checks import require
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSection:
     low: float = 0.0
-    """A row rests if a smaller share of the samples of its newest group were solved; 0 lets no row rest for that."""
+    """A row rests if a smaller share of the samples of its newest group was solved; 0 disables this limit."""
     high: float = 1.0
-    """A row rests if a larger share of them were solved, such as 0.9; 1 lets no row rest for that."""
+    """A row rests if a larger share was solved, for example 0.9; 1 disables this limit."""
     rest: int = 1
-    """Passes over the data in which a row that rests is passed over; then it is asked again."""
+    """Number of passes over the data for which a row rests; then it is used again."""
     solved_at: float = 1.0
-    """A sample is solved with at least this reward."""
+    """A sample with at least this reward counts as solved."""
 
     @property
     def is_on(self) -> bool:

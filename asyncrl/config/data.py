@@ -1,4 +1,4 @@
-"""[data] of the run file: where the prompts are, and which columns say what."""
+"""[data] of the run file: where the prompts are, and what each column contains."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from asyncrl.config.checks import positive, require
 _TEMPLATES_OWN: Final = frozenset(
     ("tokenize", "add_generation_prompt", "conversation", "messages", "tools", "continue_final_message")
 )
-"""What asyncrl tells a chat template."""
+"""Arguments of a chat template that asyncrl sets itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """One of [[data.files]]."""
+    """One entry of [[data.files]]."""
 
     path: str
-    """As data.path."""
+    """File, as in data.path."""
     name: str = ""
-    """What Sample.dataset says; empty: the file's name."""
+    """Value of Sample.dataset for these prompts; empty: the name of the file."""
     weight: float = 0.0
-    """Share of the prompts that are of this file, over the sum of all weights. 0 in all files: every row once an
+    """Share of prompts drawn from this file, relative to the sum of all weights. 0 in all files: every row once per
     epoch."""
 
     def __post_init__(self) -> None:
@@ -34,43 +34,43 @@ class DataFile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
     path: str = ""
-    """JSONL or Parquet file with one prompt per row, or a folder that Hugging Face's datasets saved. "FILE[a:b]" takes
-    rows a to b - 1, counted from 0, negative ones from the end."""
+    """JSONL or Parquet file with one prompt per row, or a folder saved by Hugging Face's datasets. "FILE[a:b]" selects
+    rows a to b - 1, counted from 0; negative numbers count from the end."""
     files: tuple[DataFile, ...] = ()
     """[[data.files]]: several files instead of one path, each with path, name and weight."""
     source: str = ""
-    """"package.module:Class" of a data source of your own, instead of files."""
+    """"package.module:Class" of your own data source, instead of files."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the source."""
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     label_key: str = "label"
-    """Column with the value that the reward compares to; optional."""
+    """Column with the value that the reward compares with; optional."""
     metadata_key: str = "metadata"
-    """Column with a table for the reward; optional."""
+    """Column with a table that is passed to the reward; optional."""
     response_key: str = ""
-    """Column with an answer to imitate, for rollout.function = "given"; empty for none."""
+    """Column with an answer to imitate, for rollout.function = "given"; empty: none."""
     conversation_key: str = ""
-    """Column with a whole conversation, a list of chat messages, for rollout.function = "given": the assistant's are
-    trained, but for those with "train": false."""
+    """Column with a whole conversation (a list of chat messages), for rollout.function = "given". The assistant's
+    messages are trained, except those with "train": false."""
     tools_key: str = ""
-    """Column with a list of tools (JSON schemas, or JSON text of them) for the chat template; optional in a row."""
+    """Column with a list of tools for the chat template (JSON schemas, or their JSON text); optional in each row."""
     sampling_key: str = ""
     """Column with a table of max_new_tokens, min_new_tokens, stop and stop_token_ids that override [rollout] for the
-    row; optional in a row."""
+    row; optional in each row."""
     reward_key: str = ""
-    """Column with the name of the row's reward: a built-in one that needs no options, or one of reward.rows; a row
-    without one has reward.kind."""
+    """Column with the name of the row's reward: a built-in reward that needs no options, or a name from reward.rows. A
+    row without a value uses reward.kind."""
     chat_template: bool = False
     """Wrap a text prompt as one user message in the tokenizer's chat template."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)
-    """What else the chat template is told, such as {enable_thinking = false}."""
+    """Additional arguments of the chat template, such as {enable_thinking = false}."""
     shuffle: bool = True
-    """Draw a new order every epoch, from run.seed."""
+    """Shuffle the rows in every epoch, with run.seed."""
     epochs: int = 0
-    """Passes over the data; 0 repeats it until run.steps."""
+    """Passes over the data; 0: repeat it until run.steps."""
     max_prompt_tokens: int = 1024
-    """Longer prompts are dropped and counted."""
+    """Prompts longer than this many tokens are skipped and counted."""
 
     def __post_init__(self) -> None:
         positive(self, "max_prompt_tokens")
@@ -80,7 +80,7 @@ class DataSection:
         require(not self.options or bool(self.source), "options are of a source, and there is none")
         require(
             not self.source or not (self.epochs or not self.shuffle),
-            "shuffle and epochs are of files; a source gives its rows in its own order, and None when it ends",
+            "shuffle and epochs are for files; a source gives its rows in its own order, and None when it ends",
         )
         weights = [file.weight for file in self.files]
         require(
@@ -95,12 +95,15 @@ class DataSection:
 
     @property
     def where(self) -> str:
-        """The data's name, for a person."""
+        """Readable name of the data."""
         return self.path or self.source or ", ".join(file.path for file in self.files)
 
 
 def require_template(section: Any, *keys: str) -> None:
-    """Of a section with chat_template and chat_template_options: ``keys`` mean something, and none is asyncrl's own."""
+    """Check the settings of a chat template.
+
+    ``keys`` need chat_template = true, and chat_template_options must not set arguments that asyncrl sets itself.
+    """
     for key in keys:
         require(section.chat_template or not getattr(section, key), f"{key} needs chat_template = true")
     taken = sorted(_TEMPLATES_OWN & section.chat_template_options.keys())

@@ -1,4 +1,4 @@
-"""[evaluation] of the run file: which data sets judge the model while it trains, how often, and on whose engines.
+"""[evaluation] of the run file: which data sets evaluate the model during training, how often, and on which engines.
 
 [evaluation]
 every_steps = 20
@@ -21,62 +21,64 @@ from asyncrl.config.reward import RewardSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDataset:
-    """One of [[evaluation.datasets]]."""
+    """One entry of [[evaluation.datasets]]."""
 
     name: str
     """Name in metrics: letters, digits, - and _. Required."""
     path: str
-    """JSONL or Parquet file with one prompt per row, as data.path. Required."""
+    """JSONL or Parquet file with one prompt per row, as in data.path. Required."""
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     label_key: str = "label"
-    """Column with the value that the reward compares to; optional."""
+    """Column with the value that the reward compares with; optional."""
     metadata_key: str = "metadata"
-    """Column with a table for the reward; optional."""
+    """Column with a table that is passed to the reward; optional."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Put into the metadata of every row, over what the row says."""
+    """Added to the metadata of every row; takes precedence over the row's own values."""
     tools_key: str = ""
-    """Column with a list of tools (JSON schemas, or JSON text of them) for the chat template; optional in a row."""
+    """Column with a list of tools for the chat template (JSON schemas, or their JSON text); optional in each row."""
     tag_key: str = ""
-    """Column with a tag, or a list of them: every metric is also reported of the prompts of each tag."""
+    """Column with a tag or a list of tags. Every metric is also reported for the prompts of each tag."""
     chat_template: bool = False
     """Wrap a text prompt as one user message in the tokenizer's chat template."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)
-    """What else the chat template is told, such as {enable_thinking = false}."""
+    """Additional arguments of the chat template, such as {enable_thinking = false}."""
     system_prompt: str = ""
-    """System message in front of every prompt; needs ``chat_template``."""
+    """System message before every prompt; needs ``chat_template``."""
     limit: int = 0
-    """Only the first prompts, as many as this; 0 takes all."""
+    """Evaluate only the first prompts, up to this number; 0: all."""
     max_prompt_tokens: int = 0
-    """A longer prompt is refused: an evaluation leaves out nothing. 0: what the model's context holds."""
+    """Maximum prompt length. A longer prompt is refused, not skipped: an evaluation covers every prompt. 0: the context
+    length of the model."""
     samples: int = 1
-    """Answers to each prompt, n."""
+    """Number of answers per prompt, n."""
     k: tuple[int, ...] = ()
-    """k of pass@k and pass^k; empty: 1, 2, 4, ... and n."""
+    """Values of k for pass@k and pass^k; empty: 1, 2, 4, ... and n."""
     solved_at: float = 1.0
-    """An answer with at least this reward is solved: pass@k, pass^k, majority@n."""
+    """An answer with at least this reward counts as solved in pass@k, pass^k and majority@n."""
     max_new_tokens: int = 0
-    """Longest answer, in tokens; 0: rollout.max_new_tokens."""
+    """Maximum length of an answer, in tokens; 0: rollout.max_new_tokens."""
     temperature: float = 1.0
-    """Divides the logits. 0 takes the likeliest token, and then one answer is enough."""
+    """Sampling temperature. 0: always the likeliest token; then one answer per prompt is enough."""
     top_p: float = 1.0
     """Nucleus sampling; 1 is off."""
     top_k: int = 0
     """Top-k sampling; 0 is off."""
     min_new_tokens: int = 0
-    """An answer's first tokens, as many as this, are no end token and not of stop_token_ids."""
+    """The first min_new_tokens tokens of an answer are never an end token or one of stop_token_ids."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer, besides the model's end tokens."""
+    """Tokens that end an answer, in addition to the model's end tokens."""
     repetition_penalty: float = 1.0
-    """1 is off. Training refuses it; here nothing is trained."""
+    """Penalty for repeated tokens; 1 is off. Refused for training, but allowed here because evaluation answers are not
+    trained."""
     presence_penalty: float = 0.0
-    """0 is off."""
+    """Penalty for tokens that are already present; 0 is off."""
     frequency_penalty: float = 0.0
-    """0 is off."""
+    """Penalty for tokens by how often they occurred; 0 is off."""
     reward: RewardSection | None = None
-    """Its own reward, a table like [reward]; absent: [reward] of the run."""
+    """Reward of this data set, a table like [reward]; absent: [reward] of the run."""
 
     def __post_init__(self) -> None:
         plain = self.name.replace("-", "").replace("_", "")
@@ -84,7 +86,7 @@ class EvaluationDataset:
         positive(self, "samples")
         require(
             self.reward is None or not self.reward.workers,
-            "reward.workers: who answers an evaluation grades it; remove the key",
+            "reward.workers: the workers that answer an evaluation also grade it; remove the key",
         )
         for key in ("limit", "max_prompt_tokens", "max_new_tokens", "top_k", "min_new_tokens", "temperature"):
             require(getattr(self, key) >= 0, f"{key} must be >= 0, got {getattr(self, key)}")
@@ -124,31 +126,31 @@ class EvaluationDataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSection:
-    """Without ``datasets`` nothing is evaluated."""
+    """When and where the data sets are evaluated. Without ``datasets`` nothing is evaluated."""
 
     every_steps: int = 0
-    """Steps between evaluations; 0: only those of ``at_start`` and ``at_end``."""
+    """Steps between evaluations; 0: only ``at_start`` and ``at_end``."""
     at_start: bool = True
     """Evaluate before the first step."""
     at_end: bool = True
-    """Evaluate after the last step; the run ends when that is done."""
+    """Evaluate after the last step; the run ends when the evaluation is done."""
     place: Literal["shared", "dedicated", "folder"] = "shared"
-    """Whose engines answer. shared: some of the rollout workers, at most ``share`` of them. dedicated: ``workers`` of
-    their own. folder: nobody of the run, which keeps the models for `asyncrl evaluate RUN_DIR`."""
+    """Engines that answer. shared: some of the rollout workers, at most ``share`` of them. dedicated: separate workers,
+    as many as ``workers``. folder: none; the run only keeps its models for `asyncrl evaluate RUN_DIR`."""
     share: float = 0.25
-    """shared: largest part of the rollout workers that may keep an older version for an evaluation. Where it comes to
-    less than one worker, one is held all the same, and `asyncrl check` warns."""
+    """shared: maximum share of the rollout workers that may keep an older version for an evaluation. If it amounts to
+    less than one worker, one worker is used, and `asyncrl check` warns."""
     workers: int = 1
-    """dedicated: workers that `asyncrl run` starts for evaluations alone."""
+    """dedicated: number of workers that `asyncrl run` starts only for evaluations."""
     gpus: tuple[int, ...] = ()
-    """dedicated: GPUs for these workers; empty takes those after the rollout workers'."""
+    """dedicated: GPUs for these workers; empty: the GPUs after those of the rollout workers."""
     timeout_seconds: float = 3600.0
-    """An evaluation that takes longer is reported as incomplete; 0 is no limit."""
+    """An evaluation that takes longer is reported as incomplete; 0: no limit."""
     eval_config: str = ""
-    """Evaluation file of slime or Miles (their --eval-config), whose data sets come before those of this file. It is
-    read as `asyncrl import-eval` reads it."""
+    """Evaluation file of slime or Miles (their --eval-config), read as by `asyncrl import-eval`. Its data sets come
+    before those of this file."""
     datasets: tuple[EvaluationDataset, ...] = ()
-    """The data sets, a table [[evaluation.datasets]] for each."""
+    """The data sets: one table [[evaluation.datasets]] each."""
 
     def __post_init__(self) -> None:
         require(self.every_steps >= 0, f"every_steps must be >= 0 (0 is off), got {self.every_steps}")
@@ -164,7 +166,11 @@ class EvaluationSection:
             )
 
     def check(self, *, best: str, workers: int) -> None:
-        """What it says together with other sections. ``best``: checkpoint.best.  workers: rollout.workers"""
+        """Check the settings that depend on other sections. Raises ConfigError.
+
+        best     checkpoint.best
+        workers  rollout.workers
+        """
         dataset, _, metric = best.partition("/")
         require(
             not best or (bool(metric) and any(one.name == dataset for one in self.datasets)),
@@ -209,7 +215,7 @@ class EvaluationSection:
         return bool(self.datasets) and self.place != "folder"
 
     def is_due(self, *, before: int, now: int) -> bool:
-        """Whether the version that is stored after ``before`` (-1: after none) is to be evaluated."""
+        """Whether to evaluate version ``now``, if the previously stored version is ``before`` (-1: none)."""
         if not self.datasets:
             return False
         if now == 0:

@@ -1,4 +1,4 @@
-"""The [launcher] section of a run file: who starts the run's processes, and where."""
+"""[launcher] of the run file: how and where the processes of the run are started."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherSection:
     kind: str = "local"
-    """Starts the run's processes: a name, or "package.module:Class"."""
+    """Starts the processes of the run: a name, or "package.module:Class"."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the launcher."""

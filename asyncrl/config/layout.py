@@ -1,10 +1,10 @@
-"""How the ranks of a learner share the model and the batch, and which rank does what.
+"""How the ranks of a learner share the model and the batch.
 
-Ranks are numbered as Megatron does: neighbours are tensor-parallel, then come context, data and, farthest apart,
-pipeline ranks. Experts are dealt over the same ranks once more: expert-tensor-parallel ones are neighbours, then come
-expert-parallel ones and those that hold the same experts.
+Ranks are numbered as in Megatron: tensor-parallel ranks are adjacent, then come context, data and pipeline ranks, the
+last being farthest apart. Experts are distributed over the same ranks in a second scheme: expert-tensor-parallel ranks
+are adjacent, then come expert-parallel ranks and ranks that hold the same experts.
 
-Tests: tests/unit/config/test_layout.py; tests/unit/backends/megatron/test_layouts.py trains in them.
+Tests: tests/unit/config/test_layout.py; tests/unit/backends/megatron/test_layouts.py trains with these layouts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from asyncrl.config.checks import positive, require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the groups of ranks; each is a key of [learner] with ``_parallel`` behind it.
+    """Sizes of the groups of ranks. Most are keys of [learner] with the suffix ``_parallel``.
 
     tensor            ranks that share every layer
-    pipeline          stages: ranks that share the layers
-    virtual_pipeline  parts of the model on each stage, interleaved; 1: one
+    pipeline          stages; each holds a part of the layers
+    virtual_pipeline  interleaved parts of the model on each stage; 1 is off
     context           ranks that share every packed row
-    expert            ranks that share the experts of a layer
+    expert            ranks over which the experts of a layer are distributed
     expert_tensor     ranks that share one expert
-    is_sequence_parallel  tensor-parallel ranks share the row between their matrix products
+    is_sequence_parallel  tensor-parallel ranks split the row between their matrix products
 
     Raises ConfigError for sizes that do not divide the ranks.
     """
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def row_multiple(self) -> int:
-        """What divides the length of a packed row: every rank has two pieces of it as long as all others."""
+        """The length of a packed row must be a multiple of this, so that all ranks get pieces of equal length."""
         pieces = 2 * self.context if self.context > 1 else 1
         return math.lcm(pieces, self.context * (self.tensor if self.is_sequence_parallel else 1))
 
@@ -76,37 +76,40 @@ class Layout:
         return rank // self.tensor % self.context
 
     def share(self, rank: int) -> int:
-        """Which share of the batch a rank trains, in [0, data_parallel)."""
+        """Return which share of the batch a rank trains, in [0, data_parallel)."""
         return rank // (self.tensor * self.context) % self.data_parallel
 
     def stage(self, rank: int) -> int:
-        """Which stage of the pipeline a rank is, in [0, pipeline)."""
+        """Return the pipeline stage of a rank, in [0, pipeline)."""
         return rank // (self.tensor * self.context * self.data_parallel)
 
     def peers(self, rank: int) -> Sequence[int]:
-        """The ranks that this one meets in every layer, itself included."""
+        """Return the ranks that this rank communicates with in every layer, including itself."""
         together = math.lcm(self.tensor * self.context, self.expert * self.expert_tensor)
         first = rank - rank % together
         return range(first, first + together)
 
     @property
     def scorers(self) -> Sequence[int]:
-        """Of each share the rank that has its scores: the first of those that have the last stage."""
+        """The rank of each share that has its scores: the first rank of the share on the last stage."""
         last = [rank for rank in range(self.ranks) if self.stage(rank) == self.pipeline - 1]
         return last[:: self.tensor * self.context]
 
     def is_exporter(self, rank: int) -> bool:
-        """Whether a rank exports a part of the model, of its stage's first ``exporters_of_stage``."""
+        """Whether a rank exports a part of the model: the first ``exporters_of_stage`` ranks of each stage do."""
         return rank % (self.ranks // self.pipeline) < self.exporters_of_stage
 
     @property
     def exporters(self) -> int:
-        """Ranks that export a part of the model, in all."""
+        """Total number of ranks that export a part of the model."""
         return self.pipeline * self.exporters_of_stage
 
     @property
     def exporters_of_stage(self) -> int:
-        """Ranks that hold all of a stage between them: they share its layers, or its experts and have the rest."""
+        """Number of ranks that together hold a whole stage.
+
+        They share its layers, or share its experts and each hold the rest.
+        """
         return max(self.tensor, self.expert * self.expert_tensor)
 
 

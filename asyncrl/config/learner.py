@@ -12,83 +12,85 @@ from asyncrl.config.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSection:
-    """Low-rank adapters (arXiv:2106.09685) of the policy are trained, and nothing else of it."""
+    """Train low-rank adapters (arXiv:2106.09685) of the policy instead of its own weights."""
 
     rank: int = 0
-    """Rank of the adapters; 0 trains the model itself."""
+    """Rank of the adapters; 0: train the model itself."""
     alpha: float = 32.0
-    """An adapter's output is multiplied by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     modules: tuple[str, ...] = ("all-linear",)
-    """Which matrices of the layers have one, by the last part of their Hugging Face names, such as ["q_proj", "k_proj",
-    "v_proj"]; "all-linear": all but embeddings, the output layer and routers."""
+    """Matrices of the layers that get an adapter, by the last part of their Hugging Face names, such as ["q_proj",
+    "k_proj", "v_proj"]. "all-linear": all except embeddings, the output layer and routers."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What engines get of each version. merged: the whole model, with the adapters in it, over any channel. adapter:
-    the adapters alone, beside others that are in use: no pause, and an answer is of the version that it began with."""
+    """What engines receive for each version. merged: the whole model with the adapters merged in, over any channel.
+    adapter: only the adapters, which are loaded next to those in use: generation does not pause, and each answer is of
+    the version with which it began."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, f"rank must be >= 0 (0 is off), got {self.rank}")
         positive(self, "alpha")
-        require(bool(self.modules), 'modules must name some; "all-linear" is all')
+        require(bool(self.modules), 'modules is empty; "all-linear" selects all')
         require(
-            self.rank > 0 or self.publish == "merged", 'publish = "adapter" needs a rank > 0: without one there is none'
+            self.rank > 0 or self.publish == "merged", 'publish = "adapter" needs a rank > 0: rank 0 trains no adapters'
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSection:
     backend: str = "megatron"
-    """Trains the model: a name, or "package.module:Class"."""
+    """Training backend: a name, or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes GPUs if there are any."""
+    """auto: GPUs if there are any."""
     ranks: int = 1
-    """Processes of the learner. tensor_parallel x context_parallel x pipeline_parallel of them hold one copy of the
-    model; copies train different data."""
+    """Number of learner processes. tensor_parallel x context_parallel x pipeline_parallel ranks hold one copy of the
+    model; each copy trains different data."""
     machines: int = 1
-    """With `asyncrl run`: start every rank as a process of its own, in so many groups of as many ranks, as torchrun
-    does on so many machines. With launcher "ray" each group goes on a machine of its own; without Ray, start `asyncrl
-    learner` with torchrun on each."""
+    """`asyncrl run` starts every rank as a separate process, in this many groups of equal size, as torchrun does on
+    several machines. With launcher "ray", each group runs on its own machine. Without Ray, start `asyncrl learner` with
+    torchrun on each machine."""
     tensor_parallel: int = 1
-    """Ranks that share every layer, each with a part of its matrices."""
+    """Ranks that share every layer; each holds a part of its matrices."""
     sequence_parallel: Literal["auto", "on", "off"] = "auto"
-    """on: tensor-parallel ranks share the tokens too where they do not share matrices, which saves memory. auto: on if
-    there are such ranks."""
+    """on: tensor-parallel ranks also split the tokens where they do not split matrices, which saves memory. auto: on if
+    there are tensor-parallel ranks."""
     pipeline_parallel: int = 1
-    """Stages: ranks that share the layers, each with some that follow one another. A stage waits at the ends of a step,
-    the less the more micro-batches a step has for each copy of the model."""
+    """Pipeline stages. Each stage holds some consecutive layers. Stages idle at both ends of a step; more micro-batches
+    per step for each copy of the model reduce that idle time."""
     virtual_pipeline: int = 1
-    """Parts of the layers on each stage, interleaved with those of the others: the stages wait less and send more."""
+    """Parts of the layers on each stage, interleaved with those of the other stages. More parts reduce idle time and
+    increase communication."""
     context_parallel: int = 1
-    """Ranks that share every packed row, for documents that one has no room for."""
+    """Ranks that share every packed row, for documents that do not fit on one rank."""
     expert_parallel: int = 1
-    """Ranks that share the experts of every layer of a mixture of experts."""
+    """Ranks over which the experts of each layer are distributed, in a mixture of experts."""
     expert_tensor_parallel: int = 1
     """Ranks that share every expert."""
     gpus: tuple[int, ...] = ()
-    """GPU of each rank, counted from 0, when `asyncrl run` starts them; empty takes the first ones."""
+    """GPU of each rank, counted from 0, when `asyncrl run` starts the ranks; empty: the first GPUs."""
     threads: int = 0
-    """CPU threads of each rank; 0 leaves it to PyTorch."""
+    """CPU threads of each rank; 0: PyTorch's default."""
     profile_steps: tuple[int, ...] = ()
-    """Numbers of steps to profile on the learner's first rank, such as [10, 11]: traces, and on a GPU snapshots of its
-    memory, in profile/ of the run's folder."""
+    """Steps to profile on the learner's first rank, such as [10, 11]. Traces (and memory snapshots on a GPU) go to
+    profile/ of the run's folder."""
     groups_per_batch: int = 16
     """Prompt groups per step of the run. A step trains one batch and makes one policy version."""
     steps_per_batch: int = 1
-    """Optimizer steps on each batch, each on its own part of the groups. The proximal policy of all of them is the one
-    before the first, so clips around it bind from the second on. Staleness, run.steps, schedules, checkpoints and
-    metrics count batches."""
+    """Optimizer steps on each batch, each on its own part of the groups. The proximal policy of all of them is the
+    policy before the first one, so clipping around it has an effect from the second step on. Staleness, run.steps,
+    schedules, checkpoints and metrics count batches."""
     micro_batch_tokens: int = 16_384
-    """Packed tokens per forward pass. A longer trajectory gets a micro-batch of its own."""
+    """Packed tokens per forward pass. A longer trajectory gets its own micro-batch."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the policy's learning rate falls after the warm-up."""
+    """Decay of the policy's learning rate after the warm-up."""
     min_learning_rate: float = 0.0
-    """What it falls to."""
+    """Final learning rate of the decay."""
     decay_steps: int = 0
-    """Steps, warm-up included, until it is there; 0 takes run.steps. A run that is to be resumed with more steps needs
-    the number of all of them."""
+    """Step at which the decay ends, counted from the start of the warm-up; 0: run.steps. If you plan to resume with
+    more steps, set this to the total number of steps."""
     weight_decay: float = 0.0
     """Weight decay of AdamW."""
     betas: tuple[float, ...] = (0.9, 0.95)
@@ -98,23 +100,25 @@ class LearnerSection:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     freeze: tuple[str, ...] = ()
-    """Regular expressions: parameters of the policy with one of them in their Hugging Face name are not trained, such
-    as "embed_tokens" or "layers\\.[0-9]\\."."""
+    """Regular expressions, such as "embed_tokens" or "layers\\.[0-9]\\.". Parameters of the policy whose Hugging Face
+    name matches one of them are not trained."""
     train_only: tuple[str, ...] = ()
-    """Only parameters with one of these in their name are trained, less those of freeze; empty: all."""
+    """Regular expressions: train only the parameters whose name matches one of them, except those of freeze; empty:
+    all."""
     lora: LoraSection = field(default_factory=LoraSection)
-    """Low-rank adapters are trained instead of the policy's own weights."""
+    """Train low-rank adapters instead of the policy's own weights."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig by name, for learner.backend = "megatron"; those that asyncrl sets itself
+    """Fields of Megatron's TransformerConfig by name, for learner.backend = "megatron". Fields that asyncrl sets itself
     are refused."""
     max_skipped_steps: int = 10
-    """The run ends after this many consecutive steps with a non-finite loss or gradient; 0 never ends it."""
+    """The run ends after this many consecutive steps with a non-finite loss or gradient; 0: never."""
     quarantine_mismatch: float = 0.5
     """Quarantine a worker whose fresh answers differ from the trainer's logprobs by more than this (mean |difference|
-    in nats per token); none of its groups is trained any more. A worker without fresh answers is compared with the
-    other workers. 0 is off. bfloat16 makes 0.02, a wrong temperature 0.3 and more, wrong weights several nats."""
+    in nats per token). Its groups are no longer trained. A worker without fresh answers is compared with the other
+    workers. 0 is off. Typical differences: bfloat16 0.02, a wrong temperature 0.3 or more, wrong weights several
+    nats."""
     rescore_every: int = 10
-    """Steps between these comparisons, each of two answers per worker and one forward pass."""
+    """Steps between these comparisons. Each takes two answers per worker and one forward pass."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the backend."""
 
@@ -122,7 +126,7 @@ class LearnerSection:
         positive(self, "groups_per_batch", "micro_batch_tokens")
         positive(self, "learning_rate", "max_grad_norm", "eps", "rescore_every")
         positive(self, "steps_per_batch", "machines")
-        _ = self.layout  # it checks itself
+        _ = self.layout  # raises ConfigError if the sizes do not fit
         require(
             self.ranks % self.machines == 0, f"ranks must be a multiple of machines ({self.machines}), got {self.ranks}"
         )
@@ -146,7 +150,7 @@ class LearnerSection:
         )
         require(
             self.schedule != "constant" or not (self.min_learning_rate or self.decay_steps),
-            'min_learning_rate and decay_steps are of a schedule that falls; use schedule = "cosine" or "linear"',
+            'min_learning_rate and decay_steps need a schedule that decays; use schedule = "cosine" or "linear"',
         )
         require(
             self.decay_steps == 0 or self.decay_steps > self.warmup_steps,

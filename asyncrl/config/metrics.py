@@ -1,4 +1,4 @@
-"""[metrics]: where numbers and samples of what the model writes go, and what is warned of."""
+"""[metrics]: where metrics and samples of the model's answers are written, and which conditions raise an alarm."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ class MetricsSection:
     console: bool = True
     """Print one line per step."""
     tensorboard: bool = False
-    """Write TensorBoard's event files to tensorboard/ of the run's folder. Needs that package, or tensorboardX."""
+    """Write TensorBoard event files to tensorboard/ of the run's folder. Requires the package tensorboard or
+    tensorboardX."""
     prometheus: str = ""
-    """HOST:PORT at which the learner answers Prometheus; other processes of its machine take the ports behind it. Each
-    writes where it is to prometheus/NAME.json of the run's folder, for file_sd_configs. Empty: none answers."""
+    """HOST:PORT at which the learner serves Prometheus metrics. Other processes on its machine use the next ports. Each
+    process writes its address to prometheus/NAME.json of the run's folder, for file_sd_configs. Empty: off."""
     sinks: tuple[str, ...] = ()
-    """Sinks of your own, "package.module:Class": they get every number of every step."""
+    """Your own metric sinks, "package.module:Class". Each receives every metric of every step."""
     samples_per_step: int = 2
-    """Groups of each step whose answers are written to samples.jsonl as text, and as many of those dropped, failed or
-    filtered between two steps; 0 writes none. `asyncrl samples` shows them."""
+    """Groups per step whose answers are written as text to samples.jsonl, and the same number of groups that were
+    dropped, failed or filtered between two steps; 0 writes none. `asyncrl samples` shows them."""
     samples_per_evaluation: int = 4
-    """Prompts of each data set of an evaluation whose answers are written to evaluation_samples.jsonl as text, the same
-    prompts every time; 0 writes none. `asyncrl samples --evaluation` shows them."""
+    """Prompts per evaluation data set whose answers are written as text to evaluation_samples.jsonl. The prompts are
+    the same every time. 0 writes none. `asyncrl samples --evaluation` shows them."""
     samples_max_bytes: int = 64 * 2**20
-    """Most bytes of samples.jsonl and samples.1.jsonl together, and as many of evaluation_samples.jsonl and of
-    saved_model_samples.jsonl, each with the one before it; the oldest groups go first."""
+    """Maximum total size of samples.jsonl and samples.1.jsonl. The same limit applies to evaluation_samples.jsonl and
+    to saved_model_samples.jsonl, each with its previous file. The oldest groups are deleted first."""
     timeline_max_bytes: int = 64 * 2**20
-    """Most bytes of timeline.jsonl and timeline.1.jsonl together, which say when each step, group, load and wait was,
-    for `asyncrl trace`; the oldest steps go first. 0 writes none."""
+    """Maximum total size of timeline.jsonl and timeline.1.jsonl, which record the time of each step, group, load and
+    wait for `asyncrl trace`. The oldest steps are deleted first. 0 writes none."""
     mismatch_alarm: float = 0.05
-    """Warn when the mean |trainer - behavior logprob| of fresh samples is larger than this, in nats per token; 0 is
-    off. Rounding to bfloat16 in engine and trainer makes 0.005 to 0.02."""
+    """Warn if the mean |trainer - behavior logprob| of fresh samples exceeds this, in nats per token; 0 is off.
+    Rounding to bfloat16 in engine and trainer causes 0.005 to 0.02."""
     drop_alarm: float = 0.05
-    """Warn when more than this share of the answers of ten steps was too stale to train; 0 is off. Dropped answers are
+    """Warn if more than this share of the answers of ten steps was too stale to train; 0 is off. Dropped answers are
     mostly long ones."""
 
     hold_alarm: float = 0.2
-    """Warn when the learner waits for old groups (staleness.eviction) for more than this share of ten steps' time while
-    engines have nothing to do; 0 is off."""
+    """Warn if the learner spends more than this share of the time of ten steps waiting for old groups
+    (staleness.eviction) while the engines are idle; 0 is off."""
     split_alarm: float = 0.15
-    """Warn when learner or engines were busy for nearly all of ten steps, and another split of the run's GPUs between
-    them would train a larger share more tokens a second than this; 0 is off. `asyncrl plan` measures it."""
+    """Warn if the learner or the engines were busy for nearly all of ten steps, and another split of the run's GPUs
+    between them would increase the trained tokens per second by more than this share; 0 is off. `asyncrl plan` measures
+    it."""
 
     def __post_init__(self) -> None:
         for key in ("samples_per_step", "samples_per_evaluation"):

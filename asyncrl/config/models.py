@@ -1,5 +1,6 @@
-"""Sections of the run file for the models that the learner holds beside the policy. Which of them a run may have, and
-must have, follows from its algorithm (learner_models.py).
+"""Sections of the run file for the models that the learner holds in addition to the policy.
+
+The algorithm decides which of them a run may or must have (learner_models.py).
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSection:
-    """For algorithms that learn values (ppo). Keys that are not here are as in [learner]."""
+    """Critic for algorithms that learn values (ppo). Other settings are taken from [learner]."""
 
     path: str = ""
-    """Hugging Face folder of its initial weights, without the output layer: values start at 0. Empty takes
-    model.path."""
+    """Hugging Face folder of the initial weights, without the output layer: values start at 0. Empty: model.path."""
     learning_rate: float = 0.0
-    """Often ten times the policy's; 0 takes learner.learning_rate."""
+    """Learning rate, often ten times that of the policy; 0: learner.learning_rate."""
     warmup_steps: int = 0
-    """During the first steps only the critic is trained. Policy versions count up, the policy stays the same."""
+    """Number of first steps that train only the critic. Policy versions still count up, but the policy does not
+    change."""
     loss: Literal["mse", "huber"] = "mse"
     """Mean squared error, or the Huber loss."""
     huber_delta: float = 10.0
-    """Error from which on the Huber loss is linear."""
+    """Error above which the Huber loss is linear."""
     scale: float = 0.5
-    """What the squared error is multiplied by: 0.5 in most frameworks, 1 in slime."""
+    """Factor of the squared error: 0.5 in most frameworks, 1 in slime."""
     clip: float = 0.5
-    """Largest change of a value from its old one, as in PPO; 0 is off."""
+    """Maximum change of a value from its old value, as in PPO; 0 is off."""
 
     def __post_init__(self) -> None:
         for name in ("huber_delta", "scale"):
@@ -41,18 +42,18 @@ class CriticSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSection:
-    """A frozen model with a KL penalty that keeps the policy near it, for any algorithm."""
+    """Frozen reference model. A KL penalty keeps the policy near it; works with any algorithm."""
 
     path: str = ""
-    """Hugging Face folder; empty takes model.path, where the policy started."""
+    """Hugging Face folder; empty: model.path, the initial policy."""
     kl_coef: float = 0.0
     """Penalty per nat of KL(policy || reference), per token; 0 is off, and no reference is loaded."""
     kl: Literal["", "k1", "k2", "k3", "absolute", "low_variance", "unbiased", "k3_weighted"] = ""
     """Estimator (policies/losses/kl.py). Empty: unbiased in the loss (correct on stale data), k1 in the reward (exact
     there)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss, or reward: subtracted from each token's reward, for advantages with token rewards (gae, reinforce,
-    reinforce_pp)."""
+    """Where the penalty applies: in the loss, or subtracted from the reward of each token, for advantages with token
+    rewards (gae, reinforce, reinforce_pp)."""
 
     def __post_init__(self) -> None:
         if self.kl_coef < 0:
@@ -61,7 +62,7 @@ class ReferenceSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSection:
-    """For algorithms that learn from another model's logprobs (opd)."""
+    """Teacher for algorithms that learn from the logprobs of another model (opd)."""
 
     path: str
-    """Hugging Face folder of the frozen model that opd learns from, with the policy's tokenizer."""
+    """Hugging Face folder of the frozen teacher. It must use the policy's tokenizer."""

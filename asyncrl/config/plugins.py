@@ -1,4 +1,4 @@
-"""Loads "package.module:object" from the run file, makes objects of its classes, and explains when it cannot."""
+"""Loads "package.module:object" from the run file, creates objects of user classes, and explains failures."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from asyncrl.errors import ConfigError
 
 
 def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind: type | None = None) -> Any:
-    """The object that ``name`` means: a row of ``table``, or "package.module:object". A ``kind``, or else callable.
+    """Return the object that ``name`` refers to: an entry of ``table``, or "package.module:object".
 
-    Raises ConfigError naming ``where`` (the key of the run file) when there is no such thing.
+    The object must be a ``kind`` if one is given, otherwise callable. Raises ConfigError naming ``where`` (the key of
+    the run file).
     """
     module_name, attribute = address(name, where=where, table=table)
     try:
@@ -26,7 +27,7 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
         raise ConfigError(f"{where}: cannot import {module_name!r} ({problem}); is it on PYTHONPATH?") from error
     except SystemExit as error:
         raise ConfigError(f"{where}: cannot import {module_name!r}: it exits (sys.exit({error.code!r}))") from error
-    except Exception as error:  # whatever a user's module raises while it is imported
+    except Exception as error:  # a user's module may raise anything on import
         raise ConfigError(f"{where}: importing {module_name!r} raised {described(error)}") from error
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), 1)
@@ -40,12 +41,16 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
 
 
 def address(name: str, *, where: str, table: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Module and attribute that ``name`` means; imports nothing. Raises ConfigError where it can mean none."""
+    """Return the module and attribute that ``name`` refers to, without importing them.
+
+    Raises ConfigError for a malformed name.
+    """
     module_name, colon, attribute = (table or {}).get(name, name).partition(":")
     if colon and module_name and attribute:
         return module_name, attribute
     near = difflib.get_close_matches(name, table or {}, 1)
-    if "." in name and all(part.isidentifier() for part in name.split(".")):  # an address, and not a name
+    # an address written with a dot instead of a colon
+    if "." in name and all(part.isidentifier() for part in name.split(".")):
         near = [":".join(name.rsplit(".", 1))]
     known = f"known: {', '.join(table)}; or " if table else ""
     hint = f"did you mean {near[0]!r}? Or " if near else known
@@ -53,7 +58,7 @@ def address(name: str, *, where: str, table: Mapping[str, str] | None = None) ->
 
 
 def make(kind: Callable[..., Any], *arguments: Any, where: str, name: str) -> Any:
-    """An object of a user's class. Raises ConfigError."""
+    """Create an object of a user's class. Raises ConfigError."""
     try:
         return kind(*arguments)
     except ConfigError:
@@ -64,9 +69,11 @@ def make(kind: Callable[..., Any], *arguments: Any, where: str, name: str) -> An
 
 @contextlib.contextmanager
 def exits_contained() -> Iterator[None]:
-    """Around a user's function: where it exits (``sys.exit``, KeyboardInterrupt), UserExit is raised, an error like
-    others. A task that exits would end the event loop, and the process with it; so would one that the function makes
-    (actors/rollout/user_tasks.py). A Ctrl-C remains one."""
+    """Context for a user's function that turns its exits into UserExit, an ordinary error.
+
+    Exits are ``sys.exit`` and KeyboardInterrupt. Otherwise the exit of a task would end the event loop and the process.
+    The same holds for tasks that the function starts (actors/rollout/user_tasks.py). A real Ctrl-C is not converted.
+    """
     before = IS_USERS.set(True)
     try:
         yield
@@ -81,15 +88,15 @@ def exits_contained() -> Iterator[None]:
 
 
 class UserExit(Exception):
-    """A user's function wanted to end the process."""
+    """A user's function tried to end the process."""
 
 
 IS_USERS: Final = contextvars.ContextVar("is_users", default=False)
-"""Whether what runs is a user's. A task begins with the context of who makes it."""
+"""Whether the current code is a user's. A task inherits the context of its creator."""
 
 
 def raised(error: BaseException) -> str:
-    """Type and text of what a user's function raised."""
+    """Type and text of an error that a user's function raised."""
     return str(error) if isinstance(error, UserExit) else f"{type(error).__name__}: {error}"
 
 

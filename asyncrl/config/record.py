@@ -1,8 +1,10 @@
-"""A run's settings as a table for its history, and back: what a later reader of the run's folder needs to know.
+"""Convert a run's settings to a table for its history, and back.
 
-Paths are absolute, so that it does not matter from where they are read. Sections that may hold secrets and that nobody
-needs afterwards ([reward], [engine], [metrics], [weights], [rollout.options]) are left out, and so is the bus's token;
-files with secrets are named. ``worker_table`` has more, for workers that join.
+The table has what a later reader of the run's folder needs.
+
+Paths are absolute, so that the folder can be read from anywhere. Left out are sections that may hold secrets and are
+not needed later ([reward], [engine], [metrics], [weights], [rollout.options]) and the bus's token. Files with secrets
+are recorded by name. ``worker_table`` has more, for workers that join.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _BUS_KEYS: Final = ("kind", "url", "store", *_BUS_SIZES, "ack_seconds", *_BUS_PA
 
 
 def as_table(run: RunConfig) -> dict[str, Any]:
-    """What JSON can carry, of ``_SECTIONS``."""
+    """Return ``_SECTIONS`` as JSON values."""
     table: dict[str, Any] = {}
     for name in _SECTIONS:
         if (section := getattr(run, name)) is not None:
@@ -57,18 +59,18 @@ def _dataset(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What a worker needs that has no run file, and the keys left out because their values may be secrets.
+    """Return the settings for a worker without a run file, and the keys withheld because they may hold secrets.
 
-    Left out are options with a key such as "headers" or "api-key" or an address with a password, and every option of a
-    reward, engine or rollout function that is not asyncrl's own; all parts of a reward where one has such options.
-    Where a worker keeps its files is its own business.
+    Left out are options with a key such as "headers" or "api-key", options with an address that contains a password,
+    and all options of a reward, engine or rollout function that is not asyncrl's own. If one part of a reward has such
+    options, all of its parts are left out. So are the paths of files that each worker has itself.
     """
     table = as_table(run) | {
         name: json.loads(json.dumps(dataclasses.asdict(getattr(run, name)))) for name in ("engine", "reward", "weights")
     }
     table["run"].pop("directory")
     table["evaluation"] = _shared_evaluation(run)
-    for key in _BUS_PATHS:  # who joins has its own
+    for key in _BUS_PATHS:  # each worker has its own paths
         table["bus"].pop(key)
     if run.weights.directory:
         table["weights"]["directory"] = str(Path(run.weights.directory).absolute())
@@ -86,9 +88,9 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _shared_evaluation(run: RunConfig) -> dict[str, Any]:
-    """What a worker needs that evaluates beside its training: the rewards. The learner has the data sets.
+    """Return what a worker needs to evaluate in addition to its training: the rewards. The learner has the data sets.
 
-    Nothing where options of a data set's reward are not for the bus: who joins only trains then.
+    Empty if the options of a data set's reward may not be on the bus; a worker that joins then only trains.
     """
     datasets = []
     for one in run.evaluation.datasets if run.evaluation.place == "shared" else ():
@@ -110,5 +112,5 @@ def _may_be_shared(parts: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:
-    """The settings again; sections left out have their defaults. Raises ConfigError naming ``where``."""
+    """Inverse of ``as_table``; missing sections get their defaults. Raises ConfigError naming ``where``."""
     return run_file.from_table(table, where=where)

@@ -1,7 +1,7 @@
-"""Keys of the run file that have other names now, and those that other frameworks have and asyncrl refuses. Pure.
+"""Renamed keys of the run file, and keys of other frameworks that asyncrl refuses. Pure.
 
-A user's run file with an old key is refused in one line that says the new one. Settings that an older version of
-asyncrl recorded (history.jsonl, the bus) are translated without a word.
+A run file with an old key is refused in one line that names the new key. Settings recorded by an older version of
+asyncrl (history.jsonl, the bus) are translated silently.
 
 To rename a key: add a row. Tests: tests/unit/config/test_renamed.py.
 """
@@ -29,7 +29,8 @@ _CHANNEL: Final[Mapping[str, str]] = {
     "weights.full_every": "objects",
     "weights.host": "nccl",
 }
-"""Old key -> the weights.channel it is an option of now. For other channels it meant nothing and is left out."""
+"""Old key -> the weights.channel that has the new option. Other channels never used the key, so it is dropped for
+them."""
 
 
 _PENALTY: Final = (
@@ -39,11 +40,11 @@ _PENALTY: Final = (
 REFUSED: Final[Mapping[str, str]] = {
     f"rollout.{name}_penalty": _PENALTY for name in ("repetition", "presence", "frequency")
 }
-"""section.key -> why there is no such key."""
+"""section.key -> why asyncrl has no such key."""
 
 
 def refuse(table: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for a key of a user's run file that has another name now, or that is refused."""
+    """Raise ConfigError for a key of a user's run file that was renamed or is refused."""
     for key, reason in REFUSED.items():
         section, name = key.split(".")
         if isinstance(found := table.get(section), Mapping) and name in found:
@@ -56,7 +57,7 @@ def refuse(table: Mapping[str, Any], where: str) -> None:
 
 
 def translated(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Recorded settings with their old keys moved to where they are now; a value that is there already wins."""
+    """Move old keys of recorded settings to their new places. An existing value at the new place wins."""
     table = copy.deepcopy(dict(sections))
     for old, new in RENAMED.items():
         section, key = old.split(".")

@@ -1,4 +1,4 @@
-"""[reward] of the run file, and the reward of a data set that an evaluation asks about."""
+"""[reward] of the run file, and the reward of an evaluation data set."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from asyncrl.config.checks import positive, require
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
     kind: str = ""
-    """Judges answers: a name, or "package.module:function" of your own; "none" is what the rollout function set."""
+    """Judges answers: a name, or "package.module:function" of your own. "none": the reward that the rollout function
+    set."""
     weight: float = 1.0
-    """How much the part counts: the reward is the sum of weight times part. 0: it is a metric only."""
+    """Weight of the part: the reward is the sum of weight times part. 0: the part is only a metric."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
-    """Options of its reward."""
+    """Options of this part's reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,39 +25,39 @@ class RewardSection:
     kind: str = "math"
     """Judges answers: a name, or "package.module:function" of your own."""
     timeout_seconds: float = 30.0
-    """Limit for one group. A group whose reward takes longer fails."""
+    """Time limit for the reward of one group. A group that takes longer fails."""
     largest: float = 1e6
-    """Largest magnitude of a reward, and of each of its parts. A group with a larger one fails: advantages, and the
-    squares of them that metrics sum up, must stay far from the end of float32."""
+    """Maximum magnitude of a reward and of each of its parts. A group with a larger value fails: advantages, and the
+    squares of rewards that metrics sum up, must stay far below the limit of float32."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the reward."""
     rows: Mapping[str, str] = field(default_factory=dict)
-    """Rewards of single rows by the name that data.reward_key gives: {code = "package.module:function"}. They have no
-    options; built-in ones that need none need no entry either."""
+    """Rewards that single rows choose with data.reward_key, by name: {code = "package.module:function"}. They take no
+    options. Built-in rewards that need no options can be chosen without an entry here."""
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
-    """With kind = "parts": what it is the weighted sum of, by name; each is the metric reward/NAME."""
+    """With kind = "parts": the parts of the weighted sum, by name. Each part is reported as the metric reward/NAME."""
     workers: int = 0
-    """Reward workers that `asyncrl run` starts. With 1 or more, reward workers grade what is trained, also those that
-    joined by themselves. 0: rollout workers grade it. Evaluations are graded by who answers them."""
+    """Number of reward workers that `asyncrl run` starts. 0: rollout workers grade training groups. 1 or more: reward
+    workers grade them, including reward workers that join later. Evaluations are always graded by the workers that
+    answer them."""
     at_once: int = 16
-    """Groups that a reward worker grades at the same time."""
+    """Maximum number of groups that a reward worker grades at the same time."""
     max_ungraded: int = 256
-    """While a rollout worker has so many generated groups that are not graded, it begins no other; with and without
-    reward workers."""
+    """A rollout worker with this many ungraded groups starts no other group, with or without reward workers."""
 
     @property
     def judges(self) -> bool:
-        """False: the reward that the rollout function sets stands."""
+        """False if the reward set by the rollout function is kept."""
         return self.kind != "none"
 
     @property
     def takes_given(self) -> bool:
-        """Whether the reward that the rollout function sets counts."""
+        """Whether the reward set by the rollout function counts."""
         return "none" in (self.kind, *(part.kind for part in self.parts.values()))
 
     @property
     def part_sections(self) -> dict[str, RewardSection]:
-        """What each part would be as the run's only reward."""
+        """Each part as if it were the only reward of the run."""
         return {
             name: replace(self, kind=part.kind, options=part.options, rows={}, parts={})
             for name, part in self.parts.items()

@@ -1,7 +1,7 @@
-"""The run file: one TOML file per run, one frozen dataclass per section, every key with its default and meaning.
+"""The run file: one TOML file per run, one frozen dataclass per section, one field per key.
 
-Derived values are properties with their formula, not keys. Options of adapters ([engine.options], [learner.options],
-...) are dataclasses beside their adapters. The texts under the keys become docs/reference/configuration.md.
+Values that follow from other keys are properties. Options of adapters ([engine.options], ...) are dataclasses in the
+modules of the adapters. The docstrings of the fields become docs/reference/configuration.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncrl.config.staleness import StalenessSection
 
 _LONGEST_NAME: Final = 128
 _MOST_STOPS: Final = 32
-"""SGLang's limit."""
+"""Limit of SGLang."""
 
 Mode = Literal["sync", "one_step_off", "async"]
 
@@ -33,24 +33,25 @@ Mode = Literal["sync", "one_step_off", "async"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     name: str = "run"
-    """Name of the run on the bus and in W&B: letters, digits, - and _. Two runs on one bus need different names."""
+    """Name of the run on the bus and in W&B: letters, digits, - and _. Runs that share a bus need different names."""
     directory: str = "runs"
-    """The run's files are in DIRECTORY/NAME: logs, metrics, weights, checkpoints, the bus's store."""
+    """Parent of the run's folder. DIRECTORY/NAME holds logs, metrics, weights, checkpoints and the bus's store."""
     seed: int = 0
-    """Of the order of the data and of sampling."""
+    """Seed of the data order and of sampling."""
     steps: int = 100
-    """Batches to train. Step n trains one and makes policy version n."""
+    """Number of batches to train. Step n trains one batch and makes policy version n."""
     mode: Mode = "async"
-    """sync: generate, train, load, repeat. one_step_off: generate the next batch while training. async: no barrier."""
+    """sync: generate, train, load weights, repeat. one_step_off: generate the next batch while training. async: no
+    barrier."""
     colocated: bool = False
-    """Learner and engines take turns on the same GPUs of one machine, and each moves its memory to the host meanwhile.
-    For sync and one_step_off; needs torch-memory-saver beside SGLang."""
+    """The learner and the engines take turns on the same GPUs of one machine. Whichever is idle moves its memory to the
+    host. Only for sync and one_step_off; requires torch-memory-saver in addition to SGLang."""
     restarts: int = 3
-    """Restarts of each process by `asyncrl run` before it ends the run. The count starts again when a process has
-    worked for ten minutes."""
+    """How often `asyncrl run` restarts a process before it ends the run. The count resets after the process has worked
+    for ten minutes."""
     stall_seconds: float = 60.0
-    """`asyncrl run` restarts a process that sends no heartbeat for this long, or that is stuck for this long and for
-    ten times its usual wait."""
+    """`asyncrl run` restarts a process that sends no heartbeat for this many seconds. It also restarts a process that
+    is stuck for this long and for ten times its usual wait."""
 
     def __post_init__(self) -> None:
         plain = self.name.replace("-", "").replace("_", "")
@@ -67,82 +68,83 @@ class RunSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     path: str
-    """Hugging Face folder (config.json, *.safetensors, tokenizer.json). `asyncrl import-model` makes one from a GGUF
-    file or a folder in FP8."""
+    """Hugging Face folder (config.json, *.safetensors, tokenizer.json). `asyncrl import-model` creates one from a GGUF
+    file or from a folder in FP8."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in the learner and in engines."""
+    """Data type of the weights in the learner and in the engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection:
     workers: int = 1
-    """Rollout workers that `asyncrl run` starts. More can join at any time."""
+    """Number of rollout workers that `asyncrl run` starts. More workers can join at any time."""
     most_workers: int = 0
-    """The run starts more workers itself, up to so many, while engines are busy and the learner waits, and lets them go
-    (down to ``workers``) while the learner is busy and engines wait or their answers get too old. 0: as many as
-    ``workers``. `asyncrl scale` still counts; a number outside of these stays."""
+    """Upper limit for automatic scaling; 0: same as ``workers``. The run adds workers while engines are busy and the
+    learner waits. It removes workers (down to ``workers``) while the learner is busy and engines wait or their answers
+    get too old. `asyncrl scale` still works; a size it sets outside this range stays."""
     gpus: tuple[int, ...] = ()
-    """GPUs for these workers, dealt round-robin; empty takes those after the learner's."""
+    """GPUs for these workers, assigned round-robin; empty: the GPUs after the learner's."""
     group_size: int = 8
-    """Samples per prompt."""
+    """Number of samples per prompt."""
     max_new_tokens: int = 256
-    """Longest answer, in tokens."""
+    """Maximum length of an answer, in tokens."""
     temperature: float = 1.0
-    """Divides the logits, in the behavior logprobs too."""
+    """Sampling temperature: the logits are divided by it. The behavior logprobs include it."""
     top_p: float = 1.0
-    """Nucleus sampling; 1 is off. Engines refuse it if their logprobs are not those of the truncated distribution."""
+    """Nucleus sampling; 1 is off. An engine refuses it if its logprobs are not those of the truncated distribution."""
     top_k: int = 0
-    """Top-k sampling, refused like top_p; 0 is off."""
+    """Top-k sampling; 0 is off. Refused under the same condition as top_p."""
     ignore_eos: bool = False
-    """Sample max_new_tokens tokens even after <eos>; for benchmarks."""
+    """Always sample max_new_tokens tokens, even after <eos>; for benchmarks."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer. What the engine sampled is trained: the answer holds the text, to the end of the token
-    that completes it, and so does the reward's sample.completion."""
+    """Texts that end an answer. All sampled tokens are trained, so the answer includes the stop text, up to the end of
+    the token that completes it. The reward's sample.completion includes it too."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer, besides the model's end tokens; they are in the answer, too."""
+    """Tokens that end an answer, in addition to the model's end tokens. The answer includes them."""
     min_new_tokens: int = 0
-    """An answer's first tokens, as many as this, are no end token and not of stop_token_ids. Their logprobs are of the
-    distribution without those, so the trainer's are lower by -ln(1 - p(end)). A text of ``stop`` ends shorter answers,
-    too."""
+    """The first min_new_tokens tokens of an answer are never an end token or one of stop_token_ids. The engine's
+    logprobs of these tokens exclude the end tokens, so the trainer's are lower by -ln(1 - p(end)). A text of ``stop``
+    can still end a shorter answer."""
     max_running: int = 128
-    """Samples in progress per worker. A worker takes another prompt group while it has fewer."""
+    """Maximum number of samples in progress per worker. A worker takes another prompt group while it has fewer."""
     max_attempts: int = 3
-    """A group that failed this many times is marked as failed: counted, reported, never trained."""
+    """A group that has failed this many times is marked as failed: it is counted and reported, but never trained."""
     partial_save_seconds: float = 3.0
-    """Seconds between saves of partial rollouts to the bus, from which another worker resumes them if this one dies
-    (except on their last attempt); 0 disables."""
+    """Seconds between saves of partial rollouts to the bus; 0 disables them. If a worker dies, another worker resumes
+    from the saved tokens, except on a group's last attempt."""
     function: str = "single_turn"
-    """Makes a trajectory of a prompt: a name, or "package.module:function" of a function or class of your own (several
+    """Makes a trajectory from a prompt: a name, or "package.module:function" of your own function or class (several
     turns, tools)."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
-    """Options of a rollout class, as in its Options dataclass."""
+    """Options of a rollout class; its Options dataclass lists them."""
     timeout_seconds: float = 0.0
-    """Limit of a rollout function for one sample, without the time that it waits for the engine. A group with a sample
-    that takes longer fails; 0 is no limit."""
+    """Time limit of the rollout function for one sample, not counting the time it waits for the engine. If a sample
+    takes longer, its group fails. 0: no limit."""
     min_group: int = 0
-    """Fewest samples of a group that is trained without those whose rollout function failed or took too long; they are
-    counted (staleness/failed_samples). 0: a sample that fails fails its group."""
+    """Train a group without the samples whose rollout function failed or took too long, if at least this many remain.
+    The missing samples are counted (staleness/failed_samples). 0: one failed sample fails the group."""
     extra_samples: int = 0
-    """Samples that are begun of each group besides group_size. The first group_size that finish make the group, the
-    others are cancelled: the longest, so lengths are biased (rollout/extra_samples counts them)."""
+    """Samples to start per group in addition to group_size. The first group_size samples to finish form the group; the
+    others are cancelled. The cancelled ones are the longest, so answer lengths are biased (rollout/extra_samples counts
+    them)."""
     group_seconds: float = 0.0
-    """Deadline of a group: so long after it was begun it goes with the samples that are finished, ``min_group`` or
-    more, and the others are cancelled and counted (staleness/cancelled). 0 is none."""
+    """Deadline of a group, in seconds after it was started. After it, the group is delivered as soon as ``min_group``
+    samples are finished; the others are cancelled and counted (staleness/cancelled). 0: no deadline."""
     reissue_seconds: float = 60.0
-    """Once no group was answered for this long and every worker waits for prompts, those that are outstanding are
-    issued again, and again each time as long passes; the first answer counts. While others are at work, those that have
-    taken four times the median of the last 64 are; without load = "in_flight", four times as long as nine of ten. 0:
-    never."""
+    """If no group was answered for this many seconds, outstanding prompts are issued again; the first answer counts. If
+    every worker waits for prompts, all of them are reissued, and again after each further interval. Otherwise only
+    stragglers are: groups that took four times the median of the last 64 groups (four times their 90th percentile
+    unless load = "in_flight"). 0: never."""
     max_parts: int = 0
-    """Trajectories that a rollout function may give for one rollout; a group with more in one fails. 0 is no limit."""
+    """Maximum number of trajectories per rollout; a rollout function that returns more fails the group. 0: no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"
-    """Mixtures of experts: the learner sends each token to the experts that the engine sent it to, which travel with
-    the answers (layers x experts per token bytes a token). auto: where the model has experts, the engine tells of them,
-    the backend replays them, algorithm.correction is not "none", and a group fits into a message; on: also one that is
-    stored in pieces."""
+    """For mixtures of experts: the learner routes each token to the experts that the engine chose, which travel with
+    the answers (layers x experts per token bytes for each token). auto: on if the model has experts, the engine reports
+    them, the backend can replay them, algorithm.correction is not "none", and a group fits into one message. on: also
+    for groups stored in pieces."""
     load: Literal["", "in_flight", "drain", "on_demand"] = ""
-    """When a worker loads new weights. in_flight (default of async): at once, between two tokens. drain: after its
-    running samples. on_demand (default of sync and one_step_off): when a prompt asks for them. Empty: the default of
+    """When a worker loads new weights. in_flight (default for async): immediately, between two tokens. drain: after its
+    running samples. on_demand (default for sync and one_step_off): when a prompt asks for them. Empty: the default for
     run.mode."""
 
     def __post_init__(self) -> None:
@@ -164,7 +166,7 @@ class RolloutSection:
         require(self.group_seconds >= 0, f"group_seconds must be >= 0 (0 is no deadline), got {self.group_seconds}")
         require(
             not self.group_seconds or self.min_group > 0,
-            "group_seconds lets a group go with the samples that are finished: min_group must say how many at least",
+            "group_seconds delivers a group with its finished samples: min_group must say how many at least",
         )
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
         require(
@@ -191,16 +193,16 @@ class RolloutSection:
         )
         require(
             not (self.ignore_eos and (self.stop or self.stop_token_ids or self.min_new_tokens)),
-            "ignore_eos samples max_new_tokens tokens: it goes with no stop, stop_token_ids or min_new_tokens",
+            "ignore_eos samples max_new_tokens tokens: it excludes stop, stop_token_ids and min_new_tokens",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection:
     kind: str = "sglang"
-    """Samples from the model: a name, or "package.module:Class"."""
+    """Inference engine that samples from the model: a name, or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU if there is one."""
+    """auto: a GPU if there is one."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the engine."""
 
@@ -208,40 +210,46 @@ class EngineSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection:
     name: str = "grpo"
-    """A row of policies/algorithms/table.py, or "package.module:SPEC"."""
+    """Algorithm: a row of policies/algorithms/table.py, or "package.module:SPEC"."""
     advantage: str = ""
-    """A row of policies/advantages/table.py, or "package.module:Class"; empty takes the algorithm's own."""
+    """Advantage estimator: a row of policies/advantages/table.py, or "package.module:Class"; empty: the algorithm's
+    own."""
     loss: str = ""
-    """A row of policies/losses/table.py, or "package.module:Class"; empty takes the algorithm's own."""
+    """Loss: a row of policies/losses/table.py, or "package.module:Class"; empty: the algorithm's own."""
     aggregation: str = ""
-    """A row of policies/losses/aggregation.py, or "package.module:Class"; empty takes the algorithm's own."""
+    """Aggregation: a row of policies/losses/aggregation.py, or "package.module:Class"; empty: the algorithm's own."""
     correction: str = ""
-    """Off-policy correction, rows of policies/corrections/table.py: "tis_token", "tis_token + geo_mask", "none"."""
+    """Off-policy correction: rows of policies/corrections/table.py, such as "tis_token", "tis_token + geo_mask" or
+    "none"; empty: the algorithm's own."""
     denominator: Literal["before", "after"] = "before"
-    """Whether tokens that the correction rejects count in the mean: before or after rejection."""
+    """How tokens that the correction rejects count in the mean. before: the mean is over the tokens before rejection.
+    after: only over the tokens that remain."""
     filters: tuple[str, ...] = ()
-    """Groups not worth training are released and others generated in their place: names, or
-    "package.module:function" of a TrajectoryGroup, True to keep."""
+    """Filters for groups that are not worth training: names, or "package.module:function" that takes a TrajectoryGroup
+    and returns True to keep it. Filtered groups are released and replaced by newly generated ones."""
     filter_cap: int = 0
-    """Groups that the filters pass over between two steps, at most; what more of them means, filter_cap_action says. 0:
-    only 1,000 groups in a row, or 20 windows if that is more, end the run."""
+    """Maximum number of groups that may be filtered between two steps; see filter_cap_action. 0: the run ends only when
+    1,000 consecutive groups (or 20 windows, if that is more) were filtered."""
     filter_cap_action: Literal["end", "keep"] = "end"
-    """At the cap: end the run with the reason, or train what the filters would pass over until the step has its groups
-    (staleness/kept_at_cap counts them)."""
+    """What happens at the cap. end: end the run with the reason. keep: train the groups that the filters reject until
+    the step has its groups (staleness/kept_at_cap counts them)."""
     overlong_tokens: int = 0
-    """DAPO's soft punishment: over this many tokens before max_new_tokens the reward falls by overlong_factor."""
+    """DAPO's soft overlong punishment: over the last overlong_tokens tokens before max_new_tokens, the reward falls by
+    overlong_factor."""
     overlong_factor: float = 1.0
-    """How far the reward has fallen at max_new_tokens."""
+    """Size of the penalty at max_new_tokens."""
     overlong_floor: bool = True
-    """Stop falling at max_new_tokens (the paper); false lets answers of several turns fall further (verl, AReaL)."""
+    """Stop the penalty at max_new_tokens, as in the paper. false: the reward of multi-turn answers keeps falling (verl,
+    AReaL)."""
     mask_truncated: bool = False
-    """DAPO's overlong filtering: an answer that was cut off trains nothing; in its group's baseline it counts."""
+    """DAPO's overlong filtering: a truncated answer is not trained, but it counts in its group's baseline."""
     entropy_coef: float = 0.0
-    """Entropy in nats, times this, is added to the objective."""
+    """Coefficient of the entropy bonus (in nats) in the objective."""
     allow_uncorrected: bool = False
-    """Train stale data as if it were fresh. It collapses; for experiments only."""
+    """Allow training on stale data without a correction. Such training collapses; for experiments only."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Hyper-parameters of its parts, such as clip_low and cap; "loss.clip_low" where two parts have one."""
+    """Hyper-parameters of the algorithm's parts, such as clip_low and cap. Write "loss.clip_low" if two parts have a
+    key of the same name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", _joined(self.options))
@@ -251,7 +259,7 @@ class AlgorithmSection:
 
 
 def _joined(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with a dot in their name, which TOML without quotes and --set read as tables."""
+    """Return options with dotted names flattened: TOML without quotes, and --set, parse such names as nested tables."""
     made: dict[str, Any] = {}
     for name, value in options.items():
         made |= (
@@ -263,19 +271,18 @@ def _joined(options: Mapping[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSection:
     channel: str = "files"
-    """Carries weights from the learner to the workers: a name, or "package.module:Class"."""
+    """Transport of weights from the learner to the workers: a name, or "package.module:Class"."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the channel."""
     directory: str = ""
-    """Shared folder for weight versions, such as /dev/shm/... on one host; empty is weights/ in the run's folder."""
+    """Shared folder for weight versions, such as /dev/shm/... on one host; empty: weights/ in the run's folder."""
     keep: int = 4
-    """Versions kept. A slower worker skips to a newer one."""
+    """Number of versions to keep. A worker that falls behind skips to a newer version."""
     models_every: int = 0
-    """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION of the run's folder; 0
-    keeps none."""
+    """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION; 0 keeps none."""
     quantization: Literal["", "fp8"] = ""
-    """fp8: engines get the matrices of layers in 8 bits, in blocks of 128 x 128 with a scale each; experimental. Empty:
-    as they are trained."""
+    """fp8: engines receive the weight matrices of the layers in 8 bits, with one scale per block of 128 x 128;
+    experimental. Empty: the same format as in training."""
     every_steps: int = 1
     """Steps between published versions. More than 1 only with rollout.function = "given"."""
 
@@ -288,13 +295,14 @@ class WeightsSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
     every_steps: int = 50
-    """Steps between checkpoints; 0 writes one at the end only."""
+    """Steps between checkpoints; 0: only one at the end."""
     keep: int = 2
-    """Checkpoints kept; with 1 there is none to go on from when that one is damaged."""
+    """Number of checkpoints to keep. With 1, there is no older checkpoint to resume from if it is damaged."""
     keep_log: bool = False
-    """Keep trained trajectories in the log, for `asyncrl replay`; else a checkpoint trims what the one before has."""
+    """Keep trained trajectories in the log, for `asyncrl replay`. Otherwise each checkpoint trims what the previous
+    checkpoint covers."""
     best: str = ""
-    """DATASET/METRIC of an evaluation, such as "aime/mean@8": the model that was best by it so far is kept in best/ of
+    """DATASET/METRIC of an evaluation, such as "aime/mean@8". The model with the best value so far is kept in best/ of
     the run's folder. Empty keeps none."""
 
     def __post_init__(self) -> None:
@@ -304,7 +312,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything one run is. Sections are keys of the run file's tables."""
+    """All settings of a run. Each field is a section of the run file."""
 
     model: ModelSection
     data: DataSection
@@ -359,32 +367,33 @@ class RunConfig:
 
     @property
     def num_evaluation_workers(self) -> int:
-        """Workers that `asyncrl run` starts for evaluations alone."""
+        """Number of dedicated evaluation workers that `asyncrl run` starts."""
         dedicated = self.evaluation.is_on and self.evaluation.place == "dedicated"
         return self.evaluation.workers if dedicated else 0
 
     @property
     def max_staleness(self) -> int:
-        """The bound that the mode implies: 0 for sync, 1 for one_step_off, the run file's for async."""
+        """The bound that the mode implies: 0 for sync, 1 for one_step_off, staleness.max_staleness for async."""
         return {"sync": 0, "one_step_off": 1, "async": self.staleness.max_staleness}[self.run.mode]
 
     @property
     def window(self) -> int:
-        """Groups that may be outstanding: (max_staleness + 1) x groups_per_batch."""
+        """Maximum number of outstanding groups: (max_staleness + 1) x groups_per_batch."""
         return (self.max_staleness + 1) * self.learner.groups_per_batch
 
     @property
     def load(self) -> str:
-        """When a worker takes new weights: rollout.load, or what the mode implies."""
+        """When a worker loads new weights: rollout.load, or the default for the mode."""
         return self.rollout.load or ("in_flight" if self.run.mode == "async" else "on_demand")
 
     @property
     def largest_prompt_bytes(self) -> int:
-        """Upper bound of a prompt group without its row's label and metadata: its tokens and text."""
+        """Upper bound on the size of a prompt group (tokens, text), without its row's label and metadata."""
         return 16 * self.data.max_prompt_tokens + 4096
 
     @property
     def largest_group_bytes(self) -> int:
-        """Upper bound of one trajectory group: 4 B token + 4 B logprob + 1 B mask, and some overhead."""
+        """Upper bound on the size of a trajectory group: 4 B token + 4 B logprob + 1 B mask per token, and some
+        overhead."""
         response = self.rollout.group_size * (9 * self.rollout.max_new_tokens + 1024)
         return response + 4 * self.data.max_prompt_tokens + 4096

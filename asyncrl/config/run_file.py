@@ -1,4 +1,4 @@
-"""Reads a run file, with what the command line overrides in it."""
+"""Reads a run file and applies overrides from the command line."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ITEM: Final = re.compile(rf"((?:{_PART.pattern})(?:\.(?:{_PART.pattern}))+)=(.*
 
 
 def only_overrides(overrides: Iterable[str], *, where: str = "--set") -> RunConfig:
-    """For who needs the bus and the run's name alone: without a run file, and with neither model nor data.
+    """Return settings without a run file, model or data, for commands that need only the bus and the run's name.
 
-    ``where``: what the user wrote them after.
+    where  option after which the user wrote the overrides
     """
     table: dict[str, Any] = {"model": {"path": ""}, "data": {"path": ""}}
     for item in overrides:
@@ -35,7 +35,7 @@ def only_overrides(overrides: Iterable[str], *, where: str = "--set") -> RunConf
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The run file at ``path`` with ``section.key=value`` overrides applied. Raises ConfigError."""
+    """Load the run file at ``path`` and apply ``section.key=value`` overrides. Raises ConfigError."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte-order mark
     except FileNotFoundError:
@@ -52,7 +52,10 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def _with_their_evaluation(table: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """With the data sets of evaluation.eval_config before the run file's own, whose other keys win over theirs."""
+    """Insert the data sets of evaluation.eval_config before those of the run file.
+
+    Other keys of the run file take precedence.
+    """
     section = table.get("evaluation")
     file = section.get("eval_config") if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(file, str) or not file:
@@ -69,13 +72,16 @@ def _with_their_evaluation(table: dict[str, Any], *, where: str) -> dict[str, An
 
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:
-    """A run file's table, sections left out with their defaults. Raises ConfigError naming ``where`` and the key."""
+    """Build a RunConfig from the table of a run file; missing sections get their defaults.
+
+    Raises ConfigError naming ``where`` and the key.
+    """
     renamed.refuse(table, where)
     return build(RunConfig, table, where)
 
 
 def override(table: dict[str, Any], item: str) -> None:
-    """Set one ``section.key=value`` in a run file's table; a key in quotes may have dots. Raises ConfigError."""
+    """Set one ``section.key=value`` in the table of a run file. A quoted key may contain dots. Raises ConfigError."""
     found = _ITEM.fullmatch(item)
     if found is None:
         raise ConfigError(f"--set {item}: write section.key=value, such as run.steps=10")
@@ -91,13 +97,17 @@ def override(table: dict[str, Any], item: str) -> None:
     except RecursionError:
         raise ConfigError(f"--set {dotted}: lists and tables are nested too deep to be read") from None
     except tomllib.TOMLDecodeError as error:
-        if text.lstrip()[:1] in ("'", '"', "[", "{"):  # somebody meant TOML; it may be a secret, so it is not shown
+        # the value was meant as TOML; not shown, since it may be a secret
+        if text.lstrip()[:1] in ("'", '"', "[", "{"):
             raise ConfigError(f"--set {dotted}: its value begins as a TOML value and is none: {error}") from None
         node[key] = text  # a bare word is a string: --set engine.kind=sglang
 
 
 def override_items(overrides: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
-    """{"run.steps": 10}, or ["run.steps=10"], as the latter. Raises ConfigError for what is neither."""
+    """Return overrides as a tuple of "section.key=value".
+
+    Accepts {"run.steps": 10} or ["run.steps=10"]; raises ConfigError for anything else.
+    """
     if isinstance(overrides, Mapping):
         return tuple(f"{key}={toml_text(_plain(value, str(key)))}" for key, value in overrides.items())
     is_list = isinstance(overrides, Iterable) and not isinstance(overrides, str | bytes)
@@ -108,7 +118,7 @@ def override_items(overrides: Iterable[str] | Mapping[str, Any]) -> tuple[str, .
 
 
 def _plain(value: Any, key: str) -> Any:
-    """``value`` made of what TOML has. Raises ConfigError."""
+    """Convert ``value`` to types that TOML has. Raises ConfigError."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one, f"{key}.{name}") for name, one in value.items()}
     if isinstance(value, list | tuple):

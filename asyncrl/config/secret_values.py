@@ -1,8 +1,8 @@
-"""Which values of a run file are secrets: one rule for whatever prints, logs, records or sends settings. Pure.
+"""Decides which values of a run file are secrets. All code that prints, logs, records or sends settings uses it. Pure.
 
-In tables of options, whose keys asyncrl does not choose, a secret is a text under a key with a word such as "token",
-"api-key" or "headers", itself or anything below. In any text, it is what an address says of who asks: user, password,
-and such words in its query.
+Tables of options have keys that asyncrl does not choose. There, a value is a secret if its key, or a key above it,
+contains a word such as "password" or "headers"; under "token" or "api-key" only texts are. In any text, the credentials
+of an address are secrets: user, password, and query parameters with such words.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from asyncrl.config.addresses import without_secrets
 
 HIDDEN: Final = "***"
 _OF_TEXT: Final = {"key", "keys", "token", "tokens", "apikey"}
-"""Words that other settings have, too: "bytes_per_token" is a number."""
+"""Words that also occur in keys of numbers, such as "bytes_per_token"; only texts under them are secrets."""
 _OF_ANYTHING: Final = {
     *("password", "passwords", "passwd", "secret", "secrets", "header", "headers", "auth", "authorization", "bearer"),
     *("credential", "credentials", "cookie", "cookies"),
 }
 _OWN: Final = ("token",)
-"""Secret keys of asyncrl's own; others of them, such as data.prompt_key, only sound like it."""
+"""Keys of asyncrl that hold secrets. Others, such as data.prompt_key, only sound like it."""
 _SERVERS: Final = ("url", "address")
 _ADDRESS: Final = re.compile(r"(?<=://)[^/\s]*@")
 _QUERY: Final = re.compile(r"(?<=[?&])([^=&#\s]+)=[^&#\s]*")
 
 
 def shown(settings: Any) -> dict[str, dict[str, Any]]:
-    """Every section of a RunConfig as JSON has it, secrets hidden; sections that it does not have are left out."""
+    """Return every section of a RunConfig as JSON values with secrets hidden. Absent sections are left out."""
     table = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     return {
         section: {key: _own_shown(key, value) for key, value in its.items()}
@@ -40,7 +40,7 @@ def shown(settings: Any) -> dict[str, dict[str, Any]]:
 
 
 def hidden(value: Any, *, key: str = "") -> Any:
-    """A copy of an option's value without its secrets; equal to it if there are none."""
+    """Return a copy of an option's value without its secrets; equal to ``value`` if it has none."""
     words = _words(key)
     if isinstance(value, Mapping):
         below = {name: f"{key} {name}" if words & (_OF_TEXT | _OF_ANYTHING) else str(name) for name in value}
@@ -56,7 +56,7 @@ def hidden(value: Any, *, key: str = "") -> Any:
 
 
 def address_hidden(text: str) -> str:
-    """The text without what addresses in it say of who asks."""
+    """Remove the credentials from addresses in a text."""
     if "://" not in text:
         return text
 
@@ -69,7 +69,7 @@ def address_hidden(text: str) -> str:
 def _own_shown(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return hidden(value)
-    if isinstance(value, list):  # of tables, each with keys of asyncrl's own
+    if isinstance(value, list):  # tables with asyncrl's own keys
         return [_table_shown(one) if isinstance(one, Mapping) else _own_shown(key, one) for one in value]
     if key in _OWN and value:
         return HIDDEN

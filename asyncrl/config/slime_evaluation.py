@@ -1,7 +1,8 @@
-"""The evaluation YAML of slime and Miles as [evaluation] of a run file.
+"""Converts the evaluation YAML of slime and Miles to [evaluation] of a run file.
 
-A data set's own keys go before those under ``defaults``. What of theirs has no counterpart here is said, and left out;
-a key that neither of them has is refused: a misspelt one would evaluate something else in silence.
+A data set's own keys take precedence over those under ``defaults``. Known keys without a counterpart in asyncrl are
+reported and left out. A key that neither framework knows is refused, because a misspelt key would silently change the
+evaluation.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "name": "name",
     "path": "path",
     "input_key": "prompt_key",
-    "prompt_key": "prompt_key",  # slime's first name for it
+    "prompt_key": "prompt_key",  # older name in slime
     "label_key": "label_key",
     "metadata_key": "metadata_key",
     "tool_key": "tools_key",
@@ -37,26 +38,30 @@ _KEYS: Final[Mapping[str, str]] = {
     "stop_token_ids": "stop_token_ids",
     "repetition_penalty": "repetition_penalty",
 }
-"""Their key -> ours."""
+"""slime's key -> asyncrl's key."""
 _REWARDS: Final[Mapping[str, Mapping[str, Any]]] = {
     **{kind: {"kind": kind} for kind in ("math", "deepscaler", "dapo", "gpqa", "f1", "ifeval", "ifbench", "random")},
-    **{f"boxed_{kind}": {"kind": kind} for kind in ("math", "deepscaler", "gpqa", "random")},  # they look in the box
+    # asyncrl's rewards look inside the box
+    **{f"boxed_{kind}": {"kind": kind} for kind in ("math", "deepscaler", "gpqa", "random")},
     "boxed_dapo": {"kind": "dapo", "options": {"boxed": True}},
     "remote_rm": {"kind": "remote"},
 }
-"""Their rm_type -> our reward."""
+"""slime's rm_type -> asyncrl's reward."""
 _REMEDIES: Final[Mapping[str, str]] = {
     "custom_rm_path": 'it takes other arguments than a reward here; wrap it: reward = {kind = "package.module:f"}',
     "custom_generate_function_path": "evaluations use the run's rollout.function",
 }
-"""A data set's keys without a counterpart -> why, or what to do instead."""
+"""Key of a data set without a counterpart -> the reason, or what to do instead."""
 _OF_EVAL: Final = ("datasets", "defaults", "eval_interval", "delegate")
 _VARIABLE: Final = re.compile(r"\$\{[^}]*\}")
-"""OmegaConf and envsubst put a value there before the file is read."""
+"""Placeholder that OmegaConf or envsubst would replace before the file is read."""
 
 
 def read(path: Path, *, say: Callable[[str], None]) -> str:
-    """The file as the text of [evaluation]. ``say`` is called with each thing that is left out. Raises ConfigError."""
+    """Read a file and return the text of [evaluation].
+
+    ``say`` is called for each thing that is left out. Raises ConfigError.
+    """
     document = yaml_file.read(path)
     try:
         return toml(document, say=lambda line: say(f"{path}: {line}"))
@@ -65,7 +70,7 @@ def read(path: Path, *, say: Callable[[str], None]) -> str:
 
 
 def toml(document: Any, *, say: Callable[[str], None]) -> str:
-    """The text of [evaluation] of what a file holds. Pure."""
+    """Convert the content of a file to the text of [evaluation]. Pure."""
     found = document.get("eval", document) if isinstance(document, Mapping) else None
     if not isinstance(found, Mapping) or not found.get("datasets"):
         raise ConfigError("no evaluation file: it has no eval: datasets:")
@@ -98,7 +103,7 @@ def _table(found: Any, where: str) -> Mapping[str, Any]:
 
 
 def _require_known(table: Mapping[str, Any], where: str, known: Iterable[str]) -> None:
-    """Raises ConfigError for a key that is not theirs."""
+    """Raise ConfigError for an unknown key."""
     known = tuple(known)
     for key in map(str, table):
         if key not in known:

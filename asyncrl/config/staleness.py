@@ -1,4 +1,4 @@
-"""[staleness] of the run file: how old a token may be, what happens to those that would be older, what age changes."""
+"""[staleness] of the run file: how old a token may be, and what happens to older groups."""
 
 from __future__ import annotations
 
@@ -8,51 +8,52 @@ from typing import Literal
 from asyncrl.config.checks import require
 
 TooOld = Literal["whole", "alone", "tokens"]
-"""What of a group goes by its oldest token: all of it, each trajectory, or each token alone."""
+"""What is discarded with a token that is too old: its whole group, its trajectory, or only the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessSection:
     max_staleness: int = 4
-    """No token older than this many policy versions is trained. 0 is synchronous RL."""
+    """Maximum age of a trained token, in policy versions. 0 is synchronous RL."""
     eviction: Literal["", "wait", "drop"] = ""
-    """What happens to a group that is still being generated and would become too old: the learner waits for it, or it
-    is dropped. Empty: it waits, but drops with order = "freshest_first", parts = "alone" or "tokens", or stragglers =
-    "partial"."""
+    """What happens to a group that is still being generated and would become too old. wait: the learner waits for it.
+    drop: it is dropped. Empty: drop with order = "freshest_first", parts = "alone" or "tokens", or stragglers =
+    "partial"; otherwise wait."""
     wait_seconds: float = 300.0
-    """Longest that a step waits for such groups; then it trains without them. 0: as long as they take."""
+    """Maximum time that a step waits for such groups; then it trains without them. 0: no limit."""
     order: Literal["oldest_first", "freshest_first", "in_order"] = "oldest_first"
     """Order in which buffered groups are trained. freshest_first: lowest staleness, but slow groups are dropped.
-    in_order: as published, so one straggler holds up all others."""
+    in_order: in the order of their prompts, so one straggler holds up all others."""
     stragglers: Literal["wait_whole", "partial"] = "wait_whole"
-    """partial, async only: if a group would be too old for the next batch, its finished answers (``min_group`` or more)
-    are trained, and the longer ones are cancelled and counted. wait_whole: groups are trained whole."""
+    """partial (async only): if a group would be too old for the next batch, its finished answers (``min_group`` or
+    more) are trained; the unfinished ones are cancelled and counted. wait_whole: groups are trained whole."""
     parts: TooOld = "whole"
-    """What of a group counts as too old: all of it with its oldest token, or only what is: alone, each trajectory (for
-    rollouts of several parts); tokens, async only, each token. What is too old trains nothing, what is left of the
-    group is trained, and all rewards stay in the baseline. A group is dropped once nothing of it is left."""
+    """What is discarded because of tokens that are too old. whole: the group with its oldest token. alone: only the
+    trajectories that are too old (for rollouts of several parts). tokens (async only): only the tokens that are too
+    old. The rest of the group is trained, and all rewards stay in the baseline. A group is dropped once nothing of it
+    is left."""
     min_group: int = 2
-    """Fewest answers of a partial group."""
+    """Minimum number of answers of a partial group."""
     replay_groups: int = 0
-    """Groups that a step trains again besides its batch: of those trained before whose rewards differ, and that are
-    still within the bound, the ones with the highest mean reward. Not in sync."""
+    """Groups that a step trains again in addition to its batch. Candidates are trained groups whose rewards differ and
+    that are still within the bound; those with the highest mean reward are chosen. Not for sync."""
     replay_times: int = 1
-    """How often a group is trained again, at most."""
+    """Maximum number of times that a group is trained again."""
     weight: Literal["", "exponential", "inverse", "linear"] = ""
-    """Weight of a token s versions old in the loss: exp(-weight_rate s), 1 / (1 + s), 1 - s / (max_staleness + 1). It
-    does not replace a correction (algorithm.correction)."""
+    """Loss weight of a token that is s versions old. exponential: exp(-weight_rate s). inverse: 1 / (1 + s). linear: 1
+    - s / (max_staleness + 1). It does not replace a correction (algorithm.correction)."""
     weight_rate: float = 0.2
     """Rate of weight = "exponential"."""
     learning_rate: Literal["", "ess_sqrt", "ess_linear"] = ""
-    """VCPO: multiply the learning rate by the effective sample size (ESS) of the batch, or by its square root. The ESS
-    is offpolicy/sequence_ess: of untruncated sequence ratios, as a share of the answers."""
+    """VCPO: scale the learning rate by the effective sample size (ESS) of the batch, or by its square root. The ESS is
+    offpolicy/sequence_ess: it is computed from untruncated sequence ratios, as a share of the answers."""
     adaptive: bool = False
-    """async only: adapt the admission bound to the ESS, smallest <= bound <= max_staleness. max_staleness remains the
-    limit of what is trained."""
+    """async only: adapt the admission bound to the ESS, within smallest <= bound <= max_staleness. max_staleness
+    remains the limit for training."""
     smallest: int = 1
     """Lower limit of the adaptive bound."""
     ess_low: float = 0.5
-    """An ESS below this halves the adaptive bound. Long answers have extreme ratios: use a lower value for them."""
+    """An ESS below this halves the adaptive bound. Long answers have extreme ratios; use a lower value for them."""
     ess_high: float = 0.9
     """``patience`` consecutive batches with an ESS above this raise the adaptive bound by one."""
     patience: int = 4
@@ -94,7 +95,7 @@ class StalenessSection:
         return self.eviction == "wait" or (self.eviction == "" and not drops)
 
     def check(self, *, mode: str, group_size: int) -> None:
-        """What depends on other sections. Raises ConfigError."""
+        """Check the settings that depend on other sections. Raises ConfigError."""
         require(
             mode == "async" or not self.adaptive,
             f'staleness: adaptive needs run.mode = "async"; {mode} has a bound of its own',

@@ -1,8 +1,8 @@
-"""A TOML table as a frozen dataclass, every key known and of its type; errors that name the section and the key.
+"""Converts a TOML table to a frozen dataclass. Checks every key and type; errors name the section and the key.
 
-Not shared with messages/codec.py, which also makes dataclasses: they would have the walk over fields and tuples in
-common, some fifteen lines, and differ in every rule (choices, near names, secrets here; arrays, None, old schemas
-there). Each rule as a hook would be a call more for every field of every message, on the hot path.
+Not shared with messages/codec.py, which also builds dataclasses. The common part would be the walk over fields and
+tuples, about fifteen lines; every rule differs (choices, near names and secrets here; arrays, None and old schemas
+there). Hooks for these rules would add a call per field of every message, on the hot path.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from asyncrl.errors import ConfigError
 T = TypeVar("T")
 
 _LARGEST_FLOAT32: Final = 3.4e38
-"""Torch and kernels compute with them."""
+"""Limit of the float32 values with which torch and kernels compute."""
 _LONGEST_SECONDS: Final = 1e9
-"""Thirty years: nats-server counts nanoseconds in 64 bits."""
+"""About thirty years; nats-server counts nanoseconds in 64 bits."""
 
 
 def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
-    """``table`` as a ``kind``, every key known and of its type. Raises ConfigError naming ``where`` and the key."""
+    """Build a ``kind`` from ``table``.
+
+    Raises ConfigError naming ``where`` and the key for an unknown key or a wrong type.
+    """
     hints = typing.get_type_hints(kind)
     for key in table:
         if key not in hints:
@@ -48,7 +51,7 @@ def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
 
 
 def _value(value: Any, hint: Any, where: str, key: str) -> Any:
-    """``value`` as a ``hint``, with the few conversions TOML needs (int to float, list to tuple)."""
+    """Convert ``value`` to ``hint``, with the few conversions that TOML needs (int to float, list to tuple)."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         _typed(isinstance(value, dict), where, key, "a table", value)
@@ -76,15 +79,15 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
         return float(value)
     if isinstance(hint, type):
         _typed(type(value) is hint, where, key, _TOML_NAMES.get(hint, hint.__name__), value)
-        if type(value) is str:  # no path may, and texts go to programs as C strings
+        if type(value) is str:  # paths cannot contain NUL, and texts are passed to programs as C strings
             _typed("\0" not in value, where, key, "text without NUL characters", value)
-        if type(value) is int:  # TOML has no more, but Python reads more, and no message carries it
+        if type(value) is int:  # TOML's range; Python reads larger numbers, but no message can carry them
             _typed(-(2**63) <= value < 2**63, where, key, "a whole number of 64 bits", value)
     return value
 
 
 def _named(key: str, item: Any, place: int) -> str:
-    """``key`` of a list, with which of its tables is meant: by name, or else by its place from 1."""
+    """``key`` with the table of the list that is meant: its name, or its position counted from 1."""
     if not isinstance(item, dict):
         return key
     name = item.get("name")
@@ -96,7 +99,7 @@ _TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}
 
 def _typed(condition: bool, where: str, key: str, expected: str, value: Any) -> None:
     if not condition:
-        # As text: nan is not equal to itself.
+        # Compared as text, because nan is not equal to itself.
         is_secret = key in ("token", "url", "address") or repr(hidden(value, key=key)) != repr(value)
         shown = HIDDEN if is_secret else repr(value)
         raise ConfigError(f"{where}: {key} must be {expected}, got {shown}")

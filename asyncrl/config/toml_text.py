@@ -1,4 +1,4 @@
-"""A value of the run file as TOML text."""
+"""Writes a value of the run file as TOML."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 
 def toml_text(value: Any) -> str:
-    """``value`` as it is written behind ``key =``; tables inline, tuples as lists."""
+    """Return ``value`` as TOML writes it after ``key =``; tables inline, tuples as lists."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_key(key)} = {toml_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_text, value)) + "]"
     if isinstance(value, float):
-        return str(value)  # inf and nan as TOML spells them
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's surrogate pairs are no TOML
+        return str(value)  # inf and nan as in TOML
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has no surrogate pairs as in JSON
 
 
 def _key(name: str) -> str:
-    """A name with a dot in it is one key only in quotes."""
+    """Quote a name that contains a dot; without quotes it would be several keys."""
     return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_text(name)

@@ -1,4 +1,4 @@
-"""Reads YAML, which other frameworks' files are in. The only file that imports yaml."""
+"""Reads YAML files of other frameworks. The only module that imports yaml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.errors import ConfigError
 
 
 def read(path: Path) -> Any:
-    """Raises ConfigError."""
+    """Parse a YAML file. Raises ConfigError."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:

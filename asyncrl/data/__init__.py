@@ -1,1 +1,1 @@
-"""Where prompts and models come from: files to prompt groups, GGUF to Hugging Face folders."""
+"""Sources of prompts and models: data files to prompt groups, GGUF files to Hugging Face folders."""

@@ -1,4 +1,4 @@
-"""Chat messages: what is one, the text that the chat template makes of them, and which parts of it are trained."""
+"""Chat messages: check them, render them with the chat template, and find the parts of the text that are trained."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from asyncrl import config
 from asyncrl.errors import ConfigError
 
 _OURS: Final = ("train",)
-"""Keys of a message that are not the chat template's."""
+"""Keys of a message that asyncrl uses; the chat template does not get them."""
 
 Message = Mapping[str, Any]
 
 
 def problem(message: Any) -> str:
-    """Why this is no chat message; "" if it is one."""
+    """Return why ``message`` is not a valid chat message; "" if it is."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return "a chat message is an object with text role and content"
     content, calls = message.get("content"), message.get("tool_calls")
@@ -37,7 +37,7 @@ def is_trained(message: Message) -> bool:
 
 
 def tools_of(row: Mapping[str, Any], data: config.DataSection, where: str) -> list[Any] | None:
-    """The tools of a row; None if it has none. Raises ConfigError."""
+    """Return the tools of a row; None if it has none. Raises ConfigError."""
     tools = row.get(data.tools_key) if data.tools_key else None
     if tools in (None, "", []):
         return None
@@ -52,15 +52,15 @@ def tools_of(row: Mapping[str, Any], data: config.DataSection, where: str) -> li
 
 
 class ChatTemplate:
-    """The tokenizer's template with the run file's options."""
+    """The tokenizer's chat template with the run file's options."""
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
         self._tokenizer, self._options = tokenizer, dict(options)
 
     def text(self, messages: Sequence[Message], *, tools: list[Any] | None, where: str, asks: bool = True) -> str:
-        """What the model reads. asks: an answer follows, so the text ends where the assistant's turn begins.
+        """Return the messages as text. Raises ConfigError.
 
-        Raises ConfigError.
+        asks  an answer follows, so the text ends where the assistant's turn begins
         """
         import jinja2  # comes with transformers, which rendering needs anyway
 
@@ -80,10 +80,10 @@ class ChatTemplate:
     def conversation(
         self, messages: Sequence[Message], *, tools: list[Any] | None, where: str
     ) -> tuple[str, list[tuple[str, bool]]]:
-        """The text before the first answer that is trained, and the parts after it, each with whether it is trained.
+        """Return the text before the first trained answer, and the parts after it, each with whether it is trained.
 
-        Raises ConfigError where the template writes a message otherwise once others follow: what is trained would not
-        be what the model reads when it answers.
+        Raises ConfigError if the template writes a message differently once others follow. Training would then use a
+        different text than the model reads when it answers.
         """
         parts: list[tuple[str, bool]] = []
         before = ""

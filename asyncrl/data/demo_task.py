@@ -1,7 +1,8 @@
-"""The demo's task: count on in octal. The prompt starts a count, such as "567"; a good answer is "0123", then stop.
+"""The demo's task: continue a count in octal. For a prompt such as "567", a good answer is "0123" and then stops.
 
-A model with random weights gets about 0.1 of the reward, one that has learned the task 1.0, and every character counts
-by itself, so learning starts from luck. ``python -m asyncrl.data.demo_task FOLDER`` writes the model and the prompts.
+A model with random weights gets a reward of about 0.1, and a model that has learned the task 1.0. Every character is
+rewarded separately, so learning can start from lucky guesses. ``python -m asyncrl.data.demo_task FOLDER`` writes the
+model and the prompts.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ LONGEST_PROMPT = 4
 
 
 def reward(sample: Sample) -> Reward:
-    """The share of the answer's characters that are one more than the character before them, in [0, 1].
+    """Return the share of the answer's characters that follow the character before them in the count, in [0, 1].
 
-    An answer shorter than the label is measured as if it had the label's length, so that both saying too little and
-    not stopping cost reward.
+    The share is over the answer's length or the label's, whichever is longer, so answers that are too short or too long
+    lose reward.
     """
     counted = 0
     previous = sample.prompt[-1:]
@@ -41,17 +42,17 @@ def reward(sample: Sample) -> Reward:
 
 
 def following(digit: str) -> str:
-    """The octal digit after ``digit``, without carry: after 7 comes 0."""
+    """Return the octal digit after ``digit``, without carry: 0 follows 7."""
     return DIGITS[(DIGITS.index(digit) + 1) % len(DIGITS)] if digit and digit in DIGITS else ""
 
 
 def prompts() -> list[dict[str, str]]:
-    """Every start of a count of up to LONGEST_PROMPT digits, and how it goes on."""
+    """Return every start of a count of up to LONGEST_PROMPT digits, and its continuation."""
     return _counts(range(1, LONGEST_PROMPT + 1))
 
 
 def held_out_prompts() -> list[dict[str, str]]:
-    """Every start that is one digit longer than those that are trained."""
+    """Return every start that is one digit longer than the longest training prompt."""
     return _counts([LONGEST_PROMPT + 1])
 
 
@@ -67,11 +68,11 @@ def _counts(lengths: Iterable[int]) -> list[dict[str, str]]:
 def write(
     folder: Path, *, seed: int = 0, architecture: Architecture = "qwen3", initializer_range: float = 0.05
 ) -> None:
-    """``folder``/model, a tiny model with random weights, ``folder``/prompts.jsonl and ``folder``/held_out.jsonl.
+    """Write prompts.jsonl, held_out.jsonl and model, a tiny model with random weights, to ``folder``.
 
     initializer_range  standard deviation of the weights
     """
-    from asyncrl.data.tiny_model import make_tiny_model  # torch: workers import this file for ``reward`` alone
+    from asyncrl.data.tiny_model import make_tiny_model  # imports torch, which workers do not need for ``reward``
 
     make_tiny_model(
         folder / "model",

@@ -1,7 +1,7 @@
-"""What a GGUF file says, in Hugging Face words: config, weights with their names and layout, tokenizer.
+"""Read a GGUF file in Hugging Face's terms: config, weights with their names and layout, and tokenizer.
 
-Written with the ``gguf`` package alone, because transformers needs accelerate for it and takes <|im_start|> for the end
-of a SmolLM2 text. Layouts: github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py, read backwards.
+Uses only the ``gguf`` package. transformers can read GGUF, but needs accelerate and takes <|im_start|> for the end
+token of SmolLM2. For the layouts, see github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py; this file does the reverse.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONTROL_TOKEN, _USER_TOKEN = 3, 4
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {"qwen2": rf"{_WORDS}|\p{{N}}|{_REST}", "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"}
-"""How tokenizer.ggml.pre cuts text before BPE; smollm (digits apart, then GPT-2) is not a regular expression."""
+"""Regular expressions that split text before BPE, by tokenizer.ggml.pre. smollm splits digits first, then as GPT-2."""
 
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
@@ -49,7 +49,7 @@ _CONFIGS: dict[str, tuple[Any, str]] = {
 
 
 class GGUFFile:
-    """One GGUF file of a llama, qwen2 or qwen3 model. Raises ConfigError for what it cannot turn into Hugging Face."""
+    """One GGUF file of a llama, qwen2 or qwen3 model. Raises ConfigError for anything it cannot convert."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class GGUFFile:
             raise ConfigError(f"{path}: RoPE scaling is not imported; take the model's Hugging Face folder")
 
     def config(self, *, dtype: Any) -> Any:
-        """The model's transformers config."""
+        """Return the model's transformers config."""
         config_type, architecture = _CONFIGS[self.architecture]
         heads, hidden = self._model_key("attention.head_count"), self._model_key("embedding_length")
         return config_type(
@@ -86,7 +86,7 @@ class GGUFFile:
         )
 
     def token_ids(self) -> dict[str, int | None]:
-        """bos, eos and pad token id as the file has them; eos is what ends an answer."""
+        """Return the file's ids of the bos, eos and pad tokens. eos ends an answer."""
         return {
             "bos_token_id": self._get("tokenizer.ggml.bos_token_id", None),
             "eos_token_id": self._get("tokenizer.ggml.eos_token_id"),
@@ -98,7 +98,7 @@ class GGUFFile:
         return len(self._tensors)
 
     def tensors(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Every weight, dequantised, under its Hugging Face name and in its layout."""
+        """Yield every weight, dequantised, with its Hugging Face name and layout."""
         heads = self._model_key("attention.head_count")
         num_heads = {"attn_q": heads, "attn_k": self._model_key("attention.head_count_kv", heads)}
         for name, tensor in self._tensors.items():
@@ -109,7 +109,7 @@ class GGUFFile:
             yield self._hugging_face_name(name), values
 
     def tokenizer(self) -> Any:
-        """The tokenizer with its special tokens and chat template."""
+        """Return the tokenizer with its special tokens and chat template."""
         if self._get("tokenizer.ggml.model") != "gpt2":
             raise ConfigError(f"{self.path}: imports byte-level BPE tokenizers only, not {self._tokenizer_kind()}")
         tokens: list[str] = self._get("tokenizer.ggml.tokens")
@@ -173,7 +173,10 @@ class GGUFFile:
 
 
 def _undo_rope_order(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """llama.cpp interleaves the two halves of each head's rows; Hugging Face has one after the other.  [H*D, ...]"""
+    """Undo llama.cpp's row order, [H*D, ...]: it interleaves the two halves of each head's rows.
+
+    Hugging Face stores the halves one after the other.
+    """
     rows = values.shape[0]
     split = values.reshape(num_heads, rows // num_heads // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))

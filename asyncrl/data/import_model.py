@@ -1,4 +1,4 @@
-"""A Hugging Face model folder from a GGUF file: what `asyncrl import-model SOURCE FOLDER` does."""
+"""Make a Hugging Face model folder from a GGUF file, for `asyncrl import-model SOURCE FOLDER`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ PROBE = "The capital of France is"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedModel:
-    """The folder, and what its model says: ``continuation`` of PROBE, greedy; ``loss`` of both, nats a token."""
+    """The new model folder, and the result of a test.
+
+    continuation  greedy continuation of PROBE
+    loss          loss of PROBE and continuation, nats per token
+    """
 
     folder: Path
     architecture: str
@@ -28,13 +32,13 @@ class ImportedModel:
     continuation: str
     loss: float
     is_sensible: bool
-    """The loss is below half that of a model that knows nothing."""
+    """Whether the loss is below half that of a uniform model."""
 
 
 def find_source(source: Path | str) -> Path:
-    """The GGUF file that ``source`` names: a path, or "package:NAME" for the one inside an installed Python package.
+    """Return the GGUF file that ``source`` names: a path, or "package:NAME" for a file in an installed Python package.
 
-    The package is not imported. Raises ConfigError.
+    Does not import the package. Raises ConfigError.
     """
     text = str(source)
     if not text.startswith("package:"):
@@ -56,10 +60,10 @@ def find_source(source: Path | str) -> Path:
 def import_model(
     source: Path | str, destination: Path, *, dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> ImportedModel:
-    """Write config, weights, tokenizer and generation config to ``destination``, whole or not at all.
+    """Write config, weights, tokenizer and generation config to ``destination``, completely or not at all.
 
-    The weights are dequantised: the file grows, and is as good as the quantised model, not the original.
-    Raises ConfigError when the source is no model that asyncrl trains, or the destination is there already.
+    The weights are dequantised. They take more space, but the model stays as good as the quantised one, not as the
+    original. Raises ConfigError if asyncrl does not train such a model, or if the destination already exists.
     """
     path = find_source(source)
     with new_folder(destination) as folder:
@@ -73,7 +77,7 @@ def import_model(
 
 
 def _write(path: Path, folder: Path, dtype: str) -> int:
-    """The model folder; returns the number of parameters."""
+    """Write the model folder, and return the number of parameters."""
     try:
         from asyncrl.data.gguf_file import GGUFFile
     except ImportError as error:
@@ -97,7 +101,7 @@ def _write(path: Path, folder: Path, dtype: str) -> int:
 
 
 def _probe(folder: Path, destination: Path, num_parameters: int) -> ImportedModel:
-    """Load what was written and let it speak."""
+    """Load the new model, and test it on PROBE."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""Whether a folder holds a model asyncrl can train, found out in milliseconds: no torch, no weights read."""
+"""Check in milliseconds whether asyncrl can train the model in a folder, without torch and without reading weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUPPORTED_ARCHITECTURES = (
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
 )
-"""Those of backends/families, which imports torch."""
+"""The architectures of backends/families. Repeated here because that package imports torch."""
 
 REFUSED_ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "its router's scores are grouped in another way than DeepSeek-V3's",
@@ -33,11 +33,11 @@ REFUSED_ARCHITECTURES = {
     "Qwen2MoeForCausalLM": "its shared expert has a gate",
     "Qwen3NextForCausalLM": "most of its layers have linear attention",
 }
-"""Known ones that are not trained, and why."""
+"""Known architectures that are not supported, and why."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _FURTHER_TABLES = ("generation_config.json", "tokenizer_config.json")
-"""A folder may go without; transformers and engines take defaults for one that does not parse, without a word."""
+"""Optional files. They must parse, because transformers and engines silently use defaults for one that does not."""
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20
 """Largest header the safetensors format allows."""
@@ -45,7 +45,10 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCounts:
-    """Of a model with mixtures of experts. num_layers: of the model, those without experts included."""
+    """Sizes of a mixture-of-experts model.
+
+    num_layers  all layers of the model, including those without experts
+    """
 
     num_experts: int
     experts_per_token: int
@@ -53,13 +56,16 @@ class ExpertCounts:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the numbers of a token's experts (messages/routing.py)."""
+        """Bytes of one token's expert indices (messages/routing.py)."""
         return self.num_layers * self.experts_per_token * (1 if self.num_experts < 256 else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """What ``check_model`` saw. experts: None in a model without any"""
+    """Properties of a model folder, from ``check_model``.
+
+    experts  None for a model without experts
+    """
 
     path: Path
     architecture: str
@@ -69,10 +75,10 @@ class ModelFolder:
 
 
 def check_model(path: Path) -> ModelFolder:
-    """A look at the model folder ``path``. Raises ConfigError when something a run needs is missing or torn."""
+    """Check the model folder ``path``. Raises ConfigError if something that a run needs is missing or damaged."""
     if not path.is_dir():
         hint = "; `asyncrl import-model` makes one from a GGUF file" if path.suffix == ".gguf" else ""
-        if len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists():  # perhaps a name of the hub's
+        if len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists():  # perhaps a hub name
             hint = f"; from the Hugging Face hub: hf download ORGANISATION/{path.name} --local-dir {path}"
         problem = "is a file, not a model folder" if path.is_file() else "no such model folder"
         raise ConfigError(f"{path}: {problem}{hint}")
@@ -108,7 +114,7 @@ def _experts(config: dict[str, Any]) -> ExpertCounts | None:
 
 
 def check_model_at(key: str, path: Path) -> ModelFolder:
-    """``check_model`` of the folder that the run file names at ``key``, such as model.path; errors name it too."""
+    """Call ``check_model`` for the folder at ``key`` of the run file, such as model.path. Errors name the key."""
     try:
         return check_model(path)
     except ConfigError as error:
@@ -116,7 +122,7 @@ def check_model_at(key: str, path: Path) -> ModelFolder:
 
 
 def find_tokenizer(path: Path) -> Path:
-    """The file with the tokenizer's vocabulary. Raises ConfigError."""
+    """Return the file with the tokenizer's vocabulary. Raises ConfigError if there is none."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such model folder")
     for name in _TOKENIZER_FILES:
@@ -175,7 +181,10 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name from the header of a file as long as it says: catches torn downloads and Git LFS pointers."""
+    """Return shapes by name from the file's header, and check the file's size against it.
+
+    The check catches incomplete downloads and Git LFS pointers.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Whether the sizes in config.json go together, and with the shapes of the weights. Pure."""
+"""Check that the sizes in config.json are consistent with each other and with the shapes of the weights. No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNTS: Final = (
     "max_position_embeddings",
 )
 EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-"""transformers 5 writes the second for Qwen3-MoE, which was published with the first."""
+"""Qwen3-MoE was published with the first name; transformers 5 writes the second."""
 _MAY_BE_NONE: Final = (*EXPERTS, "num_experts_per_tok", "num_nextn_predict_layers")
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _ATTENTION: Final = "model.layers.0.self_attn"
@@ -27,11 +27,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def problem(config: Mapping[str, Any], shapes: Shapes) -> str:
-    """The first thing that does not go together; "" if all does.
+    """Return the first inconsistency; "" if there is none.
 
-    A key that is absent has transformers' default, which is not looked at.
+    Missing keys are not checked; transformers has defaults for them.
 
-    shapes: of the weights by their Hugging Face names; a model may lack any of them
+    shapes  shapes of the weights by their Hugging Face names; any of them may be missing
     """
     for name in (*_COUNTS, *_MAY_BE_NONE):
         value, least = config.get(name), int(name in _COUNTS)
@@ -53,7 +53,7 @@ def problem(config: Mapping[str, Any], shapes: Shapes) -> str:
 
 
 def _of_end(config: Mapping[str, Any]) -> str:
-    """An end token that the model cannot sample would end no answer."""
+    """Check eos_token_id: a token that the model cannot sample would never end an answer."""
     ends, size = config.get("eos_token_id"), config.get("vocab_size")
     for end in ends if isinstance(ends, list) else [ends]:
         if end is not None and (type(end) is not int or not 0 <= end < (size or math.inf)):
@@ -81,7 +81,7 @@ def _of_matrix(config: Mapping[str, Any], shapes: Shapes, weight: str, keys: tup
 
 
 def _of_layers(config: Mapping[str, Any], there: Collection[int]) -> str:
-    """DeepSeek-V3 and GLM-4.5 have layers behind the last that predict further tokens."""
+    """Check the number of layers. DeepSeek-V3 and GLM-4.5 have extra layers at the end that predict further tokens."""
     num_layers, further = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers") or 0
     if not num_layers or not there:
         return ""

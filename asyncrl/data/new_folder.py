@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all, and the files of a model folder besides its weights."""
+"""Create folders completely or not at all, and copy the files of a model folder except its weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WEIGHTS: Final = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"
 
 @contextlib.contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes ``destination`` when the block ends without an error.
+    """Yield a temporary folder, which becomes ``destination`` if the block ends without an error.
 
-    Raises ConfigError where something is already there, an empty folder excepted.
+    Raises ConfigError if ``destination`` already exists and is not an empty folder.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination}: already exists; remove it or choose another folder")
@@ -33,7 +33,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
 
 def copy_all_but_weights(source: Path, destination: Path) -> None:
-    """config.json, the tokenizer and whatever else lies in the model folder ``source``."""
+    """Copy config.json, the tokenizer and all other files except weights from the model folder ``source``."""
     destination.mkdir(exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHTS):

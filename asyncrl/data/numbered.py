@@ -1,4 +1,4 @@
-"""A data source of numbers: for environments that have their tasks themselves, and are asked for one by its number."""
+"""A data source of task numbers, for environments that hold their own tasks and select one by number."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from asyncrl.errors import ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
     count: int
-    """Tasks, which come in turn, again and again."""
+    """Number of tasks. They come in order, repeated without end."""
     first: int = 0
-    """Number of the first of them."""
+    """Number of the first task."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.first < 0:

@@ -1,8 +1,8 @@
 """The endless, shuffled sequence of prompts that a run draws from.
 
-A *position* counts rows of that sequence from 0, over-long ones too, and depends on the data and the seed alone
-(sources.py). A resumed run that stored its position goes on with the very next prompt and tokenises nothing again. Kept
-by tests/unit/data/test_prompts.py::test_a_resumed_run_continues_exactly.
+A *position* counts the rows of the sequence from 0, including over-long rows. The row at a position depends only on the
+data and the seed (sources.py). A resumed run that stored its position continues with the very next prompt and does not
+tokenise earlier ones again (tests/unit/data/test_prompts.py::test_a_resumed_run_continues_exactly).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from asyncrl.errors import ConfigError
 _NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
 _NO_MASK: NDArray[np.bool_] = np.zeros(0, np.bool_)
 _SAMPLE = 256
-"""Rows that ``PromptDataset.look`` tokenises of a large file."""
+"""Number of rows of a large file that ``PromptDataset.look`` tokenises."""
 _LONGEST_TOKEN = 1024
-"""Characters: no vocabulary has longer ones, so a text of megabytes is found too long without tokenising it."""
+"""Maximum characters of a token in any vocabulary. A text of megabytes is found too long without tokenising it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
     """One prompt.
 
-    prompt         the text that was tokenised, chat template included
-    tokens         i32[T]; empty when there are too many (PromptDataset.most_tokens)
+    prompt         text that was tokenised, including the chat template
+    tokens         i32[T]; empty if the prompt is too long (PromptDataset.most_tokens)
     response       i32[R], the answer to imitate and <eos>, or the rest of a conversation; empty if the data has none
-    response_mask  bool[R], which of it is trained; empty: all
-    sampling       what the row overrides of [rollout]
+    response_mask  bool[R], which response tokens are trained; empty: all
+    sampling       the row's overrides of [rollout]
     reward         name of the row's reward; empty: reward.kind
-    dataset        name of the file of [[data.files]]; empty with one file
-    key            the same for the same row in every pass
-    messages       what the chat template made the prompt of, where RowLimits.keeps_messages; else empty
+    dataset        name of the file in [[data.files]]; empty for a single file
+    key            identifies the row; the same in every pass over the data
+    messages       chat messages that the prompt was rendered from, with RowLimits.keeps_messages; else empty
     """
 
     epoch: int
@@ -58,16 +58,16 @@ class PromptRow:
 
 
 def indexed(data: config.DataSection, *, seed: int, limits: RowLimits) -> Positions:
-    """The rows of the run file's [data], each looked at but none tokenised. Raises ConfigError."""
+    """Open the rows of the run file's [data]. Checks every row of its files, tokenises none. Raises ConfigError."""
     check = RowCheck(data, limits)
     rows = open_positions(data, seed=seed, check=check)
-    if rows.num_rows:  # a source of the user's own is asked row by row
+    if rows.num_rows:  # a user's source is checked row by row, later
         check.require_seen()
     return rows
 
 
 class PromptDataset:
-    """Prompts by position. One caller at a time: one actor owns it."""
+    """Prompts by position. Not for concurrent use; one actor owns it."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class PromptDataset:
         system_prompt: str = "",
         rows: Positions | None = None,
     ) -> PromptDataset:
-        """The dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt.
+        """Open the dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt.
 
-        system_prompt: a message in front of every prompt, for a chat template
-        rows: of ``indexed``; None opens them
+        system_prompt  system message before every prompt, for a chat template
+        rows           rows from ``indexed``; None opens them
         """
         limits = limits or RowLimits()
         if data.chat_template and not getattr(tokenizer, "chat_template", None):
@@ -119,23 +119,23 @@ class PromptDataset:
 
     @property
     def num_rows(self) -> int:
-        """Positions of one epoch; 0 of a source of the user's own."""
+        """Positions per epoch; 0 for a user's source."""
         return self._rows.num_rows
 
     @property
     def dropped(self) -> int:
-        """Rows found too long so far."""
+        """Number of rows found too long so far."""
         return len(self._too_long)
 
     @property
     def most_tokens(self) -> int:
-        """Of a prompt that is not too long: data.max_prompt_tokens, or what an answer leaves of the context."""
+        """Token limit of a prompt: data.max_prompt_tokens, or the context minus an answer, whichever is smaller."""
         return self._most_tokens
 
     def look(self) -> int:
-        """Tokenise the first rows that a run would draw, and count them: all of a small file, 256 of a large one.
+        """Tokenise the first rows that a run would draw, and return their number: all of a small file, else 256.
 
-        ``dropped`` says how many of them are too long. Raises ConfigError as ``at`` does, and if all of them are.
+        ``dropped`` then counts those that are too long. Raises ConfigError as ``at`` does, and if all are too long.
         """
         seen = 0
         while seen < min(self.num_rows or _SAMPLE, _SAMPLE) and self.at(seen) is not None:
@@ -148,9 +148,9 @@ class PromptDataset:
         return seen
 
     def at(self, position: int) -> PromptRow | None:
-        """The row at ``position``; its tokens are empty when it is too long. None when the epochs are over.
+        """Return the row at ``position``, with empty tokens if it is too long; None after the last epoch.
 
-        Raises ConfigError for a row that cannot be tokenised, and when every row has been found too long.
+        Raises ConfigError for a row that cannot be tokenised, and once every row was found too long.
         """
         if (found := self._rows.at(position)) is None:
             return None
@@ -206,7 +206,7 @@ class PromptDataset:
         return [*self._system, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)]
 
     def _texts(self, row: Mapping[str, Any], where: str) -> tuple[str, list[tuple[str, bool]]]:
-        """The text of the prompt, and the parts of what is to be imitated, each with whether it is trained."""
+        """Return the text of the prompt, and the parts of the response, each with whether it is trained."""
         data = self._data
         if data.conversation_key:
             tools = chat.tools_of(row, data, where)
@@ -218,8 +218,11 @@ class PromptDataset:
         return prompt, [(row[data.response_key], True)] if data.response_key else []
 
     def _response(self, parts: list[tuple[str, bool]]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Tokens, and which are trained: i32[R], bool[R]. Special tokens are the prompt's: the answer goes on where it
-        ends. An answer in a column gets <eos>; of a turn that the template ended what follows <eos> is not trained."""
+        """Return the response's tokens i32[R], and which are trained, bool[R].
+
+        No special tokens are added at the start, because the response continues the prompt. A response from a column
+        gets <eos> at its end. In a turn that the template ends, tokens after <eos> are not trained.
+        """
         if not parts:
             return _NO_TOKENS, _NO_MASK
         end = self._tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""Procedural tasks of reasoning-gym: a data source that mixes them by weight, and the reward that scores answers.
+"""Procedural tasks of reasoning-gym: a data source that mixes them by weight, and a reward that scores answers.
 
     [data]
     source = "asyncrl.data.reasoning_gym:Tasks"
@@ -8,7 +8,7 @@
     [reward]
     kind = "reasoning_gym"
 
-Which task and which puzzle a position has follows from the options alone. The package is imported when it is needed.
+The task and the puzzle at a position depend only on the options. The package is imported when it is first needed.
 Tests: tests/unit/data/test_reasoning_gym.py.
 """
 
@@ -38,13 +38,13 @@ _ENDLESS: Final = 2**31
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
     weights: Mapping[str, Any]
-    """Data set of reasoning-gym -> its share of the prompts, over the sum of all."""
+    """Weight of each data set of reasoning-gym; its share of the prompts is the weight over the sum of all weights."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Data set -> a table of its own settings, such as {chain_sum = {max_terms = 3}}."""
+    """Settings of single data sets, such as {chain_sum = {max_terms = 3}}."""
     seed: int = 0
-    """Of the puzzles and their order."""
+    """Seed of the puzzles and their order."""
     instruction: str = _INSTRUCTION
-    """Follows the question."""
+    """Text after the question."""
 
     def __post_init__(self) -> None:
         for name, weight in self.weights.items():
@@ -59,12 +59,12 @@ class TaskOptions:
 
 
 class Tasks:
-    """A DataSource without end."""
+    """An endless DataSource."""
 
     Options = TaskOptions
 
     def __init__(self, options: TaskOptions) -> None:
-        """Raises ConfigError for a data set that there is not."""
+        """Raises ConfigError for an unknown data set."""
         self._options = options
         self._names = list(options.weights)
         shares = np.array([float(options.weights[name]) for name in self._names])
@@ -88,7 +88,7 @@ class Tasks:
 
 
 class Score:
-    """A reward function: what the task's own scorer says of the answer, from 0 to 1; 0 without an <answer>."""
+    """The reward function: the score of the task's own scorer, from 0 to 1; 0 without an <answer>."""
 
     def __init__(self) -> None:
         _require("reward.kind")
@@ -111,7 +111,7 @@ class Score:
 
 
 def _require(where: str) -> None:
-    """Imports nothing: that takes seconds."""
+    """Raise ConfigError unless reasoning-gym is installed. Does not import it, which takes seconds."""
     if "reasoning_gym" not in sys.modules and importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError(f"{where}: reasoning-gym is not installed: pip install 'asyncrl[reasoning-gym]'")
 
@@ -119,5 +119,5 @@ def _require(where: str) -> None:
 def _data_set(name: str, settings: Mapping[str, Any]) -> Any:
     try:
         return importlib.import_module("reasoning_gym").create_dataset(name, **settings)
-    except (ValueError, TypeError, AssertionError) as error:  # what it raises for names and settings
+    except (ValueError, TypeError, AssertionError) as error:  # raised for bad names and settings
         raise ConfigError(f"weights: {name!r}: {' '.join(str(error).split())}") from error

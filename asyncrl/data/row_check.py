@@ -1,4 +1,4 @@
-"""Looks at every row of the data before a run starts: is it a prompt, and can a message carry it?"""
+"""Check every row of the data before a run starts: it must be a valid prompt, and must fit into a message."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLimits:
-    """What the rest of a run asks of every row.
+    """Requirements of the rest of the run on every row.
 
-    prompt_tokens  longer prompts leave no room for an answer in the model's context; they are dropped, as those over
-                   data.max_prompt_tokens are
-    row_bytes      of label, metadata, response and messages: more does not fit into a message of the bus
-    labelled_for   the reward.kind that compares with a label; "" for one that needs none
-    check_label    raises ValueError for the label and metadata of a row that reward.kind cannot use
-    rewards        the names that data.reward_key may hold -> whether that reward compares with a label
-    sampling       what [rollout] says of SAMPLING and ignore_eos, which a row may override
-    vocabulary     of the model: stop_token_ids are below it
-    keeps_messages whether a prompt group carries what the chat template made its prompt of
-    keys           what an error puts before a key: "data.", or nothing where it names the data set itself
+    prompt_tokens  limit of a prompt, so that the model's context has room for an answer; longer prompts are dropped,
+                   like those over data.max_prompt_tokens
+    row_bytes      limit of label, metadata, response and messages together, so that they fit into a message of the bus
+    labelled_for   the reward.kind if it compares with a label; otherwise ""
+    check_label    raises ValueError for a row's label and metadata that reward.kind cannot use
+    rewards        names that data.reward_key may hold -> whether that reward compares with a label
+    sampling       the run's SAMPLING and ignore_eos of [rollout], which a row may override
+    vocabulary     size of the model's vocabulary; stop_token_ids must be below it
+    keeps_messages whether a prompt group carries the chat messages that its prompt was rendered from
+    keys           prefix of keys in errors: "data.", or "" if the error names the data set itself
     """
 
     prompt_tokens: int = 2**31
@@ -42,11 +42,11 @@ class RowLimits:
 
 
 _OF_SOME_ROWS: Final = ("reward_key", "sampling_key", "tools_key")
-"""Columns that a row may go without, but not every row of a file that the run file names them for."""
+"""Columns that single rows may lack, but that at least one row must have if the run file names them."""
 
 
 class RowCheck:
-    """Looks at each row while the file is indexed: is there a prompt, of a kind that can be tokenised?"""
+    """Checks each row while the file is indexed. Raises ConfigError for a row that the run cannot use."""
 
     def __init__(self, data: config.DataSection, limits: RowLimits) -> None:
         self._data = data
@@ -71,7 +71,7 @@ class RowCheck:
             default = config.DataSection()
             for name in ("label_key", "metadata_key"):
                 key = getattr(data, name)
-                if key != getattr(default, name) and key not in row:  # written in the run file, so meant
+                if key != getattr(default, name) and key not in row:  # set in the run file, so required
                     raise self._missing(row, key, name, where)
             self._seen_first, self._columns = True, tuple(row)
         self._unseen -= {name for name in self._unseen if getattr(data, name) in row}
@@ -102,14 +102,14 @@ class RowCheck:
             )
 
     def require_seen(self) -> None:
-        """After the last row. Raises ConfigError where the run file names a column that none has."""
+        """Raise ConfigError if the run file names a column that no row has. Call it after the last row."""
         for name in sorted(self._unseen):
             there = ", ".join(map(repr, self._columns))
             key = getattr(self._data, name)
             raise ConfigError(f"{self._limits.keys}{name} = {key!r}: no row has this column; the first has {there}")
 
     def _check_reward(self, row: dict[str, Any], where: str) -> str:
-        """The reward of the row that compares with a label; "" if it compares with none."""
+        """Return the name of the row's reward if it compares with a label; otherwise ""."""
         key = self._data.reward_key
         name = row.get(key) if key else None
         if name in (None, ""):
@@ -177,27 +177,27 @@ class RowCheck:
 
 
 SAMPLING: Final = ("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids")
-"""What a row may say of its own sampling."""
+"""Sampling settings that a row may override."""
 _NOT_OF_A_ROW: Final = {
     "temperature": " (the trainer divides the logits of all rows by rollout.temperature)",
     **dict.fromkeys(("top_p", "top_k"), " (the trainer cannot recompute truncated logprobs)"),
 }
-"""Why what others let a row say is refused here."""
+"""Why a row cannot override settings that other frameworks allow."""
 
 
 def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, limits: RowLimits) -> dict[str, Any]:
-    """What the row overrides of [rollout]. Raises ConfigError."""
+    """Return the row's overrides of [rollout]. Raises ConfigError."""
     made = row.get(data.sampling_key) if data.sampling_key else None
     if made is None:
         return {}
     at = f"{where}: {data.sampling_key!r}"
     if not isinstance(made, dict):
         raise ConfigError(f"{at} must be an object of {', '.join(SAMPLING)}, got {short(made)}")
-    made = {name: value for name, value in made.items() if value is not None}  # Parquet has all columns in all rows
+    made = {name: value for name, value in made.items() if value is not None}  # every Parquet row has all columns
     if unknown := sorted(made.keys() - set(SAMPLING)):
         why = _NOT_OF_A_ROW.get(unknown[0], "")
         raise ConfigError(f"{at}: a row cannot set {unknown[0]}{why}, only {', '.join(SAMPLING)}")
-    section = tables.build(config.RolloutSection, {**limits.sampling, **made}, at)  # checked with what it overrides
+    section = tables.build(config.RolloutSection, {**limits.sampling, **made}, at)  # checks them together with the rest
     if section.max_new_tokens > (most := limits.sampling["max_new_tokens"]):
         raise ConfigError(f"{at}: max_new_tokens {section.max_new_tokens} is over rollout.max_new_tokens ({most})")
     if unknown_ids := [token for token in section.stop_token_ids if not 0 <= token < limits.vocabulary]:
@@ -206,7 +206,7 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, li
 
 
 def _non_finite(value: Any, *, depth: int = 0) -> float | None:
-    """The first number of ``value`` that is NaN or infinite. Of a value that is too deep ``_size`` says it."""
+    """Return the first number in ``value`` that is NaN or infinite. ``_size`` reports values nested too deeply."""
     if isinstance(value, dict | list) and depth <= _DEEPEST:
         items = value.values() if isinstance(value, dict) else value
         return next((one for item in items if (one := _non_finite(item, depth=depth + 1)) is not None), None)
@@ -214,11 +214,11 @@ def _non_finite(value: Any, *, depth: int = 0) -> float | None:
 
 
 _DEEPEST = 128
-"""Of lists and objects in a value: whoever walks through it calls itself as often."""
+"""Limit for nested lists and objects in a value, because the functions here recurse once per level."""
 
 
 def _size(value: Any, *, depth: int = 0) -> int:
-    """Bytes of a value in a message, about. Raises ValueError for what msgpack has no form for."""
+    """Estimate the bytes of a value in a message. Raises ValueError for values that msgpack cannot represent."""
     if isinstance(value, bytes):
         return len(value)
     if isinstance(value, str):
@@ -235,7 +235,7 @@ def _size(value: Any, *, depth: int = 0) -> int:
 
 
 def _check_text(value: Any) -> int:
-    """Bytes of a text, or of the texts of chat messages, as UTF-8. Raises ValueError."""
+    """Return the UTF-8 bytes of a text or of chat messages. Raises ValueError for invalid text."""
     if isinstance(value, dict | list):
         return sum(map(_check_text, value.values() if isinstance(value, dict) else value))
     if not isinstance(value, str):
@@ -250,7 +250,7 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 def plain(value: Any, where: str, key: str) -> Any:
-    """``value`` if a message can carry it. Parquet has dates and decimals, which it cannot."""
+    """Return ``value``. Raises ConfigError if a message cannot carry it, such as Parquet's dates and decimals."""
     if isinstance(value, list):
         return [plain(item, where, key) for item in value]
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Rows of a JSONL or Parquet file, or of a saved data set, by number, without holding the parsed file in memory.
+"""Access rows of a JSONL or Parquet file, or of a saved data set, by number, without keeping the parsed file in memory.
 
-A JSONL file of any size costs sixteen bytes a row: offset and number of each line. Every line is parsed once, at open,
-so that a malformed one is found before the run starts and not after an hour of it.
+A JSONL file takes sixteen bytes of memory per row, for the offset and number of each line. Every line is parsed once at
+open, so that a malformed line is found before the run starts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.config import plugins
 from asyncrl.errors import ConfigError
 
 Check = Callable[[dict[str, Any], str], None]
-"""Looks at one row; the string says where it is. Raises ConfigError."""
+"""Checks one row; the string is its location. Raises ConfigError."""
 
 
 class Rows(Protocol):
@@ -29,18 +29,18 @@ class Rows(Protocol):
     def row(self, index: int) -> dict[str, Any]: ...
 
     def where(self, index: int) -> str:
-        """File and line of a row, for errors."""
+        """Return the file and line of a row, for errors."""
         ...
 
     def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
-        """These rows, one after the other, and where each is."""
+        """Yield the chosen rows in order, each with its location."""
         ...
 
 
 def open_rows(spec: str | Path, *, check: Check) -> Rows:
-    """The rows of a file or a saved data set, or "FILE[a:b]" of them, each seen by ``check`` once.
+    """Open the rows of a file or a saved data set, or a slice "FILE[a:b]", and call ``check`` once for each.
 
-    Raises ConfigError for what cannot be used.
+    Raises ConfigError if the data cannot be used.
     """
     path, part = require_data(str(spec))
     rows = _opened(path)
@@ -55,7 +55,7 @@ def open_rows(spec: str | Path, *, check: Check) -> Rows:
 
 
 def require_data(spec: str) -> tuple[Path, slice]:
-    """The path of the data, which is there, and which of its rows are meant. Raises ConfigError."""
+    """Return the path of the data and the slice of its rows. Raises ConfigError if the data does not exist."""
     path, part = path_and_slice(spec)
     if path.is_dir() and not (path / _SAVED).is_file():
         splits = sorted(one.name for one in path.iterdir() if (one / _SAVED).is_file())
@@ -67,7 +67,7 @@ def require_data(spec: str) -> tuple[Path, slice]:
 
 
 def path_and_slice(spec: str) -> tuple[Path, slice]:
-    """ "FILE[a:b]" apart; of a file that has such a name, the file."""
+    """Split "FILE[a:b]" into path and slice. If a file has exactly this name, return that file."""
     found = None if Path(spec).exists() else _SLICE.fullmatch(spec)
     if found is None:
         return Path(spec), slice(None)
@@ -76,7 +76,7 @@ def path_and_slice(spec: str) -> tuple[Path, slice]:
 
 _SLICE: Final = re.compile(r"(.+?)@?\[(-?\d+)?:(-?\d+)?\]")
 _SAVED: Final = "state.json"
-"""A folder that datasets.Dataset.save_to_disk wrote has it."""
+"""A file in every folder that datasets.Dataset.save_to_disk writes."""
 _FOLDER: Final = "is a folder; name one file in it"
 
 
@@ -91,7 +91,7 @@ def _opened(path: Path) -> Rows:
 
 
 class SlicedRows:
-    """Some rows of a file."""
+    """A slice of another object's rows."""
 
     def __init__(self, rows: Rows, chosen: range) -> None:
         self._rows, self._chosen = rows, chosen
@@ -110,7 +110,7 @@ class SlicedRows:
 
 
 class SavedRows:
-    """A folder that Hugging Face's datasets saved, mapped by that package."""
+    """A folder saved by Hugging Face's datasets package, which maps it into memory."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -120,7 +120,7 @@ class SavedRows:
         self._path = path
         try:
             self._rows = datasets.load_from_disk(str(path))
-        except Exception as error:  # it raises many types for a damaged folder
+        except Exception as error:  # datasets raises many types for a damaged folder
             raise ConfigError(f"{path}: datasets cannot read it: {plugins.described(error)}") from None
 
     def __len__(self) -> int:
@@ -137,7 +137,7 @@ class SavedRows:
 
 
 class JsonlRows:
-    """One JSON object a line, UTF-8; blank lines are skipped."""
+    """A file with one JSON object per line, UTF-8. Blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -171,7 +171,7 @@ class JsonlRows:
 
 
 class ParquetRows:
-    """A Parquet file as an Arrow table, mapped or held compactly; a row becomes Python when it is asked for."""
+    """A Parquet file as an Arrow table, memory-mapped or compact in memory. Rows are converted to Python on access."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -199,8 +199,11 @@ class ParquetRows:
 
 
 def _as_written(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of Arrow whose lists hold what was written. Messages and tools are lists of structs, and Arrow gives each
-    struct the keys of all others, null where it had none: the chat template would show them to the model."""
+    """Return an Arrow row with its lists as they were written.
+
+    Messages and tools are lists of structs. Arrow gives each struct the keys of all others, with null for missing
+    values, and the chat template would show these to the model.
+    """
     return {name: _without_nulls(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
@@ -219,7 +222,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: malformed JSON: {error.msg} at column {error.colno}: {_excerpt(line)}") from None
-    except ValueError:  # Python reads no whole number of so many digits
+    except ValueError:  # Python refuses integers with too many digits
         raise ConfigError(f"{where}: a whole number has more than 64 bits; no message can carry it") from None
     except RecursionError:
         raise ConfigError(f"{where}: lists and objects are nested too deep to be read: {_excerpt(line)}") from None
@@ -229,7 +232,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 class _TwiceNamed(Exception):
-    """A key that one JSON object has twice: json.loads would take the last one without a word."""
+    """A JSON object has a key twice. json.loads would silently use the last one."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

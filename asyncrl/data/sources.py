@@ -1,7 +1,7 @@
-"""Rows of all the run's data by position: one file, several, a mixture by weights, or a source of the user's own.
+"""Rows of the run's data by position: one file, several files, a weighted mixture, or the user's own source.
 
-Which row is at a position follows from the files, the weights and the seed alone. A resumed run that stored its
-position goes on with the very next row. Tests: tests/unit/data/test_sources.py.
+The row at a position depends only on the files, the weights and the seed. A resumed run that stored its position
+continues with the very next row. Tests: tests/unit/data/test_sources.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A row, where it is in the data, and which pass over the data it is of. key: the same for the same row."""
+    """A row, its location in the data, and the epoch.
+
+    key  identifies the row; the same in every epoch
+    """
 
     row: dict[str, Any]
     where: str
@@ -36,16 +39,16 @@ class Positions(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Positions of one epoch; 0: nobody knows."""
+        """Positions per epoch; 0: unknown."""
         ...
 
     def at(self, position: int) -> Found | None:
-        """None after the last one. Raises ConfigError."""
+        """Return the row at ``position``; None after the last one. Raises ConfigError."""
         ...
 
 
 def open_positions(data: config.DataSection, *, seed: int, check: Check) -> Positions:
-    """The data of the run file, every row of its files seen by ``check`` once. Raises ConfigError."""
+    """Open the data of the run file, and call ``check`` once for every row of its files. Raises ConfigError."""
     if data.source:
         return OwnSource(data, check=check)
     files = data.files or (config.DataFile(path=data.path),)
@@ -57,7 +60,7 @@ def open_positions(data: config.DataSection, *, seed: int, check: Check) -> Posi
 
 
 class _Order:
-    """The order of the rows in each epoch, and when the epochs end."""
+    """The order of rows in each epoch, and the number of epochs."""
 
     def __init__(self, data: config.DataSection, *, seed: int) -> None:
         self.is_shuffled, self._epochs, self._seed = data.shuffle, data.epochs, seed
@@ -67,7 +70,7 @@ class _Order:
         return bool(self._epochs) and epoch >= self._epochs
 
     def of(self, epoch: int, num_rows: int, *, file: int = 0) -> NDArray[np.int64]:
-        """i64[num_rows]; kept until another epoch of the same file is asked for."""
+        """Return the order i64[num_rows]. It is cached until another epoch of the same file is requested."""
         if not self.is_shuffled:
             return np.arange(num_rows)
         known = self._known.get(file)
@@ -78,7 +81,7 @@ class _Order:
 
 
 class Joined:
-    """Files end to end: every row once an epoch. Position p is row p mod n of epoch p // n."""
+    """Several files in sequence, with every row once per epoch. Position p is row p mod n of epoch p // n."""
 
     def __init__(self, files: Sequence[Rows], names: Sequence[str], *, order: _Order) -> None:
         self._files, self._names, self._order = files, names, order
@@ -98,10 +101,10 @@ class Joined:
 
 
 class Mixture:
-    """Each epoch has as many rows as all files together, of each file the share that its weight says.
+    """A weighted mixture. Each epoch has as many rows as all files together; each file's share follows its weight.
 
-    A file's rows come in an order of their own, all of them before any comes again; of one with a larger share than it
-    has rows some come several times an epoch, and of one with a smaller share the rest comes in the next.
+    Each file's rows come in their own order, and all of them come before any repeats. If a file's share is larger than
+    its number of rows, some rows come several times per epoch. If it is smaller, the rest comes in the next epoch.
     """
 
     def __init__(self, files: Sequence[Rows], names: Sequence[str], weights: Sequence[float], *, order: _Order) -> None:
@@ -124,7 +127,7 @@ class Mixture:
         return _found(self._files, self._names, file, index, epoch)
 
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each place: the file, and how many of that file came before in the epoch."""
+        """Return for each place of the epoch: the file, and how many rows of that file come before it."""
         if self._pattern is None or self._pattern[0] != epoch:
             # Evenly spread: the k-th of n rows of a file is due at (k + 1/2) / n of the epoch.
             due = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in self._counts])
@@ -140,7 +143,7 @@ class Mixture:
 
 
 class OwnSource:
-    """A class of the user's: see DataSource in protocols/functions.py. Each row is checked when it is asked for."""
+    """The user's own class; see DataSource in protocols/functions.py. Each row is checked when it is requested."""
 
     num_rows = 0
 
@@ -153,7 +156,7 @@ class OwnSource:
         try:
             with plugins.exits_contained():
                 row = self._source.at(position)
-        except Exception as error:  # whatever a user's code raises
+        except Exception as error:  # user code may raise anything
             raise ConfigError(f"{where} raised {plugins.raised(error)}") from error
         if row is None:
             return None
@@ -167,7 +170,7 @@ class OwnSource:
 
 
 def make_source(data: config.DataSection) -> Any:
-    """The object of data.source. Raises ConfigError."""
+    """Create the object of data.source. Raises ConfigError."""
     kind = plugins.load(data.source, where="data.source", kind=type)
     options_type = getattr(kind, "Options", None)
     if options_type is None and data.options:
@@ -187,7 +190,7 @@ def _found(files: Sequence[Rows], names: Sequence[str], file: int, index: int, e
 
 
 def shares(weights: Sequence[float], total: int) -> NDArray[np.int64]:
-    """``total`` places dealt by weight: the whole parts, then one to each of the largest remainders.  -> i64[F]"""
+    """Divide ``total`` places by weight, i64[F]: integer parts first, then one for each of the largest remainders."""
     exact = np.asarray(weights, np.float64) / sum(weights) * total
     counts = np.floor(exact).astype(np.int64)
     for file in np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]:
@@ -196,9 +199,9 @@ def shares(weights: Sequence[float], total: int) -> NDArray[np.int64]:
 
 
 def shuffled(num_rows: int, *, seed: int, epoch: int, file: int = 0) -> NDArray[np.int64]:
-    """The order of one epoch, a permutation i64[num_rows] that is the same on every machine and numpy version.
+    """Return the order of one epoch, a permutation i64[num_rows] that is the same on every machine and numpy version.
 
-    numpy promises the raw stream of PCG64, but not what Generator.permutation makes of it: so we sort the raw numbers.
+    numpy guarantees the raw stream of PCG64, but not the result of Generator.permutation, so we sort the raw numbers.
     """
     entropy = [seed & 0xFFFFFFFFFFFFFFFF, epoch, *([file] if file else [])]
     numbers = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)

@@ -1,7 +1,7 @@
-"""A Hugging Face model folder small enough to train on one CPU core: random weights, one token a character.
+"""Make a Hugging Face model folder small enough to train on one CPU core: random weights, one token per character.
 
-The demo trains it and the tests load it, so nothing there needs a download. Its first policy is nearly uniform over the
-vocabulary: the weights are small, so are the logits.
+The demo and the tests use it, so they need no download. Its initial policy is nearly uniform over the vocabulary,
+because small weights give small logits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Architecture = Literal["qwen3", "qwen2", "llama", "mistral", "glm4", "gemma3", "
 
 DIGITS = "0123456789"
 CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
-"""What a tiny model can read and write when nobody says otherwise."""
+"""Default characters of a tiny model."""
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<user>", "<assistant>")
-"""Ids 0 to 3; the characters follow from 4 on. A character that is not in the vocabulary is left out of the tokens."""
+"""Token ids 0 to 3; characters have ids from 4 on. Characters outside the vocabulary produce no tokens."""
 
 _CONFIGS: Final[dict[Architecture, str]] = {
     "qwen3": "Qwen3Config",
@@ -35,7 +35,7 @@ _CONFIGS: Final[dict[Architecture, str]] = {
     "glm4_moe": "Glm4MoeConfig",
     "deepseek_v3": "DeepseekV3Config",
 }
-"""Names: to look at one here would load all of its model's code, for three seconds, into everyone who imports this."""
+"""Class names. Importing the classes here would load the code of all these models, which takes three seconds."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -60,9 +60,9 @@ def make_tiny_model(
     initializer_range: float = 0.02,
     tie_word_embeddings: bool = False,
 ) -> Path:
-    """Write config, float32 weights, tokenizer and generation config to ``folder``, and return it.
+    """Write config, float32 weights, tokenizer and generation config to ``folder``, and return ``folder``.
 
-    The same arguments write the same bytes. The vocabulary is SPECIAL_TOKENS and ``characters``.
+    Equal arguments write equal bytes. The vocabulary is SPECIAL_TOKENS and ``characters``.
     """
     tokenizer = make_tokenizer(characters, max_positions=max_positions)
     config_type = getattr(transformers, _CONFIGS[architecture])
@@ -87,8 +87,8 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # transformers leaves <pad> at zero. A random policy samples it, and behind RMSNorm the gradient of a zero row
-        # is a thousand times everyone else's: the clip would swallow the batch's.
+        # transformers sets the <pad> row to zero. A random policy samples <pad>, and behind RMSNorm the gradient of a
+        # zero row is a thousand times larger than that of other rows. Clipping would suppress the rest of the batch.
         with torch.no_grad():
             model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=initializer_range)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,14 +97,14 @@ def make_tiny_model(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(folder)
     named = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
-    weights = {name: one.contiguous() for name, one in revert_weight_conversion(model, named).items()}  # of experts
+    weights = {name: one.contiguous() for name, one in revert_weight_conversion(model, named).items()}  # for experts
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> dict[str, Any]:
-    """Further entries of config.json. A token has two of eight experts, or four of sixteen."""
+    """Return further entries of config.json. A token uses two of eight experts, or four of sixteen."""
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 2, "norm_topk_prob": True}
     if architecture == "qwen3_moe":
         return {**experts, "num_experts": 8}
@@ -126,7 +126,7 @@ def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> 
             "n_group": 4,
             "topk_group": 2,
             "num_key_value_heads": num_heads,
-            "head_dim": head // 2,  # transformers' word for the rotated part
+            "head_dim": head // 2,  # transformers' name for the rotated part
             "q_lora_rank": hidden_size // 2,
             "kv_lora_rank": hidden_size // 2,
             "qk_nope_head_dim": head,
@@ -137,9 +137,9 @@ def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> 
 
 
 def make_tokenizer(characters: str = CHARACTERS, *, max_positions: int = 512) -> Any:
-    """A tokenizer with one token an (ASCII) character, <eos>, <pad>, and a chat template.
+    """Return a tokenizer with one token per (ASCII) character, <eos>, <pad>, and a chat template.
 
-    Byte-level BPE without merges, because transformers builds that for model type qwen2 whatever the folder says.
+    It is byte-level BPE without merges, because transformers always builds byte-level BPE for model type qwen2.
     """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     letters = [letter for character in characters for letter in byte_level.pre_tokenize_str(character)[0][0]]
@@ -160,5 +160,5 @@ def make_tokenizer(characters: str = CHARACTERS, *, max_positions: int = 512) ->
 
 
 def _tied(model: Any) -> set[str]:
-    """Names that share another name's storage and so are not written."""
+    """Return the weights that share another weight's storage and are not written."""
     return set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()

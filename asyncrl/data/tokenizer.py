@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder."""
+"""Load the tokenizer of a model folder."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from asyncrl.data.model_folder import find_tokenizer
 from asyncrl.errors import ConfigError
 
 _GENERIC: Final = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names of the class that is described by tokenizer.json alone."""
+"""Tokenizer classes that need only tokenizer.json."""
 _SPECIAL: Final = ("qwen2",)
-"""model_type for which transformers takes a class of its own, whatever the folder says."""
+"""Model types for which transformers always uses its own tokenizer class."""
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The Hugging Face tokenizer in ``path``; nothing is downloaded. Raises ConfigError."""
+    """Load the Hugging Face tokenizer in ``path``, without downloads. Raises ConfigError."""
     find_tokenizer(path)
-    import transformers  # seconds: not before the folder is known to be there
+    import transformers  # takes seconds, so only after the folder is known to exist
 
-    # AutoTokenizer imports what models need too: two seconds more of every process's start.
+    # AutoTokenizer also imports model code, which adds two seconds to the start of every process.
     kind = transformers.PreTrainedTokenizerFast if is_generic(path) else transformers.AutoTokenizer
     try:
         return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -30,9 +30,9 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def load_decode(path: str | Path) -> Callable[[Sequence[int]], str]:
-    """What makes text of tokens: special ones included, spaces as the model wrote them.
+    """Return a function that decodes tokens exactly: with special tokens, and spaces as the model wrote them.
 
-    Raises ConfigError where the tokenizer is not here.
+    Raises ConfigError if the tokenizer is not on this machine.
     """
     if not path:
         raise ConfigError("model.path: not known here; say where the tokenizer is with --set model.path=...")
@@ -42,7 +42,7 @@ def load_decode(path: str | Path) -> Callable[[Sequence[int]], str]:
 
 
 def is_generic(path: Path) -> bool:
-    """Whether AutoTokenizer would find the class that tokenizer.json alone describes, as in folders of Llama 3."""
+    """Whether AutoTokenizer would choose the generic class that needs only tokenizer.json, as in Llama 3 folders."""
     if not (path / "tokenizer.json").is_file():
         return False
     said, model = _table(path / "tokenizer_config.json"), _table(path / "config.json")

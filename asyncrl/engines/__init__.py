@@ -1,1 +1,1 @@
-"""Sampling engines: adapters of the Engine port."""
+"""Sampling engines: implementations of the Engine port."""

@@ -1,4 +1,4 @@
-"""Base class of engines; protocols/engine.py specifies what they must do."""
+"""Base class of engines. protocols/engine.py specifies what engines must do."""
 
 from __future__ import annotations
 
@@ -15,30 +15,35 @@ FIRST_VERSION = (0, 0)
 
 
 class EngineAdapter(Adapter):
-    """Defaults for an engine that reads model.path and takes one GPU."""
+    """Defaults for an engine that reads model.path and uses one GPU."""
 
     section: ClassVar[str] = "engine"
 
     takes: ClassVar[frozenset[str]] = frozenset()
-    """What it loads besides whole models as they are trained: "adapters" (learner.lora.publish), "fp8"
+    """What the engine can load besides whole models in their trained dtype: "adapters" (learner.lora.publish), "fp8"
     (weights.quantization)."""
 
     generates: ClassVar[bool] = True
-    """False: only for rollout functions that ask no engine."""
+    """False for an engine that serves only rollout functions without generation."""
 
     shares_gpus: ClassVar[bool] = False
-    """Whether its memory can leave its GPUs (protocols.SharesGpus). If so ``build`` makes one that can when
+    """Whether the engine can move its memory off its GPUs (protocols.SharesGpus). If so, ``build`` enables this when
     ``run.run.colocated``."""
 
     @classmethod
     def tells_experts(cls, run: RunConfig) -> bool:
-        """Whether its generations can say which experts each token went to (Generation.experts). If so ``build`` makes
-        one that does when ``run.rollout.routing_replay`` is "on", and its constructor takes ``tells_experts``."""
+        """Return whether generations can report the experts of each token (Generation.experts).
+
+        If so, ``build`` passes ``tells_experts`` to the constructor when ``run.rollout.routing_replay`` is "on".
+        """
         return False
 
     @classmethod
     def build(cls, run: RunConfig, *, name: str) -> Engine:
-        """The engine of rollout worker ``name``, not started. ``run.rollout.routing_replay`` is "on" or "off"."""
+        """Create the engine of rollout worker ``name`` without starting it.
+
+        ``run.rollout.routing_replay`` is "on" or "off".
+        """
         return cast(Any, cls)(  # type: ignore[no-any-return]
             Path(run.model.path),
             device=resolve_device(run.engine.device, section="engine"),
@@ -63,5 +68,5 @@ class EngineAdapter(Adapter):
 
     @property
     def intake(self) -> Intake | None:
-        """See Engine: it loads folders only."""
+        """None: the engine only loads folders. See Engine."""
         return None

@@ -1,11 +1,11 @@
-"""Where an answer ends besides its end token: stop strings and stop token ids.
+"""Ends answers at stop strings and stop token ids, in addition to the end token.
 
-An answer ends with the first token with which its text contains a stop string. That token is in the answer whole, with
-its logprob, and so are those before it: what the engine sampled is what is trained. Which token that is follows from
-the answer's tokens alone, so an answer ends at the same token in every engine, and when it goes on after a prefix.
+An answer ends with the first token that completes a stop string in its text. The answer keeps that whole token with its
+logprob, and all tokens before it, so training sees exactly what the engine sampled. The position depends only on the
+answer's tokens. So an answer ends at the same token in every engine, and also when it continues a prefix.
 
-Every token is decoded about once, behind the few before it: a letter may be several tokens, and what a token gives may
-depend on the one before.
+Each token is decoded about once, together with a few preceding tokens: a character may consist of several tokens, and
+the text of a token may depend on the token before it.
 
 Tests: tests/unit/engines/test_stopping.py, tests/contracts/test_engine_stops.py.
 """
@@ -27,25 +27,26 @@ Decode = Callable[[Sequence[int]], str]
 
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_LETTER: Final = 8
-"""Tokens that may belong to one letter. What is not whole behind more of them never will be."""
+"""Most tokens that one character may consist of. A character that is incomplete after more tokens stays incomplete."""
 _KEPT_CONTEXT: Final = 24
 _LEAST_CONTEXT: Final = 4
 _MOST_CONTEXT: Final = 64
-"""Tokens that the next ones are decoded behind: as many as are kept anyway; of longer texts the least, or more where
-those begin within a letter."""
+"""Tokens of context that further tokens are decoded with. Up to _KEPT_CONTEXT tokens are all kept. Of a longer text the
+last _LEAST_CONTEXT are kept, or up to _MOST_CONTEXT if these begin within a character."""
 _BLOCKS: Final = (256, 16, 1)
-"""Tokens that are decoded together; where a stop string ends among them, in smaller blocks."""
+"""Tokens decoded together. If a stop string ends within a block, the block is read again in smaller blocks."""
 AT_ONCE: Final = 256
-"""Tokens of an answer whose text the event loop looks at itself."""
+"""Answers of up to this many tokens are decoded on the event loop; longer answers in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """How far a text was read.
+    """How far a text has been read.
 
-    context  the last tokens whose text is whole, and what they decode to by themselves
-    pending  tokens behind them that end within a letter
-    tail     the end of the whole text, in which a stop string may have begun
+    context     last tokens whose text is complete
+    of_context  text of ``context``, decoded by itself
+    pending     tokens after ``context`` that end within a character
+    tail        end of the text so far, in which a stop string may have begun
     """
 
     context: tuple[int, ...] = ()
@@ -55,7 +56,7 @@ class _Read:
 
 
 class StopStrings:
-    """The stop strings of one request. ``decode``: the text of tokens, special tokens included."""
+    """The stop strings of one request. ``decode`` returns the text of tokens, special tokens included."""
 
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
         self._strings, self._decode = tuple(strings), decode
@@ -63,16 +64,16 @@ class StopStrings:
         self._most_before = max(len(text.encode()) for text in strings) + _MOST_CONTEXT
 
     def length(self, tokens: Sequence[int]) -> int | None:
-        """Tokens up to the one that completes a stop string, that one included; None: there is none."""
+        """Return the number of tokens up to and including the one that completes a stop string, or None."""
         return self._length(tokens, _Read(), _BLOCKS)
 
     def watch(self, before: Sequence[int] = ()) -> StopWatch:
-        """Of an answer that goes on behind the tokens ``before``, which complete none."""
+        """Return a watch for an answer that continues the tokens ``before``, which complete no stop string."""
         last = before[-self._most_before :]
         return StopWatch(self, self.read(_Read(), last)[0] if last else _Read())
 
     def read(self, done: _Read, tokens: Sequence[int]) -> tuple[_Read, bool]:
-        """Read on, and whether a stop string is in the text of ``tokens``, or ends there."""
+        """Read ``tokens``. Returns the new state, and whether a stop string ends in their text."""
         pending = (*done.pending, *tokens)
         read = (*done.context, *pending)
         of_read = self._decode(read)
@@ -87,7 +88,7 @@ class StopStrings:
         return _Read(context, of_context, (), tail), is_ended
 
     def _context(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """The last of ``tokens``, from the beginning of a letter on, and their text."""
+        """Return the last of ``tokens``, starting at the beginning of a character, and their text."""
         size = _LEAST_CONTEXT
         while True:
             text = self._decode(tokens[-size:])
@@ -101,7 +102,7 @@ class StopStrings:
             after, is_ended = self.read(done, tokens[start : start + size])
             if is_ended and not smaller:
                 return start + 1
-            if is_ended:  # in this block, or in what was pending before it
+            if is_ended:  # in this block, or in the tokens that were pending before it
                 first = start - len(done.pending)
                 before = replace(done, pending=())
                 found = self._length(tokens[first : start + size], before, tuple(smaller))
@@ -112,22 +113,22 @@ class StopStrings:
 
 
 class StopWatch:
-    """Reads an answer while it grows."""
+    """Follows an answer while it grows."""
 
     def __init__(self, strings: StopStrings, done: _Read) -> None:
         self._strings, self._done = strings, done
 
     def is_ended_by(self, token: int) -> bool:
-        """Whether the answer's next token completes a stop string. To be asked of every token, in order."""
+        """Return whether the next token completes a stop string. Must be called for every token, in order."""
         self._done, is_ended = self._strings.read(self._done, (token,))
         return is_ended
 
 
 def ended(generation: Generation, sampling: SamplingParams, stop: StopStrings | None) -> Generation:
-    """The answer up to where it ends by ``sampling``, when the engine saw that late or not at all.
+    """Return the answer cut where ``sampling`` ends it, for engines that detect the end late or not at all.
 
-    A server does not see a stop string that began in tokens it was given as a prompt, and says "length" of an answer
-    that stops at its last token.
+    A server misses a stop string that began in tokens it received as part of the prompt. It reports "length" for an
+    answer whose last allowed token is a stop token.
     """
     length = None if stop is None else stop.length(generation.tokens.tolist())
     if length is None and int(generation.tokens[-1]) in sampling.stop_token_ids:
@@ -138,7 +139,7 @@ def ended(generation: Generation, sampling: SamplingParams, stop: StopStrings | 
 
 
 class StopReader:
-    """Makes the stop strings of requests, with the tokenizer in the model's folder, which the first of them reads."""
+    """Creates the stop strings of requests. The first request loads the tokenizer from the model's folder."""
 
     def __init__(self, model_path: Path, reader: Executor) -> None:
         self._model_path, self._reader = model_path, reader
@@ -146,7 +147,7 @@ class StopReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-stops")
 
     async def strings(self, sampling: SamplingParams) -> StopStrings | None:
-        """None without stop strings. Raises ConfigError."""
+        """Return the request's stop strings, or None if it has none. Raises ConfigError."""
         if not sampling.stop:
             return None
         if self._decode is None:
@@ -154,7 +155,7 @@ class StopReader:
         return StopStrings(sampling.stop, self._decode)
 
     async def ended(self, generation: Generation, sampling: SamplingParams, stop: StopStrings | None) -> Generation:
-        """As ``ended``; a long answer is read in a thread."""
+        """Like the function ``ended``; long answers are decoded in a thread."""
         if stop is None or len(generation.tokens) <= AT_ONCE:
             return ended(generation, sampling, stop)
         loop = asyncio.get_running_loop()

@@ -14,11 +14,11 @@ from asyncrl.tensors.model_tensors import Shapes, check_layout, read_shapes
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse to sample for training from a truncated or penalised distribution. Raises ConfigError.
+    """Refuse truncated or penalised distributions when sampling for training. Raises ConfigError.
 
     The trainer recomputes log_softmax(logits / temperature) over the whole vocabulary. The tokens that top_p or top_k
-    excluded are not recorded, nor is what a penalty took from each logit: the ratio of trainer to behavior would be
-    wrong. An evaluation trains nothing.
+    excluded are not recorded, nor what a penalty subtracted from each logit, so the ratio of trainer to behavior would
+    be wrong. Evaluations may use these parameters, because they train nothing.
     """
     if sampling.is_trained and sampling.changes:
         raise ConfigError(
@@ -52,9 +52,9 @@ def check_stop_tokens(sampling: SamplingParams, *, vocabulary_size: int) -> None
 
 
 def check_weights(weights: WeightVersion, *, expected: Shapes, optional: frozenset[str] = frozenset()) -> Path:
-    """The folder of a weight version, checked to hold exactly the ``expected`` tensors and shapes.
+    """Check that a weight version holds exactly the ``expected`` tensors and shapes. Returns its folder.
 
-    ``optional`` names may be absent (tied to another tensor). Reads only the header; the weight channel verifies the
+    ``optional`` tensors may be absent (tied to another tensor). Reads only the header; the weight channel verifies the
     checksum. Raises WeightsError.
     """
     folder = Path(weights.uri)

@@ -1,4 +1,4 @@
-"""Records which weights sampled which tokens of one answer, as version spans."""
+"""Records as version spans which weights sampled which tokens of an answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SpanRecorder:
             self.marks.append((start, version))
 
     def spans(self, num_tokens: int, *, begin: int = 0) -> tuple[VersionSpan, ...]:
-        """Spans of tokens ``begin`` to ``num_tokens``, with positions relative to ``begin``."""
+        """Return the spans of tokens ``begin`` to ``num_tokens``, with positions relative to ``begin``."""
         marks = {max(0, start - begin): version for start, version in self.marks}  # the last one at 0 wins
         return tuple(
             VersionSpan(start=start, incarnation=version[0], policy_version=version[1])
@@ -33,12 +33,12 @@ class SpanRecorder:
 
 
 def format_version(version: Version) -> str:
-    """The version as a string for engine servers: "0:12" is incarnation 0, policy version 12."""
+    """Return the version as a string for engine servers: "0:12" is incarnation 0, policy version 12."""
     return f"{version[0]}:{version[1]}"
 
 
 def parse_version(text: str, *, default: Version) -> Version:
-    """The inverse; ``default`` if the text is not a version of ours, such as the "default" of a fresh server."""
+    """Parse such a string. Returns ``default`` for other strings, such as the "default" of a fresh server."""
     epoch, colon, version = text.partition(":")
     if colon and epoch.isdecimal() and version.isdecimal():
         return int(epoch), int(version)

@@ -1,1 +1,1 @@
-"""Adapters of the Launcher port: what starts the processes of a run."""
+"""Adapters of the Launcher port, which start the processes of a run."""

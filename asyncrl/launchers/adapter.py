@@ -1,6 +1,4 @@
-"""How a launcher describes itself. Derive from LauncherAdapter to write one; what it must do is in
-protocols/launcher.py.
-"""
+"""Base class of launchers. Derive from LauncherAdapter to write one; protocols/launcher.py specifies its behaviour."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ class LauncherAdapter(Adapter):
     section: ClassVar[str] = "launcher"
 
     places: ClassVar[bool] = False
-    """Whether it finds machines and GPUs itself; if not, asyncrl deals the GPUs of this machine (placement.py)."""
+    """Whether the launcher finds machines and GPUs. If not, asyncrl assigns the GPUs of this machine (placement.py)."""
 
     @classmethod
     def build(cls, run: RunConfig) -> Launcher:
-        """The launcher, not connected."""
+        """Build the launcher without connecting it."""
         return cast(Any, cls)(  # type: ignore[no-any-return]
             run_name=run.run.name, log_directory=run.run_directory / "logs", options=cls.options(run)
         )

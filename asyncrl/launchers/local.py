@@ -1,7 +1,7 @@
-"""Launches processes on this machine as our children. CUDA_VISIBLE_DEVICES gives each the GPUs dealt to it.
+"""Launches processes on this machine as our children. CUDA_VISIBLE_DEVICES gives each child its assigned GPUs.
 
-A child ends when we end, however that happens (os_process.py). It has its own session, so that Ctrl-C reaches only us
-and we can drain in the right order.
+A child ends when we end, however that happens (os_process.py). It has its own session, so Ctrl-C reaches only us and we
+can drain in the right order.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LocalLauncher(LauncherAdapter):
         return LOOPBACK
 
     def check_room(self, specs: Sequence[ProcessSpec]) -> None:
-        """Nothing to check: the GPUs were dealt before (placement.py)."""
+        """Nothing to check: the GPUs are already assigned (placement.py)."""
 
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         try:
@@ -84,7 +84,7 @@ class LocalLauncher(LauncherAdapter):
         return self._running[-1]
 
     async def release(self, name: str) -> None:
-        """Nothing was reserved: whoever deals the GPUs takes them back."""
+        """Do nothing: this launcher reserves nothing, and its caller takes the GPUs back."""
 
     async def close(self) -> None:
         for process in self._running:
@@ -94,6 +94,6 @@ class LocalLauncher(LauncherAdapter):
 
 
 def _visible(spec: ProcessSpec) -> dict[str, str]:
-    """Its GPUs and no others, at every restart; a process without GPUs sees what we see."""
+    """Restrict a process to its GPUs, at every restart. A process without GPUs sees what we see."""
     variable = "CUDA_VISIBLE_DEVICES"
     return {variable: placement.visible_devices(spec.gpus, inherited=os.environ.get(variable))} if spec.gpus else {}

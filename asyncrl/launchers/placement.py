@@ -1,8 +1,8 @@
-"""Which GPUs of one machine each process of a run gets. Pure: numbers in, numbers out.
+"""Assigns the GPUs of one machine to the processes of a run. Pure: numbers in, numbers out.
 
-GPUs are numbered from 0, as this machine's processes see them. The learner's ranks take the first ones, workers the
-next. When these run out, workers share: they start again at the first worker GPU, or at GPU 0 if the learner has taken
-all. `learner.gpus` and `rollout.gpus` override this. Processes on the CPU get none.
+GPUs are numbered from 0, as this machine's processes see them. The learner's ranks take the first GPUs, workers the
+next. When no GPU is left, workers share: assignment starts again at the first worker GPU, or at GPU 0 if the learner
+has all. `learner.gpus` and `rollout.gpus` override this. Processes on the CPU get no GPUs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from asyncrl.errors import ConfigError, NoRoom
 Gpus = tuple[int, ...]
 
 SMALLEST_PROCESS_BYTES: Final = 16 * 2**20
-"""Memory of a Python process that has connected to the bus, and no more; an engine or a backend takes far more."""
+"""Memory of a Python process that has only connected to the bus. An engine or a backend takes far more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """learner: the GPU of each rank.  workers, evaluation_workers: the GPUs of each of them."""
+    """learner: the GPU of each rank.  workers, evaluation_workers: the GPUs of each worker."""
 
     learner: Gpus
     workers: tuple[Gpus, ...]
@@ -29,7 +29,7 @@ class Placement:
 
     @property
     def processes(self) -> dict[str, Gpus]:
-        """By the names that `asyncrl run` gives them: learner, w0, w1, …, e0, e1, …"""
+        """GPUs by the process names that `asyncrl run` uses: learner, w0, w1, …, e0, e1, …"""
         workers = {f"w{number}": gpus for number, gpus in enumerate(self.workers)}
         evaluating = {f"e{number}": gpus for number, gpus in enumerate(self.evaluation_workers)}
         return {"learner": self.learner} | workers | evaluating
@@ -50,11 +50,11 @@ def place(
     evaluation_workers: int = 0,
     evaluation_gpus: Sequence[int] = (),
 ) -> Placement:
-    """Deal the GPUs. ``ranks`` or ``gpus_per_worker`` 0: the learner or the workers compute on the CPU.
+    """Assign the GPUs. ``ranks`` or ``gpus_per_worker`` 0: the learner or the workers compute on the CPU.
 
-    Workers that evaluate come after the others, with as many GPUs each.
+    Evaluation workers come after the others, with the same number of GPUs each.
 
-    Raises ConfigError for a GPU that does not exist and for ranks that would share one.
+    Raises ConfigError for a GPU that does not exist, and if ranks would share one.
     """
     _check_exist(learner_gpus, num_gpus, "learner.gpus")
     _check_exist(rollout_gpus, num_gpus, "rollout.gpus")
@@ -75,7 +75,7 @@ def place(
 
 
 def check_memory(*, ranks: int, workers: int, evaluation_workers: int, machine_bytes: int) -> None:
-    """Raise ConfigError for more processes than a machine of ``machine_bytes`` could hold even without a model."""
+    """Raise ConfigError if a machine of ``machine_bytes`` could not hold the processes even without a model."""
     asked = {"learner.ranks": ranks, "rollout.workers": workers, "evaluation.workers": evaluation_workers}
     most = machine_bytes // SMALLEST_PROCESS_BYTES
     if sum(asked.values()) > most:
@@ -102,10 +102,10 @@ def _learner(num_gpus: int, ranks: int, given: Sequence[int]) -> Gpus:
 
 
 def _pool(num_gpus: int, learner: Gpus, needed: int, given: Sequence[int], *, where: str = "rollout.gpus") -> Gpus:
-    """The GPUs that workers share: at least enough for one of them."""
+    """Return the GPUs that workers share: at least enough for one worker."""
     if given:
         if len(set(given)) < len(given):
-            raise ConfigError(f"{where}: names a GPU twice: {list(given)}; workers share by themselves")
+            raise ConfigError(f"{where}: names a GPU twice: {list(given)}; workers share GPUs automatically")
         if len(given) < needed:
             raise ConfigError(f"{where}: a worker needs {needed} GPUs, {list(given)} are {len(given)}")
         return tuple(given)
@@ -116,7 +116,7 @@ def _pool(num_gpus: int, learner: Gpus, needed: int, given: Sequence[int], *, wh
 
 
 def _deal(pool: Gpus, start: int, count: int) -> Gpus:
-    """``count`` different GPUs from position ``start``, wrapping around at the end."""
+    """Return ``count`` GPUs from position ``start`` of the pool, wrapping around at its end."""
     return tuple(pool[(start + index) % len(pool)] for index in range(count))
 
 
@@ -128,9 +128,9 @@ def _check_exist(given: Sequence[int], num_gpus: int, where: str) -> None:
 
 
 def free(num_gpus: int, *, taken: Collection[int], needed: int, given: Sequence[int] = ()) -> Gpus:
-    """GPUs for one more process, shared with nobody. ``given``: choose from these only.
+    """Return unshared GPUs for one more process. ``given``: choose only from these.
 
-    Returns () if the machine has no GPU or the process needs none. Raises NoRoom when too few are free.
+    Returns () if the machine has no GPU or the process needs none. Raises NoRoom if too few are free.
     """
     if not num_gpus or not needed:
         return ()
@@ -145,11 +145,11 @@ def free(num_gpus: int, *, taken: Collection[int], needed: int, given: Sequence[
 
 
 def visible_devices(gpus: Gpus, *, inherited: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for a process that gets ``gpus``, named as in its parent's own list."""
+    """Return CUDA_VISIBLE_DEVICES for a process that gets ``gpus``, named as in its parent's own list."""
     names = None if inherited is None else [name.strip() for name in inherited.split(",")]
     return ",".join(str(gpu) if names is None else names[gpu] for gpu in dict.fromkeys(gpus))
 
 
 def numbers(gpus: Gpus) -> str:
-    """For a person: ``0, 1``."""
+    """Format GPUs for a person: ``0, 1``."""
     return ", ".join(str(gpu) for gpu in gpus)

@@ -1,8 +1,8 @@
-"""Runs one process on this machine for a launcher on another one.
+"""Runs one process on this machine for a launcher on another machine.
 
-It starts ``python -m asyncrl ...``, passes on its output, forwards signals, and knows how it ended. None of the run's
-data goes through it. The process ends when the agent's own process ends, however that happens (os_process.py). What
-carries the agent's calls is not its business: launchers/ray.py makes it a Ray actor.
+The agent starts ``python -m asyncrl ...``, passes on its output, forwards signals, and reports how it ended. None of
+the run's data goes through the agent. The process ends when the agent's own process ends, however that happens
+(os_process.py). The agent does not know what transports its calls: launchers/ray.py makes it a Ray actor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from asyncrl import os_process
 from asyncrl.version import VERSION
 
 MARK: Final = ".launcher"
-"""A file that the launcher leaves in a shared folder: a machine that reads it there sees the same folder."""
+"""Name of a file that the launcher leaves in a shared folder. A machine that can read it there sees the same folder."""
 MAX_LINES: Final = 10_000
-"""Kept while the launcher does not ask for them; the oldest are dropped first."""
+"""Most lines kept until the launcher asks for them. The oldest are dropped first."""
 _LINES_AT_ONCE: Final = 1_000
 _LAST_WORDS_SECONDS: Final = 1.0
-"""For pipes that a grandchild holds open."""
+"""Timeout for pipes that a grandchild holds open."""
 _LOG_SECONDS: Final = 1.0
 
 Stream = Literal["stdout", "stderr", "log"]
@@ -39,14 +39,14 @@ Stream = Literal["stdout", "stderr", "log"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What to start.
+    """Describes the process to start.
 
-    directory    to start it in, as the launcher was
-    environment  on top of the owner's own; may hold secrets
-    paths        key of the run file -> what must be there
-    shared       key of the run file -> a folder that must be the launcher's own: it holds ``mark``
-    log          its log file, handed on line by line where its folder is not the launcher's own
-    version      of asyncrl
+    directory    working directory, as that of the launcher
+    environment  added to the agent's own environment; may hold secrets
+    paths        key of the run file -> path that must exist
+    shared       key of the run file -> folder that must be the same as the launcher's: it holds ``mark``
+    log          log file of the process; passed on line by line unless its folder is the launcher's own
+    version      version of asyncrl
     """
 
     arguments: tuple[str, ...]
@@ -70,7 +70,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputChunk:
-    """lines: those after the last one asked for, up to number ``last``;  code: exit code, with the last chunk"""
+    """lines: new lines, up to number ``last``;  code: exit code of the process, with the last chunk"""
 
     lines: tuple[tuple[Stream, str], ...]
     last: int
@@ -78,7 +78,7 @@ class OutputChunk:
 
 
 class ProcessAgent:
-    """For one process, started once. Its methods run in one event loop, in a thread that lives as long as the agent."""
+    """Runs one process, started once. Its methods run in one event loop, whose thread lives as long as the agent."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[Stream, str]] = deque()
@@ -88,10 +88,10 @@ class ProcessAgent:
         self._news = asyncio.Event()
 
     async def start(self, request: LaunchRequest) -> Started:
-        """Raises OSError when the process cannot be started."""
+        """Start the process. Raises OSError if that fails."""
         if problem := missing_requirements(request):
             return Started(problem=problem)
-        log_bytes = _size(request.log)  # of earlier lives
+        log_bytes = _size(request.log)  # written by earlier lives
         self._process = process = self._popen(request)
         loop = asyncio.get_running_loop()
         assert process.stdout is not None
@@ -110,7 +110,7 @@ class ProcessAgent:
         return Started(pid=process.pid, host=socket.gethostname())
 
     async def news(self, after: int) -> OutputChunk:
-        """Wait for lines after number ``after``, or for the end. Call it again with the ``last`` that it returned."""
+        """Wait for lines after number ``after``, or for the end. Call again with the returned ``last``."""
         while self._lines and self._last - len(self._lines) < after:
             self._lines.popleft()
         while not self._lines and self._code is None:
@@ -127,7 +127,7 @@ class ProcessAgent:
             self._process.send_signal(number)
 
     def _popen(self, request: LaunchRequest) -> subprocess.Popen[bytes]:
-        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a child inherits what its starter blocks
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a child inherits blocked signals
         try:
             return subprocess.Popen(
                 [sys.executable, "-m", "asyncrl", *request.arguments],
@@ -142,7 +142,7 @@ class ProcessAgent:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    # -- threads, which tell the event loop ----------------------------------------------------------------------------
+    # -- threads, which call into the event loop -----------------------------------------------------------------------
 
     def _read(self, loop: asyncio.AbstractEventLoop, stream: Stream, pipe: IO[bytes]) -> None:
         with pipe:
@@ -152,7 +152,7 @@ class ProcessAgent:
     def _follow(
         self, loop: asyncio.AbstractEventLoop, process: subprocess.Popen[bytes], path: str, position: int
     ) -> None:
-        """The log file's lines behind a position, until the process has ended and everything is read."""
+        """Pass on the log file's lines after a position, until the process has ended and everything is read."""
         is_last = False
         while not is_last:
             is_last = process.poll() is not None

@@ -1,12 +1,11 @@
-"""Launches processes on a Ray cluster: each is run by an actor in its own placement group.
+"""Launches processes on a Ray cluster, each run by an actor in its own placement group.
 
     kind = "ray"          [launcher.options] is ``Options`` of ray_options.py; docs/guides/ray.md
 
-Ray finds a machine and reserves its GPUs. It carries no data of the run and restarts nothing: when an actor or a
+Ray finds a machine and reserves its GPUs. Ray carries no data of the run and restarts nothing: when an actor or a
 machine dies, its process has ended, and run/processes/process_manager.py decides what follows. A process keeps its
-place over restarts; if its machine is gone it gets another one, wherever there is room. Placement groups and actors
-belong to our Ray job: Ray frees them when we are killed, and processes end with their actors
-(launchers/process_agent.py).
+place over restarts. If its machine is gone, it gets another machine with room. Placement groups and actors belong to
+our Ray job: Ray frees them when we are killed, and processes end with their actors (launchers/process_agent.py).
 
 The only file that imports ray. Tests: tests/integration/ray/test_ray.py, on a cluster of two nodes.
 """
@@ -39,9 +38,9 @@ from asyncrl.protocols.launcher import ProcessSpec
 
 _NEEDS_RAY: Final = 'launcher.kind: "ray" needs ray; pip install asyncrl[ray]'
 NODE_ID: Final = "ray.io/node-id"
-"""The label that Ray gives every node."""
+"""Label that Ray gives every node."""
 _AT_ONCE_SECONDS: Final = 2.0
-"""Where there is room, a placement group is placed in milliseconds."""
+"""How long to wait for a placement group. If there is room, Ray places it in milliseconds."""
 _LOOK_SECONDS: Final = 5.0
 _LEARNERS: Final = (LEARNER, LEARNER_RANK)
 _LAST_SECONDS: Final = 10.0
@@ -49,7 +48,7 @@ _LAST_SECONDS: Final = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class _Place:
-    """The reservation of one process.  machine: "" until Ray has found one"""
+    """Reservation of one process.  machine: "" until Ray has found one"""
 
     need: Need
     choice: Choice
@@ -81,7 +80,7 @@ class RayLauncher(LauncherAdapter):
         self._running: dict[str, RayProcess] = {}
         self._turn = asyncio.Lock()
         self._unplaced: set[str] = set()
-        """Processes of the learner that have no machine."""
+        """Processes of the learner without a machine."""
         self._placed = asyncio.Condition()
         self._lives = itertools.count(1)
 
@@ -126,7 +125,7 @@ class RayLauncher(LauncherAdapter):
         process: RayProcess | None = None
         try:
             started: Started = await actor.start.remote(self._order(spec, place))
-            place.machine = await self._machine_of(place)  # a machine may die, and Ray find another, at any time
+            place.machine = await self._machine_of(place)  # a machine may die at any time, and Ray find another
             address = self._address(place.machine)
             if started.problem:
                 self._unfit[spec.role] = self._unfit.get(spec.role, frozenset()) | {place.machine}
@@ -160,10 +159,10 @@ class RayLauncher(LauncherAdapter):
         self._ray.shutdown()
         self._ray = None
 
-    # -- what a process of ours may do ---------------------------------------------------------------------------------
+    # -- what our processes may call -----------------------------------------------------------------------------------
 
     def kill(self, actor: Any) -> None:
-        """The actor, and its process with it."""
+        """Kill an actor, and its process with it."""
         if self._ray is not None:
             self._ray.kill(actor, no_restart=True)
 
@@ -181,13 +180,14 @@ class RayLauncher(LauncherAdapter):
     # -- places --------------------------------------------------------------------------------------------------------
 
     async def _find_place(self, spec: ProcessSpec) -> _Place:
-        """The place it had, if that still exists, else a new one. Waits while the cluster is full, and says so."""
+        """Return the process's former place if it still exists, else a new one. Waits while the cluster is full, and
+        says so."""
         await self._wait_for_those_before(spec)
         while (place := self._places.get(spec.name)) is None or not await self._is_there(spec, place):
             if spec.role in _LEARNERS:
                 self._unplaced.add(spec.name)
             await self.release(spec.name)
-            async with self._turn:  # who comes next should see where this one went
+            async with self._turn:  # the next process should see where this one went
                 machines = await asyncio.to_thread(self._machines)
                 place = self._places[spec.name] = self._reserve(spec, machines)
                 await self._look(place, _AT_ONCE_SECONDS)
@@ -199,7 +199,8 @@ class RayLauncher(LauncherAdapter):
         return place
 
     async def _wait_for_those_before(self, spec: ProcessSpec) -> None:
-        """Workers without a learner would only be in its way; a rank of it goes where another one has gone."""
+        """Workers wait until all of the learner is placed: they would be in its way. A rank waits for the learner's
+        first process and for the rank whose machine it shares."""
         if spec.role == LEARNER:
             return
         before = {LEARNER, spec.beside} if spec.role == LEARNER_RANK else None
@@ -207,12 +208,12 @@ class RayLauncher(LauncherAdapter):
             await self._placed.wait_for(lambda: not (self._unplaced if before is None else self._unplaced & before))
 
     def _reserve(self, spec: ProcessSpec, machines: list[Machine]) -> _Place:
-        """Ask Ray for a place. Raises NoRoom if it could never fit beside our other processes."""
+        """Ask Ray for a place. Raises NoRoom if the process could never fit next to our other processes."""
         need, up = self._need(spec, machines), {one.id for one in machines}
         others = [place for place in self._places.values() if place.machine in up]
         self._require_room([*(place.need for place in others), need], machines)
         unfit = self._unfit.get(spec.role, frozenset())
-        if all(one.id in unfit for one in machines if need.fits(one)):  # what they lack may be there by now
+        if all(one.id in unfit for one in machines if need.fits(one)):  # what they lacked may be there by now
             unfit = self._unfit[spec.role] = frozenset()
         beside = self._places.get(spec.beside)
         choice = ray_placement.choose(
@@ -226,7 +227,7 @@ class RayLauncher(LauncherAdapter):
             apart=[self._places[name].machine for name in spec.apart if name in self._places],
         )
         if choice.within and choice.within <= choice.without:
-            raise NoRoom(f"launcher: {self._options.strategy}: the machine of the others is not fit for {spec.name}")
+            raise NoRoom(f"launcher: {self._options.strategy}: the other processes' machine does not suit {spec.name}")
         try:
             group = self._ray.util.placement_group(
                 [dict(need.resources)],
@@ -240,7 +241,7 @@ class RayLauncher(LauncherAdapter):
         return _Place(need=need, choice=choice, group=group)
 
     async def _wait_for_room(self, name: str, place: _Place) -> None:
-        """Wait until Ray has found a machine, or no machine that may be used is up any more."""
+        """Wait until Ray has found a machine, or no allowed machine is up any more."""
         free = await asyncio.to_thread(self._ray.available_resources)
         self.say(
             f"{name} waits for room: {ray_placement.amounts(place.need.resources)} on one machine; "
@@ -251,18 +252,18 @@ class RayLauncher(LauncherAdapter):
                 return
 
     async def _look(self, place: _Place, seconds: float) -> bool:
-        """Wait this long for a machine; whether there is one now."""
+        """Wait up to ``seconds`` for a machine. Return whether there is one now."""
         if await asyncio.to_thread(place.group.wait, seconds):
             place.machine = await self._machine_of(place)
         return bool(place.machine)
 
     async def _machine_of(self, place: _Place) -> str:
-        """The machine that Ray has found; empty while Ray is looking for one, also again after a loss."""
+        """Return the machine that Ray has found; empty while Ray is looking for one, or looks again after a loss."""
         table = await asyncio.to_thread(self._ray.util.placement_group_table, place.group)
         return str(table["bundles_to_node_id"][0]) if table["state"] == "CREATED" else ""
 
     async def _is_there(self, spec: ProcessSpec, place: _Place) -> bool:
-        """Whether its machine is up, fit, and still the right one beside those of our other processes."""
+        """Whether the place's machine is up, fit, and still compatible with those of our other processes."""
         if not place.machine or await self._machine_of(place) != place.machine:
             return False
         alive = {one.id for one in await asyncio.to_thread(self._machines)}
@@ -286,7 +287,7 @@ class RayLauncher(LauncherAdapter):
         role = self._options.learner if spec.role in _LEARNERS else self._options.rollout_worker
         has_gpus = any(one.capacity.get("GPU", 0) for one in machines)
         gpus = role.gpus if role.gpus >= 0 else spec.num_gpus if has_gpus else 0
-        if spec.role == REWARD_WORKER:  # it has no engine
+        if spec.role == REWARD_WORKER:  # has no engine
             gpus = 0
         resources = {"CPU": role.cpus} | ({"GPU": float(gpus)} if gpus else {})
         return Need(
@@ -312,7 +313,7 @@ class RayLauncher(LauncherAdapter):
     def _address(self, machine: str) -> str:
         return next((one.address for one in self._machines() if one.id == machine), machine)
 
-    # -- what it is told -----------------------------------------------------------------------------------------------
+    # -- what the agent is asked to do ---------------------------------------------------------------------------------
 
     def _order(self, spec: ProcessSpec, place: _Place) -> LaunchRequest:
         for folder in (self._logs, *spec.shared.values()):
@@ -344,13 +345,14 @@ class RayLauncher(LauncherAdapter):
             return
         self._ray.shutdown()
         raise ConfigError(
-            f'run.name: a run "{self._run_name}" is up on this Ray cluster; end it first (one that was just killed is '
-            "gone in a moment), or take another name"
+            f'run.name: a run "{self._run_name}" is up on this Ray cluster; end it first (a run that was just killed '
+            "disappears within moments), or take another name"
         )
 
 
 def _selector(choice: Choice) -> dict[str, str]:
-    """As Ray's labels have it: one condition a label, so what is allowed wins over what is not."""
+    """Return the choice as Ray's label selector, which has one condition per label: so ``within`` wins over
+    ``without``."""
     if choice.within:
         return {NODE_ID: f"in({','.join(sorted(choice.within - choice.without))})"}
     return {NODE_ID: f"!in({','.join(sorted(choice.without))})"} if choice.without else {}

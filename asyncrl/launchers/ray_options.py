@@ -1,4 +1,4 @@
-"""[launcher.options] of the Ray launcher: which cluster, and what each role takes of its machines."""
+"""[launcher.options] of the Ray launcher: the cluster, and what each role takes of its machines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _REACH_SECONDS: Final = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What each process of a role takes of its machine."""
+    """Resources that each process of a role takes of its machine."""
 
     cpus: float = 1.0
-    """CPUs set aside; Ray sets OMP_NUM_THREADS to it as well."""
+    """CPUs to reserve; Ray also sets OMP_NUM_THREADS to this number."""
     gpus: float = -1.0
     """-1: a GPU for each rank of the learner (tensor_parallel for each worker), none if the cluster has none or the
     role's device is "cpu". A fraction shares one."""
@@ -54,11 +54,11 @@ class Options:
 
 
 def require_answer(address: str) -> None:
-    """Ray itself tries for minutes. Raises ConfigError."""
+    """Fail early if no cluster answers: Ray itself tries for minutes. Raises ConfigError."""
     if address.startswith("ray://"):
         raise ConfigError(
-            f"launcher.options: address {address}: `asyncrl run` must be on a node of the cluster, which ray:// is not "
-            "for; start it there and give HOST:PORT of the head"
+            f"launcher.options: address {address}: `asyncrl run` must be on a node of the cluster, so ray:// does not "
+            "work; start it there and give HOST:PORT of the head"
         )
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():

@@ -1,12 +1,12 @@
-"""Where in a cluster of machines a process may go. Pure: machines and needs in, a choice or a refusal out.
+"""Chooses machines of a cluster for processes. Pure: machines and needs in, a choice or a refusal out.
 
-Every process is placed by itself, so that a fleet can grow, shrink and heal one by one; ``strategy`` says how it goes
-with the run's others:
+Each process is placed separately, so that a fleet can grow, shrink and heal one process at a time. ``strategy`` places
+a process relative to the run's other processes:
 
     PACK           with as many of them as there is room for
     SPREAD         with as few of them as there is room for
     STRICT_PACK    all on one machine
-    STRICT_SPREAD  each on a machine of its own
+    STRICT_SPREAD  each on its own machine
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One that is up.  capacity: all it has, used or not"""
+    """A machine that is up.  capacity: all its resources, used or not"""
 
     id: str
     address: str
@@ -31,9 +31,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What one process takes of one machine, and the labels that it must have (``!``, ``in()``, ``!in()`` as Ray).
+    """Resources that one process takes of one machine, and labels that the machine must have.
 
-    beside    the process on whose machine it goes, whatever the strategy;  is_apart: as ProcessSpec.apart
+    labels    values may use ``!``, ``in()`` and ``!in()`` as in Ray
+    beside    process whose machine it must share, whatever the strategy
+    is_apart  as ProcessSpec.apart
     """
 
     name: str
@@ -44,11 +46,11 @@ class Need:
 
     @property
     def party(self) -> str:
-        """Who it goes with: the same for all processes that are beside one another."""
+        """Name of the group of processes that share a machine; the same for all of them."""
         return self.beside or self.name
 
     def fits(self, machine: Machine) -> bool:
-        """Whether it could go there if nobody else was there."""
+        """Whether the process could run there if the machine were empty."""
         return is_within(self.resources, machine.capacity) and all(
             wanted.startswith(("!", "in(")) or machine.labels.get(key) == wanted for key, wanted in self.labels.items()
         )
@@ -56,14 +58,14 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Machines by id.  within: on one of these, if any are named;  without: on none of these;  near: here if it can"""
+    """Machines by id.  within: allowed machines; empty: all;  without: forbidden machines;  near: preferred machine"""
 
     within: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
     near: str = ""
 
     def may_come_true(self, machines: Iterable[Machine]) -> bool:
-        """Whether a machine that it allows is up."""
+        """Whether an allowed machine is up."""
         return any((not self.within or one.id in self.within) and one.id not in self.without for one in machines)
 
 
@@ -78,12 +80,13 @@ def choose(
     beside: str = "",
     apart: Collection[str] = (),
 ) -> Choice:
-    """Where ``need`` may go.
+    """Choose the machines for ``need``.
 
-    ours     the machine of each of the run's other processes that has one
-    planned  everything that the run will have at once, for who comes first
+    ours     machine of each of the run's other placed processes
+    planned  everything that the run will have at once, for the first process to be placed
     unfit    machines that lack something
-    beside   the machine where it has to go, if there is one;  apart: those where it may not
+    beside   machine on which it must run, if any
+    apart    machines on which it must not run
     """
     if beside:
         return Choice(within=frozenset((beside,)), without=unfit)
@@ -103,7 +106,7 @@ def choose(
 
 
 def refusal(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Machine]) -> str:
-    """Why these can never run at once on these machines, in one line; empty when nothing is known against it."""
+    """Why these can never run at once on these machines, in one line; empty if no reason is known."""
     have = total_capacity(machines)
     for need in needs:
         if not any(need.fits(one) for one in machines):
@@ -123,7 +126,7 @@ def refusal(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Mac
 
 
 def _refusal_of_those_apart(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Machine]) -> str:
-    """The same for processes that have to be on machines of their own, each with those that go beside it."""
+    """As ``refusal``, for processes that need separate machines, each with the processes that share its machine."""
     leaders = [need for need in needs if need.is_apart]
     if len(leaders) < 2:
         return ""
@@ -156,6 +159,6 @@ def total_capacity(machines: Iterable[Machine]) -> dict[str, float]:
 
 
 def amounts(resources: Resources, *, like: Resources | None = None) -> str:
-    """For a person: ``1 CPU, 2 GPU``; with ``like``, of its kinds alone."""
+    """Format resources for a person: ``1 CPU, 2 GPU``. With ``like``, only the kinds in it."""
     kinds = resources if like is None else like
     return ", ".join(f"{resources.get(key, 0.0):g} {key}" for key in kinds) or "nothing"

@@ -1,4 +1,4 @@
-"""A process on a Ray cluster, as its actor tells of it (launchers/process_agent.py). ray.py alone imports ray."""
+"""A process on a Ray cluster, as reported by its actor (launchers/process_agent.py). Only ray.py imports ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ANSWER_SECONDS: Final = 5.0
 
 
 class Launches(Protocol):
-    """What a process needs of its launcher.  errors: Ray's exceptions"""
+    """The part of the launcher that a process needs.  errors: Ray's exceptions"""
 
     errors: Any
 
@@ -25,7 +25,7 @@ class Launches(Protocol):
 
 
 class RayProcess:
-    """One start of a process. We print its output, with its name before each line."""
+    """One start of a process. Prints its output with its name before each line."""
 
     def __init__(self, actor: Any, launcher: Launches, *, name: str, started: Started) -> None:
         self._actor, self._launcher, self._name = actor, launcher, name
@@ -43,18 +43,18 @@ class RayProcess:
     def signal(self, number: int) -> None:
         if self._code is None:
             self._actor.signal.remote(number)
-            if number == signal.SIGKILL:  # works from here as well, should its machine not answer
+            if number == signal.SIGKILL:  # also kill the actor from here, in case its machine does not answer
                 asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._launcher.kill, self._actor)
 
     async def _next(self) -> int | None:
         try:
             news: OutputChunk = await self._actor.news.remote(self._seen)
         except self._launcher.errors.ActorUnavailableError:
-            await asyncio.sleep(_AWAY_SECONDS)  # the network, or an end that Ray does not know of yet: ask again
+            await asyncio.sleep(_AWAY_SECONDS)  # network trouble, or an end that Ray has not noticed yet: ask again
             return None
         except self._launcher.errors.RayError as error:
             self._launcher.say(f"{self._name}: its actor is gone: {in_a_line(error)}")
-            self._launcher.kill(self._actor)  # whatever was wrong with it, its process does not go on beside the next
+            self._launcher.kill(self._actor)  # the old process must not run next to the new one
             return -signal.SIGKILL
         self._launcher.print(self._name, news)
         self._seen = news.last

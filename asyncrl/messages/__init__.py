@@ -3,11 +3,11 @@
 rollout          prompts and trajectories
 segments         partial rollouts
 control          weight versions, progress, heartbeats, events, metrics, quarantine
-evaluation       which version is evaluated, and what is answered
-weight_transfer  how weights go from the learner's memory to an engine's
-fleet            how many workers there are, and the settings that a joining worker needs
-topics           what flows where, and who may publish and read it
-codec, upgrade   messages to bytes and back, also those of older schemas
+evaluation       the version being evaluated, and the answers
+weight_transfer  transfer of weights from the learner's memory to an engine's memory
+fleet            number of workers, and the settings that a joining worker needs
+topics           all topics and services, with who may publish and read them
+codec, upgrade   encoding to bytes and decoding, also of older schemas
 """
 
 from asyncrl.messages.control import (

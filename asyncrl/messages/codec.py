@@ -1,12 +1,12 @@
-"""Frozen dataclasses to bytes and back: msgpack, arrays as raw little-endian bytes, nothing executable.
+"""Encodes frozen dataclasses to bytes and back: msgpack, with arrays as raw little-endian bytes. Nothing is executable.
 
-The only file that imports msgpack. Refused with MessageError: another type, another schema, unknown or missing fields,
-values of the wrong type, arrays of objects, bytes left over, and whatever the message's own checks refuse. Recorded
-messages of an older schema are upgraded on reading (upgrade.py).
+The only file that imports msgpack. Raises MessageError for another type or schema, unknown or missing fields, values of
+the wrong type, arrays of objects, extra bytes, and everything that the message's own checks reject. Recorded messages
+of an older schema are upgraded on reading (upgrade.py).
 
-Not shared with config/tables.py, which also makes dataclasses: they would have the walk over fields and tuples in
-common, some fifteen lines, and differ in every rule (arrays, None, old schemas here; choices, near names, secrets
-there). Each rule as a hook would be a call more for every field of every message, on the hot path.
+config/tables.py also builds dataclasses, but shares no code with this file. They would have about fifteen lines in
+common, the walk over fields and tuples. Every rule differs: arrays, None and old schemas here; choices, near names and
+secrets there. A hook for each rule would cost one more call per field of every message, on the hot path.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ M = TypeVar("M")
 _ARRAY = 1  # msgpack extension code
 _DTYPES = {"<i4", "<i8", "<f4", "<f8", "|b1", "|u1", "<u2"}
 _LONGEST_HEAD: Final = 128
-"""Bytes of an array's dtype and shape."""
+"""Limit for the bytes of an array's dtype and shape."""
 
 FEW_BYTES: Final = 2**16
-"""In fewer there cannot be too many values."""
+"""A message with fewer bytes cannot hold too many values."""
 MOST_VALUES: Final = 2**18
 BYTES_A_VALUE: Final = 16
-"""Of others' messages: MOST_VALUES, and one more for so many bytes. An array is one value. A group has some thirty for
-an answer and seven for each version that sampled it: of ten tokens a version it has one value in 18 bytes."""
+"""Limit for untrusted messages: MOST_VALUES, plus one value per BYTES_A_VALUE bytes. An array is one value. A group has
+about thirty values per answer and seven per version that sampled it. With ten tokens per version, that is one value in
+18 bytes."""
 _SHOWN: Final = 100
-"""Characters of another's text, and names of fields, in an error."""
+"""Characters of foreign text or field names to show in an error."""
 _NAMED: Final = 8
 
 
 def encode(message: object) -> bytes:
-    """The message with its type's name and schema in front. Raises MessageError for values that cannot be sent."""
+    """Encode a message, preceded by its type's name and schema. Raises MessageError for values that cannot be sent."""
     head = (type(message).__name__, SCHEMA, _plain(message))
     try:
         return cast(bytes, msgpack.packb(head, default=_pack_array))
@@ -54,15 +55,15 @@ def encode(message: object) -> bytes:
 
 
 def is_encoded(data: bytes | memoryview, message_type: type) -> bool:
-    """Whether these bytes begin as a message of this type does."""
+    """Whether the bytes begin like a message of this type."""
     head = b"\x93" + cast(bytes, msgpack.packb(message_type.__name__))
     return bytes(data[: len(head)]) == head
 
 
 def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool = False) -> M:
-    """The message in ``data``. Raises MessageError for anything that is not exactly one ``message_type``.
+    """Decode the message in ``data``. Raises MessageError for anything that is not exactly one ``message_type``.
 
-    is_bounded  refuse more values than such a message can need: whoever sent it is not trusted
+    is_bounded  reject more values than such a message can need, because the sender is not trusted
     """
     name = message_type.__name__
     if is_bounded and len(data) > FEW_BYTES and has_more_values(data, MOST_VALUES + len(data) // BYTES_A_VALUE):
@@ -70,7 +71,7 @@ def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool 
     try:
         head = msgpack.unpackb(data, ext_hook=_unpack_array, strict_map_key=False)
         kind, schema, fields = head
-    except Exception as error:  # msgpack raises half a dozen types on hostile bytes
+    except Exception as error:  # msgpack raises many types on hostile bytes
         raise MessageError(f"not a {name}: {error}") from error
     if kind != name:
         raise MessageError(f"not a {name} but a {_shown(kind)}")
@@ -84,7 +85,7 @@ def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool 
 
 
 def _shown(value: Any) -> str:
-    """What another sent, for an error. Of a list or a table its type: there is no end to them, or to their depth."""
+    """Format a foreign value for an error. A list or table is shown as its type, as it may be very large or deep."""
     if isinstance(value, str | bytes):
         return repr(value[:_SHOWN])
     return repr(value) if value is None or isinstance(value, int | float) else f"value of type {type(value).__name__}"
@@ -135,7 +136,7 @@ def _required(kind: Any) -> frozenset[str]:
 
 
 def _build(raw: Any, kind: Any, where: str, *, is_old: bool) -> Any:
-    """``raw`` as a value of type ``kind``; ``is_old``: its messages have the fields of schema 1."""
+    """Convert ``raw`` to a value of type ``kind``. ``is_old``: messages in it have the fields of schema 1."""
     if dataclasses.is_dataclass(kind):
         return _build_message(raw, cast(type, kind), where, is_old=is_old)
     origin = typing.get_origin(kind)

@@ -1,4 +1,4 @@
-"""What the learner, workers and observers tell each other besides rollouts: weights, progress, heartbeats, metrics."""
+"""Messages between the learner, workers and observers besides rollouts: weights, progress, heartbeats, metrics."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from asyncrl.messages.validation import counts, require, times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """Where the weights of one policy version are.  Topic ``weights``: learner -> weight followers.
+    """Where to get the weights of one policy version.  Topic ``weights``: learner -> weight followers.
 
-    uri          folder with config.json and model.safetensors, or several files and their index, at the path that
-                 workers see; empty under the key ``sent``, where the learner keeps the weights in memory and sends
-                 them on request (service ``transfers``)
-    sha256       of model.safetensors, or of the index
-    num_bytes    of all weight files
-    num_engines  engines that the learner knows of; an eighth of them may load at once
-    fork         policy version that this incarnation started from
+    uri          folder with config.json and model.safetensors, or with several files and their index, at the path that
+                 workers see; empty under the key ``sent``, where the learner keeps the weights in memory and sends them
+                 on request (service ``transfers``)
+    sha256       hash of model.safetensors, or of the index
+    num_bytes    size of all weight files
+    num_engines  engines that the learner knows; an eighth of them may load at once
+    fork         policy version from which this incarnation started
     schema       message schema of the learner
     """
 
@@ -44,11 +44,11 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far the learner is.  Topic ``progress``: learner -> prompt source, workers, observers.
+    """Progress of the learner.  Topic ``progress``: learner -> prompt source, workers, observers.
 
-    step           optimizer steps done
-    batches_taken  optimizer steps begun
-    bound          how many versions of staleness admission allows now; None: the run file's max_staleness
+    step           training steps done, one per batch
+    batches_taken  training steps begun
+    bound          staleness in versions that admission allows now; None: the run file's max_staleness
     groups_lost    groups that left the window untrained: dropped (too stale), failed or filtered
     finished       no more prompts will come, so workers drain
     """
@@ -75,15 +75,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Something an actor waits for.
+    """Something that an actor waits for.
 
-    what     in words: "trajectories"
+    what     description, such as "trajectories"
     on       what can end the wait: a role ("rollout-worker") or a part of the actor's process (faults.PARTS: "engine");
              empty for the actor itself
     seconds  length so far on the actor's monotonic clock; for a part that shows signs of life, since its last sign
-    usual    median length of such waits for a part in the past, in seconds; 0 before the first one has ended
-    limit    a longer wait for a part is a stall, in seconds; 0 for no limit
-    count    number of such waits; ``seconds`` is the longest
+    usual    median length of past waits of this kind for a part, in seconds; 0 before the first one has ended
+    limit    seconds after which a wait for a part is a stall; 0 for no limit
+    count    number of such waits; ``seconds`` is the longest of them
     """
 
     what: str
@@ -101,14 +101,14 @@ class Wait:
 class Heartbeat:
     """What one actor does and waits for.  Topic ``actors``, one key per actor, which expires when the actor stops.
 
-    beat         counts up, so that a reader who looks twice can tell whether the actor is alive without using clocks
-    life         names one start of the process; a restarted process of the same name has another one
+    beat         counter; two readings show whether the actor is alive, without comparing clocks
+    life         identifies one start of the process; a restarted process of the same name has a new life
     phase        starting, running, draining or quarantined
     waits        longest first
-    problem      the last error that has not been resolved, in one line
-    clock_shift  seconds of the last jump of this machine's wall clock, if in the last minute
+    problem      last unresolved error, in one line
+    clock_shift  size in seconds of the last jump of this machine's wall clock, if within the last minute
     numbers      gauges and counters by metric name, such as ``rollout/running``
-    begun        group id -> oldest policy version in it, of each group that a rollout worker is at work on
+    begun        group id -> oldest policy version in the group, for each group in progress at a rollout worker
     schema       message schema of this process; all processes of a run must have the same
     """
 
@@ -131,11 +131,11 @@ class Heartbeat:
     def __post_init__(self) -> None:
         times(self, "clock_shift")
         counted = all(group.isascii() and group.isdigit() and len(group) <= 16 for group in self.begun)
-        require(counted and all(0 <= version < 2**53 for version in self.begun.values()), "begun names no groups")
+        require(counted and all(0 <= version < 2**53 for version in self.begun.values()), "begun holds invalid groups")
 
     @property
     def waits_for(self) -> str:
-        """The longest wait in words; empty without waits."""
+        """Description of the longest wait; empty without waits."""
         return self.waits[0].what if self.waits else ""
 
     @property
@@ -163,7 +163,7 @@ class Event:
 class StepMetrics:
     """Metrics of the newest step.  Topic ``metrics``: learner -> observers.
 
-    numbers    by metric name (metrics/schema.py), finite values only
+    numbers    finite values by metric name (metrics/schema.py)
     staleness  number of trained tokens that were 0, 1, 2, ... policy versions old
     """
 
@@ -176,7 +176,8 @@ class StepMetrics:
 class Quarantine:
     """The learner no longer trains groups of this worker.  Topic ``quarantine``, key WORKER: learner -> worker.
 
-    life  as in its heartbeat, so that the next worker of this name is not meant; empty if the worker had ended
+    life  life in the worker's heartbeat, so that the next worker of this name is not affected; empty if the worker had
+          ended
     """
 
     worker: str

@@ -1,7 +1,7 @@
-"""What the learner and the workers tell each other when a version is evaluated while training goes on.
+"""Messages between the learner and the workers for evaluating a version while training goes on.
 
-Prompts of an evaluation are PromptGroups with group ids of their own, from FIRST_GROUP_ID on: no training group has
-one of them, whatever topic it is on.
+Prompts of an evaluation are PromptGroups. Their group ids start at FIRST_GROUP_ID, so no training group has the same
+id, on any topic.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from asyncrl.messages.validation import counts, require
 
 FIRST_GROUP_ID: Final = 2**52
 MOST_PROMPTS: Final = 2**20
-"""Of one evaluation, all data sets together."""
+"""Most prompts of one evaluation, over all data sets."""
 LONGEST_LABEL: Final = 2000
-"""Characters: tests of a program may be long."""
+"""Most characters of a label. The tests of a program may be long."""
 
 
 def label_text(label: Any) -> str:
-    """What is right, for a person to read; "" where nothing is known."""
+    """The correct answer as readable text; "" if unknown."""
     return "" if label is None else str(label)[:LONGEST_LABEL]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The newest evaluation: which version answers.  Topic ``evaluation``: learner -> rollout workers, observers.
+    """The newest evaluation and its version.  Topic ``evaluation``: learner -> rollout workers, observers.
 
-    number       of the evaluation in the run, from 0
-    weights      the version; every token of every answer is sampled by it
-    num_prompts  that are asked
-    questions    digest of what is asked and how it is judged (policies/evaluation/questions.py); empty: unknown
-    num_held     place = "shared": rollout workers that may keep the version; 0: workers of its own alone answer
-    after        the log of answers is read from this sequence on
-    is_over      no more answers are needed, and nobody need keep the version
+    number       number of the evaluation in the run, from 0
+    weights      the version; it samples every token of every answer
+    num_prompts  number of prompts
+    questions    digest of the prompts and of how they are judged (policies/evaluation/questions.py); empty: unknown
+    num_held     for place = "shared": number of rollout workers that may keep the version; 0: only dedicated workers
+                 answer
+    after        sequence after which the log of answers is read
+    is_over      no more answers are needed, and no worker needs to keep the version
     """
 
     number: int
@@ -54,27 +55,27 @@ class Evaluation:
         counts(self, "number", "num_prompts", "num_held", "after")
 
     def group_id(self, index: int) -> int:
-        """Of prompt ``index``, 0 <= index < num_prompts."""
+        """Group id of prompt ``index``, 0 <= index < num_prompts."""
         return FIRST_GROUP_ID + self.number * MOST_PROMPTS + index
 
     def index(self, group_id: int) -> int | None:
-        """The prompt that a group id names; None if it is not of this evaluation."""
+        """Return the prompt of a group id; None if the group is not in this evaluation."""
         index = group_id - self.group_id(0)
         return index if 0 <= index < self.num_prompts else None
 
     def has_sampled(self, spans: Iterable[VersionSpan]) -> bool:
-        """Whether this version sampled every token. Tokens of an environment count too."""
+        """Whether this version sampled every token. Tokens of an environment must have this version as well."""
         return all((span.incarnation, span.policy_version) == self.weights.order for span in spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer as an evaluation counts it. Its tokens stay with the worker, except of the few prompts whose answers
-    are recorded (EvaluationAnswers.group): a log of all of them would be gigabytes.
+    """One answer as an evaluation counts it. The worker keeps its tokens, because a log of all answers would take
+    gigabytes. Only the answers to a few recorded prompts are sent in full (EvaluationAnswers.group).
 
-    length         in tokens, of all its parts
-    version_spans  as of a trajectory: what sampled them; of each part, where the answer has several
-    vote           what it comes down to, for a majority: equal ones agree; "" says nothing
+    length         tokens of all parts
+    version_spans  spans of all parts, as in a trajectory
+    vote           the answer's result for majority voting; equal votes agree; "" abstains
     """
 
     reward: float
@@ -93,15 +94,16 @@ class Answer:
 class EvaluationAnswers:
     """The answers to one prompt of an evaluation.  Topic ``evaluation_answers``: workers -> learner.
 
-    number    of the evaluation
-    group_id  of the prompt; None: of all of them, which this worker cannot answer
-    dataset   that the prompt is of
-    answers   one for each sample
+    number    number of the evaluation
+    group_id  group of the prompt; None: this worker cannot answer any prompt of the evaluation
+    dataset   data set of the prompt
+    answers   one per sample
     error     why there are no answers
-    worker    that made them
+    worker    worker that made the answers
     held_seconds  how long the worker has had the evaluated version
-    group         the whole answers to a prompt that is recorded, unless they are too large for the bus
-    place, label  of that prompt: PromptGroup.recorded_place, and ``label_text``
+    group         the full answers to a recorded prompt, unless they are too large for the bus
+    place         PromptGroup.recorded_place of that prompt
+    label         ``label_text`` of that prompt
     """
 
     number: int
@@ -118,14 +120,14 @@ class EvaluationAnswers:
     def __post_init__(self) -> None:
         counts(self, "number", "place")
         of_evaluation = self.group_id is None or FIRST_GROUP_ID <= self.group_id < 2**53
-        require(of_evaluation, f"group {self.group_id} is none of an evaluation")
-        require(bool(self.answers) != bool(self.error), "there are either answers or an error")
-        require(self.group_id is not None or bool(self.error), "answers are of one prompt")
+        require(of_evaluation, f"group {self.group_id} does not belong to an evaluation")
+        require(bool(self.answers) != bool(self.error), "an evaluated prompt has either answers or an error")
+        require(self.group_id is not None or bool(self.error), "answers need a group_id")
         require(0 <= self.held_seconds < math.inf, f"held_seconds must be >= 0 and finite, got {self.held_seconds}")
         require(self.group is None or self._is_of(self.group), "what is recorded is not what is counted")
 
     def _is_of(self, group: TrajectoryGroup) -> bool:
-        """Whether ``answers`` are those of the group, and its tokens are such as can be."""
+        """Whether ``answers`` are those of the group, and its tokens are valid."""
         whole = [
             (sum(len(one.tokens) for one in parts), tuple(span for one in parts for span in one.version_spans))
             for parts in group.rollouts

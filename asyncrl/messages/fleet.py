@@ -1,4 +1,4 @@
-"""What `asyncrl run`, `asyncrl scale` and joining workers tell each other: fleet sizes, names, the run's settings."""
+"""Messages between `asyncrl run`, `asyncrl scale` and joining workers: fleet sizes, names, settings of the run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from asyncrl.errors import MessageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSize:
-    """How many workers `asyncrl run` should keep.  Topic ``fleet``: `asyncrl scale` -> `asyncrl run`.
+    """Number of workers that `asyncrl run` should keep.  Topic ``fleet``: `asyncrl scale` -> `asyncrl run`.
 
-    rollout_workers, reward_workers  None leaves their number as it is
-    request                          identifies the command, so that it recognises the answer to its own request
+    rollout_workers, reward_workers  None leaves the number unchanged
+    request                          identifies the command, so that it recognises the reply to its own request
     """
 
     rollout_workers: int | None = None
@@ -29,14 +29,14 @@ class FleetSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
-    """The fleet as `asyncrl run` has it.  Topic ``fleet_status``: `asyncrl run` -> `asyncrl scale`, observers.
+    """The present fleet of `asyncrl run`.  Topic ``fleet_status``: `asyncrl run` -> `asyncrl scale`, observers.
 
-    request          of the newest FleetSize it has seen
-    rollout_workers  its target: the size requested, or as many as there was room for
-    workers          names of the rollout workers it keeps running; their heartbeats say whether they sample already
-    reward_workers, graders  the same of reward workers
+    request          request of the newest FleetSize seen
+    rollout_workers  target: the requested size, or as many as there is room for
+    workers          names of the rollout workers kept running; their heartbeats show whether they sample yet
+    reward_workers, graders  the same for reward workers
     draining         names of workers that finish their groups and then exit
-    problem          why the target is not the size requested, in one line
+    problem          why the target is not the requested size, in one line
     """
 
     request: str = ""
@@ -52,8 +52,8 @@ class FleetStatus:
 class RunSettings:
     """The part of the run file that workers need.  Topic ``settings``: learner -> workers that join without a run file.
 
-    sections  from config/record.py, without secrets
-    withheld  keys left out because they may hold secrets, such as "reward.options"; a joining worker must give them
+    sections  sections made by config/record.py, without secrets
+    withheld  keys left out because they may hold secrets, such as "reward.options"; a joining worker must set them
     """
 
     sections: dict[str, Any] = field(default_factory=dict)

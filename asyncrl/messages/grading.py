@@ -1,4 +1,4 @@
-"""What rollout workers ask reward workers, and what those answer."""
+"""Requests of rollout workers to reward workers, and the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.messages.validation import array, replace, require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UngradedRollout:
-    """completion: text of its last part;  parts: its trajectories, without experts"""
+    """One rollout to be rewarded.  completion: text of its last part;  parts: its trajectories, without experts"""
 
     completion: str
     parts: tuple[Trajectory, ...]
@@ -32,8 +32,8 @@ class GradingRequest:
     """The rollouts of one prompt, to be rewarded.  Topic ``grading``: rollout workers -> reward workers.
 
     prompt, prompt_tokens, label, metadata, dataset, reward  as in PromptGroup
-    worker     who asks
-    in_pieces  of a request that is larger than a message: where all of it but ``worker`` is (topic ``grading_pieces``)
+    worker     worker that asks
+    in_pieces  for a request larger than a message: where everything but ``worker`` is (topic ``grading_pieces``)
     """
 
     rollouts: tuple[UngradedRollout, ...] = ()
@@ -51,7 +51,7 @@ class GradingRequest:
         require(bool(self.rollouts) != (self.in_pieces is not None), "there is nothing to grade, or it is there twice")
 
     def key(self) -> str:
-        """Of the request and of its answer: a digest of what is graded, whoever asks and however often."""
+        """Key of the request and of its answer: a digest of the content. It is the same for every asker and attempt."""
         return hashlib.sha256(encode(replace(self, worker=""))).hexdigest()
 
 
@@ -59,10 +59,10 @@ class GradingRequest:
 class Grades:
     """The rewards of the rollouts of one request.  Topic ``grades``: reward workers -> the rollout worker that asked.
 
-    rewards  one for each rollout, finite
-    parts    of each reward
-    error    why there are none
-    worker   that graded
+    rewards  one finite reward per rollout
+    parts    parts of each reward
+    error    why there are no rewards
+    worker   worker that graded
     """
 
     rewards: tuple[float, ...] = ()
@@ -74,4 +74,4 @@ class Grades:
         require(bool(self.rewards) != bool(self.error), "grades are either rewards or an error")
         require(len(self.parts) == len(self.rewards), f"parts of {len(self.parts)} of {len(self.rewards)} rewards")
         numbers = (*self.rewards, *(number for parts in self.parts for number in parts.values()))
-        require(all(map(math.isfinite, numbers)), "a reward is no finite number")
+        require(all(map(math.isfinite, numbers)), "a reward is not finite")

@@ -1,4 +1,4 @@
-"""A message that is larger than the server takes: its bytes in pieces, and what stands for it on its own topic."""
+"""Messages larger than the server's limit: their pieces, and the message that replaces them on their own topic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from asyncrl.messages.validation import require
 
 MOST_PIECES: Final = 4096
-"""Of one message; each is asked for by itself."""
+"""Most pieces of one message; each piece takes one request."""
 DIGEST_BYTES: Final = 32
 
 
@@ -17,8 +17,8 @@ DIGEST_BYTES: Final = 32
 class Piece:
     """Some of a message's bytes.
 
-    Topic ``pieces``, key GROUP/DIGEST: rollout worker -> learner. DIGEST is the SHA-256 of ``data`` in hexadecimal
-    digits. Topic ``grading_pieces``, key KEY/NUMBER: rollout worker -> reward worker. KEY is that of the request.
+    Topic ``pieces``, key GROUP/DIGEST: rollout worker -> learner. DIGEST is the SHA-256 of ``data`` in hexadecimal.
+    Topic ``grading_pieces``, key KEY/NUMBER: rollout worker -> reward worker. KEY is the key of the request.
     """
 
     data: bytes
@@ -26,9 +26,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPieces:
-    """In the place of a message: which pieces it is made of.
+    """Replaces a large message and names its pieces.
 
-    num_bytes  of the message;  digests: SHA-256 of each piece, in order, 32 bytes each
+    num_bytes  size of the message
+    digests    SHA-256 of each piece, in order, 32 bytes each
     """
 
     num_bytes: int
@@ -41,7 +42,7 @@ class InPieces:
 
     @property
     def each(self) -> list[str]:
-        """Digest of each piece, in hexadecimal digits."""
+        """Digest of each piece, in hexadecimal."""
         starts = range(0, len(self.digests), DIGEST_BYTES)
         return [self.digests[start : start + DIGEST_BYTES].hex() for start in starts]
 

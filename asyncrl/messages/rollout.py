@@ -1,7 +1,7 @@
 """Prompts and trajectories.
 
-Messages are frozen: nobody writes to a message it received. Each one checks itself on construction, so a message that
-decodes is valid. Arrays are numpy, little-endian on the wire.
+Messages are frozen: no receiver changes a message. Each message checks itself on construction, so a message that
+decodes is valid. Arrays are numpy arrays, little-endian on the wire.
 
 A group with one trajectory, for the prompt "7+5=" and the answer "12<eos>":
 
@@ -29,18 +29,18 @@ from asyncrl.messages.validation import array, counts, replace, require
 FINISH_REASONS: Final = ("stop", "length", "abort")
 
 ANY_INCARNATION: Final = 2**31 - 1
-"""Incarnation of tokens that no policy sampled. They belong to every history."""
+"""Incarnation of tokens that no policy sampled. Such tokens belong to every history."""
 
 _POSITIVE_LOGPROB: Final = 1e-3
-"""Largest logprob above 0 that an engine's rounding (softmax in bfloat16) can explain; a larger one is wrong."""
+"""Largest logprob above 0 that an engine's rounding (softmax in bfloat16) can explain. A larger value is wrong."""
 
 LONGEST_ERROR: Final = 2000
-"""Characters of a failed group's error; the rest is cut off."""
+"""Characters to keep of a failed group's error."""
 
 _MAX_GROUP: Final = 2**16
 
 _ALONE: Final = -1
-"""``Trajectory.rollout`` of one that is a whole rollout: its place in the group is its number."""
+"""``Trajectory.rollout`` of a trajectory that is a whole rollout. Its index in the group is the rollout's number."""
 _NO_PROMPT: Final = np.zeros(0, np.int32)
 
 
@@ -48,14 +48,14 @@ _NO_PROMPT: Final = np.zeros(0, np.int32)
 class SamplingParams:
     """How an engine samples each trajectory of a group.
 
-    temperature     divides the logits, in the behavior logprobs too; 0 takes the likeliest token, if nothing is trained
+    temperature     divides the logits, also in the behavior logprobs; 0 takes the likeliest token and requires
+                    ``is_trained`` False
     ignore_eos      sample max_new_tokens tokens, whatever they are
-    stop            an answer ends with the first token with which its text contains one of these; that token and all
-                    before it are the answer, whole
-    stop_token_ids  an answer also ends with one of these, as with an end token
-    min_new_tokens  none of the answer's first tokens, as many as this, is an end token or of ``stop_token_ids``; the
-                    logprobs are those of the distribution without them. A stop string ends shorter answers too
-    is_trained      False for an evaluation. What is trained has ``changes`` empty: engines refuse it otherwise
+    stop            texts that end an answer; the answer includes the whole token that completes one of them
+    stop_token_ids  tokens that end an answer, like an end token
+    min_new_tokens  number of first tokens that may not be an end token or in ``stop_token_ids``; their logprobs are of
+                    the distribution without those tokens. A stop text may still end a shorter answer
+    is_trained      False for an evaluation; engines reject a trained request unless ``changes`` is empty
     """
 
     max_new_tokens: int
@@ -97,18 +97,18 @@ class SamplingParams:
 
     @property
     def changes(self) -> str:
-        """What makes this another distribution than the model's at ``temperature``; "" if nothing does."""
+        """How the sampling distribution differs from the model's at ``temperature``; "" if it does not."""
         off = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return " ".join(f"{name}={getattr(self, name)}" for name, value in off.items() if getattr(self, name) != value)
 
     def at_most(self, max_new_tokens: int) -> SamplingParams:
-        """With another ``max_new_tokens``, and min_new_tokens no higher than that."""
+        """Return a copy with another ``max_new_tokens``; min_new_tokens is lowered to it if necessary."""
         low = max(0, min(self.min_new_tokens, max_new_tokens))
         changed: SamplingParams = replace(self, max_new_tokens=max_new_tokens, min_new_tokens=low)
         return changed
 
     def after(self, num_tokens: int) -> SamplingParams:
-        """For the rest of an answer that has ``num_tokens`` already, fewer than max_new_tokens."""
+        """Return the parameters for the rest of an answer that has ``num_tokens``, fewer than max_new_tokens."""
         left: SamplingParams = replace(
             self,
             max_new_tokens=self.max_new_tokens - num_tokens,
@@ -122,19 +122,20 @@ class PromptGroup:
     """One prompt to be answered ``group_size`` times.  Topic ``prompts``: prompt source -> rollout workers.
 
     group_id            number of the group in the run, dense from 0; the message's key
-    min_policy_version  the group is not sampled with older weights (admission.version_to_begin)
-    incarnation         of the learner that published it
-    label, metadata     for the reward function; any values that msgpack can carry
-    response_tokens     i32[R], an answer to imitate, <eos> included; empty if the data has none
-    response_mask       bool[R], which of them are trained; empty: all
+    min_policy_version  oldest weights that may sample the group (admission.version_to_begin)
+    incarnation         incarnation of the learner that published the group
+    label, metadata     values for the reward function; anything that msgpack can carry
+    response_tokens     i32[R], an answer to imitate, including <eos>; empty if the data has none
+    response_mask       bool[R], True for the response tokens to train; empty: all
     reward              name of the row's own reward; empty: reward.kind
-    ticket               what an answer's key must name (policies/trust/tickets.py); empty: nothing
-    policy_version      of the learner at publication: the age of a given answer counts from it
+    ticket              ticket that the answer's key must contain (policies/trust/tickets.py); empty: none
+    policy_version      learner's version at publication; the age of a given answer counts from it
     epoch               pass over the data
-    dataset             name of the data set that an evaluation asks of; empty in training
-    messages            what the chat template made the prompt of; empty without one, and for single_turn and given
-    recorded_place      place in its data set of an evaluation's prompt whose answers people may read
-                        (EvaluationAnswers.group); -1: nobody reads them
+    dataset             data set of an evaluation's prompt; empty in training
+    messages            messages from which the chat template made the prompt; empty without a template, and for
+                        single_turn and given
+    recorded_place      for an evaluation's prompt whose answers are recorded for people to read: its index in its data
+                        set (EvaluationAnswers.group); -1: not recorded
     """
 
     group_id: int
@@ -169,14 +170,16 @@ class PromptGroup:
             1 <= self.group_size <= _MAX_GROUP, f"group_size must be >= 1 and <= {_MAX_GROUP}, got {self.group_size}"
         )
         counts(self, "group_id", "epoch", "min_policy_version", "incarnation")
-        require(bool(re.fullmatch("([0-9a-f]{32})?", self.ticket)), f"ticket is no 32 digits, but {self.ticket[:40]!r}")
+        require(
+            bool(re.fullmatch("([0-9a-f]{32})?", self.ticket)), f"ticket must be 32 digits, got {self.ticket[:40]!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class VersionSpan:
-    """Which policy sampled the tokens from ``start`` to the next span.
+    """The policy that sampled the tokens from ``start`` to the next span.
 
-    incarnation  ANY_INCARNATION for tokens that no policy sampled: those do not get older when a learner falls back
+    incarnation  ANY_INCARNATION for tokens that no policy sampled: they do not get older when a learner falls back
     """
 
     start: int
@@ -189,7 +192,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class TurnReward:
-    """What the turn that begins at token ``start`` of a trajectory earned by itself, besides the rollout's reward."""
+    """Reward of the turn that begins at token ``start`` of a trajectory, in addition to the rollout's reward."""
 
     start: int
     reward: float
@@ -201,23 +204,23 @@ class TurnReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sampled answer, or a part of one: everything after its prompt, with what sampled each token.
+    """One sampled answer, or a part of one: everything after its prompt, with the origin of each token.
 
     A rollout is one trajectory, or has several parts: contexts that do not continue each other (after a compaction, of
-    sub-agents, of a rewritten history). All parts of a rollout have its reward.
+    sub-agents, of a rewritten history). All parts of a rollout have the rollout's reward.
 
     tokens             i32[T]
-    response_mask      bool[T]; True for tokens that the policy sampled, False for those an environment wrote
+    response_mask      bool[T]; True for tokens that the policy sampled, False for tokens of an environment
     behavior_logprobs  f32[T]; log-probability under the distribution that was sampled from; 0 where the mask is False
     version_spans      sorted by start, the first at 0
     reward             NaN until rewarded
-    experts            [P + T, layers, experts per token] (messages/routing.py): of the prompt's tokens too; empty where
-                       the engine does not say
-    resumed           how many of the tokens under the mask, the first of them, earlier attempts at the group sampled
-    prompt_tokens      i32[P], what these tokens follow; empty: the group's prompt
-    rollout, part      which of the group's rollouts, from 0, and which of its trajectories, from 0; rollout -1: it is a
-                       rollout by itself, and its place in the group is the number
-    turn_rewards       sorted by start; what single turns earned besides ``reward``
+    experts            [P + T, layers, experts per token] (messages/routing.py), including the prompt's tokens; empty if
+                       the engine does not report them
+    resumed            number of tokens under the mask, from the first, that earlier attempts at the group sampled
+    prompt_tokens      i32[P], the tokens before these; empty: the group's prompt
+    rollout, part      index of the rollout in the group, and of this trajectory in the rollout, from 0; rollout -1: the
+                       trajectory is a whole rollout, and its index in the group is the number
+    turn_rewards       rewards of single turns in addition to ``reward``, sorted by start
     """
 
     tokens: NDArray[np.int32]
@@ -271,15 +274,16 @@ class Trajectory:
 class TrajectoryGroup:
     """All answers to one prompt, with rewards.  Topic ``trajectories``: rollout workers -> learner.
 
-    trajectories  of all rollouts, sorted by (rollout, part); rewards are equal in all parts of a rollout
-    error      why the group failed; it has no trajectories then, is counted, and frees its place in the window
-    seconds    from the start of generation to the reward
-    cancelled  rollouts that the group goes without: they were cut off so that the others could be trained
-               (actors/rollout/stragglers.py), or failed (rollout.min_group)
-    failed_samples  how many of ``cancelled`` failed
-    extra_samples   rollouts that were begun besides those that were asked for (actors/rollout/over_sampling.py)
-    began, reward_seconds  Unix seconds of the worker's clock when generation began, 0 if unknown; the reward's part of
-               ``seconds``
+    trajectories    trajectories of all rollouts, sorted by (rollout, part); all parts of a rollout have the same reward
+    error           why the group failed; a failed group has no trajectories, is counted, and frees its place in the
+                    window
+    seconds         time from the start of generation to the reward
+    cancelled       missing rollouts: cut off so that the others could be trained (actors/rollout/stragglers.py), or
+                    failed (rollout.min_group)
+    failed_samples  number of ``cancelled`` rollouts that failed
+    extra_samples   rollouts that were started in addition to the requested ones (actors/rollout/over_sampling.py)
+    began           start of generation in Unix seconds of the worker's clock; 0 if unknown
+    reward_seconds  the part of ``seconds`` that the reward took
     """
 
     group_id: int
@@ -300,7 +304,7 @@ class TrajectoryGroup:
         counts(self, "group_id", "epoch", "cancelled", "failed_samples", "extra_samples")
         require(
             self.failed_samples <= self.cancelled,
-            f"failed_samples is {self.failed_samples}, of {self.cancelled} rollouts that are not there",
+            f"failed_samples is {self.failed_samples}, of {self.cancelled} rollouts that are missing",
         )
         require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
         if any(one.rollout != _ALONE or one.part for one in self.trajectories):
@@ -311,7 +315,7 @@ class TrajectoryGroup:
         require(places[0][0] != _ALONE, "a trajectory does not say which rollout it is a part of")
         require(
             all(before < after for before, after in zip(places, places[1:], strict=False)),
-            f"trajectories must be sorted by rollout and part, and each be there once, got {places[:20]}",
+            f"trajectories must be sorted by rollout and part, without duplicates, got {places[:20]}",
         )
         for parts in self.rollouts:
             require(
@@ -321,23 +325,23 @@ class TrajectoryGroup:
 
     @property
     def rollouts(self) -> tuple[tuple[Trajectory, ...], ...]:
-        """The trajectories of each rollout, in order: what has one reward."""
+        """The trajectories of each rollout, in order. All trajectories of a rollout have one reward."""
         if all(one.rollout == _ALONE for one in self.trajectories):
             return tuple((one,) for one in self.trajectories)
         return tuple(tuple(parts) for _, parts in itertools.groupby(self.trajectories, lambda one: one.rollout))
 
     @property
     def rewards(self) -> list[float]:
-        """One of each rollout."""
+        """The reward of each rollout."""
         return [parts[0].reward for parts in self.rollouts]
 
     def prompt_of(self, trajectory: Trajectory) -> NDArray[np.int32]:
-        """What the tokens of one of its trajectories follow.  i32[P]"""
+        """The tokens before one of the group's trajectories, i32[P]."""
         return trajectory.prompt_tokens if len(trajectory.prompt_tokens) else self.prompt_tokens
 
 
 def _same_reward(one: Trajectory, other: Trajectory) -> bool:
-    """NaN, which stands for none, is the same as NaN."""
+    """Whether the rewards are equal. NaN stands for no reward and equals NaN."""
     if one.reward_parts.keys() != other.reward_parts.keys():
         return False
     pairs = [(one.reward, other.reward), *((one.reward_parts[n], other.reward_parts[n]) for n in one.reward_parts)]
@@ -345,9 +349,9 @@ def _same_reward(one: Trajectory, other: Trajectory) -> bool:
 
 
 def failed_group(group_id: int, *, worker: str, error: str, prompt: PromptGroup | None = None) -> TrajectoryGroup:
-    """What stands for a group that could not be made, or cannot be trained. ``error`` is cut to LONGEST_ERROR.
+    """Return a group that stands for one that could not be made or trained. ``error`` is cut to LONGEST_ERROR.
 
-    Half of a surrogate pair in it, which is no text and cannot be sent, becomes "?".
+    Half of a surrogate pair in ``error`` is not valid text and cannot be sent, so it becomes "?".
     """
     return TrajectoryGroup(
         group_id=group_id,

@@ -1,9 +1,9 @@
-"""Which experts of a mixture the engine sent each token to, so that the learner sends it to the same (routing replay,
-arXiv:2510.11370).
+"""The experts to which the engine routed each token of a mixture-of-experts model. The learner routes the token to the
+same experts (routing replay, arXiv:2510.11370).
 
 experts  uint8 or uint16 [R, layers, experts per token]: of the last R tokens of a text, in all layers.
-         The largest number of the type, ``unrouted``, stands where nobody chose: there the learner's router does. An
-         engine has not routed the last token that it sampled.
+         The largest number of the type, ``unrouted``, marks a token that was not routed; the learner's router chooses
+         its experts. An engine has not routed the last token that it sampled.
 
 Tests: tests/unit/messages/test_routing.py.
 """
@@ -23,28 +23,29 @@ NO_EXPERTS: Final[NDArray[np.uint8]] = np.zeros((0, 0, 0), np.uint8)
 
 
 def dtype_for(num_experts: int) -> np.dtype[Any]:
-    """The smaller type that holds the numbers of all experts and ``unrouted``."""
+    """Return the smallest type that holds the numbers of all experts and ``unrouted``."""
     return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
 
 
 def unrouted(experts: NDArray[Any]) -> int:
-    """What stands in such an array where nobody chose."""
+    """Value that marks unrouted tokens in such an array."""
     return int(np.iinfo(experts.dtype).max)
 
 
 def unrouted_rows(count: int, *, like: NDArray[Any]) -> NDArray[Any]:
-    """``count`` more tokens that nobody routed."""
+    """Return rows for ``count`` unrouted tokens."""
     return np.full((count, *like.shape[1:]), unrouted(like), like.dtype)
 
 
 def joined(before: NDArray[Any], rest: NDArray[Any], num_tokens: int) -> NDArray[Any]:
-    """Experts of a text and of what continues it.
+    """Join the experts of a text and of its continuation.
 
-    before      of the last tokens of the text
-    rest        of the last tokens of the whole, as the engine that continued says; it may know some of the text's
-    num_tokens  by which the whole is longer than the text
+    before      experts of the last tokens of the text
+    rest        experts of the last tokens of the whole, as reported by the engine that continued; may include some
+                tokens of the text
+    num_tokens  length of the continuation
 
-    A token keeps the experts with which its successor was sampled, so the text's last one has those of ``rest``.
+    A token keeps the experts with which its successor was sampled, so the text's last token takes them from ``rest``.
     """
     if not len(before):
         return rest
@@ -63,12 +64,12 @@ def joined(before: NDArray[Any], rest: NDArray[Any], num_tokens: int) -> NDArray
 
 
 def last(experts: NDArray[Any], count: int) -> NDArray[Any]:
-    """Of the last ``count`` tokens, or of as many as there are."""
+    """Return the experts of the last ``count`` tokens, or of fewer if there are fewer."""
     return experts[max(0, len(experts) - count) :]
 
 
 def check_experts(experts: NDArray[Any], *, num_tokens: int) -> None:
-    """Raises MessageError unless there are none, or experts of ``num_tokens`` tokens or more."""
+    """Raise MessageError unless ``experts`` is empty or has a row for at least ``num_tokens`` tokens."""
     require(
         experts.ndim == 3 and experts.dtype in (np.uint8, np.uint16),
         f"experts must have three dimensions of uint8 or uint16, has {experts.ndim} of {experts.dtype}",

@@ -1,4 +1,4 @@
-"""Partial rollouts: what workers save of unfinished groups, for the worker that takes a prompt over."""
+"""Partial rollouts: tokens of unfinished groups that workers save for the worker that takes the prompt over."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from asyncrl.messages.validation import array, require
 class CallSegment:
     """Consecutive tokens of one call of ``generate``.
 
-    index              of the sample whose rollout function called
+    index              index of the sample whose rollout function made the call
     prompt_digest      hash of the tokens that the call continues
-    call               which of the sample's calls that continue these tokens, from 0
-    start              number of the call's tokens before these
+    call               number of this call among the sample's calls that continue the same tokens, from 0
+    start              number of tokens of the call before these
     tokens             i32[T]
     behavior_logprobs  f32[T]
-    version_spans      as of a trajectory, counted from ``start``
-    finish_reason      empty unless these are the call's last tokens
-    experts            of these tokens and some before them, see messages/routing.py
+    version_spans      as in a trajectory, counted from ``start``
+    finish_reason      empty unless these are the last tokens of the call
+    experts            experts of these tokens and some before them (messages/routing.py)
     """
 
     index: int
@@ -58,7 +58,8 @@ class GroupSegment:
 
     Topic ``segments``, key GROUP/ATTEMPT/SEGMENT: rollout worker -> the worker that takes the prompt over.
 
-    proof  that its writer was lent the group (actors/rollout/group_progress.py); empty where prompts have no ticket
+    proof  shows that the writer received the group's prompt (actors/rollout/group_progress.py); empty if prompts have
+           no tickets
     """
 
     group_id: int

@@ -1,15 +1,15 @@
-"""Who says a message: an ed25519 signature in front of its bytes. Pure; the only file that imports nacl and blake3.
+"""Signs messages: an ed25519 signature precedes the message. Pure; the only file that imports nacl and blake3.
 
     0xC1 0x02   signer (32)   life (8)   sequence (8)   signature (64)   the message
 
-No message begins with 0xC1 (msgpack never uses it), so what was recorded without a signature stays readable. What is
-signed is a BLAKE3 digest (of SHA-256 where the second byte is 0x01, as older versions wrote) over run, topic, key,
-signer, life, sequence and message, so that none of them can be exchanged. A life is one start of a process, a sequence
-rises within it: who has seen a state refuses what its signer said before, of others than the learner what is older by
-some seconds (freshness.py).
+No message begins with 0xC1 (msgpack never uses it), so recorded unsigned messages stay readable. The signature covers a
+BLAKE3 digest of run, topic, key, signer, life, sequence and message, so none of them can be exchanged. Older versions
+signed a SHA-256 digest; their second byte is 0x01. A life is one start of a process. A sequence rises within a life. A
+reader of a state rejects a message of the learner that is older than the last one seen. From other signers it rejects
+messages that are older by some seconds (freshness.py).
 
-The learner's topics (``Topic.is_learners``) and the offers of ``transfers`` are checked by everybody who knows the
-learner's key. Tests: tests/unit/messages/test_signing.py, tests/contracts/test_bus_signatures.py.
+Every process that knows the learner's key checks the learner's topics (``Topic.is_learners``) and the offers of
+``transfers``. Tests: tests/unit/messages/test_signing.py, tests/contracts/test_bus_signatures.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncrl.messages.topics import Service, Topic
 
 _MARK: Final = b"\xc1\x02"
 _DIGESTS: Final[Mapping[bytes, Callable[[bytes], Any]]] = {b"\xc1\x01": hashlib.sha256, _MARK: blake3.blake3}
-"""What is signed, by the mark; the digest is most of a signature's cost, and BLAKE3 takes a quarter of SHA-256's."""
+"""Mark -> digest that is signed. The digest is most of a signature's cost, and BLAKE3 takes a quarter of SHA-256's."""
 _HEAD: Final = struct.Struct(">2s32sQQ64s")
 _CONTEXT: Final = b"asyncrl message 1"
 _SEED_BYTES: Final = 32
@@ -40,11 +40,11 @@ _PUBLIC_KEY: Final = re.compile("[0-9a-f]{64}")
 _LONGEST_NAME: Final = 256
 
 Seen = dict[tuple[str, str], Order]
-"""The newest order of what a reader has taken, by topic and key."""
+"""Topic and key -> order of the newest message that a reader has accepted."""
 
 
 class SigningKey:
-    """The secret half of a key pair.  public: the other half, 64 hexadecimal digits"""
+    """The secret key of a key pair. ``public``: the public key, 64 hexadecimal digits."""
 
     def __init__(self, seed: bytes) -> None:
         public, self._secret = nacl.bindings.crypto_sign_seed_keypair(seed)
@@ -57,13 +57,13 @@ class SigningKey:
 
     @classmethod
     def from_text(cls, text: str) -> SigningKey:
-        """Raises ValueError."""
+        """Parse a secret key. Raises ValueError."""
         if not _PUBLIC_KEY.fullmatch(text):
             raise ValueError("a signing key is 64 hexadecimal digits")
         return cls(bytes.fromhex(text))
 
     def text(self) -> str:
-        """The secret, as ``from_text`` takes it."""
+        """The secret key in the form that ``from_text`` parses."""
         return self._seed.hex()
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ def is_public_key(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The message's bytes, or why they are not taken.  signer: public key of who signed them; "" for nobody"""
+    """The bytes of a message, or the problem that rejects it.  signer: public key of the signer; "" if unsigned"""
 
     data: bytes | memoryview
     problem: str = ""
@@ -87,13 +87,13 @@ class Opened:
 
 
 class Signatures:
-    """What one process signs with, whom it believes, and what it has seen; one for each connection to the bus.
+    """Signs and verifies the messages of one process; one instance for each connection to the bus.
 
-    own      signs what this process says; None leaves it unsigned
-    life     of this process, higher than that of its key's process before
-    learner  public key; empty: not known, and nothing is checked
-    learns   the first learner that is heard is believed from then on
-    bound    from a name to the public key of who has it, or to its first digits; "" for a name that anybody may use
+    own      key that signs our messages; None leaves them unsigned
+    life     life of this process; higher than that of any earlier process with the same key
+    learner  public key of the learner; if empty, it is unknown and nothing is checked
+    learns   whether to trust the first learner heard from then on
+    bound    maps a name to the public key, or its first digits, of the process that owns the name; "" for a free name
     """
 
     def __init__(
@@ -117,19 +117,21 @@ class Signatures:
         self.learner = learner
 
     def for_another_connection(self) -> Signatures:
-        """Of the same process: its life, its sequence and what was heard go on; of the learner nothing is seen yet."""
+        """Return signatures of the same process. Life, sequence and freshness are shared, but not the learner's states
+        seen so far."""
         other = copy.copy(self)
         other._seen = {}
         return other
 
     def seal(self, topic: Topic[Any], key: str, data: bytes) -> bytes:
-        """The message with our signature in front, if we have a key."""
+        """Return the message with our signature in front, if we have a key."""
         return self._sealed(topic.name, key, data)
 
     def open(self, topic: Topic[Any], key: str, data: bytes, *, seen: Seen | None = None) -> Opened:
-        """``seen``: what this reader has taken, and what others of its process had when it began; kept up to date.
+        """Verify a message and strip its signature.
 
-        Without it, what any of them has: another one may be ahead.
+        ``seen``: the newest states that this reader has accepted, starting from those that its process had accepted
+        when it began. Updated here. None: the newest states of all readers of the process; another may be ahead.
         """
         opened, order = self._opened(topic.name, key, data, is_learners=topic.is_learners)
         if opened.problem or order is None or topic.kind != "state":
@@ -143,7 +145,7 @@ class Signatures:
         return opened
 
     def impostor(self, topic: Topic[Any], key: str, data: bytes, *, name: str) -> str:
-        """Why a message is not what it names says now; empty: it is, or anybody may use that name."""
+        """Why a message is not a current one of the process it names; "" if it is, or if anybody may use the name."""
         owner = self._bound(name)
         if not owner or topic.is_learners:
             return ""
@@ -153,9 +155,9 @@ class Signatures:
         return self._problem_of_age(topic, key, signer, order, name=name)
 
     def open_held(self, topic: Topic[Any], key: str, data: bytes, *, is_namesakes: bool = False) -> Opened:
-        """A record of who holds something: where we sign, it counts if its holder has signed it, and lately.
+        """Open a record of a holder. If we have a key, the record counts only if its holder signed it recently.
 
-        is_namesakes  only a process with our key may hold it
+        is_namesakes  only a process with our key may be the holder
         """
         if self._own is None:
             return self._opened(topic.name, key, data, is_learners=False)[0]
@@ -169,18 +171,18 @@ class Signatures:
         return Opened(message, problem or self._problem_of_age(topic, key, signer, order, name=holder), signer)
 
     def _problem_of_age(self, topic: Topic[Any], key: str, signer: str, order: Order, *, name: str) -> str:
-        if topic.kind != "state":  # a log has a place for each key once
+        if topic.kind != "state":  # a log takes each key only once
             return ""
         if self.heard.is_old((topic.name, key, signer), order, seconds_to_live=topic.seconds_to_live):
             return f"is an old message of {name[:100]!r}, said again by somebody"
         return ""
 
     def seen(self) -> Seen:
-        """What has been taken until now, for a reader that begins."""
+        """Return what this process has accepted until now, for a reader that begins."""
         return dict(self._seen)
 
     def supersedes(self, topic: Topic[Any], key: str, data: bytes, ours: bytes) -> bool:
-        """Whether a state may stand where we put ``ours``: the learner said it, and not before."""
+        """Whether a state may stay where we put ``ours``: the learner signed it, not before ``ours``."""
         opened, order = self._opened(topic.name, key, data, is_learners=topic.is_learners)
         if opened.problem or order is None:
             return not opened.problem
@@ -188,13 +190,13 @@ class Signatures:
         return order >= tuple(our_order)
 
     def seal_answer(self, service: Service[Any, Any], question: bytes, data: bytes) -> bytes:
-        """It holds for this very question."""
+        """Sign an answer. The signature is valid only for this question."""
         return self._sealed(f"answer of {service.name}", _digest_text(question), data)
 
     def open_answer(self, service: Service[Any, Any], question: bytes, data: bytes) -> Opened:
         where, key = f"answer of {service.name}", _digest_text(question)
         if service.is_namesakes and self._own is not None and self._verified(where, key, data)[0] != self._own.public:
-            return Opened(b"", "is of somebody with another key")
+            return Opened(b"", "is not signed with our key")
         return self._opened(where, key, data, is_learners=service.is_answer_signed)[0]
 
     def _sealed(self, where: str, key: str, data: bytes) -> bytes:
@@ -206,13 +208,13 @@ class Signatures:
         return _HEAD.pack(_MARK, signer, *order, signature) + data
 
     def _opened(self, where: str, key: str, data: bytes, *, is_learners: bool) -> tuple[Opened, Order | None]:
-        """The order of what the learner said; of what others did, None."""
+        """Verify a message of the learner and return its order. For other senders the order is None."""
         if data[:1] != _MARK[:1]:
             if is_learners and self.learner:
                 return Opened(b"", "is not signed by the run's learner"), None
             return Opened(data), None
         if len(data) < _HEAD.size or bytes(data[:2]) not in _DIGESTS:
-            return Opened(b"", "its signature is cut off, or of another version"), None
+            return Opened(b"", "its signature is truncated or has another version"), None
         message, signer = memoryview(data)[_HEAD.size :], data[2:34].hex()
         if not is_learners or not (self.learner or self._learns):
             return Opened(message, signer=signer), None
@@ -225,7 +227,7 @@ class Signatures:
         return Opened(message, signer=signer), order
 
     def _verified(self, where: str, key: str, data: bytes) -> tuple[str, Order, str]:
-        """Who signed it, its order, and what is wrong with the signature."""
+        """Return the signer, the order, and the problem of the signature."""
         if len(data) < _HEAD.size or bytes(data[:2]) not in _DIGESTS:
             return "", (0, 0), "is not signed"
         mark, public, life, sequence, signature = _HEAD.unpack_from(data)
@@ -249,7 +251,7 @@ class Signatures:
 
 
 UNSIGNED: Final = Signatures()
-"""Of who has no key and knows none: signs nothing, checks nothing."""
+"""For a process without keys: signs nothing, checks nothing."""
 
 
 def _digest_text(question: bytes) -> str:

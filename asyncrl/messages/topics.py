@@ -1,12 +1,12 @@
-"""Every topic and service of a run: what it carries, who publishes or asks, who reads or serves.
+"""Every topic and service of a run: its message type, who publishes or asks, and who reads or serves.
 
-kind    promise
-work    each message goes to one consumer, and to another one until a consumer acks it
-log     every message is kept; readers keep a cursor and nobody acks
-state   the last value of each key; a watcher gets the present value, then newer ones, perhaps not all of them
+kind    guarantee
+work    each message goes to one consumer, and to the next one until a consumer acks it
+log     every message is kept; each reader keeps a cursor and does not ack
+state   the last value of each key; a watcher gets the current value, then newer ones, but may skip some
 
-To add one: a message type, and a row here. Streams (bus/jetstream/layout.py), permissions (bus/nats_server) and the
-reference page follow from the row.
+To add a topic: define a message type, and add a row here. Streams (bus/jetstream/layout.py), permissions
+(bus/nats_server) and the reference page follow from the row.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ Kind = Literal["work", "log", "state"]
 Role = Literal["learner", "rollout-worker", "operator", "observer"]
 
 ROLES: Final[tuple[str, ...]] = ("learner", "rollout-worker", "operator", "observer")
-"""Who connects: the learner's processes and `asyncrl run`; workers; `asyncrl scale`; and whoever only looks."""
+"""Roles of connections: the learner's processes and `asyncrl run`; workers; `asyncrl scale`; read-only observers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topic(Generic[M]):
     """A typed subject of the bus.
 
-    publishers, readers  roles that need it. Besides these the learner may do everything, and operators and observers
-                         read every log and state. A worker that publishes and reads a state may also remove its keys
-                         and use keys with several parts ("a/b/c").
-    seconds_to_live      states and log entries older than this are gone; 0 keeps them
-    speaker              field of the message that names who says it: nobody else may if the name has a key (signing.py)
-    most_messages        of a work topic, that it holds at once; 0: as many groups as the run's window has
-    is_in_pieces         whether a message larger than the server takes is stored in ``pieces`` (bus/pieces.py)
-    is_watched           of a state that workers publish and read: whether they watch single keys of it, no more
+    publishers, readers  roles that need to publish or read. The learner may also do everything else, and operators and
+                         observers may read every log and state. A worker that publishes and reads a state may also
+                         remove its keys and use keys with several parts ("a/b/c").
+    seconds_to_live      age at which states and log entries expire; 0 keeps them
+    speaker              field of the message that names its sender; if the name has a key, only its owner may use it
+                         (signing.py)
+    most_messages        most messages that a work topic holds at once; 0: as many as the run's window has groups
+    is_in_pieces         whether a message larger than the server's limit is stored in ``pieces`` (bus/pieces.py)
+    is_watched           for a state that workers publish and read: whether workers only watch single keys
     """
 
     name: str
@@ -62,18 +63,18 @@ class Topic(Generic[M]):
 
     @property
     def is_learners(self) -> bool:
-        """Whether the learner alone speaks there: it signs what it says, and readers check it (signing.py)."""
+        """Whether only the learner publishes here. It signs its messages, and readers check them (signing.py)."""
         return self.publishers == ("learner",)
 
 
 @dataclass(frozen=True, slots=True)
 class Service(Generic[Q, A]):
-    """A question that gets its answer at once, from a process that serves it. Nothing is stored.
+    """A question that a serving process answers at once. Nothing is stored.
 
-    key       which of several served side by side, such as one for each worker
-    is_keyed  whether there is one for each of many keys
-    is_answer_signed  whether answers are taken from the learner alone (signing.py)
-    is_namesakes      whether answers to a process with a key are taken from processes with the same key alone
+    key       selects one of several servers of the service, such as one per worker
+    is_keyed  whether the service has many keys
+    is_answer_signed  whether only the learner's answers are accepted (signing.py)
+    is_namesakes      whether a process with a key accepts answers only from processes with the same key
     """
 
     name: str
@@ -109,7 +110,7 @@ GRADING = Topic(
     readers=("rollout-worker",),
     speaker="worker",
 )
-"""A reward worker has the rights of a rollout worker."""
+"""Reward workers have the rights of a rollout worker."""
 GRADING_PIECES = Topic(
     *("grading_pieces", "state", Piece),
     publishers=("rollout-worker",),
@@ -124,7 +125,7 @@ GRADES = Topic(
     speaker="worker",
     is_watched=True,
 )
-"""Kept for who takes over a group whose worker died while it was graded."""
+"""Kept for the worker that takes over a group whose worker died during grading."""
 
 EVALUATION = Topic("evaluation", "state", Evaluation, publishers=("learner",), readers=("rollout-worker",))
 EVALUATION_PROMPTS = Topic(
@@ -142,7 +143,7 @@ EVALUATION_ANSWERS = Topic(
 
 WEIGHTS = Topic("weights", "state", WeightVersion, publishers=("learner",), readers=("rollout-worker",))
 SENT = "sent"
-"""Key in ``weights`` of the version that the learner sends from memory; the empty key is the version in a folder."""
+"""Key in ``weights`` of the version that the learner sends from memory. The empty key is the version in a folder."""
 
 PROGRESS = Topic("progress", "state", Progress, publishers=("learner",), readers=("rollout-worker",))
 ACTORS = Topic(
@@ -158,7 +159,7 @@ EVENTS = Topic(
 QUARANTINE = Topic("quarantine", "state", Quarantine, publishers=("learner",), readers=("rollout-worker",))
 METRICS = Topic("metrics", "state", StepMetrics, publishers=("learner",), readers=("observer",))
 EVALUATION_METRICS = "evaluation"
-"""Key in ``metrics`` of the newest evaluation; the empty key is the newest step."""
+"""Key in ``metrics`` of the newest evaluation. The empty key is the newest step."""
 
 FLEET = Topic("fleet", "state", FleetSize, publishers=("operator",), readers=("learner",))
 FLEET_STATUS = Topic("fleet_status", "state", FleetStatus, publishers=("learner",), readers=("operator",))
@@ -186,21 +187,21 @@ ALL_SERVICES: Final[tuple[Service[Any, Any], ...]] = tuple(
 
 
 def worker_named(name: str) -> Service[Claim, Claim]:
-    """Served by the rollout worker of this name."""
+    """Return the service of the rollout worker with this name."""
     return dataclasses.replace(WORKERS, key=name)
 
 
 def answer_key(group_id: int, *, ticket: str) -> str:
-    """Of an answer in ``trajectories``. ``ticket``: of the group's prompt; "" where prompts have none."""
+    """Key of an answer in ``trajectories``. ``ticket``: that of the group's prompt; "" if prompts have no tickets."""
     return f"{group_id}-{ticket}" if ticket else str(group_id)
 
 
 def public_part(key: str) -> str:
-    """Of a key of ``trajectories``, what everybody may know: all but the ticket."""
+    """The part of a key of ``trajectories`` that is not secret: all but the ticket."""
     return key.partition("-")[0]
 
 
 def group_id_of(key: str) -> int | None:
-    """The group that a key of ``prompts`` or ``trajectories`` names; None for a key that no group has."""
+    """Return the group of a key of ``prompts`` or ``trajectories``; None if the key is malformed."""
     found = re.fullmatch("(0|[1-9][0-9]{0,15})(-[0-9a-f]{32})?", key)
     return int(found[1]) if found else None

@@ -1,10 +1,10 @@
-"""What older versions of asyncrl wrote, with the names it has now: messages, metrics, lines of a history, checkpoints.
+"""Translates data that older versions of asyncrl wrote: messages, metrics, lines of a history, checkpoints.
 
-Recorded data of schema 1 is read, so that `asyncrl audit`, `replay`, `top` and ``--resume`` work on old runs. Processes
-that are up must be of one version: heartbeats and weight versions say the schema they were written with
-(run/checks/same_version.py), and what is asked and answered at once is refused (``_LIVE``). Pure.
+Recorded data of schema 1 is read, so that `asyncrl audit`, `replay`, `top` and ``--resume`` work on old runs. Running
+processes must all have the same version. Heartbeats and weight versions carry the schema they were written with
+(run/checks/same_version.py), and requests and answers of another schema are rejected (``_LIVE``). Pure.
 
-To rename a field: raise SCHEMA, and add its old name to the table of the schema before.
+To rename a field, raise SCHEMA and add the old name to the table of the previous schema.
 Tests: tests/unit/messages/test_upgrade.py, on data that the old code wrote (tests/data/v1).
 """
 
@@ -17,7 +17,7 @@ from asyncrl.config.renamed import translated
 from asyncrl.errors import MessageError
 
 SCHEMA: Final = 2
-"""Schema of the messages that this version writes. Raised when a change would make an older reader misread them."""
+"""Schema of the messages that this version writes. Raise it when an older reader would misread a changed message."""
 
 _SINCE_1: Final[Mapping[str, Mapping[str, str]]] = {
     "PromptGroup": {"run_epoch": "incarnation"},
@@ -27,10 +27,10 @@ _SINCE_1: Final[Mapping[str, Mapping[str, str]]] = {
     "Heartbeat": {"run_epoch": "incarnation"},
     "Quarantine": {"run_epoch": "incarnation"},
 }
-"""Message type -> field in schema 1 -> its name now. Types without a row kept their fields."""
+"""Message type -> field in schema 1 -> present name. Types without a row kept their fields."""
 
 _LIVE: Final = {"TransferRequest", "TransferOffer"}
-"""Types of which another schema is refused."""
+"""Types that are rejected in another schema."""
 
 _METRICS: Final[Mapping[str, str]] = {
     "learner/run_epoch": "learner/incarnation",
@@ -39,13 +39,13 @@ _METRICS: Final[Mapping[str, str]] = {
     "bus/refused": "bus/rejected",
     "rollout/salvaged_tokens": "rollout/resumed_tokens",
 }
-"""Metric in schema 1 -> its name now. What is under "rollout/" is also there for each worker: rollout/WORKER/..."""
+"""Metric in schema 1 -> present name. Metrics under "rollout/" also exist for each worker, as rollout/WORKER/..."""
 
 HISTORY: Final[Mapping[str, str]] = {"run_epoch": "incarnation"}
-"""Key of a history's line -> its name now."""
+"""Key of a history line -> present name."""
 FATES: Final[Mapping[str, str]] = {"buried": "failed"}
 CHECKPOINT: Final[Mapping[str, str]] = {"run_epoch": "incarnation", "groups_buried": "groups_failed"}
-"""Key of a checkpoint's learner.json in format 1 -> its name now."""
+"""Key of a checkpoint's learner.json in format 1 -> present name."""
 
 
 def is_read(kind: str, *, schema: object) -> bool:
@@ -54,7 +54,7 @@ def is_read(kind: str, *, schema: object) -> bool:
 
 
 def fields(kind: str, old: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The fields of a schema 1 message of type ``kind`` by their present names. Raises MessageError."""
+    """Return the fields of a schema 1 message of type ``kind`` by their present names. Raises MessageError."""
     made = renamed(old, _SINCE_1.get(kind, {}))
     if change := _VALUES.get(kind):
         change(made)
@@ -62,14 +62,14 @@ def fields(kind: str, old: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def renamed(table: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
-    """``table`` with the keys of ``names`` renamed. Raises MessageError when it has a key under both names."""
+    """Rename the keys of ``table`` that are in ``names``. Raises MessageError if it has a key under both names."""
     if both := [old for old, new in names.items() if old in table and new in table]:
         raise MessageError(f"has {both[0]!r} and {names[both[0]]!r}, which is its present name")
     return {names.get(key, key): value for key, value in table.items()}
 
 
 def metrics(row: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A row of metrics by their present names; one that has them already is unchanged. Raises MessageError."""
+    """Return a row of metrics by their present names. A row with present names is unchanged. Raises MessageError."""
     return renamed(row, {name: new for name in row if (new := _metric(name)) != name})
 
 
@@ -105,4 +105,4 @@ _VALUES: Final[Mapping[str, Callable[[dict[Any, Any]], None]]] = {
     "Heartbeat": _heartbeat,
     "RunSettings": _settings,
 }
-"""What changed inside a field."""
+"""Changes inside the fields of a message type."""

@@ -1,4 +1,4 @@
-"""Checks that messages make of their own fields on construction. They raise MessageError, which names the field."""
+"""Checks of a message's own fields on construction. They raise MessageError, which names the field."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 from asyncrl.errors import MessageError
 
 LARGEST_KEY: Final = 200
-"""Characters on the bus of a name that is a key there, where what is no letter, digit, - or _ takes three a byte. A key
-has 256, and an event's key has more than the name."""
+"""Most characters of a name that is a key on the bus. Each byte that is not a letter, digit, - or _ takes three. A key
+may have 256 characters, and an event's key is longer than the name."""
 
 MOST_SECONDS: Final = 1e11
-"""Three thousand years."""
+"""About three thousand years."""
 
 
 def length_on_bus(name: str) -> int:
-    """Characters of a name as a key on the bus."""
+    """Return the number of characters of a name as a key on the bus."""
     return sum(
         1 if chr(byte).isalnum() and byte < 128 or byte in b"-_" else 3 for byte in name.encode(errors="replace")
     )
 
 
 def name_problem(name: str) -> str:
-    """Why a worker cannot have this name; "" when it can. It is a key on the bus and stands in events and logs."""
+    """Why a worker cannot have this name; "" if it can. The name is a key on the bus and appears in events and logs."""
     if length_on_bus(name) > LARGEST_KEY:
         return (
             f"a worker's name may have {LARGEST_KEY} letters, digits, - and _ (others count three a byte), "
@@ -35,7 +35,7 @@ def name_problem(name: str) -> str:
 
 
 def counts(message: Any, *names: str) -> None:
-    """Check that the fields are in 0 <= n < 2^53, so that sums of them stay exact."""
+    """Check that the fields are in 0 <= n < 2^53, so that their sums stay exact."""
     for name in names:
         value = getattr(message, name)
         if not 0 <= value < 2**53:
@@ -43,7 +43,7 @@ def counts(message: Any, *names: str) -> None:
 
 
 def times(message: Any, *names: str) -> None:
-    """Check that the fields are seconds that can be: no NaN, and what is computed from them stays finite."""
+    """Check that the fields are plausible seconds: not NaN, and small enough that results stay finite."""
     for name in names:
         value = getattr(message, name)
         if not abs(value) <= MOST_SECONDS:
@@ -56,15 +56,15 @@ def require(condition: bool, problem: str) -> None:
 
 
 def array(message: Any, name: str, dtype: Any) -> None:
-    """Check that the field is a one-dimensional array of ``dtype``; a list becomes one, for readable tests."""
+    """Check that the field is a one-dimensional array of ``dtype``. A list is converted, for readable tests."""
     value = getattr(message, name)
     if not isinstance(value, np.ndarray):
         value = np.asarray(value, dtype=dtype)
         object.__setattr__(message, name, value)
-    if value.ndim != 1 or value.dtype != dtype:  # the text is not built for valid arrays
+    if value.ndim != 1 or value.dtype != dtype:  # avoids building the message for valid arrays
         raise MessageError(f"{name} must have one dimension of {np.dtype(dtype)}, has {value.ndim} of {value.dtype}")
 
 
 def replace(message: Any, **changes: Any) -> Any:
-    """A copy of a message with some fields changed, checked again."""
+    """Return a copy of a message with some fields changed. The copy is checked again."""
     return dataclasses.replace(message, **changes)

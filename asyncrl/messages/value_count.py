@@ -1,7 +1,7 @@
-"""How many values a msgpack message holds, before any of them is made.
+"""Counts the values in a msgpack message before any of them is created.
 
-A byte of msgpack can stand for a Python object of 60 bytes, and a garbage collector that walks millions of them takes
-seconds: who reads what others sent counts first. Only headers are looked at; the bytes of an array are skipped.
+One byte of msgpack can become a Python object of 60 bytes, and a garbage collector that walks millions of objects takes
+seconds. So a reader of untrusted messages counts first. Only headers are read; the bytes of an array are skipped.
 
 Format: https://github.com/msgpack/msgpack/blob/master/spec.md. Tests: tests/unit/messages/test_value_count.py.
 """
@@ -11,18 +11,18 @@ from __future__ import annotations
 from typing import Final
 
 _SCALARS: Final = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
-"""First byte -> bytes of the value, the first included."""
+"""First byte -> bytes of the value, including the first."""
 _FIXED_EXTENSIONS: Final = {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}
 _BYTES: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""First byte of a text or of bytes -> bytes of its length."""
+"""First byte of a text or of bytes -> width of its length in bytes."""
 _EXTENSIONS: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _LISTS: Final = {0xDC: 2, 0xDD: 4}
 _TABLES: Final = {0xDE: 2, 0xDF: 4}
 
 
 def has_more_values(data: bytes | memoryview, most: int) -> bool:
-    """Whether there are more than ``most``, those inside of lists and tables counted too. Bytes that are no message, or
-    end too early, have those before."""
+    """Whether the message has more than ``most`` values, including those inside lists and tables. In malformed or
+    truncated bytes, the values before the error count."""
     position, waiting, counted, end = 0, 1, 0, len(data)
     while waiting and position < end:
         waiting -= 1
@@ -36,7 +36,7 @@ def has_more_values(data: bytes | memoryview, most: int) -> bool:
 
 
 def _head(data: bytes | memoryview, position: int) -> tuple[int, int]:
-    """(bytes to the next value, values inside of this one) of the value that begins there."""
+    """(bytes to the next value, number of values inside this one) for the value at ``position``."""
     first = data[position]
     if first < 0x80 or first >= 0xE0:
         return 1, 0
@@ -56,7 +56,7 @@ def _head(data: bytes | memoryview, position: int) -> tuple[int, int]:
         return 1 + width, _number(data, position, width)
     if (width := _TABLES.get(first)) is not None:
         return 1 + width, 2 * _number(data, position, width)
-    return 1, 0  # nil, false and true; 0xc1 is nothing
+    return 1, 0  # nil, false and true; 0xc1 is unused
 
 
 def _number(data: bytes | memoryview, position: int, width: int) -> int:

@@ -1,4 +1,4 @@
-"""How an engine and the learner agree on a transfer of weights from memory to memory (service ``transfers``)."""
+"""Agreement of an engine and the learner on a transfer of weights from memory to memory (service ``transfers``)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncrl.messages.validation import counts, require
 class TransferRequest:
     """An engine asks for the newest weights.  Service ``transfers``: weight follower -> weight sender.
 
-    group       names what the learner and the engine have met for; each start has a new name
+    group       names the connection of learner and engine, such as a process group; each start has a new name
     num_ranks   processes of the engine
-    has_joined  False asks where to meet; True asks for the weights, which follow at once
-    payload     what else the channel's receiver tells its sender: nobody else reads it
-    nonce       another one in each request, so that the signed answer to an earlier one is none to this
+    has_joined  False asks where to meet; True asks for the weights, which are sent immediately
+    payload     message from the channel's receiver to its sender; opaque to everything else
+    nonce       differs in each request, so that a signed answer to an earlier request is not valid for this one
     """
 
     engine: str
@@ -33,7 +33,7 @@ class TransferRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
-    """Name, dtype and shape of each tensor in one bucket, which has them end to end as bytes (in payloads)."""
+    """Name, dtype and shape of each tensor in one bucket, which holds the tensors' bytes end to end (in payloads)."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -52,8 +52,8 @@ class BucketLayout:
 class TransferOffer:
     """The learner's answer: where to meet, or how to take the version that it sends now.
 
-    payload  what the channel's sender tells its receiver: nobody else reads it
-    problem  why there is nothing to send; the other fields are empty then
+    payload  message from the channel's sender to its receiver; opaque to everything else
+    problem  why nothing can be sent; the other fields are then empty
     """
 
     incarnation: int = 0

@@ -1,1 +1,1 @@
-"""The numbers a run reports: one schema, the same names on the console, in metrics.jsonl and in W&B."""
+"""The metrics of a run: one schema, with the same names on the console, in metrics.jsonl and in W&B."""

@@ -1,4 +1,4 @@
-"""Says when a run trains something else than it looks like; each kind of trouble once for each time it begins.
+"""Alarms for runs that do not train what they appear to train. Each alarm warns once each time its condition begins.
 
 Tests: tests/unit/metrics/test_alarms.py.
 """
@@ -19,23 +19,28 @@ log = logging.getLogger("asyncrl.metrics")
 
 
 class Alarm(Protocol):
-    """``name``: in heartbeats, which say whether it ``is_on``;  text: what it said when it went on last"""
+    """name: used in heartbeats, which report whether the alarm ``is_on``;  text: its latest warning"""
 
     name: str
     is_on: bool
     text: str
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """At a step's metrics: more of them. Called for every step, in order."""
+        """Update the alarm with the metrics of a step and return additional metrics.
+
+        Called for every step, in order.
+        """
         ...
 
 
 class MismatchAlarm:
-    """Warns when engine and trainer do not compute the same policy: ``threshold`` in nats per token; 0 never does.
+    """Warns when engine and trainer do not compute the same policy.
 
-    Fresh samples were sampled by the very version that trains them, so their behavior and trainer logprobs differ by
-    numerics alone: 0.005 to 0.02 nats per token when both compute in bfloat16, 1e-4 or less in float32. The default of
-    0.05 is above what rounding explains, and below the 0.1 and more that a real difference makes.
+    ``threshold`` is in nats per token; 0 disables the alarm.
+
+    Fresh samples were sampled by the version that trains them, so their behavior and trainer logprobs differ only by
+    numerics: 0.005 to 0.02 nats per token if both compute in bfloat16, 1e-4 or less in float32. The default of 0.05
+    lies above what rounding explains and below the 0.1 or more of a real difference.
     """
 
     name = "mismatch"
@@ -45,11 +50,11 @@ class MismatchAlarm:
         self.is_on, self.text = False, ""
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """The metric ``mismatch/alarm`` of a step: 1 above the threshold. Nothing when no sample was fresh."""
+        """Return the metric ``mismatch/alarm``: 1 above the threshold. Empty if no sample was fresh."""
         mean = metrics.get("mismatch/fresh_mean")
         if not self._threshold or not isinstance(mean, float | int):
             return {}
-        was_on, self.is_on = self.is_on, not mean <= self._threshold  # NaN is no agreement
+        was_on, self.is_on = self.is_on, not mean <= self._threshold  # NaN counts as a mismatch
         if self.is_on and not was_on:
             self.text = _warned(
                 "trainer and engine disagree: mean |trainer - behavior logprob| of fresh samples is %.3f nats per "
@@ -63,11 +68,12 @@ class MismatchAlarm:
 
 
 class DropAlarm:
-    """Warns when more than ``threshold`` of the answers of the last STEPS steps were too old to train; 0 never does.
+    """Warns when more than ``threshold`` of the answers of STEPS steps were too old to train; 0 disables it.
 
-    A group is mostly too old because its longest answer took long, so what is dropped is longer than what is trained,
-    and training sees fewer long answers than the policy gives. One burst, as when a learner fell back, is no such
-    thing: some were dropped in LEAST steps at least. It is off again below half the threshold.
+    A group is usually too old because its longest answer took long. Dropped answers are therefore longer than trained
+    ones, and training sees fewer long answers than the policy produces. A single burst, such as after a fallback to a
+    checkpoint, does not count: answers must have been dropped in at least LEAST steps. The alarm ends below half the
+    threshold.
     """
 
     name = "drop"
@@ -78,11 +84,11 @@ class DropAlarm:
         self._threshold = threshold
         self.is_on, self.text = False, ""
         self._trained: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
-        """Of each step: answers, and their tokens."""
+        """Per step: number of answers, and their tokens."""
         self._dropped: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """The metric ``staleness/dropped_share`` of a step, in [0, 1], over the last STEPS steps or as many as were."""
+        """Return the metric ``staleness/dropped_share``, in [0, 1], over the last STEPS steps (fewer at the start)."""
         self._trained.append(_answers(metrics, "trained"))
         self._dropped.append(_answers(metrics, "dropped"))
         dropped, trained = (tuple(map(sum, zip(*of, strict=True))) for of in (self._dropped, self._trained))
@@ -108,12 +114,13 @@ class DropAlarm:
 
 
 class HoldAlarm:
-    """Warns when the learner waits for old groups for more than ``threshold`` of the time of the last STEPS steps, and
-    engines have nothing to do meanwhile; 0 never does.
+    """Warns when the learner waits too long for old groups while engines are idle.
 
-    With max_staleness S the answer that is waited for lasts as long as S + 1 steps and their waits. Without waits these
-    are so many more steps, and a bound of that many costs nothing. Where engines stay busy, waiting costs nothing
-    either. It is off again below half the threshold.
+    ``threshold`` is a share of the time of the last STEPS steps; 0 disables the alarm.
+
+    With max_staleness S, the awaited answer takes as long as S + 1 steps and their waits. Without the waits, the same
+    time holds proportionally more steps, and a bound of that many steps would avoid the waits. If the engines stay
+    busy, waiting costs nothing. The alarm ends below half the threshold.
     """
 
     name = "hold"
@@ -125,10 +132,10 @@ class HoldAlarm:
         self._max_staleness = max_staleness
         self.is_on, self.text = False, ""
         self._seconds: deque[tuple[float, float, float]] = deque(maxlen=self.STEPS)
-        """Of each step: held, all, engines idle."""
+        """Per step: seconds held, seconds in total, seconds of idle engines."""
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Adds no metric."""
+        """Return no metrics."""
         held, waited, trained, idle = (
             float(value) if isinstance(value := metrics.get(name), float | int) else 0.0
             for name in ("learner/held_seconds", "learner/wait_seconds", "learner/step_seconds", "rollout/idle_ratio")
@@ -157,10 +164,12 @@ class HoldAlarm:
 
 
 class SplitAlarm:
-    """Warns when, by the last STEPS steps, another split of the GPUs between learner and engines would train more than
-    1 + ``threshold`` times as many tokens a second; 0 never does.
+    """Warns when another split of the GPUs between learner and engines would train much faster.
 
-    It is off again below half the threshold. The first steps do not count: they fill the window.
+    Faster means more than 1 + ``threshold`` times as many tokens per second, judged by the last STEPS steps; 0 disables
+    the alarm.
+
+    The alarm ends below half the threshold. The first steps do not count, because they fill the window.
     """
 
     name = "split"
@@ -168,15 +177,15 @@ class SplitAlarm:
     LEAST_BUSY = 0.02
 
     def __init__(self, threshold: float, *, copies: int, units: Units, warmup: int) -> None:
-        """copies: of the model that train;  warmup: steps that do not count"""
+        """copies: copies of the model that train;  warmup: steps that do not count"""
         self._threshold, self._copies, self._units, self._left = threshold, copies, units, warmup
         self.is_on, self.text = False, ""
         self._workers = 0
         self._seconds: deque[tuple[float, float, float]] = deque(maxlen=self.STEPS)
-        """Of each step with as many workers: all, learner busy, engines busy."""
+        """Per step with the current number of workers: seconds in total, learner busy, engines busy."""
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Adds no metric."""
+        """Return no metrics."""
         waited, trained, idle, workers = (
             float(value) if isinstance(value := metrics.get(name), float | int) else 0.0
             for name in ("learner/wait_seconds", "learner/step_seconds", "rollout/idle_ratio", "rollout/workers")
@@ -193,7 +202,7 @@ class SplitAlarm:
             return {}
         whole, learner, engines = map(sum, zip(*self._seconds, strict=True))
         learner_busy, engines_busy = (max(busy / max(whole, 1e-9), self.LEAST_BUSY) for busy in (learner, engines))
-        others = metrics.get("rollout/joined", 0.0)  # whose GPUs are not ours to split
+        others = metrics.get("rollout/joined", 0.0)  # GPUs of joined workers are not ours to assign
         joined = int(others) if isinstance(others, float | int) else 0
         now = Split(self._copies, int(workers) - joined)
         better = better_split(now, self._units, learner_busy=learner_busy, engines_busy=engines_busy, joined=joined)
@@ -219,7 +228,7 @@ class SplitAlarm:
 
 
 class StandstillAlarm:
-    """Warns when STEPS steps in a row had no gradient at all: the run costs as before and learns nothing."""
+    """Warns when STEPS consecutive steps had no gradient: the run costs as much as before and learns nothing."""
 
     name = "standstill"
     STEPS = 10
@@ -229,7 +238,7 @@ class StandstillAlarm:
         self.is_on, self.text = False, ""
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Adds no metric."""
+        """Return no metrics."""
         norm = metrics.get("grad_norm")
         self._still = self._still + 1 if norm == 0 else 0
         self.is_on = self._still >= self.STEPS
@@ -246,9 +255,9 @@ class StandstillAlarm:
 
 
 class TruncationAlarm:
-    """Warns when nearly every answer of a run's first STEPS steps was cut at its limit, and until one is not.
+    """Warns when nearly every answer of the first STEPS steps was truncated, until a step has fewer.
 
-    Only from the first step on: a policy that learns to use all the tokens it has may well be rewarded for it.
+    Only from the first step on: later, a policy may be rewarded for using all its tokens.
     """
 
     name = "truncated"
@@ -260,7 +269,7 @@ class TruncationAlarm:
         self.is_on, self.text = False, ""
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Adds no metric."""
+        """Return no metrics."""
         share, version = metrics.get("length/truncated_fraction"), metrics.get("weights/version")
         is_cut = isinstance(share, float | int) and share >= self.SHARE
         self._cut = self._cut + 1 if is_cut and (self._cut or version == 1) else 0
@@ -278,10 +287,10 @@ class TruncationAlarm:
 
 
 class NoSignalAlarm:
-    """Warns when all rewards of STEPS steps in a row were one number each, and the weights moved all the same.
+    """Warns when all rewards within a step were equal, for STEPS consecutive steps, and the weights still moved.
 
-    Entropy, KL, weight decay or a critic that learns that number: whatever it is, it is not the task. Without any
-    gradient it is StandstillAlarm's.
+    The cause may be entropy, KL, weight decay or a critic that learns the constant reward, but not the task.
+    StandstillAlarm covers steps without a gradient.
     """
 
     name = "no_signal"
@@ -292,7 +301,7 @@ class NoSignalAlarm:
         self.is_on, self.text = False, ""
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Adds no metric."""
+        """Return no metrics."""
         norm = metrics.get("grad_norm")
         moves = isinstance(norm, float | int) and norm != 0
         self._equal = self._equal + 1 if metrics.get("reward/std") == 0 and moves else 0
@@ -309,7 +318,7 @@ class NoSignalAlarm:
 
 
 def _warned(text: str, *values: object) -> str:
-    """Log it. What was logged."""
+    """Log the warning and return its text."""
     log.warning(text, *values)
     return text % values
 
@@ -319,7 +328,7 @@ def _shown(value: Metric | None) -> str:
 
 
 def _answers(metrics: Mapping[str, Metric], what: str) -> tuple[int, float]:
-    """(number, tokens) of the step's trained or dropped answers."""
+    """Return the number of trained or dropped answers of the step, and their tokens."""
     lengths, mean = metrics.get(f"length/{what}"), metrics.get(f"length/{what}_mean")
     number = sum(lengths.counts) if isinstance(lengths, Histogram) else 0
     return number, number * mean if isinstance(mean, float | int) else 0.0

@@ -1,8 +1,8 @@
-"""A sink that may be slow, or hang, gets its calls in a thread of its own: training does not wait for it.
+"""Calls a sink that may be slow or hang from a separate thread, so that training does not wait for it.
 
-What it is too slow for is left out, counted (metrics/left_out) and said. What it raises ends the run all the same: a
-run whose numbers are lost is not worth its GPUs. At the end it has CLOSE_SECONDS for what is left, and then nobody
-waits for it any more.
+Calls for which the sink is too slow are left out, counted (metrics/left_out) and logged. An error of the sink still
+ends the run, because a run without its metrics is not worth its GPUs. At the end, the sink has CLOSE_SECONDS to finish;
+then the process no longer waits for it.
 
 Tests: tests/unit/metrics/test_background.py.
 """
@@ -22,17 +22,17 @@ from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.sample import GroupSample
 
 MOST_WAITING: Final = 64
-"""Calls: rows, lists of samples, alarms."""
+"""Maximum number of waiting calls: rows, lists of samples, alarms."""
 CLOSE_SECONDS: Final = 10.0
-"""Less than an actor has to stop in (supervisor.py)."""
+"""Less than the time that an actor has to stop (supervisor.py)."""
 PAUSE_SECONDS: Final = 1.0
-"""Between two tries to write to a disk that has no room: nobody announces that there is some again."""
+"""Seconds between attempts to write to a full disk; nothing signals free space."""
 
 log = logging.getLogger("asyncrl.learner")
 
 
 class BackgroundSink:
-    """name: of the sink, for a person"""
+    """Runs a sink in a thread. ``name`` of the sink appears in messages."""
 
     def __init__(self, sink: Sink, *, name: str, close_seconds: float = CLOSE_SECONDS) -> None:
         self._sink = sink
@@ -41,15 +41,15 @@ class BackgroundSink:
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._is_closing = threading.Event()
-        self._error: Exception | None = None  # until somebody was told
+        self._error: Exception | None = None  # until it was raised to the caller
         self._has_failed = False
         self.num_left_out = 0
-        """Calls that it was too slow for."""
+        """Calls that were left out because the sink was too slow."""
         self._thread = threading.Thread(target=self._work, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Raises what the sink has raised since the last call, as the others do."""
+        """Queue a row. Like the other methods, raises an error that the sink raised since the last call."""
         self._put(functools.partial(self._sink.write, step, metrics))
 
     def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
@@ -61,7 +61,7 @@ class BackgroundSink:
             self._put(functools.partial(self._sink.alarm, step, name, text))
 
     def close(self) -> None:
-        """Blocks for ``close_seconds`` at most."""
+        """Finish the queued calls and close the sink; blocks for at most ``close_seconds``."""
         with self._changed:
             self._is_closing.set()
             self._changed.notify()
@@ -100,7 +100,8 @@ class BackgroundSink:
             raise error
 
     def _work(self) -> None:
-        """consumes: calls    waits for: the next    woken by: the learner. Ends when it is closed and all is done."""
+        """consumes: calls    waits for: the next call    woken by: the learner. Ends when the sink is closed and all
+        calls are done."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._calls or self._is_closing.is_set())
@@ -116,7 +117,7 @@ class BackgroundSink:
         while True:
             try:
                 return call()
-            except Exception as error:  # whatever a user's class or a service's client raises
+            except Exception as error:  # a user's class or a service's client may raise anything
                 if disk_problem(error) is None or self._is_closing.is_set():
                     self._error, self._has_failed = error, True
                     return None

@@ -1,4 +1,4 @@
-"""Where two runs differ: settings, the groups of their batches, and from which step on each number. Pure.
+"""Compares two runs: settings, the groups of their batches, and the first step at which each metric differs. Pure.
 
 Tests: tests/unit/metrics/test_compare.py.
 """
@@ -15,16 +15,16 @@ CLOCKS: Final = (
     *("rollout/*", "bus/*", "buffer/*", "weights/pause*", "weights/*lag*", "weights/*/*"),
     *("evaluation/time", "evaluation/engine_share"),
 )
-"""Metrics that differ between any two runs: they tell of the machines."""
+"""Metrics that depend on machines and timing, so they differ between any two runs."""
 NAMES: Final = ("run.name", "run.directory")
-"""Settings that any two runs have of their own."""
+"""Settings that differ between any two runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """A metric that is not the same in both. first: the first step where it differs; last: the last that both have.
+    """A metric that differs. first: the first step where it differs; last: the last step of both runs.
 
-    at_first, at_last  its two values there; None where a run has none
+    at_first, at_last  its two values at these steps; None if a run has no value
     """
 
     name: str
@@ -36,12 +36,12 @@ class Changed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """settings: key -> its two values, None where one lacks it.
+    """settings: key -> its two values, None if one run lacks the key.
 
-    steps       (first, last) of each run; None without any
-    in_both     how many steps both have
-    batch       first step whose groups differ, in whatever order; None: of no step
-    metrics     those that differ, the first to do so first
+    steps       (first, last) of each run; None without steps
+    in_both     number of steps that both runs have
+    batch       first step whose groups differ, ignoring their order; None if none does
+    metrics     metrics that differ, ordered by the first step at which they do
     """
 
     settings: Mapping[str, tuple[Any, Any]]
@@ -52,7 +52,7 @@ class Difference:
 
     @property
     def first(self) -> int | None:
-        """The first step whose numbers differ."""
+        """The first step at which a metric differs."""
         return min((changed.first for changed in self.metrics), default=None)
 
     @property
@@ -68,7 +68,12 @@ def difference(
     tolerance: float = 0.0,
     with_clocks: bool = False,
 ) -> Difference:
-    """rows: step -> row of metrics;  batches: step -> groups trained;  tolerance: relative difference that is none"""
+    """Compare two runs.
+
+    rows       step -> row of metrics
+    batches    step -> trained groups
+    tolerance  relative difference that counts as equal
+    """
     a, b = rows
     shared = sorted(a.keys() & b.keys())
     names = {name for step in shared for name in a[step].keys() | b[step].keys()} - {"step"}
@@ -86,7 +91,7 @@ def difference(
 
 
 def flat(table: Mapping[str, Any], *, under: str = "") -> Iterator[tuple[str, Any]]:
-    """("section.key", value) of a table of tables."""
+    """Yield ("section.key", value) for a table of tables."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from flat(value, under=f"{under}{key}.")

@@ -1,4 +1,4 @@
-"""What a sink of metrics is."""
+"""Interfaces of metric sinks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from asyncrl.policies.groups.sample import GroupSample
 
 
 class Sink(Protocol):
-    """Where numbers go. One that also has ``write_samples`` or ``alarm`` gets those too (ShowsSamples, TakesAlarms)."""
+    """Destination of metrics.
+
+    A sink that also has ``write_samples`` or ``alarm`` receives those (ShowsSamples, TakesAlarms).
+    """
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Raises OSError when nothing of the row was written: it may be written again."""
+        """Write a row. Raises OSError only if nothing of the row was written, so that the write can be retried."""
         ...
 
     def close(self) -> None: ...
@@ -22,12 +25,12 @@ class Sink(Protocol):
 @runtime_checkable
 class ShowsSamples(Protocol):
     def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
-        """Groups recorded since the last call, decoded (metrics.samples_per_step)."""
+        """Write decoded groups recorded since the last call (metrics.samples_per_step)."""
         ...
 
 
 @runtime_checkable
 class TakesAlarms(Protocol):
     def alarm(self, step: int, name: str, text: str) -> None:
-        """An alarm goes on at this step."""
+        """Report an alarm that begins at this step."""
         ...

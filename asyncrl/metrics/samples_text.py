@@ -1,4 +1,4 @@
-"""Recorded groups as rows of a table and as Markdown, for sinks that show text."""
+"""Formats recorded groups as table rows and as Markdown, for sinks that show text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ COLUMNS: Final = (
     *("step", "group", "fate", "reason", "worker", "prompt", "answer"),
     *("reward", "advantage", "staleness", "tokens", "finish_reason", "oldest_version", "newest_version"),
 )
-"""Of a row for each answer; a group without answers is one row."""
+"""Columns of a row per answer; a group without answers is one row."""
 EVALUATION_COLUMNS: Final = ("step", "prompt", "label", "answer", "reward", "tokens", "finish_reason")
-"""The same of an evaluation."""
+"""Columns of a row per answer of an evaluation."""
 
 
 def rows(sample: GroupSample) -> list[list[Any]]:
-    """In the order of COLUMNS."""
+    """Return the rows of a group, in the order of COLUMNS."""
     head = [sample.step, sample.group_id, sample.fate, sample.reason, sample.worker, sample.prompt]
     if not sample.answers:
         return [[*head, *([None] * (len(COLUMNS) - len(head)))]]
@@ -29,13 +29,13 @@ def rows(sample: GroupSample) -> list[list[Any]]:
 
 
 def evaluation_rows(sample: GroupSample) -> list[list[Any]]:
-    """In the order of EVALUATION_COLUMNS."""
+    """Return the rows of an evaluated prompt, in the order of EVALUATION_COLUMNS."""
     head = [sample.step, sample.prompt, sample.label]
     return [[*head, one.text, one.reward, len(one.tokens), one.finish_reason] for one in sample.answers]
 
 
 def markdown(sample: GroupSample) -> str:
-    """Text as code blocks, which no viewer reads as its own markup."""
+    """Return the group as Markdown. Its texts are code blocks, so viewers do not interpret them as markup."""
     lines = [f"**{sample.name}** {sample.fate} at step {sample.step}, {sample.worker} {sample.reason}", ""]
     lines += _block(sample.prompt or "")
     lines += ["the right answer:", "", *_block(sample.label)] if sample.label else []
@@ -47,5 +47,5 @@ def markdown(sample: GroupSample) -> str:
 
 
 def _block(text: str) -> list[str]:
-    """Indented: a fence could be closed by the text."""
+    """Indented code block; the text could close a fenced one."""
     return [*(f"    {line}" for line in text.split("\n")), ""]

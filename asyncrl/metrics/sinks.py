@@ -1,4 +1,7 @@
-"""Where a step's metrics go: metrics.jsonl, the console, sinks of the user's own. W&B and TensorBoard are beside."""
+"""Destinations of a step's metrics: metrics.jsonl, the console and user sinks.
+
+W&B and TensorBoard have their own modules.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from asyncrl.policies.groups.sample import GroupSample
 
 
 class OwnSink:
-    """A sink of the user's: what it raises ends the run in one line that names it."""
+    """A user's sink. An error that it raises ends the run in one line that names the sink."""
 
     def __init__(self, run: RunConfig, name: str) -> None:
         """Raises ConfigError."""
@@ -47,14 +50,14 @@ class OwnSink:
         try:
             with plugins.exits_contained():
                 getattr(self._sink, method)(*arguments)
-        except Exception as error:  # whatever a user's class raises
+        except Exception as error:  # a user's class may raise anything
             if disk_problem(error) is not None:
                 raise
             raise HopelessError(f"metrics.sinks: {self._name}.{method} raised {plugins.raised(error)}") from error
 
 
 def _own_class(name: str) -> Any:
-    """Raises ConfigError for one that is no sink."""
+    """Load the class of a sink. Raises ConfigError if it is not a sink."""
     kind = plugins.load(name, where="metrics.sinks", kind=type)
     for method in ("write", "close"):
         if not callable(getattr(kind, method, None)):
@@ -63,13 +66,13 @@ def _own_class(name: str) -> Any:
 
 
 class JsonLines:
-    """One object a line: step and every metric, null where it is not finite. Flushed each step."""
+    """Writes one JSON object per line: the step and every metric, null if it is not finite. Flushes after each row."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = path.open("a+b", buffering=0)
-        self._end = _end_of_rows(self._file)  # behind it may be what a kill cut short
+        self._end = _end_of_rows(self._file)  # a partial row of a killed process may follow
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         row: dict[str, Any] = {"step": step}
@@ -94,7 +97,7 @@ class JsonLines:
 
 
 def _end_of_rows(file: BinaryIO) -> int:
-    """Bytes up to the end of the last whole line."""
+    """Return the offset of the end of the last complete line."""
     end = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - 2**16)
@@ -112,7 +115,7 @@ def _as_json(value: Metric) -> Any:
 
 
 class Console:
-    """One line a step: what a person watches."""
+    """Prints one line per step."""
 
     def __init__(self, steps: int, out: TextIO | None = None) -> None:
         self._width = len(str(steps))
@@ -144,7 +147,7 @@ class Console:
     def _say(self, text: str) -> None:
         try:
             print(text, file=self._out, flush=True)
-        except OSError as error:  # the file that it goes to is full; metrics.jsonl has the row
+        except OSError as error:  # stdout goes to a full disk; metrics.jsonl has the row
             if disk_problem(error) is None:
                 raise
 
@@ -153,11 +156,11 @@ class Console:
 
 
 _MOST_SHOWN: Final = 8
-"""Data sets in a line of the console; metrics.jsonl has all of them."""
+"""Maximum number of data sets in a console line; metrics.jsonl has all of them."""
 
 
 def _evaluated(step: int, metrics: Mapping[str, Metric]) -> str:
-    """A line on the evaluation of the version that ``step`` made: mean, pass@k for the largest k, and majority."""
+    """Return a line for the evaluation of version ``step``: mean, pass@k for the largest k, and majority."""
     parts: dict[str, dict[str, str]] = {}
     for name, value in metrics.items():
         dataset, _, metric = name.removeprefix("evaluation/").partition("/")
@@ -168,7 +171,7 @@ def _evaluated(step: int, metrics: Mapping[str, Metric]) -> str:
         is_spread = what == "mean" and isinstance(low, float) and isinstance(high, float)
         spread = f" ({low:.3f} to {high:.3f})" if is_spread else ""
         its = parts.setdefault(dataset, {})
-        its[what] = f"{dataset} {metric} {value:.3f}{spread}"  # of pass@2, pass@4, ... the last stays
+        its[what] = f"{dataset} {metric} {value:.3f}{spread}"  # of pass@2, pass@4, ... only the last one is kept
     seconds, lag = metrics.get("evaluation/seconds", 0.0), metrics.get("evaluation/lag_steps", 0.0)
     shown = [text for its in list(parts.values())[:_MOST_SHOWN] for text in its.values()]
     more = len(parts) - _MOST_SHOWN
@@ -179,7 +182,7 @@ def _evaluated(step: int, metrics: Mapping[str, Metric]) -> str:
 
 
 def check_sinks(run: RunConfig) -> None:
-    """Refuse what ``open_sinks`` could not open, without opening it. Raises ConfigError."""
+    """Check that ``open_sinks`` can open the sinks of the run file, without opening them. Raises ConfigError."""
     for name in run.metrics.sinks:
         _own_class(name)
     if run.metrics.tensorboard:
@@ -193,9 +196,9 @@ def check_sinks(run: RunConfig) -> None:
 
 
 def open_sinks(run: RunConfig, *, resume: bool, step: int = 0) -> list[Sink]:
-    """Those that the run file asks for. A resumed run goes on with its file and its W&B run, from ``step`` on.
+    """Open the sinks of the run file. A resumed run continues its file and its W&B run after ``step``.
 
-    The file and the console are written at once; whatever else there is may take its time.
+    The file and the console are written synchronously; all other sinks run in the background.
     """
     made: list[Sink] = [JsonLines(run.run_directory / "metrics.jsonl")]
     if run.metrics.console:

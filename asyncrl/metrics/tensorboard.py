@@ -1,6 +1,6 @@
-"""Metrics to TensorBoard: event files in RUN_DIR/tensorboard. The only file that imports its writers.
+"""Writes metrics to TensorBoard event files in RUN_DIR/tensorboard. The only module that imports TensorBoard writers.
 
-`tensorboard --logdir runs` shows every number under its name of the schema, histograms over steps, recorded samples as
+`tensorboard --logdir runs` shows every metric under its name in the schema, histograms over steps, recorded samples as
 text, and alarms.
 """
 
@@ -21,7 +21,7 @@ _WRITERS: Final = ("torch.utils.tensorboard", "tensorboardX")
 
 
 def writer_class() -> Any:
-    """Raises ConfigError when none is installed."""
+    """Return the class of an installed writer. Raises ConfigError if none is installed."""
     for module in _WRITERS:
         try:
             return importlib.import_module(module).SummaryWriter
@@ -33,12 +33,12 @@ def writer_class() -> Any:
 class TensorBoard:
     """The event files of one learner.
 
-    purge_step  the first step that it trains, where it may be trained again: what an earlier learner wrote at this step
-                and behind it is not shown. None: there is none
+    purge_step  first step that this learner trains, if an earlier learner may have trained it: events of the earlier
+                learner from this step on are hidden. None: there was no earlier learner
     """
 
     def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
-        """Raises ConfigError when no writer is installed."""
+        """Raises ConfigError if no writer is installed."""
         self._purge_step = purge_step
         self._directory = directory
         self._class = writer_class()
@@ -77,7 +77,7 @@ class TensorBoard:
 
 
 def _add_histogram(writer: Any, name: str, value: Histogram, step: int) -> None:
-    """Sums are those of values in the middle of their buckets."""
+    """Add a histogram. Sums are computed as if all values were in the middle of their buckets."""
     lows, highs = value.edges[:-1], value.edges[1:]
     middles = [(low + high) / 2 for low, high in zip(lows, highs, strict=True)]
     there = [index for index, count in enumerate(value.counts) if count]

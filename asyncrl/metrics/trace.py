@@ -1,11 +1,11 @@
-"""A run's timeline in the trace format that Perfetto and Chrome draw: who did what when, and each group's way. Pure.
+"""Converts a run's timeline to the trace format of Perfetto and Chrome. Pure.
 
-Lanes: the learner (steps and what it waited for, weights copied and announced, checkpoints, groups published and
-arrived, evaluations; the steps of each of its other ranks) and each worker (groups side by side, each with its reward
-call; loads and pauses of its engine; what it waited for). An arrow leads a group from its prompt over the worker to the
-step that trained it.
+Lanes: the learner (steps and its waits, copied and announced weights, checkpoints, published and arrived groups,
+evaluations; the steps of each of its other ranks) and each worker (groups side by side with their reward calls; loads
+and pauses of its engine; its waits). An arrow leads a group from its prompt through the worker to the step that trained
+it.
 
-Format: "Trace Event Format" (Google, 2016), the events X, M, s, t and f; microseconds since the first thing shown.
+Format: "Trace Event Format" (Google, 2016), events X, M, s, t and f; times in microseconds since the first event shown.
 
 Tests: tests/unit/metrics/test_trace.py.
 """
@@ -30,17 +30,18 @@ _LEARNERS_LANES: Final = {
 }
 _ENGINE, _WAITS, _GROUPS = 1, 2, 10
 SAME_WAIT_SECONDS: Final = 3.0
-"""A wait that is seen again began at the same time but for the age of the heartbeats that tell of it."""
+"""Start times of one wait differ only by the age of the heartbeats that report it; within this limit they are the same
+wait."""
 _RANK: Final = re.compile(r"learner/rank(\d+)/tokens")
 _POINT: Final = 1e-4
-"""Seconds of what has no length, so that it can be seen."""
+"""Seconds shown for events without a duration, so that they are visible."""
 
 Event = dict[str, Any]
 
 
 @dataclass(slots=True)
 class _Process:
-    """A worker. ends: of the last group in each of its lanes"""
+    """A worker. ends: end time of the last group in each of its lanes"""
 
     number: int
     lanes: dict[int, str] = field(default_factory=lambda: {_ENGINE: "engine", _WAITS: "waits"})
@@ -48,31 +49,31 @@ class _Process:
 
 
 def trace(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """What a trace viewer opens.
+    """Return the object that a trace viewer opens.
 
-    rows         of timeline.jsonl, in order
-    evaluations  rows of metrics of evaluated versions; those that were over before the first step that is shown, and
-                 those of versions that came after the last one, are left out
+    rows         rows of timeline.jsonl, in order
+    evaluations  metric rows of evaluated versions; evaluations that ended before the first step shown, and those of
+                 versions after the last step shown, are left out
     """
     made = list(_Trace(rows, evaluations).events())
     return {"traceEvents": made, "displayTimeUnit": "ms", "otherData": {"steps": len(rows)}}
 
 
 def num_evaluations(made: Mapping[str, Any]) -> int:
-    """That a trace shows."""
+    """Return the number of evaluations in a trace."""
     return sum(
         event["ph"] == "X" and event["tid"] == _EVALUATIONS and event["pid"] == LEARNER for event in made["traceEvents"]
     )
 
 
 def rank_tokens(metrics: Mapping[str, Any]) -> list[int]:
-    """Tokens of each rank of the learner, by a row of metrics; none where it has one rank."""
+    """Return the tokens of each rank of the learner from a row of metrics; empty if the learner has one rank."""
     found = {int(name[1]): value for key, value in metrics.items() if (name := _RANK.fullmatch(key)) is not None}
     return [round(_number(found[rank])) for rank in sorted(found)]
 
 
 def from_metrics(row: Mapping[str, Any], seconds: Mapping[str, str]) -> dict[str, Any]:
-    """A row of a timeline of a run that recorded none, from its row of metrics. ``seconds``: name -> metric."""
+    """Build a timeline row from a row of metrics, for a run without a timeline. ``seconds``: name -> metric."""
     return {
         "step": row["step"],
         "incarnation": int(_number(row.get("learner/incarnation"))),
@@ -170,7 +171,7 @@ class _Trace:
         yield self._slice(LEARNER, _EVALUATIONS, name, ended - seconds, ended, **numbers)
 
     def _waits(self, row: Mapping[str, Any], open_: dict[tuple[str, str], tuple[float, float]]) -> Iterator[Event]:
-        """Waits that another one has followed. ``open_``: (worker, what) -> (since, last seen)."""
+        """Yield waits that ended because another one followed. ``open_``: (worker, what) -> (since, last seen)."""
         seen = _number(row.get("time"))
         for name, what, _, since in row.get("waits", ()):
             key = (str(name), str(what))
@@ -182,7 +183,7 @@ class _Trace:
         return self._workers.setdefault(name or "?", _Process(LEARNER + 1 + len(self._workers)))
 
     def _lane(self, worker: _Process, began: float, ended: float) -> int:
-        """The first in which nothing overlaps."""
+        """Return the first lane in which the group overlaps no other."""
         for index, end in enumerate(worker.ends):
             if end <= began:
                 worker.ends[index] = ended
@@ -193,7 +194,7 @@ class _Trace:
         return lane
 
     def _slice(self, process: int, lane: int, name: str, began: float, ended: float, **arguments: Any) -> Event:
-        began = max(began, self._origin)  # a wait may be older than the first step that is shown
+        began = max(began, self._origin)  # a wait may have begun before the first step shown
         length = max(round((ended - began) * 1e6), 1)
         made = {"ph": "X", "name": name, "cat": "asyncrl", "dur": length, **self._place(process, lane, began)}
         return made | ({"args": arguments} if arguments else {})
@@ -211,7 +212,7 @@ def _names(process: int, name: str, lanes: Mapping[int, str]) -> Iterable[Event]
 
 
 def _began(group: Sequence[Any]) -> float:
-    """On the worker's clock; where that cannot be, what follows from its arrival."""
+    """Start of a group on the worker's clock; derived from its arrival if that time is implausible."""
     _, _, _, began, seconds, _, arrived = group
     return float(began) if began > 0 and arrived - 86_400 < began <= arrived + 1 else float(arrived - seconds)
 

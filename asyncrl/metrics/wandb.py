@@ -1,9 +1,9 @@
-"""Metrics to Weights & Biases: staleness live. The only file that imports wandb.
+"""Logs metrics to Weights & Biases. The only module that imports wandb.
 
-Every name of the schema is a panel, grouped by what stands before the slash; histograms (staleness, lengths) are drawn
-over steps. Results of evaluations are drawn over the step that made the evaluated version (``evaluation/step``).
-Recorded groups are tables, a row an answer: ``samples``, and ``evaluation/DATASET/samples`` of each evaluation. Alarms
-are alerts. WANDB_MODE=offline and the other WANDB_ variables work as everywhere.
+Every metric of the schema is a panel, grouped by the part before the slash. Histograms (staleness, lengths) are drawn
+over steps. Evaluation results are drawn over the step that made the evaluated version (``evaluation/step``). Recorded
+groups are tables with one row per answer: ``samples``, and ``evaluation/DATASET/samples`` for each evaluation. Alarms
+are alerts. WANDB_MODE=offline and the other WANDB_ variables work as usual.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import EVALUATED, GroupSample
 
 TABLE_ROWS: Final = 64
-"""Answers of a table: each is a file that W&B uploads, so it is not one a step."""
+"""Minimum number of answers in a table. Each table is a file that W&B uploads, so not every step logs one."""
 EVALUATION_STEP: Final = "evaluation/step"
-"""The axis of evaluations."""
+"""Axis of the evaluation metrics."""
 
 
 def checked_wandb() -> Any:
-    """The package. Raises ConfigError where it is not installed, or a WANDB_ variable says what it does not know."""
+    """Return the package. Raises ConfigError if it is not installed, or if a WANDB_ variable has an invalid value."""
     try:
         import wandb
     except ImportError:
@@ -33,13 +33,14 @@ def checked_wandb() -> Any:
     try:
         wandb.Settings().update_from_env_vars(os.environ)
     except ValueError as error:
-        wrong = " ".join(map(str.strip, str(error).splitlines()[1:3]))  # pydantic's: below a headline, above a link
+        # the pydantic error between its headline and its link
+        wrong = " ".join(map(str.strip, str(error).splitlines()[1:3]))
         raise ConfigError(f"metrics.wandb: a WANDB_ variable is wrong: {wrong}") from None
     return wandb
 
 
 class WandB:
-    """One W&B run a learner; a resumed learner goes on with the same one, whose id is kept in the run's folder."""
+    """One W&B run per learner. A resumed learner continues the same W&B run, whose id is kept in the run's folder."""
 
     def __init__(self, *, project: str, name: str, directory: Path, config: Mapping[str, Any], resume: bool) -> None:
         wandb = self._wandb = checked_wandb()
@@ -58,7 +59,7 @@ class WandB:
                 config=dict(config),
                 settings=wandb.Settings(silent=True),
             )
-        except wandb.errors.UsageError as error:  # no API key, say
+        except wandb.errors.UsageError as error:  # for example, no API key
             raise ConfigError(
                 f"metrics.wandb: {error}; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
             ) from error
@@ -91,7 +92,7 @@ class WandB:
         self._run.log({"step": step, "samples": table})
 
     def _evaluation(self, step: int) -> dict[str, Any]:
-        """Its place on its axis, and what was answered."""
+        """Return the position on the evaluation axis and the tables of answers."""
         tables = {
             f"evaluation/{dataset}/samples": self._wandb.Table(columns=list(EVALUATION_COLUMNS), data=answers)
             for dataset, answers in self._evaluated.items()

@@ -1,1 +1,1 @@
-"""Decision rules as pure functions on arrays: no asyncio, no I/O, no clock, no globals."""
+"""Decision rules as pure functions on arrays, without asyncio, I/O, a clock or global state."""

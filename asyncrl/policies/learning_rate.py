@@ -1,4 +1,4 @@
-"""The learning rate of each step: a linear warm-up, then constant or falling to a floor. Pure."""
+"""The learning rate of each step: a linear warm-up, then a constant rate or a decay to a floor. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ Kind = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """peak: after ``warmup_steps``; floor: what it has fallen to after ``steps`` steps, warm-up included."""
+    """The learning rate schedule of a run.
+
+    peak   learning rate at the end of the first ``warmup_steps`` steps
+    floor  learning rate that a linear or cosine schedule decays to after ``steps`` steps, including the warm-up
+    """
 
     kind: Kind = "constant"
     peak: float
@@ -20,10 +24,10 @@ class Schedule:
     steps: int = 0
 
     def at(self, step: int) -> float:
-        """Of step ``step``, from 1.
+        """Return the learning rate of step ``step``, counted from 1.
 
-        The warm-up reaches the peak with its last step, and the step after it has the peak too. Step ``steps`` is the
-        last above the floor, unless they are equal: no step of the run is lost to a rate of 0.
+        The last warm-up step and the step after it both use the peak. Step ``steps`` is the last step above the floor
+        (unless floor and peak are equal), so no step of the run is wasted on a learning rate of 0.
         """
         if step <= self.warmup_steps or self.kind == "constant":
             return self.peak * min(1.0, step / max(self.warmup_steps, 1))

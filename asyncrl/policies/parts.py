@@ -1,5 +1,6 @@
-"""What an algorithm is put together from. A part is a frozen dataclass: its fields are its options, ``formula`` is what
-it computes, and the names of the formula's parameters are what it needs of the batch and of other models.
+"""The base class of an algorithm's parts: a frozen dataclass whose fields are its options.
+
+``formula`` computes the result. Its parameter names say what the part needs from the batch and from other models.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Cispo(Loss):
@@ -8,8 +9,8 @@ it computes, and the names of the formula's parameters are what it needs of the 
 
         def formula(self, logprobs, behavior_logprobs, advantages): ...
 
-An option is a number with a range (``Cap``, ``Positive``, ...: a float annotated with a ``Range``) or one of several
-words (a ``Literal``). The run file's [algorithm.options] sets them.
+An option is either a number with a range (``Cap``, ``Positive``, ...: a float annotated with a ``Range``) or one of
+several words (a ``Literal``). The run file sets options in [algorithm.options].
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """low <= value <= high, or low < value where ``is_open``; ``why`` is added to the message of a refusal.
+    """The values that an option allows: low <= value <= high, or low < value where ``is_open``.
 
-    Infinity turns a bound off, unless ``is_finite``.
+    Infinity is allowed unless ``is_finite``; it turns a bound off. Error messages append ``why``.
     """
 
     low: float
@@ -67,8 +68,9 @@ Floor = Annotated[float, Range(low=0.0, high=1.0, why=FRESH)]
 class Part:
     """Base of Advantage, Loss, Correction and Aggregation.
 
-    name    what the run file calls it;  paper  where it comes from
-    inputs  the parameters of ``formula``, in order
+    name    name of the part in the run file
+    paper   where the part comes from
+    inputs  names of the parameters of ``formula``, in order
     """
 
     name: ClassVar[str] = ""
@@ -80,30 +82,30 @@ class Part:
         cls.inputs = tuple(inspect.signature(cls.formula).parameters)[1:]
 
     def formula(self, *args: Any, **kwargs: Any) -> Any:
-        """What the part computes. Each kind of part says what comes in and what goes out."""
+        """Compute the result of the part. Each kind of part documents its inputs and outputs."""
         raise NotImplementedError(f"{type(self).__name__} defines no formula")
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options by name."""
+        """The values of the options, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def defaults_for(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Defaults that depend on what else is set: a number may mean something else with another word."""
+        """Return defaults that depend on other options: the meaning of a number may depend on a word."""
         return {}
 
     def problem(self) -> str:
-        """What is wrong with the options taken together, in a few words; empty if nothing is."""
+        """Return what is wrong with the combination of options, in a few words; empty if nothing is."""
         return ""
 
     def with_options(self, changes: Mapping[str, Any]) -> Self:
-        """A copy with other options. Raises ConfigError for a value of the wrong type, not for one out of range."""
+        """Return a copy with other options. Raises ConfigError for a value of the wrong type, but checks no ranges."""
         typed = {key: _typed(value, _hints(type(self))[key], key) for key, value in changes.items()}
         return replace(self, **{**self.defaults_for(typed), **typed})
 
     def check(self) -> None:
-        """Raises ConfigError for the first option that is out of its range."""
+        """Raise ConfigError for the first option that is out of range."""
         hints = _hints(type(self))
         for option, value in self.options.items():
             _typed(value, hints[option], f"{option} of {self.name}")
@@ -119,13 +121,13 @@ def _hints(kind: type[Part]) -> dict[str, Any]:
 
 
 def allowed_range(kind: type[Part], option: str) -> Range | None:
-    """The range of a number among the options of ``kind``; None of a word."""
+    """Return the range of a numeric option of ``kind``; None if the option is a word."""
     found = [item for item in getattr(_hints(kind)[option], "__metadata__", ()) if isinstance(item, Range)]
     return found[0] if found else None
 
 
 def _typed(value: Any, hint: Any, key: str) -> Any:
-    """``value`` as its field holds it: a word that is known, or a number."""
+    """Return ``value`` as the field stores it: one of the allowed words, or a float."""
     if typing.get_origin(hint) is Literal:
         words = typing.get_args(hint)
         if value not in words:
@@ -140,7 +142,10 @@ P = TypeVar("P", bound=Part)
 
 
 def named(name: str, kind: type[P], table: Mapping[str, type[P]], *, where: str) -> P:
-    """The part with its defaults. ``where`` is the key of [algorithm]. Raises ConfigError, naming what is near."""
+    """Return the part called ``name``, with its default options.
+
+    ``where`` is its key in [algorithm]. Raises ConfigError for an unknown name and suggests the closest known name.
+    """
     if name in table:
         return table[name]()
     if ":" not in name:

@@ -1,4 +1,4 @@
-"""Ports: the interfaces that actors depend on. Every adapter of a port passes the same contract tests.
+"""Ports: the interfaces that actors depend on. All adapters of a port pass the same contract tests.
 
 bus           Bus            tests/contracts/test_bus.py           memory, JetStream
               ObjectStore    tests/contracts/test_object_store.py  memory, JetStream
@@ -8,7 +8,7 @@ weights       WeightChannel  tests/contracts/test_weights.py       files, object
 launcher      Launcher       tests/contracts/test_launcher.py      local, Ray; not used by actors
 functions     Reward, RolloutFn, ...: user-supplied functions
 generation    Generation, PartialGeneration: what an engine returns and resumes
-rejections    counts rejected messages and logs one of each kind
+rejections    counts rejected messages and logs the first of each kind and sender
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asyncrl.protocols.generation import Generation, PartialGeneration
 from asyncrl.protocols.weights import Receiver, Sender, Transfer, WeightChannel
 
 if TYPE_CHECKING:
-    from asyncrl.tensors.snapshot import Snapshot as Snapshot  # what Backend.export gives; it imports torch
+    from asyncrl.tensors.snapshot import Snapshot as Snapshot  # returned by Backend.export; importing it imports torch
 
 __all__ = [
     "Asked",

@@ -1,4 +1,4 @@
-"""The port of training backends. Adapters are in backends/."""
+"""The port of training backends. Adapters: backends/."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """metrics: named as in asyncrl/metrics/schema.py, reduced over micro-batches and data-parallel ranks.
+    """Result of one step.
 
-    tokens: of the policy, for each document that is MicroBatch.recorded, f32[2, M]: logprobs and entropies in nats of
-    the M tokens that the step trained, as it found them. A backend may leave documents out
+    metrics  named as in asyncrl/metrics/schema.py, reduced over micro-batches and data-parallel ranks
+    tokens   for each document in MicroBatch.recorded, f32[2, M]: the policy's logprobs and entropies (nats) of the M
+             trained tokens, as they were at the start of the step. A backend may leave documents out
     """
 
     metrics: Mapping[str, float]
@@ -28,52 +29,51 @@ class StepResult:
 
 
 class Backend(Protocol):
-    """Holds the policy and the models that the algorithm needs besides it, by name: a trained "critic", a frozen
-    "reference" or "teacher".
+    """Holds the policy and other models that the algorithm needs, by name: a trained "critic", a frozen "reference" or
+    "teacher".
 
-    Every method blocks; the learner calls them from the backend's own thread. With several ranks only rank 0 has a
-    Backend, which leads the others through its own collectives. ``dp_shards[r]`` is for data-parallel rank r.
+    Every method blocks; the learner calls them from the backend's own thread. With several ranks, only rank 0 has a
+    Backend, which leads the other ranks through its own collectives. ``dp_shards[r]`` is for data-parallel rank r.
     """
 
     def start(self) -> None:
-        """Load the models and make the optimizers."""
+        """Load the models and create the optimizers."""
         ...
 
     def step(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
     ) -> StepResult:
-        """One optimizer step of a trained model on one batch; gradients are summed over the shards.
+        """Take one optimizer step of a trained model on one batch; gradients are summed over the shards.
 
-        What it raises, except BackendError, it raises before weights or optimizer change, and it can be called again:
-        the learner then looks for the groups of the batch that it fails with. A backend that cannot promise that raises
-        BackendError; one whose ranks agreed that it failed raises StepFailed.
+        Any exception except BackendError is raised before weights or optimizer change, so the step can be called again:
+        the learner then searches for the groups of the batch that cause the failure. A backend that cannot guarantee
+        this raises BackendError. A backend whose ranks agreed that the step failed raises StepFailed.
 
-        Returns the objective's metrics; for the critic, also critic/grad_norm, critic/learning_rate and
-        critic/skipped_steps.
-        And what it thought of the tokens of documents that are recorded (StepResult).
+        Returns the objective's metrics and the logprobs and entropies of recorded documents (StepResult). For the
+        critic, the metrics include critic/grad_norm, critic/learning_rate and critic/skipped_steps.
         """
         ...
 
     def score(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
-        """A model's output for every token, without gradient: f32[N] per micro-batch, nested as ``dp_shards``.
+        """Return a model's output for every token, without gradient: f32[N] per micro-batch, nested as ``dp_shards``.
 
         policy, reference, teacher: logprobs at the sampling temperature, 0 at document starts.
-        critic: the value after each token. The state in which token n was chosen has value values[n - 1]; a truncated
+        critic: the value after each token. Token n was chosen in the state whose value is values[n - 1]. A truncated
         answer is bootstrapped from the value at its last token.
         """
         ...
 
     def export(self) -> Snapshot:
-        """The policy's weights under their Hugging Face names, in the dtype of its folder, on the training device.
+        """Return the policy's weights with Hugging Face names, in the dtype of its folder, on the training device.
 
-        Of several ranks each may keep a part (Snapshot.others): no rank needs to hold the whole model.
+        With several ranks, each rank may keep a part (Snapshot.others): no rank needs to hold the whole model.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer and RNG state of the trained models: what a run needs beside LearnerState to resume.
+        """Write weights, optimizer and RNG state of the trained models: all that a resume needs besides LearnerState.
 
         Frozen models are loaded from their own folders.
         """
@@ -86,39 +86,38 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Rehearsing(Protocol):
-    """A backend that can try a step without taking it. Of one that cannot, the learner asks for scores instead."""
+    """A backend that can try a step without applying it. For other backends, the learner asks for scores instead."""
 
     def rehearse(self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy") -> StepResult:
-        """All of ``step`` but the update: its metrics, or what it raises."""
+        """Do all of ``step`` except the update: return its metrics or raise its errors."""
         ...
 
 
 @runtime_checkable
 class Offloads(Protocol):
-    """A backend whose memory can leave the GPUs to others, between two calls (run.colocated)."""
+    """A backend that can free its GPU memory between two calls (run.colocated)."""
 
     def offload(self) -> None:
-        """Move models and optimizers to the host; nothing else may be called before ``onload`` but ``finish_save`` and
-        ``close``."""
+        """Move models and optimizers to the host. Only ``finish_save`` and ``close`` may be called until ``onload``."""
         ...
 
     def onload(self) -> None:
-        """Move them back, as they were to the last bit."""
+        """Move models and optimizers back to the GPUs, bit for bit."""
         ...
 
 
 @runtime_checkable
 class SavesBeside(Protocol):
-    """A backend that can write a checkpoint while it trains on. Of one that cannot, the learner waits for ``save``."""
+    """A backend that can write a checkpoint while it trains. For other backends, the learner waits for ``save``."""
 
     def begin_save(self, folder: Path) -> None:
-        """Copy what ``save`` writes, and begin to write it. What was begun before and is not finished is given up."""
+        """Copy what ``save`` writes and begin to write it. An earlier unfinished save is abandoned."""
         ...
 
     def finish_save(self, folder: Path, *, wait: bool) -> Mapping[Path, str] | None:
-        """Complete what ``begin_save`` began, once it is written: SHA-256 of files that nobody needs to hash again.
+        """Complete the save that ``begin_save`` began once it is written. Return SHA-256 sums of files already hashed.
 
-        None while it is being written; never with ``wait``. Raises CheckpointError when it could not be written: then
-        begin again.
+        Returns None while the save is still being written; never with ``wait``. Raises CheckpointError if it could not
+        be written; begin again then.
         """
         ...

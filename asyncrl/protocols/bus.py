@@ -1,4 +1,4 @@
-"""The ports of the bus and its object store. Adapters: bus/jetstream/bus.py, bus/memory/bus.py."""
+"""The ports of the bus and its object store. Adapters: bus/jetstream/bus.py and bus/memory/bus.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.messages.topics import Service, Topic
 from asyncrl.protocols.rejections import Rejections
 
 DUPLICATE_SECONDS: Final = 600.0
-"""How long a bus remembers a key: what is published under it again in this time is there once."""
+"""How long a bus remembers a key. A message published again under the same key within this time is stored only once."""
 
 M = TypeVar("M")
 M_co = TypeVar("M_co", covariant=True)
@@ -22,7 +22,7 @@ A_contra = TypeVar("A_contra", contravariant=True)
 
 
 class Delivery(Protocol[M_co]):
-    """A work message in flight. If we die or are too slow to ack it, the bus redelivers it to another consumer."""
+    """A work message in flight. If its consumer dies or is too slow to ack it, the bus redelivers it to another one."""
 
     @property
     def key(self) -> str: ...
@@ -46,11 +46,11 @@ class Delivery(Protocol[M_co]):
         ...
 
     async def retry(self, *, delay: float = 0.0) -> None:
-        """Redeliver it after ``delay`` seconds, to any consumer, with attempt + 1."""
+        """Redeliver the message after ``delay`` seconds, to any consumer, with attempt + 1."""
         ...
 
     async def keep(self) -> None:
-        """Still working on it: restart the redelivery timer."""
+        """Restart the redelivery timer, because work on the message continues."""
         ...
 
 
@@ -62,22 +62,26 @@ class Deliveries(Protocol[M_co]):
     async def __anext__(self) -> Delivery[M_co]: ...
 
     def want(self, count: int) -> None:
-        """How many messages to prefetch ahead of ``anext``, which saves round trips over a long link; initially 1."""
+        """Set how many messages to prefetch ahead of ``anext``, which saves round trips on a long link; initially 1."""
         ...
 
     def on_unread(self, tell: Callable[[Delivery[M_co]], Awaitable[None]]) -> None:
-        """Told of each message that has arrived, was not asked for with ``anext``, and goes back to the bus."""
+        """Call ``tell`` for each message that arrived without being requested by ``anext`` and returns to the bus."""
         ...
 
     async def stop(self) -> None:
-        """Pause delivery until the next ``anext``; prefetched messages go back to the bus for others."""
+        """Pause delivery until the next ``anext``; prefetched messages return to the bus for other consumers."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Generic[M]):
-    """One entry of a log. ``sequence`` rises by one per entry from 1; ``message`` is None when it did not decode;
-    ``stored``: when it was stored, in nanoseconds of the bus's clock; 0: unknown."""
+    """One entry of a log.
+
+    sequence  rises by one per entry, from 1
+    message   None if the entry did not decode; ``problem`` says why
+    stored    time of storage in nanoseconds of the bus's clock; 0 if unknown
+    """
 
     sequence: int
     key: str
@@ -89,7 +93,7 @@ class Record(Generic[M]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogMark:
-    """The last entry that was read of a log. log: the log's identity; "": unknown; sequence, stored: as in Record."""
+    """The last log entry that was read. log: identity of the log, "" if unknown; sequence, stored: as in Record."""
 
     log: str = ""
     sequence: int = 0
@@ -98,7 +102,7 @@ class LogMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogState:
-    """A log as it is now. first: sequence of its first entry; problem: why a mark is not of it, or ""."""
+    """Current state of a log. first: sequence of its first entry; problem: why a mark is not of this log, or ""."""
 
     identity: str
     first: int
@@ -107,12 +111,14 @@ class LogState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Something on the bus that is not as it was: gone, made anew, back at an earlier state, emptied, or altered.
+    """Something on the bus that changed unexpectedly: it is gone, recreated, reset to an earlier state, emptied, or
+    altered.
 
-    name       of it on the bus;  topics: names of those that it holds; empty for the object store
-    problem    what became of it; follows its name
-    is_gone    it is not there now
-    is_repaired  it is restored, though not what it held
+    name         name of the lost part on the bus
+    topics       names of the topics it holds; empty for the object store
+    problem      what happened to it; follows its name in messages
+    is_gone      it does not exist now
+    is_repaired  it was recreated, but without its content
     """
 
     name: str
@@ -123,7 +129,7 @@ class Loss:
 
 
 Veto = Callable[[int, str], str]
-"""Of a log entry's sequence and key: why it must not be decoded, the record's problem then; "" to decode it."""
+"""Maps a log entry's sequence and key to the reason not to decode it (the record's problem); "" to decode it."""
 
 
 class Asked(Protocol[Q_co, A_contra]):
@@ -136,120 +142,124 @@ class Asked(Protocol[Q_co, A_contra]):
 
 
 class Bus(Protocol):
-    """Carries typed messages between processes that share nothing else. Every method may raise BusError."""
+    """Carries typed messages between processes that share nothing else. Any method may raise BusError."""
 
     async def publish(self, topic: Topic[M], message: M, *, key: str, again: bool = False) -> bool:
-        """Store a message on a work or log topic. False if its key is stored there, or was recently on a work topic:
-        nothing is stored. ``again``: the bus has lost it; that it was there recently does not count.
+        """Store a message on a work or log topic. Return False, and store nothing, if its key is stored there or, on a
+        work topic, was stored recently. ``again``: the bus has lost the message, so ignore recently stored keys.
 
-        Raises BusFull when the topic is full, MessageTooLarge, which retrying cannot help. Where the topic says so
+        Raises BusFull when the topic is full, and MessageTooLarge, which a retry cannot fix. If the topic allows it
         (``Topic.is_in_pieces``), a message larger than ``max_message_bytes`` is stored in pieces.
         """
         ...
 
     async def withdraw(self, topic: Topic[Any], *, key: str) -> None:
-        """Remove the message of a work topic, though somebody may be working on it: an ack of it succeeds, a retry
-        brings nothing back, and its key is free again. Nothing happens when there is none. Only a learner may."""
+        """Remove a message of a work topic, even if a worker is processing it. A later ack succeeds, a later retry has
+        no effect, and the key is free again. Does nothing if there is no such message. Only a learner may do this."""
         ...
 
     def consume(self, topic: Topic[M]) -> AbstractAsyncContextManager[Deliveries[M]]:
-        """Consume a work topic, shared with all other consumers. On exit, unacked messages are redelivered."""
+        """Consume a work topic, shared with all other consumers. On exit, messages without ack are redelivered."""
         ...
 
     def read(
         self, topic: Topic[M], *, after: int = 0, veto: Veto | None = None, mark: LogMark | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[Record[M]]]:
-        """The log from sequence ``after`` + 1 on, then new entries as they are published, without end.
+        """Yield log entries from sequence ``after`` + 1 on, then new entries as they are published, without end.
 
-        ``veto`` is asked just before each entry is decoded. With ``mark``, which only a learner may give, raises
-        LogChanged as soon as the log is not the one that the mark and the entries read since are of: made anew, or back
-        at an earlier state.
+        ``veto`` is called just before each entry is decoded. With ``mark``, which only a learner may give, the read
+        raises LogChanged as soon as the log is not the one that the mark and the entries read since belong to: the log
+        was recreated, or reset to an earlier state.
         """
         ...
 
     async def log_state(self, topic: Topic[Any], *, mark: LogMark) -> LogState:
-        """The log as it is now, and whether it is the one of ``mark``."""
+        """Return the current state of the log and whether it is the log of ``mark``."""
         ...
 
     async def trim(
         self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] | None = None
     ) -> None:
-        """Delete log entries up to and including sequence ``through``, and pieces (``Topic.is_in_pieces``) of keys that
-        are over, unless an entry is left under them.
+        """Delete log entries up to and including sequence ``through``. Also delete pieces (``Topic.is_in_pieces``) of
+        keys that are over, unless an entry of the key is left.
 
-        log      identity (LogState) of the log whose sequence that is: another one is left alone; empty is any
-        is_over  of the public part of a key: whether nothing is published under it any more; None leaves all pieces
+        log      identity (LogState) of the log that ``through`` refers to; another log is left alone; empty: any log
+        is_over  called with the public part of a key: whether nothing will be published under it any more; None keeps
+                 all pieces
         """
         ...
 
     async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:
-        """Set a state. ``is_sure`` False: it may be lost silently; for states that are soon set again anyway."""
+        """Set a state. ``is_sure`` False: the message may be lost silently; for states that are soon set again."""
         ...
 
     def watch(self, topic: Topic[M], *, key: str = "") -> AbstractAsyncContextManager[AsyncIterator[M]]:
-        """The current state of one key, if any, then newer ones; intermediate states may be skipped."""
+        """Yield the current state of one key, if any, then newer states; intermediate ones may be skipped."""
         ...
 
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
-        """The current state of every key, or of keys that begin with ``under``: "a/" or "a/b/" for "a/b/c"."""
+        """Return the current state of every key, or of keys that begin with ``under``: "a/" or "a/b/" for "a/b/c"."""
         ...
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
-        """Remove a state; a key that ends in "/" removes all keys that begin with it."""
+        """Remove a state; a key that ends in "/" removes all keys with that prefix."""
         ...
 
     async def restore(self, *, anew: bool = False) -> list[str]:
-        """Put again our states on the learner's topics that somebody replaced or removed; says which. ``anew``: also
-        those that stand, for watchers who may not have heard of them."""
+        """Set our states on the learner's topics again if they were replaced or removed; return which. ``anew``: also
+        set the unchanged ones again, for watchers that may have missed them."""
         ...
 
     async def losses(self, *, repairs: bool = False) -> list[Loss]:
-        """What of the run is gone from the bus, or has changed since this was last asked, though nobody of the run did
-        it. ``repairs``: make it again, as only a learner may; what it held is for others to publish again.
+        """Return parts of the run that are gone from the bus, or changed since the last call, without any process of
+        the run doing it. ``repairs``: recreate them, which only a learner may do; their content must be published again
+        by others.
         """
         ...
 
     async def depth(self, topic: Topic[Any]) -> int:
-        """Number of messages stored: not yet acked on a work topic, not yet trimmed on a log."""
+        """Return the number of stored messages: without ack on a work topic, not yet trimmed on a log."""
         ...
 
     async def undelivered(self, topic: Topic[Any]) -> int:
-        """Number of messages stored on a work topic that nobody was ever given."""
+        """Return the number of messages on a work topic that were never delivered to any consumer."""
         ...
 
     async def keys(self, topic: Topic[Any]) -> set[str]:
-        """Keys of the messages stored on a work or log topic."""
+        """Return the keys of the messages stored on a work or log topic."""
         ...
 
     async def last_sequence(self, topic: Topic[Any]) -> int:
-        """Number of messages ever published on a work or log topic."""
+        """Return the number of messages ever published on a work or log topic."""
         ...
 
     async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
-        """The answer of whoever serves it; None if nobody does, or not within ``seconds``."""
+        """Return the answer of the process that serves the service; None if none answers within ``seconds``."""
         ...
 
     def serve(self, service: Service[Q, A]) -> AbstractAsyncContextManager[AsyncIterator[Asked[Q, A]]]:
-        """Requests as they arrive; for one left unanswered, ``ask`` returns None."""
+        """Yield requests as they arrive. If a request is left unanswered, ``ask`` returns None."""
         ...
 
     def lease(self, name: str, *, holder: str, is_namesakes: bool = False) -> AbstractAsyncContextManager[None]:
-        """A lock over all processes of the run. Entering waits until it is free; waiters are served in no order.
+        """A lock over all processes of the run. Entering waits until the lease is free; waiters have no order.
 
-        A holder that dies loses it within about five seconds. One that is cut off from the bus, or blocks its event
-        loop, for that long also loses it, without notice: use it to limit load, not to protect data. Not reentrant.
-        ``holder``: a name for people who inspect the bus; where it is a name that has a key, nobody else may give it.
-        ``is_namesakes``: who has another key than we cannot hold it, whatever it stores.
+        A holder that dies loses the lease within about five seconds. A holder that is cut off from the bus, or blocks
+        its event loop, for that long also loses it, without notice. Use a lease to limit load, not to protect data. It
+        is not reentrant.
+
+        holder        name shown to people who inspect the bus; a name that has a key may be used only with that key
+        is_namesakes  only processes with our key can hold the lease; records by other keys are ignored
         """
         ...
 
     def objects(self) -> ObjectStore:
-        """The run's object store; the same one each time. It is closed with the bus."""
+        """Return the run's object store, always the same one. It is closed with the bus."""
         ...
 
     @property
     def own_address(self) -> str:
-        """This machine's address as seen by others on the bus; loopback for a bus inside one process."""
+        """This machine's address as others on the bus see it; loopback for a bus inside one process."""
         ...
 
     @property
@@ -265,7 +275,7 @@ class Bus(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """sha256: of the object's bytes, in hexadecimal."""
+    """sha256: hexadecimal hash of the object's bytes."""
 
     name: str
     num_bytes: int
@@ -274,35 +284,35 @@ class ObjectInfo:
 
 
 class ObjectStore(Protocol):
-    """Named objects too large for a message. Blocking and thread-safe; one writer of each. May raise BusError."""
+    """Named objects too large for a message. Blocking, thread-safe; each object has one writer. May raise BusError."""
 
     @property
     def elsewhere(self) -> tuple[str, bytes]:
-        """For another rank of the learner: MODULE:FUNCTION, and the bytes of which that opens the same store there.
+        """How another rank of the learner opens the same store: MODULE:FUNCTION, and the bytes to call it with.
 
-        Two empty ones where only this process has it.
+        ("", b"") if only this process can access the store.
         """
         ...
 
     def put(self, name: str, blocks: Iterable[bytes | memoryview], *, metadata: Mapping[str, str]) -> ObjectInfo:
-        """Store an object atomically, replacing one of the same name. Consumes ``blocks`` as it sends them."""
+        """Store an object atomically, replacing one of the same name. ``blocks`` is consumed while it is sent."""
         ...
 
     def info(self, name: str) -> ObjectInfo | None:
-        """None if there is no such object."""
+        """Return an object's info; None if it does not exist."""
         ...
 
     def read(self, name: str, *, start: int = 0) -> Iterator[bytes]:
-        """The object's bytes from ``start`` on, in order, across reconnects. Raises ObjectGone.
+        """Yield the object's bytes from ``start`` on, in order, across reconnects. Raises ObjectGone.
 
-        The sha256 is not verified: the caller does that once it has everything.
+        The sha256 is not verified: the caller verifies it after reading everything.
         """
         ...
 
     def names(self) -> set[str]: ...
 
     def whole(self) -> set[str]:
-        """Names of the objects of which nothing is missing; bytes are counted, not read."""
+        """Return names of objects with no missing bytes; bytes are counted, not read."""
         ...
 
     def remove(self, name: str) -> None:

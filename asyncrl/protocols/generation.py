@@ -1,6 +1,6 @@
-"""What an engine samples after a prompt: complete, or still in progress.
+"""What an engine samples after a prompt, complete or still in progress.
 
-A ``PartialGeneration`` shows a generation before it is complete, and lets another engine continue it: its prefix counts
+A ``PartialGeneration`` shows a generation before it is complete and lets another engine continue it. Its prefix counts
 towards max_new_tokens and keeps its logprobs and the versions that sampled it.
 """
 
@@ -18,10 +18,13 @@ from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, joined, last
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What an engine sampled after a prompt.  tokens i32[T], logprobs f32[T] under the sampling distribution.
+    """Tokens that an engine sampled after a prompt.
 
-    ``finish_reason`` is empty while the generation is in progress.
-    experts  of the last tokens of prompt and answer (messages/routing.py); empty where the engine does not say
+    tokens         i32[T]
+    logprobs       f32[T] under the sampling distribution
+    finish_reason  empty while the generation is in progress
+    experts        routing of the last tokens of prompt and answer (messages/routing.py); empty if the engine does not
+                   report it
     """
 
     tokens: NDArray[np.int32]
@@ -31,7 +34,7 @@ class Generation:
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
 
     def first(self, count: int) -> Generation:
-        """Its first ``count`` tokens, unfinished."""
+        """Return the first ``count`` tokens, as an unfinished generation."""
         return Generation(
             tokens=self.tokens[:count],
             logprobs=self.logprobs[:count],
@@ -41,7 +44,7 @@ class Generation:
         )
 
     def after(self, count: int) -> Generation:
-        """Everything after its first ``count`` tokens."""
+        """Return everything after the first ``count`` tokens."""
         if not count:
             return self
         spans = {max(0, span.start - count): span for span in self.version_spans}  # the last one at 0 wins
@@ -52,11 +55,11 @@ class Generation:
                 replace(span, start=start) for start, span in spans.items() if start < len(self.tokens) - count
             ),
             finish_reason=self.finish_reason,
-            experts=last(self.experts, len(self.tokens) - count + 1),  # the one before was routed after it was sampled
+            experts=last(self.experts, len(self.tokens) - count + 1),  # the token before was routed after its sampling
         )
 
     def then(self, rest: Generation) -> Generation:
-        """The concatenation of this and ``rest``."""
+        """Return the concatenation of this generation and ``rest``."""
         if not len(self.tokens):
             return rest
         spans = list(self.version_spans)
@@ -74,7 +77,7 @@ class Generation:
     def left_of(
         self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams
     ) -> tuple[NDArray[np.int32], SamplingParams]:
-        """Arguments to continue from here: prompt and tokens i32[P + T], and the sampling of what is left."""
+        """Return arguments to continue from here: prompt and tokens i32[P + T], and the sampling of the remainder."""
         if not len(self.tokens):
             return prompt_tokens, sampling
         context = np.concatenate([prompt_tokens, self.tokens]).astype(np.int32, copy=False)
@@ -90,18 +93,18 @@ class InProgress(Protocol):
     """An engine's view of a generation in progress. Called in the event loop at any time."""
 
     def __len__(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         ...
 
     def so_far(self, begin: int = 0) -> Generation:
-        """Tokens from ``begin`` on; must cost no more than those, as it is called every few seconds."""
+        """Return tokens from ``begin`` on. The cost must be proportional to these: it is called every few seconds."""
         ...
 
 
 class PartialGeneration:
     """A generation in progress: created by the caller, updated by the engine that samples it.
 
-    prefix  tokens to continue from: fewer than max_new_tokens, and the last is not an end token
+    prefix  tokens to continue from: fewer than max_new_tokens, and the last one is not an end token
     """
 
     def __init__(self, prefix: Generation = NOTHING) -> None:
@@ -109,7 +112,7 @@ class PartialGeneration:
         self._rest: InProgress | None = None
 
     def follow(self, rest: InProgress) -> None:
-        """Called by the engine: ``rest`` is what follows the prefix."""
+        """Called by the engine: ``rest`` is the generation in progress after the prefix."""
         self._rest = rest
 
     def finish(self, generation: Generation) -> None:
@@ -121,9 +124,9 @@ class PartialGeneration:
         return len(self.prefix.tokens) + (len(self._rest) if self._rest is not None else 0)
 
     def so_far(self, begin: int = 0) -> Generation:
-        """Everything so far from token ``begin`` on.
+        """Return everything so far from token ``begin`` on.
 
-        While in progress, excludes the newest token: only the engine knows whether it is valid or the last.
+        While in progress, this excludes the newest token: only the engine knows whether it is valid or the last one.
         """
         known = len(self.prefix.tokens)
         before = self.prefix.after(min(begin, known))

@@ -1,7 +1,7 @@
 """The port through which `asyncrl run` starts processes. Adapters pass tests/contracts/test_launcher.py.
 
-A launcher starts, signals and stops processes. asyncrl/run/processes/process_manager.py decides how often a process is
-restarted, which are killed because they hang, and when the run is over, in the same way for every launcher.
+A launcher starts, signals and stops processes. asyncrl/run/processes/process_manager.py decides how often to
+restart a process, which hung processes to kill, and when the run is over, in the same way for every launcher.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ class ProcessSpec:
     role         "learner", "learner-rank", "rollout-worker", ... (policies/health/faults.py)
     num_gpus     GPUs that it takes on one machine, if any machine has some (device = "auto"); 0: it runs on the CPU
     gpus         indices on the launcher's machine, if asyncrl assigns GPUs (``Launcher.places`` is False); else empty
-    environment  added to what it inherits, PYTHONPATH in front of that; may hold secrets, so never put it on a command
-                 line or in a log
-    paths        key of the run file -> what must exist on its machine
-    shared       key of the run file -> a folder that must be shared with our machine, unless it is on the learner's
+    environment  added to the inherited environment, with its PYTHONPATH in front; may hold secrets, so never put it on
+                 a command line or in a log
+    paths        key of the run file -> path that must exist on its machine
+    shared       key of the run file -> folder that must be shared with our machine, unless it is on the learner's
 
-    For launchers that choose machines (``Launcher.places``), by names of the run's other processes:
-    beside       it goes on the machine of this one;  apart: and on that of none of these
-    meets        MASTER_ADDR in its environment is the address of this one's machine
+    For launchers that choose machines (``Launcher.places``); values are names of other processes of the run:
+    beside       the process must be on the same machine as this one
+    apart        the process must be on another machine than each of these
+    meets        MASTER_ADDR in the environment is set to the address of this process's machine
     """
 
     name: str
@@ -43,7 +44,7 @@ class ProcessSpec:
     meets: str = ""
 
     def renamed(self, name: str) -> ProcessSpec:
-        """A rollout worker's spec under another name, which is also its last argument."""
+        """Return a rollout worker's spec under another name, which is also its last argument."""
         return replace(self, name=name, arguments=(*self.arguments[:-1], name))
 
 
@@ -52,16 +53,16 @@ class LaunchedProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id on ``node``, the same as in its heartbeat."""
+        """Process id on ``node``, the same as in its heartbeat."""
         ...
 
     @property
     def node(self) -> str:
-        """The host name of its machine, as ``socket.gethostname()`` gives it there."""
+        """Host name of its machine, as ``socket.gethostname()`` returns it there."""
         ...
 
     async def ended(self) -> int:
-        """Wait until it exits; the exit code, or minus the number of the signal that killed it.
+        """Wait until it exits. Return the exit code, or minus the number of the signal that killed it.
 
         A process on a lost machine counts as killed by SIGKILL. May be awaited more than once.
         """
@@ -77,29 +78,29 @@ class Launcher(Protocol):
 
     @property
     def places(self) -> bool:
-        """Whether it chooses machine and GPUs itself (by num_gpus) or is told which GPUs to use (spec.gpus)."""
+        """Whether it chooses machine and GPUs itself (by num_gpus); if False, spec.gpus says which GPUs to use."""
         ...
 
     def connect(self) -> str:
-        """Connect to the machines; called first, before the event loop runs. Returns our address as they see it.
+        """Connect to the machines; called first, before the event loop runs. Return our address as they see it.
 
-        Raises ConfigError if they cannot be reached or already have a run of this name.
+        Raises ConfigError if the machines cannot be reached or already have a run of this name.
         """
         ...
 
     def check_room(self, specs: Sequence[ProcessSpec]) -> None:
-        """Raise NoRoom if these can never run at once. Resources that are only busy do not count: start waits."""
+        """Raise NoRoom if these can never run at the same time. Busy resources do not count: ``start`` waits."""
         ...
 
     async def start(self, spec: ProcessSpec) -> LaunchedProcess:
-        """Start a process, on the GPUs that this name had before if they still exist.
+        """Start a process, if possible on the GPUs that this name had before.
 
         Raises NoRoom if no GPUs are free for it, LaunchError if starting failed but may succeed later.
         """
         ...
 
     async def release(self, name: str) -> None:
-        """Free what is reserved for this name; it has exited and will not be restarted."""
+        """Free reservations of this name; its process has exited and will not be restarted."""
         ...
 
     async def close(self) -> None:

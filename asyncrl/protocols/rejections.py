@@ -1,4 +1,4 @@
-"""Rejected messages: all are counted, the first of each kind and sender is logged, so no peer can flood the log."""
+"""Rejected messages: all are counted; only the first of each kind and sender is logged, so peers cannot flood it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 log = logging.getLogger("asyncrl.rejected")
 
 _MOST_KINDS: Final = 1000
-"""Bounds log and memory against a peer that invents senders."""
+"""Bounds log and memory against a peer that invents sender names."""
 _MOST_CHARACTERS: Final = 500
 
 
@@ -21,11 +21,11 @@ class Rejections:
         """(where, kind, sender) -> count."""
 
     def note(self, where: str, problem: str, *, kind: str = "malformed", sender: str = "") -> bool:
-        """Count one rejection; True for the first of its kind and sender, which is logged.
+        """Count one rejection. Return True for the first of its kind and sender, which is also logged.
 
         where    topic or service
         problem  what is wrong, for the log
-        sender   if known
+        sender   name of the sender, if known
         """
         self.total += 1
         row = (where, kind, sender)

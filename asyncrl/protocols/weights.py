@@ -1,4 +1,4 @@
-"""How weights get from the learner to engines. Adapters: weights/."""
+"""The port of weight channels, which bring weights from the learner to engines. Adapters: weights/."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
 
 
 class WeightChannel(Protocol):
-    """Moves weights from the learner to wherever engines can load them. Blocking; called from a thread."""
+    """Brings weights from the learner to where engines can load them. Blocking; called from a thread."""
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
-        """Store one version atomically, and remove versions that should not be loaded any more."""
+        """Store one version atomically and remove versions that should no longer be loaded."""
         ...
 
     def restore(self) -> WeightVersion | None:
-        """Store the newest version again if something of it is gone: how to announce it then, None if nothing is.
+        """Store the newest version again if part of it is gone. Return how to announce it, or None if nothing is gone.
 
-        Called every few seconds between two publishes.
+        Called every few seconds between publishes.
         """
         ...
 
     def verify(self, weights: WeightVersion) -> Path:
-        """The folder of a version with its checksum verified, fetched if need be. Raises WeightsError."""
+        """Return the folder of a version, fetched if needed and with its checksum verified. Raises WeightsError."""
         ...
 
     def retain(self, weights: WeightVersion) -> None:
-        """Keep what ``verify`` needs of a version that is stored, however old it gets, until ``release``.
+        """Keep everything ``verify`` needs of a stored version until ``release``, however old the version gets.
 
-        The learner's end, between two calls of ``publish``.
+        Called on the learner's side, between two calls of ``publish``.
         """
         ...
 
     def release(self, weights: WeightVersion) -> None:
-        """The version may be removed by the next ``publish``; nothing happens if it was not retained."""
+        """Let the next ``publish`` remove the version; does nothing if it was not retained."""
         ...
 
     @property
@@ -55,11 +55,11 @@ class WeightChannel(Protocol):
 
     @property
     def sender(self) -> Sender | None:
-        """Sends the newest weights from memory; None if the channel has only folders."""
+        """Sends the newest weights from memory; None if the channel supports only folders."""
         ...
 
     def receiver(self, intake: Intake, *, engine: str) -> Receiver | None:
-        """The end of ``sender`` at one engine, ``engine`` in the run; None when it loads folders only."""
+        """Return the receiving side of ``sender`` for the engine named ``engine``; None if it only loads folders."""
         ...
 
 
@@ -71,7 +71,7 @@ class Sender(Protocol):
         ...
 
     def begin(self, request: TransferRequest) -> Transfer:
-        """Accept an engine's request: the offer to reply with, and the transfer to run then. Raises WeightsError."""
+        """Accept an engine's request. Return the transfer to run after replying with its offer. Raises WeightsError."""
         ...
 
     def forget(self, *, engines: Collection[str]) -> None:
@@ -91,11 +91,11 @@ class Transfer(Protocol):
 
 
 class Receiver(Protocol):
-    """The engine's side of a transfer (Sender is the learner's). What a payload says, the two of one channel know."""
+    """The engine's side of a transfer (Sender is the learner's). Only the two sides know the format of a payload."""
 
     @property
     def request(self) -> TransferRequest:
-        """What to ask the learner next: where to meet, or, once joined, for the weights."""
+        """The next request to the learner: where to meet, or, once joined, the weights."""
         ...
 
     async def join(self, offer: TransferOffer) -> None:
@@ -103,12 +103,12 @@ class Receiver(Protocol):
         ...
 
     async def receive(self, offer: TransferOffer) -> LoadReport:
-        """Take what the learner sends now, as Engine.load takes a folder. Raises WeightsError.
+        """Receive the weights that the learner sends now, like Engine.load with a folder. Raises WeightsError.
 
-        When it fails half-way the engine stays paused until a load succeeds: it never samples from mixed weights.
+        If it fails half-way, the engine stays paused until a load succeeds: it never samples from mixed weights.
         """
         ...
 
     async def leave(self) -> None:
-        """Forget the learner that was met: the next request asks where to meet."""
+        """Leave the group with the learner: the next request asks where to meet."""
         ...

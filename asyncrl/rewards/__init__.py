@@ -1,1 +1,1 @@
-"""Reward functions: what judges a trajectory."""
+"""Reward functions, which score rollouts."""

@@ -1,4 +1,4 @@
-"""Where in a completion its answer is: what rewards have in common. Pure text, no vendor."""
+"""Find the answer in a completion. Shared by the rewards; works on plain text, without other packages."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ END_OF_THINKING: Final = "</think>"
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last \\boxed{} of ``text`` holds; None if it has none."""
+    """Return the content of the last \\boxed{} of ``text``; None if there is none."""
     begin = text.rfind(_BOXED)
     return None if begin < 0 else _inside(text[begin + len(_BOXED) :])
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last </think>; all of it if there is none."""
+    """Return the text after the last </think>; all of it if there is none."""
     return text.rpartition(END_OF_THINKING)[2]
 
 
 def last_block(text: str, *languages: str) -> str | None:
-    """The last fenced block (```) of one of these languages, or of none; None if there is none."""
+    """Return the last fenced block (```) that has one of these languages or no language; None if there is none."""
     found = [match[2] for match in _FENCE.finditer(text) if match[1].lower() in ("", *languages)]
     return found[-1] if found else None
 
 
 def bare(text: str) -> str:
-    """An answer without what only sets it: "$\\text{(A)}$." is "A". Formulas stay as they are."""
+    """Return an answer without typesetting: "$\\text{(A)}$." becomes "A". Formulas stay as they are."""
     text = text.strip().rstrip(".").strip().strip("$").strip()
     if setting := _SETTING.fullmatch(text):
         text = setting[1].strip()
@@ -37,7 +37,7 @@ def bare(text: str) -> str:
 
 
 def _inside(text: str) -> str:
-    """Up to the brace that closes what was opened before ``text``; all of it if none does."""
+    """Return ``text`` up to the brace that closes one opened before it; all of it if no brace does."""
     depth = 1
     for place, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")

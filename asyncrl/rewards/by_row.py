@@ -1,4 +1,4 @@
-"""Rewards of single rows: data.reward_key names one for each prompt, and reward.kind is for those without."""
+"""Rewards per row: data.reward_key names each prompt's reward; reward.kind applies to rows that name none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.rewards.guard import GuardedReward
 
 
 class RowRewards:
-    """A RewardFn of several. All samples of a group are of one row."""
+    """A RewardFn that chooses a reward by row. All samples of a group belong to one row."""
 
     def __init__(self, default: GuardedReward, by_name: Mapping[str, GuardedReward]) -> None:
         self._default, self._by_name = default, dict(by_name)
@@ -22,7 +22,7 @@ class RowRewards:
         return await (self._by_name[name] if name else self._default)(samples)
 
     def check_machine(self) -> None:
-        """What this machine lacks for any of them. Raises ConfigError."""
+        """Raise ConfigError if this machine lacks something that one of the rewards needs."""
         for reward in (self._default, *self._by_name.values()):
             reward.check_machine()
 

@@ -1,16 +1,18 @@
-"""reward.kind = "code": the program that a completion holds passes tests, each in a sandbox (sandbox/).
+"""reward.kind = "code": the program in a completion passes tests, each run in a sandbox (sandbox/).
 
-The program is the last fenced block (```python) after </think>, or all of it if there is none. The label has the tests:
+The program is the last fenced block (```python) after </think>, or the whole text if there is no block. The label holds
+the tests:
 
 {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}     standard input and output, compared word by word
 [{"input": "1 2\\n", "output": "3\\n"}]         the same
 {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}   calls of a function, or of a method of class Solution
-["assert add(1, 2) == 3"]                      statements that must not raise, each a test
-"assert add(1, 2) == 3"                        all of it one test; one that defines check(candidate) has it called with
+["assert add(1, 2) == 3"]                      statements that must not raise; each item is a test
+"assert add(1, 2) == 3"                        one test; if it defines check(candidate), check is called with
                                                metadata["entry_point"]
 
-or JSON text of a table or list. Output is compared here, out of the program's reach. Statements run in the program's
-own process: one that exits early fails, but one that goes looking for what a test prints at its end could fake it.
+A table or list may also be JSON text. Output is compared in the worker, out of the program's reach. Statements run in
+the program's own process. A program that exits early fails, but a program that searches for the mark a test prints at
+its end could fake success.
 """
 
 from __future__ import annotations
@@ -44,32 +46,32 @@ assert _json.loads(_json.dumps(_found)) == _json.loads({expected!r}), "another r
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     sandbox: Literal["bwrap", "sandlock", "none"] = "bwrap"
-    """bwrap: bubblewrap, which must be installed. sandlock: from PyPI, for machines without it; weaker, so it is never
-    taken for bwrap. none: no walls, only limits, for programs that are trusted."""
+    """bwrap: bubblewrap, which must be installed. sandlock: a package on PyPI, for machines without bubblewrap; weaker,
+    so it never replaces bwrap automatically. none: no isolation, only limits, for trusted programs."""
     score: Literal["all", "share"] = "all"
-    """all: 1 when every test passes, else 0. share: the share of tests that pass."""
+    """all: 1 if every test passes, else 0. share: the share of tests that pass."""
     seconds: float = 6.0
-    """Limit for one test."""
+    """Time limit of one test."""
     total_seconds: float = 25.0
-    """Limit for all tests of an answer; those that it leaves no time for fail. Answers of a group wait for each other
-    where at_once is small, and all must fit into reward.timeout_seconds."""
+    """Time limit of all tests of an answer; tests that do not run in time fail. With a small at_once, the answers of a
+    group wait for each other, and all must fit into reward.timeout_seconds."""
     memory_mib: int = 512
-    """Limit for one test."""
+    """Memory limit of one test."""
     disk_mib: int = 16
     """Limit for the files of one test."""
     output_kib: int = 1024
     """Limit for the output of one test."""
     processes: int = 16
-    """Limit for the processes of one test."""
+    """Limit for the number of processes of one test."""
     at_once: int = 2
-    """Tests that run at the same time on a worker."""
+    """Number of tests that a worker runs at the same time."""
     python: str = ""
-    """Interpreter of the programs, for example of a virtual environment with packages. Empty: that of asyncrl, without
-    packages."""
+    """Interpreter for the programs, for example from a virtual environment with packages. Empty: asyncrl's interpreter,
+    without packages."""
     readable: tuple[str, ...] = ()
-    """Folders of the worker's machine that programs may read, besides the system's and the interpreter's."""
+    """Folders of the worker's machine that programs may read, besides those of the system and the interpreter."""
     network: bool = False
-    """Whether programs may use the network, servers on the worker's own machine included."""
+    """Whether programs may use the network, including servers on the worker's machine."""
 
     def __post_init__(self) -> None:
         self.limits(self.seconds)
@@ -93,8 +95,9 @@ class Options:
 class Test:
     """One run of a program.
 
-    expected  words of its standard output
-    statements  that run after the program, in its process; None: the program alone, with ``stdin``
+    stdin       standard input of the program
+    expected    expected standard output, compared word by word
+    statements  statements to run after the program in the same process; None: run only the program, with ``stdin``
     """
 
     stdin: str = ""
@@ -103,11 +106,11 @@ class Test:
 
 
 class CodeReward:
-    """Tests run in the threads that it is called in."""
+    """Runs the tests in the threads that call it."""
 
     needs_label = True
     own_options = ("sandbox", "python", "readable", "network")
-    """Said by a machine's own command only: what programs may do there is nobody else's to say."""
+    """Options that only the machine's own command may set, because each machine decides what programs may do on it."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -120,7 +123,7 @@ class CodeReward:
         self._places = threading.Semaphore(options.at_once)
 
     def check_machine(self) -> None:
-        """Raises ConfigError where the sandbox is missing or cannot start, or the interpreter cannot in it."""
+        """Raise ConfigError if the sandbox is missing or cannot start, or if the interpreter does not run in it."""
         self._sandbox.check()
         outcome = self._run(["-c", "pass"], self._options.limits(self._options.seconds), stdin="", files={})
         if outcome.code or outcome.stopped:
@@ -157,7 +160,7 @@ class CodeReward:
             outcome = self._run([_PROGRAM], limits, stdin=test.stdin, files={_PROGRAM: _bytes(program)})
             is_passed = _text(outcome).split() == test.expected.split()
         else:
-            # What it prints at its end is in no file, and standard input is read to its end before anything runs.
+            # The seal is in no file, and Python reads standard input to its end before it runs anything.
             seal = secrets.token_hex(16)
             source = f"{program}\n\nimport json as _json\n{test.statements}\nprint('\\n{seal}', flush=True)\n"
             outcome = self._run(["-"], limits, stdin=source, files={})
@@ -169,7 +172,7 @@ class CodeReward:
 
 
 def tests_of(label: Any, metadata: Mapping[str, Any]) -> list[Test]:
-    """The tests that a label says; at least one. Raises ValueError with what is wrong with it."""
+    """Return the tests of a label, at least one. Raises ValueError with the problem of the label."""
     if isinstance(label, str) and label.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError):  # statements may begin with a bracket
             label = json.loads(label)
@@ -208,7 +211,7 @@ def _call(name: str, given: Any, expected: Any) -> Test:
 
 
 def _tested(statements: str) -> str:
-    """Raises ValueError for text that any program would pass, or none."""
+    """Return the statements. Raises ValueError if every program would pass them, or none."""
     try:
         parsed = ast.parse(statements)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -225,7 +228,7 @@ def _called(statements: str, entry_point: Any) -> str:
 
 
 def _lines(value: Any) -> str:
-    """Data sets have texts, or lists of lines."""
+    """Return input or output as one text; data sets hold texts or lists of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

@@ -1,8 +1,9 @@
 """reward.kind = "dapo": the text after the last "Answer:" equals the label (DAPO, Yu et al. 2025, arXiv 2503.14476).
 
-1 for a right answer and -1 for a wrong one, as the paper has it (equation 7). Both sides are first written alike, by
-the rules that Minerva's paper lists (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1): no units, no words
-around a formula, \\frac{a}{b} for \\frac ab, no commas in whole numbers. What is equal but written otherwise is wrong.
+The reward is 1 for a right answer and -1 for a wrong one, as in the paper (equation 7). Both sides are first normalised
+by the rules of Minerva's paper (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1): no units, no words around a
+formula, \\frac{a}{b} for \\frac ab, no commas in whole numbers. An equal answer that is still written differently is
+wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _WORDS: Final = (
     *("minutes", "digits", "cents", "degrees", "degree", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
     *("children", "childrentickets", "multiples", "tickets", "ounces", "square", "sq"),
 )
-"""Units and nouns that stand behind a number."""
+"""Units and nouns that may follow a number."""
 _UNIT: Final = re.compile(r"(?<![A-Za-z\\])(?:" + "|".join(sorted(_WORDS, key=len, reverse=True)) + r")(?![A-Za-z])")
 _ARTICLE: Final = re.compile(r"(?<![A-Za-z\\])(?:an|a|the)\s+")
 _SETTING: Final = re.compile(r"\\(?:text|textbf|mathrm|mathbf|overline)\{([^{}]*)\}")
@@ -36,11 +37,11 @@ class Options:
     right: float = 1.0
     """Reward of a right answer."""
     wrong: float = -1.0
-    """Reward of any other."""
+    """Reward of any other answer."""
     boxed: bool = False
-    """The answer is what the last \\boxed{} holds, not what follows "Answer:"."""
+    """Take the answer from the last \\boxed{} instead of after "Answer:"."""
     tail_characters: int = 300
-    """Only the end of a completion is looked at."""
+    """Number of characters at the end of a completion that are searched for the answer."""
 
     def __post_init__(self) -> None:
         if self.tail_characters < 1:
@@ -61,7 +62,7 @@ class DapoReward:
         return Reward(value=value, parts={"accuracy": float(is_right)})
 
     def vote(self, completion: str) -> str:
-        """The answer as it is compared; "" if there is none."""
+        """Return the normalised answer; "" if there is none."""
         tail = completion[-self._options.tail_characters :]
         if self._options.boxed:
             return normal(last_boxed(tail) or "")
@@ -70,7 +71,7 @@ class DapoReward:
 
 
 def normal(answer: str) -> str:
-    """An answer as Minerva's rules write it."""
+    """Normalise an answer by Minerva's rules."""
     answer = answer.rpartition("=")[2]
     boxed = last_boxed(answer)
     answer = answer if boxed is None else boxed

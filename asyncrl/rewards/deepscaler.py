@@ -1,8 +1,8 @@
-"""reward.kind = "deepscaler": mathematics after the thinking, in a box (DeepScaleR, Luo et al. 2025).
+"""reward.kind = "deepscaler": a boxed mathematical answer after the reasoning (DeepScaleR, Luo et al. 2025).
 
-1 when what the last \\boxed{} after </think> holds equals the label (or what the label's own \\boxed{} holds), as
-math-verify judges; 0 without an end of the thinking or without a box. A label may be a list: one of them is enough.
-DeepScaleR compares by two judges of its own; formulas that only one of the three can read differ.
+The reward is 1 if the last \\boxed{} after </think> equals the label (or the label's own \\boxed{}), as math-verify
+judges. It is 0 without </think> or without a box. A label may be a list; one match is enough. DeepScaleR itself uses
+two judges of its own, so results can differ for formulas that not all three judges can read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.rewards.judge_pool import JudgePool
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(math.Options):
     needs_thinking: bool = True
-    """A completion without </think> is wrong. False: its last box counts all the same."""
+    """True: a completion without </think> is wrong. False: its last box counts."""
 
 
 class DeepScalerReward:
@@ -33,7 +33,7 @@ class DeepScalerReward:
         )
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """All labels of all samples in one question; a sample's reward is the best of its labels."""
+        """Judge all labels of all samples in one request. The reward of a sample is the best over its labels."""
         pairs: list[list[str]] = []
         owners: list[int] = []
         for number, sample in enumerate(samples):
@@ -51,7 +51,7 @@ class DeepScalerReward:
         return rewards
 
     def vote(self, completion: str) -> str:
-        """What is compared with the label; "" if there is nothing."""
+        """Return the text that is compared with the label; "" if there is none."""
         if self._needs_thinking and END_OF_THINKING not in completion:
             return ""
         return (last_boxed(after_thinking(completion)) or "").strip()

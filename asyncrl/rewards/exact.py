@@ -1,4 +1,4 @@
-"""reward.kind = "exact": 1 when the completion is the label, 0 when it is not."""
+"""reward.kind = "exact": 1 if the completion equals the label, else 0."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Options:
     ignore_case: bool = False
     """Compare case-insensitively."""
     extract: str = ""
-    """Regular expression; its last match in the completion is the answer (its first group, if it has one)."""
+    """Regular expression; its last match in the completion is the answer (the first group, if it has one)."""
 
     def __post_init__(self) -> None:
         compiled(self.extract, "extract")
 
 
 class ExactReward:
-    """Compares text; a label that is not text is compared as Python prints it."""
+    """Compares text. A label that is not text is compared as str(label)."""
 
     needs_label = True
 
@@ -38,7 +38,7 @@ class ExactReward:
         return float(answer is not None and answer == self._normal(str(sample.label)))
 
     def vote(self, completion: str) -> str:
-        """What is compared with the label, for majorities; "" if there is nothing."""
+        """Return the text that is compared with the label, for majority votes; "" if there is none."""
         return self._answer(completion) or ""
 
     def _answer(self, completion: str) -> str | None:

@@ -1,7 +1,8 @@
-"""reward.kind = "f1": words in common with the label, as SQuAD counts them (Rajpurkar et al. 2016, arXiv 1606.05250).
+"""reward.kind = "f1": words in common with the label, as in SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250).
 
-Text is lower-cased; punctuation and the articles a, an, the are left out. F1 is the harmonic mean of the share of the
-answer's words that are the label's and the share of the label's that are the answer's, each as often as it occurs.
+Text is lower-cased; punctuation and the articles a, an, the are removed. F1 is the harmonic mean of precision (share of
+the answer's words that are in the label) and recall (share of the label's words that are in the answer). Repeated words
+count as often as they occur.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from asyncrl.rewards.answers import after_thinking
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
 _CLOSED: Final = ("yes", "no", "noanswer")
-"""Answers that are right or wrong as a whole (HotpotQA, Yang et al. 2018)."""
+"""Answers that must match as a whole (HotpotQA, Yang et al. 2018)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     metric: Literal["f1", "exact_match"] = "f1"
-    """The reward; both are metrics."""
+    """Which one is the reward; both are metrics."""
     extract: str = ""
-    """Regular expression; its last match in the completion is the answer (its first group, if it has one). Empty: what
-    follows </think>, or all of it."""
+    """Regular expression; its last match in the completion is the answer (the first group, if it has one). Empty: the
+    text after </think>, or all of it."""
 
     def __post_init__(self) -> None:
         compiled(self.extract, "extract")
 
 
 class F1Reward:
-    """The best over the labels, where the label is a list."""
+    """If the label is a list, the best score over its labels counts."""
 
     needs_label = True
 
@@ -52,7 +53,7 @@ class F1Reward:
         return Reward(value=parts[self._metric], parts=parts)
 
     def vote(self, completion: str) -> str:
-        """The answer as it is compared."""
+        """Return the normalised answer."""
         return normal(self._answer(completion))
 
     def _answer(self, completion: str) -> str:
@@ -63,7 +64,7 @@ class F1Reward:
 
 
 def label_texts(sample: Sample) -> list[str]:
-    """The labels of a sample: one, or each of a list. Raises ValueError where there is none."""
+    """Return the labels of a sample: one, or each item of a list. Raises ValueError if there is none."""
     label: Any = sample.label
     if label is None or label == [] or label == ():
         raise ValueError("the prompt has no label to compare to")
@@ -75,7 +76,7 @@ def normal(text: str) -> str:
 
 
 def f1(answer: str, label: str) -> float:
-    """In 0..1; two empty texts are equal."""
+    """Return the F1 score in 0..1; two empty texts are equal."""
     answer, label = normal(answer), normal(label)
     if answer == label:
         return 1.0

@@ -1,8 +1,8 @@
-"""reward.kind = "gpqa": the letter that a completion chooses is the label's (multiple choice, GPQA, MMLU).
+"""reward.kind = "gpqa": the completion chooses the label's letter (multiple choice, GPQA, MMLU).
 
-The letter is looked for where models put it, in what follows </think>: the last \\boxed{}, the last "answer is" or
-"Answer:", a letter alone in the last line. A letter anywhere else in a sentence is none ("A good start"). The order of
-the choices is the data's: shuffle them there.
+The letter is searched in the text after </think>, where models usually put it: in the last \\boxed{}, after the last
+"answer is" or "Answer:", or in the last line, alone or at its start ("B) ..."). Letters elsewhere do not count ("A good
+start"). The order of the choices comes from the data, so shuffle them there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEADING: Final = r"\s*\(?([{letters}])[).:]\s.*"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     letters: str = "ABCD"
-    """The choices, in order; also of labels that are numbers, from 0."""
+    """The choices, in order; a label that is a number indexes them from 0."""
 
     def __post_init__(self) -> None:
         if not self.letters.isalpha() or not self.letters.isascii() or len(set(self.letters)) != len(self.letters):
@@ -49,7 +49,7 @@ class GpqaReward:
         return float(self.vote(sample.completion) == self._letter(sample.label, sample.metadata.get("choices")))
 
     def vote(self, completion: str) -> str:
-        """The letter; "" if none is chosen."""
+        """Return the chosen letter; "" if there is none."""
         text = after_thinking(completion)
         if (boxed := last_boxed(text)) is not None:
             return self._of(bare(boxed))
@@ -63,7 +63,7 @@ class GpqaReward:
         return found[1].upper() if found else ""
 
     def _letter(self, label: Any, choices: Any) -> str:
-        """Of a letter, "(B)", a number from 0, or the text of one of metadata["choices"]."""
+        """Return the letter of a label: a letter, "(B)", a number from 0, or the text of one of metadata["choices"]."""
         if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(self._letters):
             return self._letters[label]
         if isinstance(label, str) and (letter := bare(label).upper()) and len(letter) == 1 and letter in self._letters:

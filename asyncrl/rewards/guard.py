@@ -1,6 +1,6 @@
-"""Calls a reward function on one group and lets nothing out but good rewards or a RewardError with one line of reason.
+"""Call a reward function on one group; return valid rewards, or raise a RewardError with a one-line reason.
 
-Whatever a user's function does, the worker lives: it may raise, hang, return nonsense, or block.
+The worker survives whatever a user's function does: raise, hang, return invalid values, or block.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from asyncrl.protocols import Reward, Sample
 from asyncrl.protocols.functions import MOST_PARTS, part_problem
 
 MAX_THREADS: Final = 16
-"""Plain functions that run at once; more wait for a place."""
+"""Number of plain functions that run at once; others wait."""
 
 
 class GuardedReward:
-    """A RewardFn around any function: plain or async, of a sample or of a group."""
+    """A RewardFn that wraps any function: plain or async, of a sample or of a group."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class GuardedReward:
         timeout_seconds: float,
         largest: float = math.inf,
     ) -> None:
-        """largest: magnitude of a reward and of its parts; what is refused here the learner would refuse too"""
+        """largest   limit for the magnitude of a reward and its parts; the learner enforces the same limit"""
         self._largest = largest
         self._function = function
         self._name = name
@@ -45,11 +45,11 @@ class GuardedReward:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What is guarded."""
+        """The wrapped function."""
         return self._function
 
     def check_machine(self) -> None:
-        """What this machine lacks, by ``check_machine`` of the function's object if it has one. Raises ConfigError."""
+        """Call the function's ``check_machine``, if it has one. Raises ConfigError if this machine lacks something."""
         check = getattr(self._function, "check_machine", None)
         if check is not None:
             try:
@@ -58,10 +58,11 @@ class GuardedReward:
                 raise ConfigError(f"reward {self._name}: {error}") from None
 
     async def votes(self, completions: Sequence[str]) -> tuple[list[str], str]:
-        """What each answer comes down to (``vote`` of the function's object, or all of it), and why one has no vote.
+        """Return each answer's vote for majorities, and the first problem ("" if there is none).
 
-        "" where the user's function raises or exits, and for those that it has not looked at within the time that a
-        reward may take: one vote less is no reason to end a worker.
+        The vote is the result of the function's ``vote``, or the whole answer if it has no such method. The vote is ""
+        if ``vote`` raises or exits, or does not reach the answer within reward.timeout_seconds. A missing vote must not
+        end the worker.
         """
         vote = getattr(self._function, "vote", None)
         if vote is None:
@@ -74,7 +75,7 @@ class GuardedReward:
                 try:
                     with plugins.exits_contained():
                         found.append(str(vote(completion)))
-                except Exception as error:  # a user's function: whatever it raises is data, not a crash
+                except Exception as error:  # an error of a user's function must not crash the worker
                     found.append("")
                     problems.append(f"vote() raised {plugins.described(error)}")
 
@@ -83,12 +84,14 @@ class GuardedReward:
                 await _in_thread(look, completions)
         except TimeoutError:
             problems.append(f"vote() took longer than reward.timeout_seconds = {self._timeout_seconds:g}")
-        votes = found[: len(completions)]  # what hangs may go on
+        votes = found[: len(completions)]  # the thread may still be running and appending
         return [*votes, *[""] * (len(completions) - len(votes))], problems[0] if problems else ""
 
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
-        """One reward a sample, in order, with what its rollout function told of itself beside what the reward tells,
-        which wins where both have a name. Raises RewardError."""
+        """Return one reward per sample, in order, with the reward parts of the rollout function added.
+
+        If both set a part of the same name, the reward function's part wins. Raises RewardError.
+        """
         rewards = await self.judge(samples)
         return [
             self._checked(Reward(value=reward.value, parts={**sample.trajectory.reward_parts, **reward.parts}))
@@ -96,7 +99,7 @@ class GuardedReward:
         ]
 
     async def judge(self, samples: Sequence[Sample]) -> list[Reward]:
-        """One reward a sample, in order, as the function gives it. Raises RewardError."""
+        """Return one reward per sample, in order, as the function returns it. Raises RewardError."""
         try:
             async with asyncio.timeout(self._timeout_seconds) as timeout:
                 values = await (self._group(samples) if self._takes_group else self._each(samples))
@@ -105,14 +108,14 @@ class GuardedReward:
                 reason = f"took longer than reward.timeout_seconds = {self._timeout_seconds:g}"
                 raise RewardError(f"reward {self._name}: {reason}") from None
             raise self._failed(error) from error
-        except Exception as error:  # a user's function: whatever it raises is data, not a crash
+        except Exception as error:  # an error of a user's function must not crash the worker
             raise self._failed(error) from error
         if len(values) != len(samples):
             raise RewardError(f"reward {self._name}: returned {len(values)} rewards for {len(samples)} samples")
         return [self._reward(value) for value in values]
 
     async def close(self) -> None:
-        """Let go of what the function holds (a process, a connection), if it has a ``close``."""
+        """Call the function's ``close``, if it has one, to release processes and connections."""
         close = getattr(self._function, "close", None)
         if close is not None:
             result = close()
@@ -126,7 +129,7 @@ class GuardedReward:
         return list(values)
 
     async def _each(self, samples: Sequence[Sample]) -> Sequence[Any]:
-        """Every sample by itself, side by side; the first failure cancels the others."""
+        """Judge the samples concurrently, one call each. The first failure cancels the others."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._call(sample), name="reward") for sample in samples]
@@ -148,7 +151,7 @@ class GuardedReward:
     def _reward(self, value: Any) -> Reward:
         try:
             reward = _as_reward(value)
-        except Exception:  # of a user's object, or an integer that no float can hold
+        except Exception:  # a user's object raised, or an integer is too large for a float
             raise RewardError(
                 f"reward {self._name}: must be a number, a Reward or a dict of parts, got {_short(value)}"
             ) from None
@@ -190,25 +193,25 @@ def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, str | bytes | bytearray):  # of which float() would make a number
+    if isinstance(value, str | bytes | bytearray):  # float() would parse them
         raise TypeError
     return float(value)
 
 
 async def _in_thread(function: Callable[..., Any], argument: Any) -> Any:
-    """``function(argument)`` in a thread of its own that a hung function cannot keep the process alive with."""
+    """Run ``function(argument)`` in a daemon thread, so that a hung function cannot keep the process alive."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
     def finish(value: Any, error: BaseException | None) -> None:
-        if not done.done():  # cancelled: nobody waits any more
+        if not done.done():  # cancelled by the caller
             done.set_result((value, error))
 
     def work() -> None:
         value, problem = None, None
         try:
             value = function(argument)
-        except BaseException as error:  # handed to the caller, SystemExit too: a thread has nobody else to tell
+        except BaseException as error:  # pass it to the caller, even SystemExit, which a thread would lose
             problem = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(finish, value, problem)
@@ -225,7 +228,7 @@ async def _in_thread(function: Callable[..., Any], argument: Any) -> Any:
 def _short(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception:  # a user's object, or an integer of too many digits
+    except Exception:  # a user's __repr__ raised, or an integer has too many digits
         text = plugins.with_article(type(value))
     text = " ".join(text.split())
     return text if len(text) <= 60 else text[:57] + "..."

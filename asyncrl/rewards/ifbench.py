@@ -1,8 +1,8 @@
 """reward.kind = "ifbench": the completion follows instructions of IFBench that a program can check.
 
-IFBench (Pyatkin et al. 2025, arXiv 2507.02833): what `ifeval` is for 58 other instructions, of which one is refused
-(ifbench_rules.py). Rows have the same shape, and may name instructions of IFEval, too. A row whose instructions cannot
-be checked is refused before the run starts.
+IFBench (Pyatkin et al. 2025, arXiv 2507.02833) has 58 instructions beyond those of `ifeval`. One of them is not
+supported (ifbench_rules.py). Rows have the same format as for `ifeval` and may also name instructions of IFEval. A row
+whose instructions cannot be checked is refused before the run starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of IFBench about format, repetition, and single tasks (ifbench_rules.py names and explains them)."""
+"""IFBench rules about format, repetition, and single tasks (ifbench_rules.py names and explains them)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CAPITALS: Final = (
     "Amsterdam, Warsaw, London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, Chisinau, "
     "Bern, Ljubljana, Zagreb"
 )
-"""From north to south, down to 45 degrees."""
+"""European capitals from north to south, down to 45 degrees."""
 _QUOTED_FIELD: Final = re.compile(r'(?:^|,)[ \t]*"([^"\n]*)"[ \t]*(?=,|$)', re.MULTILINE)
 _SPECIAL: Final = re.compile(r"[^\w\s]")
 _DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -44,7 +44,7 @@ _NAPOLEON: Final = range(1769, 1822)
 
 
 def parentheses(response: str) -> bool:
-    """A bracket five deep is closed, by its own kind; one of another kind begins the count anew."""
+    """Brackets nest five deep and the innermost is closed by its own kind. A mismatched bracket restarts the count."""
     open_ones: list[str] = []
     for character in response:
         if character in "([{":
@@ -60,7 +60,7 @@ def parentheses(response: str) -> bool:
 
 
 def quotes(response: str) -> bool:
-    """Three levels are closed one after the other. An apostrophe opens or closes a level, too."""
+    """Quotes nest three levels deep, and all three levels are closed. An apostrophe also opens or closes a level."""
     open_ones: list[str] = []
     deepest = 0
     for character in response:
@@ -75,7 +75,10 @@ def quotes(response: str) -> bool:
 
 
 def options(response: str, *, options: str) -> bool:
-    """Apart by / or "or" or commas. Letters, as in "a), b)", are to be written as they are there."""
+    """The response is one of the options, which are separated by / or "or" or commas.
+
+    Options that are letters, such as "a), b)", must match exactly.
+    """
     apart = next((one for one in _OPTIONS_APART if one in options), ",")
     known = [one.strip() for one in options.split(apart)]
     if _LETTERED.match(options):
@@ -92,7 +95,7 @@ def newline(response: str) -> bool:
 
 
 def emoji(response: str) -> bool:
-    """Before the mark that ends a sentence, or behind it."""
+    """Every sentence has an emoji before or after its end mark."""
     found = ["".join(without_marks(sentence)) for sentence in sentences(response)]
     return all(any(map(is_emoji, one[-2:])) or is_emoji(after[:1]) for one, after in pairwise([*found, ""]))
 
@@ -104,19 +107,19 @@ def line_indent(response: str) -> bool:
 
 
 def quote_unquote(response: str) -> bool:
-    """No quote follows another at once, and none ends the response."""
+    """No quote directly follows another, and the response does not end with a quote."""
     text = response.replace("“", '"').replace("”", '"').replace("'\"'", "")
     text = "".join(text.split())
     return '""' not in text and not text.strip(digits + MARKS.replace('"', "")).endswith('"')
 
 
 def marked_list(response: str, *, sep: str) -> bool:
-    """Twice, wherever it is."""
+    """The separator occurs at least twice, anywhere."""
     return response.count(sep) >= 2
 
 
 def thesis(response: str) -> bool:
-    """Text in <i> or <em>, and text behind it."""
+    """Text in <i> or <em>, followed by more text."""
     begin = _ITALICS.search(response)
     end = _ITALICS_END.search(response, begin.end()) if begin else None
     if begin is None or end is None:
@@ -125,7 +128,7 @@ def thesis(response: str) -> bool:
 
 
 def sub_bullets(response: str) -> bool:
-    """At least one *, and a - between each and the next."""
+    """At least one *, and a - after each * before the next."""
     parts = response.split("*")[1:]
     return bool(parts) and all("-" in part for part in parts)
 
@@ -139,7 +142,7 @@ def no_bullets_bullets(response: str) -> bool:
 
 
 def title_case(response: str) -> bool:
-    """Small words as well; what has capitals inside, such as iPhone, is as it is."""
+    """Every word begins with a capital, even small words; words with capitals inside, such as iPhone, are exempt."""
     words = re.findall(r"[^\W\d_][\w'’-]*", re.sub(r"\d\w*", "", response))
     return not any(word[0].islower() and (not word[1:] or _is_of_one_case(word[1:])) for word in words)
 
@@ -160,7 +163,7 @@ def no_whitespace(response: str) -> bool:
 
 
 def repeat_change(response: str, *, prompt_to_repeat: str) -> bool:
-    """The same words, but for the first."""
+    """The words of the prompt, except that the first word differs."""
     said, asked = response.split(), prompt_to_repeat.split()
     return said[1:] == asked[1:] and said[:1] != asked[:1]
 
@@ -170,7 +173,7 @@ def repeat_simple(response: str) -> bool:
 
 
 def repeat_span(response: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """Characters from n_start to n_end, both included, from 0."""
+    """The prompt's characters n_start to n_end, inclusive and counted from 0."""
     span = prompt_to_repeat[n_start : n_end + 1].strip().lower()
     if not span:
         raise ValueError(f"prompt_to_repeat has no text from {n_start} to {n_end}")
@@ -185,7 +188,7 @@ def multiples(response: str) -> bool:
 
 
 def mcq_count_length(response: str) -> bool:
-    """Four questions with five choices each, each question longer than the one before."""
+    """Four questions with five choices each; each question is longer than the one before."""
     if not response.startswith("Question"):
         return False
     asked = [part.strip() for part in _QUESTION.split(response) if part.strip()]
@@ -202,7 +205,7 @@ def mcq_count_length(response: str) -> bool:
 
 
 def reverse_newline(response: str) -> bool:
-    """From Zimbabwe on at least 52 lines, in reverse order."""
+    """At least 52 lines from Zimbabwe on, in reverse order."""
     lines = [line for line in (part.strip(MARKS + " ") for part in response.split("\n")) if line]
     first = next((place for place, line in enumerate(lines) if _LAST_COUNTRY in line), len(lines))
     countries = [plain(line) for line in lines[first:]]
@@ -239,7 +242,7 @@ def csv_special_character(response: str) -> bool:
 
 
 def csv_quotes(response: str) -> bool:
-    """The names of the columns are fields, too."""
+    """All fields are quoted, including the column names."""
     table = [[field.strip() for field in line.split("\t")] for line in response.strip().split("\n")]
     if len(table) != 4 or not _is_even(table):
         return False
@@ -260,7 +263,7 @@ def _is_even(table: Sequence[Sequence[str]]) -> bool:
 
 
 def date_format_list(response: str) -> bool:
-    """Days that there were, in Napoleon's life."""
+    """Only valid dates within Napoleon's lifetime."""
     return all(_is_his(part.strip()) for part in response.split(","))
 
 

@@ -1,10 +1,10 @@
-"""Instructions that a program can check, as IFBench names them (Pyatkin et al. 2025, arXiv 2507.02833).
+"""Checkable instructions, under the names of IFBench (Pyatkin et al. 2025, arXiv 2507.02833).
 
-Each kind is a function of the response and the named values of the data set's ``kwargs``. Where an instruction leaves
-open what counts, it is what IFBench's own scorer takes, so that numbers can be compared, except where that would reward
-an answer that does nothing: a ratio of no sentences, sub-bullets without a bullet. Sentences, words, stop words,
-syllables and emoji are told without the data that the scorer downloads (ifbench_text.py). ``words:start_verb`` is not
-here: it needs a model that tells verbs.
+Each kind is a function of the response and the named values of the data set's ``kwargs``. Where an instruction is
+ambiguous, the rule follows IFBench's own scorer, so that numbers are comparable. The exceptions are cases where the
+scorer rewards an answer that does nothing: a ratio of no sentences, sub-bullets without a bullet. Sentences, words,
+stop words, syllables and emoji are recognised without the data that the scorer downloads (ifbench_text.py).
+``words:start_verb`` is missing, because it needs a model that recognises verbs.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ UNCHECKED: Final[Mapping[str, str]] = {
 
 
 def follows(response: str, kind: str, values: Mapping[str, Any]) -> bool:
-    """Whether ``response`` does what one instruction says, of IFBench or IFEval; an empty one follows none.
+    """Whether ``response`` follows an instruction of IFBench or IFEval. An empty response follows none.
 
-    Raises ValueError for a kind that is not known and for values that it cannot take, each by name.
+    Raises ValueError for an unknown kind and for invalid values, naming them.
     """
     if kind in instructions.KINDS:
         return instructions.follows(response, kind, values)
@@ -97,7 +97,7 @@ def follows(response: str, kind: str, values: Mapping[str, Any]) -> bool:
 
 
 def _checked(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a rule takes, each of its type. Raises ValueError."""
+    """Return the values of a rule, converted to their types. Raises ValueError."""
     if kind in UNCHECKED:
         raise ValueError(f"the instruction {kind!r} is not checked here: {UNCHECKED[kind]}")
     if kind not in KINDS:
@@ -113,7 +113,7 @@ def _checked(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(value: Any, parameter: inspect.Parameter, where: str) -> Any:
-    """Data sets write 3 as 3.0."""
+    """Check and convert one value. Data sets write 3 as 3.0."""
     if parameter.annotation == "str":
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{where}: {parameter.name} must be a text, is {value!r}")

@@ -1,8 +1,8 @@
-"""Words and sentences of an answer, as the rules of IFBench count them; what they need of English is in this file.
+"""Words and sentences of an answer, as the IFBench rules count them. All knowledge of English is in this file.
 
-A sentence ends at . ! or ? before a space, or before a closing quote or bracket and a space: abbreviations are not
-known. A contraction is one word. No data are downloaded: function words and pronouns are closed classes and listed,
-syllables are counted by rules, emoji by Unicode's blocks.
+A sentence ends at . ! or ? before a space, or before a closing quote or bracket and a space; abbreviations are not
+recognised. A contraction is one word. No data are downloaded: function words and pronouns are listed, syllables are
+counted by rules, and emoji are recognised by Unicode block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EMOJI: Final = re.compile(
 
 
 def listed(words: str) -> frozenset[str]:
-    """Apart by spaces."""
+    """Return the words of a list separated by spaces."""
     return frozenset(words.split())
 
 
@@ -41,11 +41,11 @@ FUNCTION_WORDS: Final = listed(
     "am is are was were be been being have has had having do does did doing can will should "
     # adverbs
     "again further then once here there when where why how no not only too very just now "
-    # what an apostrophe leaves of contractions
+    # parts of contractions around the apostrophe
     "s t d ll m o re ve y don ain aren couldn didn doesn hadn hasn haven isn ma mightn mustn needn shan shouldn wasn "
     "weren won wouldn"
 )
-"""What is called stop words."""
+"""Also called stop words."""
 
 PRONOUNS: Final = listed(
     "i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers "
@@ -56,7 +56,7 @@ PRONOUNS: Final = listed(
 
 
 def sentences(text: str) -> list[str]:
-    """With the marks that end them; what follows the last end is one, too."""
+    """Split a text into sentences with their end marks; text after the last end mark is also a sentence."""
     found, begin = [], 0
     for match in _END.finditer(text):
         found.append(text[begin : match.end()].strip())
@@ -65,22 +65,22 @@ def sentences(text: str) -> list[str]:
 
 
 def end_of(sentence: str) -> str:
-    """Its last mark, before closing quotes and brackets."""
+    """Return the last character of a sentence, before closing quotes and brackets."""
     return sentence.rstrip(CLOSERS)[-1:]
 
 
 def without_marks(text: str) -> list[str]:
-    """Words, with every mark of ASCII taken out: "well-known" is wellknown."""
+    """Return the words with all ASCII punctuation removed: "well-known" becomes wellknown."""
     return text.translate(_REMOVED).split()
 
 
 def stripped(text: str) -> list[str]:
-    """Words without the marks around them; what is nothing but marks is none."""
+    """Return the words without surrounding punctuation; skip tokens that are only punctuation."""
     return [word for word in (part.strip(MARKS + "“”‘’…") for part in text.split()) if word]
 
 
 def plain(text: str) -> str:
-    """Without accents: "São Tomé" is Sao Tome."""
+    """Return the text without accents: "São Tomé" becomes Sao Tome."""
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
 
@@ -89,7 +89,7 @@ def is_emoji(character: str) -> bool:
 
 
 def syllables(word: str) -> int:
-    """Of an English word, by its groups of vowels; an e at the end, or in -es and -ed, is mostly silent."""
+    """Count an English word's syllables by its vowel groups; an e at the end, or in -es and -ed, is mostly silent."""
     word = plain(word.lower())
     count = len(_VOWELS.findall(word))
     return max(count - (_SILENT_E.search(word) is not None), 1)

@@ -1,4 +1,4 @@
-"""Rules of IFBench about counts, ratios, words and sentences (ifbench_rules.py names and explains them)."""
+"""IFBench rules about counts, ratios, words and sentences (ifbench_rules.py names and explains them)."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _NAMES: Final = listed(
     "Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella "
     "Jonathan"
 )
-"""Those of which the prompts ask for some."""
+"""The names that prompts ask for."""
 _INTERROBANGS: Final = ("?!", "!?", "‽")
 _CLUSTER: Final = re.compile(r"[b-df-hj-np-tv-z]{2}")
 _JAPANESE: Final = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
 _TIMES: Final = (1, 2, 3, 5, 7)
 _TOLERANCE: Final = 2
-"""Percent."""
+"""In percentage points."""
 
 
 def _words(response: str) -> list[str]:
-    """Letters, digits and _: "don't" is two."""
+    """Return runs of letters, digits and _; "don't" gives two."""
     return re.findall(r"\w+", response.lower())
 
 
@@ -59,17 +59,17 @@ def conjunctions(response: str, *, small_n: int) -> bool:
 
 
 def person_names(response: str, *, N: int) -> bool:  # noqa: N803
-    """Different ones, spelt with a capital."""
+    """At least N different names, spelt with a capital."""
     return len(_NAMES & set(re.findall(r"\w+", response))) >= N
 
 
 def numbers(response: str, *, N: int) -> bool:  # noqa: N803
-    """Exactly so many: marks are taken out first, so 1,234.5 and 2020-21 are one each."""
+    """Exactly N numbers. Punctuation is removed first, so 1,234.5 and 2020-21 count as one each."""
     return sum(len(re.findall(r"\d+", word)) for word in without_marks(response)) == N
 
 
 def words_japanese(response: str, *, N: int) -> bool:  # noqa: N803
-    """A number counts as Japanese, and so does what is nothing but marks."""
+    """Every N-th word is Japanese. Numbers and tokens of only punctuation also count as Japanese."""
     _is_place(N, "N")
     every = response.split()[N - 1 :: N]
     return all(word.isdigit() or _JAPANESE.search(word) for part in every for word in stripped(part))
@@ -80,7 +80,7 @@ def pronouns(response: str, *, N: int) -> bool:  # noqa: N803
 
 
 def punctuation(response: str) -> bool:
-    """Each of . , ! ? ; : and an interrobang, whose marks do not count as the others."""
+    """Contains each of . , ! ? ; : and an interrobang; the interrobang's own marks do not count for the others."""
     found = next((mark for mark in _INTERROBANGS if mark in response), None)
     return found is not None and set(".,!?;:") <= set(response.replace(found, "", 1))
 
@@ -88,7 +88,7 @@ def punctuation(response: str) -> bool:
 def keywords_multiple(
     response: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
 ) -> bool:
-    """Inside of another word too, in any case."""
+    """Each keyword occurs its number of times, also inside other words and in any case."""
     text = response.lower()
     given = (keyword1, keyword2, keyword3, keyword4, keyword5)
     return all(text.count(word.strip().lower()) == times for word, times in zip(given, _TIMES, strict=True))
@@ -113,7 +113,7 @@ def sentence_balance(response: str) -> bool:
 
 
 def overlap(response: str, *, reference_text: str, percentage: int) -> bool:
-    """The share of the response's sequences of three characters that the reference has, too."""
+    """``percentage`` of the response's character trigrams occur in the reference, within the tolerance."""
     own, theirs = _trigrams(response), _trigrams(reference_text)
     return bool(own) and abs(100 * len(own & theirs) / len(own) - percentage) <= _TOLERANCE
 
@@ -123,7 +123,7 @@ def _trigrams(text: str) -> set[str]:
 
 
 def sentence_words(response: str) -> bool:
-    """Three sentences of the same length; that their words differ is not asked, as in IFBench's scorer."""
+    """Three sentences of the same length. As in IFBench's scorer, their words need not differ."""
     found = sentences(response)
     return len(found) == 3 and len(set(map(len, found))) == 1
 
@@ -132,7 +132,7 @@ def sentence_words(response: str) -> bool:
 
 
 def alphabet(response: str) -> bool:
-    """The first word may begin with any letter."""
+    """Words begin with consecutive letters of the alphabet; the first word may begin with any letter."""
     places = [ascii_lowercase.find(word[0].lower()) for word in without_marks(response)]
     return min(places, default=-1) >= 0 and all(two == (one + 1) % 26 for one, two in pairwise(places))
 
@@ -144,12 +144,12 @@ def vowel(response: str) -> bool:
 
 
 def consonants(response: str) -> bool:
-    """y is one."""
+    """Every word has two consonants in a row; y is a consonant."""
     return all(_CLUSTER.search(word) for word in response.lower().split())
 
 
 def palindrome(response: str) -> bool:
-    """The same one again counts, too."""
+    """At least ten palindromes of five or more letters; repetitions count."""
     words = without_marks(response.lower())
     return sum(len(word) >= 5 and word == word[::-1] for word in words) >= 10
 
@@ -189,7 +189,7 @@ def no_consecutive(response: str) -> bool:
 
 
 def keywords_specific_position(response: str, *, keyword: str, n: int, m: int) -> bool:
-    """Sentence n, word m, both from 1."""
+    """Word m of sentence n is the keyword; both count from 1."""
     words = _nth_sentence(response, n, "n", m, "m")
     return len(words) >= m and words[m - 1].lower() == keyword.strip().lower()
 
@@ -202,7 +202,7 @@ def _nth_sentence(response: str, n: int, name: str, m: int, other: str) -> Seque
 
 
 def words_position(response: str, *, keyword: str) -> bool:
-    """The second, and the last but one."""
+    """The second word and the last but one are the keyword."""
     words = stripped(response.lower())
     return len(words) > 1 and words[1] == words[-2] == keyword.strip().lower()
 
@@ -211,7 +211,7 @@ def words_position(response: str, *, keyword: str) -> bool:
 
 
 def alliteration_increment(response: str) -> bool:
-    """In each sentence, more words that begin as a neighbour does."""
+    """Each sentence has more words than the one before that begin with the same letter as a neighbour."""
     counts = [_alliterative(stripped(sentence.lower())) for sentence in sentences(response)]
     return all(one < two for one, two in pairwise(counts))
 
@@ -222,7 +222,7 @@ def _alliterative(words: Sequence[str]) -> int:
 
 
 def sentence_keyword(response: str, *, word: str, N: int) -> bool:  # noqa: N803
-    """As a word of its own, in any case."""
+    """Sentence N contains the word as a separate word, in any case."""
     _is_place(N, "N")
     found = sentences(response)
     pattern = rf"(?<!\w){re.escape(word.strip())}(?!\w)"

@@ -1,8 +1,9 @@
 """reward.kind = "ifeval": the completion follows instructions that a program can check.
 
-IFEval (Zhou et al. 2023, arXiv 2311.07911). The row's metadata hold the data set's own fields, or its label does, as a
-table or JSON text of one: ``instruction_id_list`` and ``kwargs``, a table of values for each. What follows </think> is
-checked. An instruction that is not known fails its group by name: it is never counted as followed, nor as not.
+IFEval (Zhou et al. 2023, arXiv 2311.07911). The row's metadata hold the data set's fields ``instruction_id_list`` and
+``kwargs``, one table of values per instruction. The label may hold them instead, as a table or as JSON text. The text
+after </think> is checked. An unknown instruction fails its group with an error that names it; it never counts as
+followed or not followed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _NAMES: Final = "instruction_id_list"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     score: Literal["all", "share"] = "all"
-    """all: 1 when every instruction is followed. share: the part of them that is."""
+    """all: 1 if every instruction is followed, else 0. share: the share of instructions that are followed."""
     loose: bool = False
-    """An instruction is also followed when the completion without its first line, last line, both, or asterisks follows
-    it (the paper's loose accuracy)."""
+    """Also accept an instruction if the completion follows it without its first line, its last line, both, or without
+    asterisks (the paper's loose accuracy)."""
 
 
 class IfEvalReward:
@@ -58,7 +59,7 @@ def _variants(response: str) -> list[str]:
 
 
 def instructions_of(label: Any, metadata: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[Mapping[str, Any]]]:
-    """Of a row, and the values of each. Raises ValueError where there are none."""
+    """Return the instructions of a row and the values of each. Raises ValueError if there are none."""
     table: Any = metadata if _NAMES in metadata else label
     if isinstance(table, str):
         try:

@@ -1,10 +1,11 @@
-"""Instructions that a program can check, as IFEval names them (Zhou et al. 2023, arXiv 2311.07911, table 1).
+"""Checkable instructions, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911, table 1).
 
-Each kind is a function of the response and the named values of the data set's ``kwargs``. Where the paper's sentence
-leaves open what counts (is "cats" the keyword "cat"? is "[]" a placeholder?), it is what the paper's own scorer takes,
-so that numbers can be compared. Not its: sentences end at . ! or ? before a space (abbreviations are not known), words
-in capitals are told without a tokenizer, and whether capitals or small letters are English is not asked. Pure text;
-time is linear in the response. ``language:response_language`` is not here: it needs a model that tells languages.
+Each kind is a function of the response and the named values of the data set's ``kwargs``. Where the paper is ambiguous
+(is "cats" the keyword "cat"? is "[]" a placeholder?), the rule follows the paper's own scorer, so that numbers are
+comparable. There are three differences from the scorer: sentences end at . ! or ? before a space (abbreviations are not
+recognised), words in capitals are found without a tokenizer, and the rules for capital and small letters do not check
+that the text is English. The rules work on plain text, in time linear in the response. ``language:response_language``
+is missing, because it needs a model that recognises languages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _JOINED_WORD: Final = re.compile(r"\w+(?:[-./]\w+)*")
 _FIRST_WORD: Final = re.compile(r"'*\"*([^\s.,?!'\"]*)")
 _SENTENCE_END: Final = re.compile(r"[.!?](?=[\s\"'”’)\]]|$)")
 _PLACEHOLDER: Final = re.compile(r"\[[^\]\n]*(\]?)")
-"""One that is not closed is matched too, to its line's end: else each [ of it would be tried."""
+"""An unclosed placeholder is matched up to the end of its line; otherwise every further [ would be tried."""
 _BULLET: Final = re.compile(r"^[^\S\n]*(?:\*[^*]|-)", re.MULTILINE)
 _HIGHLIGHT: Final = re.compile(r"\*([^*\n]*)\*")
 _BOLD: Final = re.compile(r"\*\*([^*\n]*)\*\*")
@@ -32,9 +33,9 @@ _TWO_ANSWERS: Final = "******"
 
 
 def follows(response: str, kind: str, values: Mapping[str, Any]) -> bool:
-    """Whether ``response`` does what one instruction says; an empty one follows none.
+    """Whether ``response`` follows an instruction. An empty response follows none.
 
-    Raises ValueError for a kind that is not known and for values that it cannot take, each by name.
+    Raises ValueError for an unknown kind and for invalid values, naming them.
     """
     if kind not in KINDS:
         raise ValueError(f"the instruction {kind!r} is not known; these are: {', '.join(KINDS)}")
@@ -56,30 +57,33 @@ def _holds(count: int, bound: int, relation: str) -> bool:
 
 
 def _is_count(value: Any, where: str) -> None:
-    """A text would equal no count, and nobody would follow the instruction. Data sets write 3 as 3.0."""
+    """Raise ValueError unless ``value`` is a whole number >= 0. Data sets write 3 as 3.0.
+
+    A text would never equal a count, so no response could follow the instruction.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
         raise ValueError(f"{where} must be a whole number, is {value!r}")
 
 
 def _listed(words: Any) -> Sequence[str]:
-    """A text would be a list of its letters."""
+    """Return a list of words. Raises ValueError for a text, which would count as a list of its letters."""
     if not isinstance(words, list | tuple) or not words:
         raise ValueError(f"{words!r} must be a list of words")
     return words
 
 
 def _existence(response: str, *, keywords: Sequence[str]) -> bool:
-    """Inside of another word too, in any case."""
+    """Contains all keywords, also inside other words and in any case."""
     return all(word.lower() in response.lower() for word in _listed(keywords))
 
 
 def _frequency(response: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """Inside of another word too, in any case."""
+    """Counts the keyword also inside other words and in any case."""
     return _holds(response.lower().count(keyword.strip().lower()), frequency, relation)
 
 
 def _forbidden(response: str, *, forbidden_words: Sequence[str]) -> bool:
-    """As a word of its own, in any case."""
+    """Contains none of the words as a separate word, in any case."""
     any_of = "|".join(re.escape(word) for word in _listed(forbidden_words))
     return not re.search(rf"(?<!\w)(?:{any_of})(?!\w)", response, re.IGNORECASE)
 
@@ -91,7 +95,7 @@ def _letters(response: str, *, letter: str, let_frequency: int, let_relation: st
 
 
 def _sentences(response: str, *, num_sentences: int, relation: str) -> bool:
-    """A sentence ends at . ! or ? before a space; what follows the last end is one, too."""
+    """A sentence ends at . ! or ? before a space; text after the last end mark also counts as one."""
     ends = [match.end() for match in _SENTENCE_END.finditer(response)]
     rest = _WORD.search(response, ends[-1] if ends else 0)
     return _holds(len(ends) + bool(rest), num_sentences, relation)
@@ -102,7 +106,7 @@ def _words(response: str, *, num_words: int, relation: str) -> bool:
 
 
 def _paragraphs(response: str, *, num_paragraphs: int) -> bool:
-    """Apart by ***, which may also be before the first and after the last."""
+    """Paragraphs are separated by ***, which may also precede the first and follow the last."""
     parts = _apart(response, _SEPARATOR)
     return len(parts) == num_paragraphs and all(parts)
 
@@ -113,7 +117,7 @@ def _apart(response: str, separator: str) -> list[str]:
 
 
 def _first_word(response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Apart by an empty line, counted from 1. Two empty lines hold a paragraph without a first word between them."""
+    """The nth part between empty lines, from 1, begins with the word. Extra empty lines make empty parts."""
     parts = [part.strip() for part in response.split("\n\n")]
     if sum(map(bool, parts)) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
         return False
@@ -126,7 +130,7 @@ def _placeholders(response: str, *, num_placeholders: int) -> bool:
 
 
 def _postscript(response: str, *, postscript_marker: str) -> bool:
-    """Anywhere, in any case; "P. S." is "P.S."."""
+    """Contains the marker anywhere, in any case; "P. S." equals "P.S."."""
     letters = re.escape(postscript_marker.strip()).replace(r"\.", r"\.\s?").removesuffix(r"\s?")
     return bool(re.search(letters, response, re.IGNORECASE))
 
@@ -145,12 +149,12 @@ def _highlights(response: str, *, num_highlights: int) -> bool:
 
 
 def _sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
-    """The data set spells the name of its value so."""
+    """The data set spells ``section_spliter`` this way."""
     return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
 
 
 def _json(response: str) -> bool:
-    """Between ``` or not."""
+    """The response is JSON, with or without ``` around it."""
     try:
         json.loads(_FENCE.sub("", response.strip()))
     except (ValueError, RecursionError):
@@ -159,7 +163,7 @@ def _json(response: str) -> bool:
 
 
 def _title(response: str) -> bool:
-    """<<text>> in one line."""
+    """Contains <<text>> within one line."""
     return any(
         line[line.find("<<") : line.rfind(">>") + 2].lstrip("<").rstrip(">").strip()
         for line in response.split("\n")
@@ -168,7 +172,7 @@ def _title(response: str) -> bool:
 
 
 def _two_answers(response: str) -> bool:
-    """Apart by ******, which may also be before the first and after the second."""
+    """Two different answers separated by ******, which may also precede the first and follow the second."""
     answers = _apart(response, _TWO_ANSWERS)
     return len(answers) == 2 and all(answers) and answers[0] != answers[1]
 

@@ -1,8 +1,8 @@
-"""reward.kind = "json_schema": the completion is JSON that a JSON Schema allows, as jsonschema judges.
+"""reward.kind = "json_schema": the completion is JSON that is valid under a JSON Schema, as jsonschema judges.
 
-The JSON is the last fenced block (```json) after </think>, or all of it. The schema is the label, a table or JSON text,
-or ``schema`` for all rows. A schema's patterns are regular expressions that can take for ever: they run in a process of
-their own (schema_judge.py) with a limit.
+The JSON is the last fenced block (```json) after </think>, or the whole text after it. The schema is the label (a table
+or JSON text), or the file ``schema`` for all rows. The patterns of a schema are regular expressions, which may never
+finish, so they run in a separate process with a time limit (schema_judge.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asyncrl.rewards.judge_pool import JudgePool
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     schema: str = ""
-    """JSON file with the schema of all rows; empty: each label is one."""
+    """JSON file with the schema of all rows; empty: each label is a schema."""
     processes: int = 1
-    """Judges per rollout worker."""
+    """Number of judge processes per rollout worker."""
     timeout_seconds: int = 2
-    """Limit for one answer; one that takes longer is wrong."""
+    """Time limit of one answer; an answer that takes longer is wrong."""
 
     def __post_init__(self) -> None:
         if self.processes < 1 or self.timeout_seconds < 1:
@@ -50,7 +50,7 @@ class JsonSchemaReward:
         )
 
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
-        """1 for JSON that the schema allows; the metric is_json says how many are JSON at all."""
+        """Return 1 for JSON that is valid under the schema, else 0; the part is_json says whether it is JSON at all."""
         texts = [_answer(sample.completion) for sample in samples]
         parsed = [_is_json(text) for text in texts]
         schema = self._schema if self._schema is not None else _schema_of(samples[0].label)
@@ -78,7 +78,7 @@ def _is_json(text: str) -> bool:
 
 
 def _schema_of(label: Any) -> Any:
-    """Raises ValueError where the label is no schema."""
+    """Return the schema of a label. Raises ValueError if the label is not a schema."""
     if isinstance(label, str):
         try:
             label = json.loads(label)

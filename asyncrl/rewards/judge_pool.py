@@ -1,7 +1,8 @@
-"""Processes that judge what may take for ever: a JSON line in, a JSON line out, each killed when it does not answer.
+"""A pool of judge processes, for judging that may never finish: one JSON line in, one JSON line out.
 
 A judge is a module of asyncrl with a ``main`` that reads lines until its standard input ends (math_judge.py). It limits
-its own time; a group that is given up meanwhile (reward.timeout_seconds) ends its process, and the next gets a new one.
+its own time. If a group is cancelled while a judge works on it (reward.timeout_seconds), the judge is killed and the
+next group gets a new one.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ _MAX_LINE_BYTES: Final = 2**20
 
 
 class JudgePool:
-    """As many judges as may work at once. They start when they are needed."""
+    """Up to ``processes`` judges. Each starts when it is first needed."""
 
     def __init__(self, module: str, arguments: Sequence[str], *, name: str, processes: int) -> None:
-        """name: of the reward, for errors"""
+        """name   name of the reward, for error messages"""
         self._module, self._arguments, self._name = module, tuple(arguments), name
         self.idle: list[asyncio.subprocess.Process] = []
         self._places = asyncio.Semaphore(processes)
 
     async def ask(self, question: Any) -> list[float]:
-        """The rewards that a free judge gives. Raises RewardError: what the judge says, or that it is gone."""
+        """Return the rewards from a free judge. Raises RewardError if the judge reports an error or is gone."""
         async with self._places:
             judge = self.idle.pop() if self.idle else await self._start()
             try:
@@ -72,4 +73,4 @@ async def _end(judge: asyncio.subprocess.Process) -> None:
         judge.kill()
     if judge.stdin is not None:
         judge.stdin.close()
-    await judge.communicate()  # wait() may leave the pipe of a judge that ended by itself open
+    await judge.communicate()  # wait() could leave pipes open if the judge ended by itself

@@ -1,7 +1,8 @@
-"""Grades that a judge gave: in memory, and in a file that other workers and later runs read, if there is one.
+"""A cache of a judge's grades: in memory, and optionally in a file that other workers and later runs read.
 
-The file is an SQLite database, so any number of processes of a machine may share it. One that fails while the run is up
-(a full disk) costs questions that are asked again, not groups: it is said once, and memory is left.
+The file is an SQLite database, so any number of processes on a machine may share it. If the file fails during the run
+(for example because the disk is full), a warning is logged once and only the cache in memory remains. Questions may
+then be asked again, but no group fails.
 """
 
 from __future__ import annotations
@@ -19,27 +20,30 @@ from asyncrl.errors import ConfigError
 
 _TABLE: Final = "CREATE TABLE IF NOT EXISTS grades (question BLOB PRIMARY KEY, grade REAL NOT NULL) WITHOUT ROWID"
 _BUSY_SECONDS: Final = 5.0
-"""That one process waits for another's write."""
+"""Time that a process waits for another process's write."""
 
 log = logging.getLogger("asyncrl.rewards")
 
 
 class KeptGrades:
-    """By the digest of the question, and of whatever else the grade depends on."""
+    """Grades by the digest of the question and everything else that the grade depends on."""
 
     def __init__(self, *, in_memory: int, file: str = "") -> None:
-        """in_memory: the newest, as many  file: empty keeps none on disk"""
+        """
+        in_memory  number of grades in memory; the least recently used go first
+        file       path of the database; empty: none on disk
+        """
         self._in_memory = in_memory
         self._file = Path(file) if file else None
         self._grades: collections.OrderedDict[bytes, float] = collections.OrderedDict()
 
     def check(self) -> None:
-        """Raises ConfigError where the file cannot be one, or cannot be written."""
+        """Raise ConfigError if the file is not a database or cannot be written."""
         if self._file is None:
             return
         try:
             with self._opened(self._file) as grades:
-                grades.execute("BEGIN IMMEDIATE")  # who may not write is told here
+                grades.execute("BEGIN IMMEDIATE")  # fails if the file is not writable
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"cache_file: {self._file}: {error}; name a file that this machine may write") from None
 
@@ -80,7 +84,7 @@ class KeptGrades:
     @staticmethod
     @contextlib.contextmanager
     def _opened(file: Path) -> Iterator[sqlite3.Connection]:
-        """Committed at its end."""
+        """Open the database. Commits at the end of the context."""
         with contextlib.closing(sqlite3.connect(file, timeout=_BUSY_SECONDS)) as grades, grades:
             grades.execute(_TABLE)
             yield grades

@@ -1,8 +1,9 @@
 """reward.kind = "llm_judge": a language model behind an OpenAI-compatible server grades each answer.
 
 The template is filled with {prompt}, {answer} and {label} and sent as one user message. The grade is the last match of
-``pattern`` in what the judge says, mapped from lowest..highest to 0..1. No grade, or one outside, is asked again and
-then fails the group: it is never a silent zero. A question that was graded before is not asked again (kept_grades.py).
+``pattern`` in the judge's reply, mapped from lowest..highest to 0..1. If the reply has no grade, or one out of range,
+the request is retried, and finally the group fails; it never becomes a silent zero. A question that was graded before
+is not sent again (kept_grades.py).
 """
 
 from __future__ import annotations
@@ -38,42 +39,42 @@ _MOST_BACKOFF_SECONDS: Final = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     url: str = field(repr=False)  # may hold a password
-    """http://HOST:PORT/v1; requests go to its chat/completions."""
+    """Base URL, http://HOST:PORT/v1; requests go to its chat/completions."""
     model: str
-    """The judge's name at the server."""
+    """The judge's model name at the server."""
     api_key: str = field(default="", repr=False)
-    """Sent as bearer token, if the server wants one."""
+    """Bearer token, if the server requires one."""
     headers: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Sent with every request."""
+    """Headers of every request."""
     template: str = _TEMPLATE
-    """The question, with {prompt}, {answer} and {label}; {{ and }} are braces."""
+    """The question, with {prompt}, {answer} and {label}; write {{ and }} for braces."""
     pattern: str = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression of the grade, a number in its first group; its last match counts."""
+    """Regular expression of the grade, with the number in its first group; the last match counts."""
     lowest: float = 0.0
-    """Grade that is a reward of 0."""
+    """Grade that becomes a reward of 0."""
     highest: float = 10.0
-    """Grade that is a reward of 1."""
+    """Grade that becomes a reward of 1."""
     temperature: float = 0.0
-    """Of the judge."""
+    """Sampling temperature of the judge."""
     max_tokens: int = 512
-    """Of what the judge says."""
+    """Token limit of the judge's reply."""
     retries: int = 4
-    """Further requests if the server is unreachable, too slow or busy (429, 5xx), or what it says has no grade."""
+    """Number of retries if the server is unreachable, too slow or busy (429, 5xx), or its reply has no grade."""
     backoff_seconds: float = 0.5
-    """Wait before the first retry; doubles each time. A server's Retry-After counts if it is longer."""
+    """Wait before the first retry; doubles each time. A longer Retry-After of the server takes precedence."""
     request_timeout_seconds: float = 20.0
-    """Limit for one request; all requests of a group must fit into reward.timeout_seconds."""
+    """Time limit of one request; all requests of a group must fit into reward.timeout_seconds."""
     at_once: int = 8
-    """Requests at the same time, per worker."""
+    """Number of concurrent requests per worker."""
     max_requests: int = 0
-    """Budget of a worker's life: groups that would need more requests fail. 0: any number."""
+    """Request budget of a worker process; groups that would need more requests fail. 0: no limit."""
     max_total_tokens: int = 0
-    """Budget of a worker's life in tokens, as the server counts them (usage). 0: any number."""
+    """Token budget of a worker process, as counted by the server (usage). 0: no limit."""
     cache: int = 10_000
-    """Grades that are kept in memory."""
+    """Number of grades to keep in memory."""
     cache_file: str = ""
-    """Grades are kept in this file too, for other workers of the machine and for later runs; it grows without end.
-    Empty: in memory only."""
+    """File that also keeps the grades, for other workers on the machine and for later runs; it grows without limit.
+    Empty: memory only."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -104,7 +105,7 @@ class Options:
 
 
 class JudgeReward:
-    """Each answer is a request, those of a group side by side. Connections are kept as long as the worker lives."""
+    """Sends one request per distinct answer, concurrently within a group. Keeps its connections between groups."""
 
     own_options = ("cache_file",)
 
@@ -131,7 +132,7 @@ class JudgeReward:
         return [Reward(value=(grade - low) / (high - low), parts={"grade": grade}) for grade in grades]
 
     def check_machine(self) -> None:
-        """Raises ConfigError where the file of grades cannot be written."""
+        """Raise ConfigError if cache_file cannot be written."""
         self._kept.check()
 
     async def close(self) -> None:
@@ -146,7 +147,7 @@ class JudgeReward:
         )
 
     async def _grade(self, question: str) -> float:
-        """One that was kept, or the judge's. Raises RewardError."""
+        """Return the grade from the cache or from the judge. Raises RewardError."""
         key = self._key(question)
         if (kept := await self._kept.find(key)) is not None:
             return kept
@@ -156,7 +157,7 @@ class JudgeReward:
         return grade
 
     def _key(self, question: str) -> bytes:
-        """Of all that the grade depends on; not of the judge's address, which may change."""
+        """Return the digest of everything that the grade depends on. Excludes the judge's address, which may change."""
         its = self._options
         asked = [question, its.model, its.temperature, its.max_tokens, its.pattern, its.lowest, its.highest]
         return hashlib.sha256(json.dumps(asked).encode()).digest()
@@ -182,7 +183,7 @@ class JudgeReward:
         raise self._error(f"after {tries} tries: {problem}" if tries > 1 else problem)
 
     def _spend(self) -> None:
-        """Raises RewardError once the budget is spent."""
+        """Count a request against the budget. Raises RewardError if the budget is spent."""
         options = self._options
         for spent, most, name in (
             (self._num_requests, options.max_requests, "max_requests"),
@@ -225,7 +226,7 @@ class JudgeReward:
         return self._session
 
     def _read(self, said: str) -> float | None:
-        """The grade; None if there is none, or none between lowest and highest."""
+        """Return the grade of a reply; None if it has none between lowest and highest."""
         found = [match[1] for match in self._pattern.finditer(said)]
         try:
             grade = float(found[-1]) if found else math.nan
@@ -238,7 +239,10 @@ class JudgeReward:
 
 
 class Busy(Exception):
-    """The server asks to come back later.  seconds: that it names; 0: none"""
+    """The server is busy.
+
+    seconds  time to wait that the server names; 0: none
+    """
 
     def __init__(self, problem: str, seconds: float) -> None:
         super().__init__(problem)

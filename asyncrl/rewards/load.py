@@ -1,13 +1,14 @@
-"""From [reward] in the run file to a RewardFn: built-in kinds by name, anything else as "package.module:function".
+"""Load the RewardFn of [reward] in the run file: built-in kinds by name, your own as "package.module:function".
 
-Your own reward is one function of one argument, plain or ``async``:
+Your own reward is a function of one argument, plain or ``async``:
 
     def reward(sample: Sample) -> float                    one trajectory at a time
     def reward(samples: Sequence[Sample]) -> list[float]   the whole group: the argument is called ``samples``,
                                                            or annotated as a list, tuple or Sequence
 
-It gives a number, a ``Reward``, or a dict of parts, whose sum is the reward. Plain functions run in threads. A class
-works too: it is made once, with its module's ``Options`` built from [reward.options] if there is one, then called.
+It returns a number, a ``Reward``, or a dict of parts whose sum is the reward. Plain functions run in threads. A class
+is also possible. It is instantiated once and then called; if its module has an ``Options``, it gets one built from
+[reward.options].
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ KINDS: Final = {
 PARTS: Final = "parts"
 
 GROUPS: Final = (list, tuple, Collection, Iterable, MutableSequence, Sequence)
-"""How a function that takes all samples of a group annotates them; a str or dict would be an Iterable, too."""
+"""Argument annotations of a function that takes all samples of a group. Exact types only: a str is also an Iterable."""
 
 
 def load_reward(section: config.RewardSection, *, where: str = "reward.kind") -> GuardedReward:
-    """The reward of the run file, ready to be called; starts nothing. Raises ConfigError naming ``where``."""
+    """Return the reward of the run file, ready to be called. Starts no process. Raises ConfigError naming ``where``."""
     if section.parts or section.kind == PARTS:
         function: Callable[..., Any] = _of_parts(section)
     else:
@@ -89,7 +90,10 @@ OF_ROWS: Final = (
 
 
 def load_rewards(section: config.RewardSection, *, are_by_row: bool) -> RewardFn:
-    """The reward of the run, with those of single rows where ``data.reward_key`` is set. Raises ConfigError."""
+    """Return the reward of the run. Raises ConfigError.
+
+    are_by_row  data.reward_key is set, so that each row may name its reward
+    """
     default = load_reward(section, where="reward.kind")
     if not are_by_row:
         if section.rows:
@@ -100,7 +104,7 @@ def load_rewards(section: config.RewardSection, *, are_by_row: bool) -> RewardFn
 
 
 def _of_parts(section: config.RewardSection) -> WeightedParts:
-    """Raises ConfigError."""
+    """Build the reward of reward.kind = "parts". Raises ConfigError."""
     if not section.parts:
         raise ConfigError('reward.kind: "parts" needs parts, such as [reward.parts.right] with kind = "math"')
     if section.kind != PARTS:
@@ -124,12 +128,15 @@ def _of_parts(section: config.RewardSection) -> WeightedParts:
 
 
 def row_labels(section: config.RewardSection) -> dict[str, bool]:
-    """The rewards that a row may name, and whether each compares with a label. Raises ConfigError."""
+    """Return the rewards that a row may name, and whether each compares with a label. Raises ConfigError."""
     return {name: needs_label(one) for name, one in _of_rows(section).items()}
 
 
 def _of_rows(section: config.RewardSection) -> dict[str, config.RewardSection]:
-    """What is not installed, or cannot be without options, no row may name."""
+    """Return the sections of the rewards that rows may name.
+
+    Built-in kinds that are not installed, or that require options, are left out.
+    """
     kinds: dict[str, str] = {}
     for name in OF_ROWS:
         with contextlib.suppress(ConfigError):
@@ -148,16 +155,18 @@ def _of_rows(section: config.RewardSection) -> dict[str, config.RewardSection]:
 
 
 def needs_label(section: config.RewardSection) -> bool:
-    """Whether the reward compares with a label, so that every row must have one: ``needs_label`` of its object.
+    """Whether the reward compares with a label, so that every row must have one. Raises ConfigError.
 
-    Raises ConfigError.
+    Reads the attribute ``needs_label`` of the reward's object.
     """
     return bool(getattr(load_reward(section).function, "needs_label", False))
 
 
 def label_check(section: config.RewardSection) -> Callable[[Any, Mapping[str, Any]], None]:
-    """``check_label`` of the reward's object, if it has one: it raises ValueError for the label and metadata of a row
-    that it cannot judge anything by. Raises ConfigError."""
+    """Return the reward's ``check_label``, or a check that accepts everything. Raises ConfigError.
+
+    The check raises ValueError if the reward cannot judge answers by a row's label and metadata.
+    """
     return getattr(load_reward(section).function, "check_label", lambda label, metadata: None)
 
 
@@ -179,7 +188,7 @@ def takes_group(function: Callable[..., Any], *, name: str) -> bool:
 
 
 def _made(found: Any, section: config.RewardSection) -> Callable[..., Any]:
-    """``found`` itself, or the object of the class that it is."""
+    """Return ``found``, or an instance if it is a class."""
     options_type = getattr(sys.modules[found.__module__], "Options", None) if inspect.isclass(found) else None
     if options_type is not None:
         options = tables.build(options_type, section.options, "reward.options")
@@ -194,7 +203,7 @@ def _made(found: Any, section: config.RewardSection) -> Callable[..., Any]:
 
 
 def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """The parameter's type, resolved when it can be; the text that was written otherwise."""
+    """Return the parameter's type, or its annotation as written if it cannot be resolved."""
     target = function if inspect.isroutine(function) else function.__call__  # type: ignore[operator]
     try:
         return typing.get_type_hints(target).get(parameter.name, parameter.annotation)

@@ -1,10 +1,11 @@
-"""reward.kind = "math": 1 when the completion's last formula or number equals the label, as math-verify judges.
+"""reward.kind = "math": 1 if the completion's last formula or number equals the label, as math-verify judges.
 
-A label that is a choice ("A") or a word is a formula to math-verify, and a completion that is the same word is none: an
-answer that reads like the label, boxed or alone, is right too.
+math-verify parses a label that is a choice ("A") or a word as a formula, but finds no formula in a completion that is
+the same word. Therefore an answer whose text equals the label, boxed or alone, is right too.
 
-The judging is sympy's and can take minutes or for ever on what models write. So it runs in processes of our own
-(asyncrl/rewards/math_judge.py), which enforce a time limit inside, are killed when that does not help, and end with us.
+Judging uses sympy, which can take minutes or never finish on the formulas that models write. It therefore runs in
+separate processes (asyncrl/rewards/math_judge.py). They enforce a time limit themselves, are killed if that fails, and
+end with the worker.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _NUMBER: Final = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     processes: int = 1
-    """Judges per rollout worker, about 150 MB each."""
+    """Number of judge processes per rollout worker, about 150 MB each."""
     timeout_seconds: int = 2
-    """Limit for parsing, and again for comparing, one answer; one that takes longer is wrong. All answers of a group
-    must fit into reward.timeout_seconds, or the group fails."""
+    """Time limit for parsing one answer, and again for comparing it; an answer that takes longer is wrong. All answers
+    of a group must fit into reward.timeout_seconds, or the group fails."""
 
     def __post_init__(self) -> None:
         if self.processes < 1 or self.timeout_seconds < 1:
@@ -39,7 +40,7 @@ class Options:
 
 
 class MathReward:
-    """Hands each group to a free judge."""
+    """Sends each group to a free judge."""
 
     needs_label = True
 
@@ -53,7 +54,7 @@ class MathReward:
         return await self._judges.ask([[str(sample.label), sample.completion] for sample in samples])
 
     def vote(self, completion: str) -> str:
-        """The text in the last \\boxed{}, else the last number: for majorities, which ask only what is the same."""
+        """Return the text in the last \\boxed{}, else the last number. Majority votes only test them for equality."""
         if (found := last_boxed(completion)) is not None:
             return "".join(found.split())
         numbers = _NUMBER.findall(completion)

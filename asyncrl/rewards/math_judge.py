@@ -1,7 +1,7 @@
-"""The process that judges mathematics: a JSON line of [[label, completion], ...] in, {"rewards": [...]} out.
+"""The judge process for mathematics: a JSON line [[label, completion], ...] in, {"rewards": [...]} out.
 
-math-verify limits its time with signals, which work in a process's main thread only: this one has nothing else to do.
-It ends when its standard input does.
+math-verify limits its time with signals. Signals work only in a process's main thread, so judging has its own process.
+It ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from asyncrl.rewards.answers import bare, last_boxed
 
 def main() -> None:
     timeout_seconds = int(sys.argv[1])
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not mix with the answers
-    logging.disable(logging.ERROR)  # math-verify logs a traceback for every timeout; the reward is 0 and that is all
+    answers, sys.stdout = sys.stdout, sys.stderr  # keep output of libraries out of the answers
+    logging.disable(logging.ERROR)  # math-verify logs a traceback for every timeout; the reward is just 0
     for line in sys.stdin:
         try:
             pairs = json.loads(line)
@@ -28,11 +28,11 @@ def main() -> None:
 
 
 class LabelError(Exception):
-    """A label has nothing to compare to."""
+    """A label contains no number or formula."""
 
 
 def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
-    """1.0 when the last answer in ``completion`` (boxed ones first) equals ``label``, else 0.0."""
+    """Return 1.0 if the last answer in ``completion`` equals ``label``, else 0.0. Boxed answers take precedence."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     from math_verify.errors import TimeoutException
 

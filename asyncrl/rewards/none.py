@@ -1,4 +1,4 @@
-"""reward.kind = "none": the reward that the rollout function set stands."""
+"""reward.kind = "none": keep the reward that the rollout function set."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from asyncrl.protocols import Sample
 
 
 def no_reward(sample: Sample) -> float:
-    """The trajectory's own reward; its parts stay, as with every reward (guard.py).
+    """Return the trajectory's own reward. Its parts stay, as with every reward (guard.py).
 
-    Raises RewardError where its rollout function set none (NaN).
+    Raises RewardError if the rollout function set no reward (NaN).
     """
     trajectory = sample.trajectory
     if math.isnan(trajectory.reward):
-        if trajectory.reward_parts.get("timeout"):  # of a harness that was ended (rollouts/agent/harnesses/limits.py)
+        if trajectory.reward_parts.get("timeout"):  # the harness timed out (rollouts/agent/harnesses/limits.py)
             raise RewardError(
                 "reward none: the sample took longer than rollout.options.timeout_seconds, and nothing says its "
                 'reward; set rollout.options.timeout_reward, or on_timeout = "fail"'

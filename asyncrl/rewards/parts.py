@@ -7,9 +7,9 @@
     weight = 0.1
     options = { pattern = "^<think>.*</think>", compare = "match" }
 
-Each part judges the whole group, all at the same time, and is the metric reward/NAME before its weight. What a reward
-tells besides, such as a judge's grade, is NAME.grade. One that fails fails the group. kind = "none" is what the rollout
-function or the harness set; what it told of itself stays under its own names.
+All parts judge the whole group at the same time. Each part's unweighted value is the metric reward/NAME. Parts of a
+part, such as a judge's grade, are named NAME.grade. If a part fails, the group fails. kind = "none" is the reward that
+the rollout function or the harness set; its reward parts keep their own names.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ class WeightedPart:
 
 
 class WeightedParts:
-    """Takes a group. A part that only tells (weight 0) still costs its time, and its failure still counts."""
+    """The weighted sum of the parts' rewards, for a whole group.
+
+    A part with weight 0 is only a metric. It still takes its time, and its failure still fails the group.
+    """
 
     def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
         self._parts = dict(parts)
         self.needs_label = any(getattr(one.reward.function, "needs_label", False) for one in parts.values())
         voters = [one.reward.function for one in parts.values() if hasattr(one.reward.function, "vote")]
         if voters:
-            self.vote = voters[0].vote  # of a majority: what the first part that can say it makes of an answer
+            self.vote = voters[0].vote  # majority votes come from the first part that has them
 
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
         try:
@@ -59,7 +62,7 @@ class WeightedParts:
                 raise ValueError(f"reward.parts.{name}: {error}") from None
 
     def check_machine(self) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError if this machine lacks something that a part needs."""
         for one in self._parts.values():
             one.reward.check_machine()
 

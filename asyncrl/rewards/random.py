@@ -1,4 +1,4 @@
-"""reward.kind = "random": 1 or 0 by chance, for tests of a pipeline: nothing can be learned from it."""
+"""reward.kind = "random": 1 or 0 by chance, to test a pipeline. Nothing can be learned from it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from asyncrl.protocols import Sample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     probability: float = 0.5
-    """Of a 1."""
+    """Probability of a reward of 1."""
     seed: int = 0
-    """Another one gives other rewards. The same answer to the same prompt has the same one, in every worker."""
+    """Seed of the rewards. The same answer to the same prompt gets the same reward in every worker."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.probability <= 1:

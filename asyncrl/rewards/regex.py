@@ -1,4 +1,4 @@
-"""reward.kind = "regex": does the completion match a pattern, or does what it captures equal the label?"""
+"""reward.kind = "regex": the completion matches a pattern, or the captured text equals the label."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from asyncrl.protocols import Sample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     pattern: str
-    """Searched for anywhere in the completion; "." matches line ends too. A pattern that backtracks without end stops
-    the whole worker: Python's re cannot be interrupted."""
+    """Regular expression, searched anywhere in the completion; "." also matches line ends. A pattern with endless
+    backtracking stops the whole worker, because Python's re cannot be interrupted."""
     compare: Literal["label", "match"] = "label"
-    """label: 1 when the last match's first group (or all of it) is the label. match: 1 when there is a match."""
+    """label: 1 if the first group of the last match (or the whole match) equals the label. match: 1 if the pattern
+    matches."""
 
     def __post_init__(self) -> None:
         compiled(self.pattern, "pattern")
@@ -37,7 +38,7 @@ class RegexReward:
         return float(self._captured(matches[-1]) == str(sample.label).strip())
 
     def vote(self, completion: str) -> str:
-        """What is compared with the label, for majorities; "" if there is nothing."""
+        """Return the text that is compared with the label, for majority votes; "" if there is none."""
         matches = list(self._pattern.finditer(completion))
         return self._captured(matches[-1]) if matches else ""
 

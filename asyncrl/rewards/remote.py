@@ -1,7 +1,7 @@
 """reward.kind = "remote": a server rewards each group.
 
 POST url  {"samples": [{"prompt": ..., "completion": ..., "label": ..., "metadata": {...}}, ...]}
-answer    {"rewards": [1.0, {"format": 0.2, "correct": 1.0}, ...]}  or the list alone; a dict is parts, their sum counts
+answer    {"rewards": [1.0, {"format": 0.2, "correct": 1.0}, ...]}  or only the list; a dict holds parts to sum up
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from asyncrl.protocols import Sample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     url: str = field(repr=False)  # may hold a password
-    """http://HOST:PORT/PATH"""
+    """Address of the server, http://HOST:PORT/PATH."""
     retries: int = 3
-    """Retries if the server is unreachable, too slow, or answers 429 or 5xx."""
+    """Number of retries if the server is unreachable, too slow, or answers 429 or 5xx."""
     backoff_seconds: float = 0.5
     """Wait before the first retry; doubles each time."""
     request_timeout_seconds: float = 10.0
-    """Limit for one try; all tries together must fit into reward.timeout_seconds."""
+    """Time limit of one try; all tries together must fit into reward.timeout_seconds."""
     headers: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Headers of each request, such as {Authorization = "Bearer ..."}."""
 
@@ -39,7 +39,7 @@ class Options:
 
 
 class RemoteReward:
-    """One request a group. Keeps nothing open between groups."""
+    """Sends one request per group. Keeps no connection open between groups."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -85,4 +85,4 @@ class RemoteReward:
 
 
 class ServerBusy(Exception):
-    """The server asks to come back later."""
+    """The server answered 429 or 5xx."""

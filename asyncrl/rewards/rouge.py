@@ -1,8 +1,8 @@
 """reward.kind = "rouge": overlap with a reference text, ROUGE-1, -2 or -L (Lin 2004, "ROUGE: A Package for Automatic
 Evaluation of Summaries").
 
-Words are runs of letters and digits, lower-cased and not stemmed. The reward is the F-measure with equal weights: of
-n-grams in common (each as often as it occurs), or of the longest common subsequence of words over the whole text.
+Words are runs of letters and digits, lower-cased and not stemmed. The reward is the F-measure with equal weights of the
+common n-grams (repetitions count), or of the longest common subsequence of words over the whole text.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _WORD: Final = re.compile(r"[a-z0-9]+")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     metric: Literal["rouge1", "rouge2", "rougeL"] = "rougeL"
-    """The reward; all three are metrics."""
+    """Which one is the reward; all three are metrics."""
 
 
 class RougeReward:
-    """The best over the labels, where the label is a list."""
+    """If the label is a list, the best score over its labels counts."""
 
     needs_label = True
 
@@ -46,13 +46,13 @@ def words(text: str) -> list[str]:
 
 
 def scored(found: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
-    """Each F-measure in 0..1."""
+    """Return all three F-measures, each in 0..1."""
     scores = {f"rouge{size}": _of_ngrams(found, expected, size) for size in (1, 2)}
     return {**scores, "rougeL": _f_measure(longest_common(found, expected), len(found), len(expected))}
 
 
 def longest_common(first: Sequence[str], second: Sequence[str]) -> int:
-    """Length of the longest common subsequence. Bit-parallel (Hyyrö 2004): a row is one whole number."""
+    """Return the length of the longest common subsequence. Bit-parallel (Hyyrö 2004): each row is one integer."""
     places: dict[str, int] = {}
     for place, word in enumerate(first):
         places[word] = places.get(word, 0) | 1 << place

@@ -1,7 +1,7 @@
-"""The process that judges JSON: a line {"schema": ..., "answers": [...]} in, {"rewards": [...]} out.
+"""The judge process for JSON: a JSON line {"schema": ..., "answers": [...]} in, {"rewards": [...]} out.
 
-Python's regular expressions look for signals while they search, so a timer ends even those that would search for ever;
-signals work in a process's main thread only. It ends when its standard input does.
+Python's regular expressions check for signals while they search, so a timer can end even an endless search. Signals
+work only in a process's main thread, so judging has its own process. It ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 def main() -> None:
     seconds = int(sys.argv[1])
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not mix with the answers
+    answers, sys.stdout = sys.stdout, sys.stderr  # keep output of libraries out of the answers
     signal.signal(signal.SIGALRM, _too_long)
     for line in sys.stdin:
         print(json.dumps(judged(json.loads(line), seconds)), file=answers, flush=True)
 
 
 def judged(question: Any, seconds: float) -> dict[str, Any]:
-    """The answer to a line; an error for a schema that is none."""
+    """Return the response to one line; an error if the schema is invalid."""
     import jsonschema
     from jsonschema.validators import validator_for
 
@@ -40,11 +40,11 @@ def judged(question: Any, seconds: float) -> dict[str, Any]:
 
 
 class TooLong(Exception):
-    """The time for one answer is over."""
+    """The time limit of one answer is exceeded."""
 
 
 class Unreadable(Exception):
-    """The schema refers to what is not there."""
+    """The schema has a reference that cannot be resolved."""
 
 
 def _valid(validator: Any, text: str, seconds: float) -> float:

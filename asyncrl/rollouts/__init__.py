@@ -1,1 +1,1 @@
-"""Rollout functions: the built-in ones, the loader of a user's, and the builder of trajectories."""
+"""Rollout functions: the built-in ones, the loader for user functions, and the trajectory builder."""

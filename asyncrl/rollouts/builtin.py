@@ -1,4 +1,4 @@
-"""The built-in RolloutFns: one answer of the model, or the answer in the data."""
+"""The built-in RolloutFns: one model answer, or the answer from the data."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from asyncrl.rollouts.load import described
 from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 
 UNJUDGED = 0.0
-"""What the reward of a built-in function's trajectory is until a reward function sets it."""
+"""Placeholder reward of a built-in function's trajectory, until a reward function sets it."""
 
 
 @described(gives_one=True)
 async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-    """The default RolloutFn: the model answers once, and every token of the answer is trained."""
+    """Sample one answer and train all of its tokens. The default RolloutFn."""
     turns = TrajectoryBuilder(prompt.prompt_tokens)
     turns.answered(await generate(turns.tokens))
     return turns.trajectory(reward=UNJUDGED)
@@ -23,11 +23,11 @@ async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) ->
 
 @described(samples=False, gives_one=True)
 async def given(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-    """The RolloutFn of supervised fine-tuning: the answer in the data, or the rest of a conversation, cut to
-    max_new_tokens. Generates nothing.
+    """Return the answer from the data, or the rest of a conversation, cut to max_new_tokens. Generates nothing.
 
-    No policy sampled the answer: its behavior logprobs are 0 and mean nothing, so the loss must be a supervised one.
-    Its version is the learner's when the prompt was published, in whichever incarnation it is trained.
+    This is the RolloutFn of supervised fine-tuning. No policy sampled the answer, so its behavior logprobs are 0 and
+    meaningless, and the loss must be a supervised one. Its policy version is the learner's version when the prompt was
+    published. It has no incarnation of its own, so it does not age when a learner falls back.
     """
     tokens = prompt.response_tokens[: prompt.sampling.max_new_tokens]
     if len(tokens) == 0:

@@ -1,6 +1,6 @@
-"""Loads rollout.function of the run file: an ``async`` function, or a class of which each worker makes one object.
+"""Load rollout.function of the run file: an ``async`` function, or a class that each worker instantiates once.
 
-RolloutFn (protocols/functions.py) says what it must look like; that is checked before anything starts.
+RolloutFn (protocols/functions.py) defines the required interface. The loader checks it before anything starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ARGUMENTS: Final[tuple[str, ...]] = ("prompt", "generate", "*", "index")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What a rollout function, or its class, says of itself by attributes of these names (RolloutFn)."""
+    """Attributes that a rollout function or its class may set to describe itself; RolloutFn explains each."""
 
     samples: bool = True
     gives_one: bool = False
@@ -38,7 +38,7 @@ class Traits:
 
 
 def described(*, samples: bool = True, gives_one: bool = False) -> Callable[[F], F]:
-    """Decorates a rollout function with its traits."""
+    """Decorate a rollout function with its traits."""
 
     def describe(function: F) -> F:
         vars(function).update(samples=samples, gives_one=gives_one)
@@ -48,19 +48,22 @@ def described(*, samples: bool = True, gives_one: bool = False) -> Callable[[F],
 
 
 def traits(name: str) -> Traits:
-    """Of a function that is not on this machine, which need not be with the learner, as if it said nothing."""
+    """Return the traits of a rollout function; the defaults if this machine cannot import it.
+
+    The learner's machine does not need the function.
+    """
     try:
         found = plugins.load(name, where="rollout.function", table=FUNCTIONS)
-    except ConfigError:  # who calls it says so
+    except ConfigError:  # code that calls the function reports the error
         return Traits()
     names = (field.name for field in dataclasses.fields(Traits))
     return Traits(**{name: getattr(found, name) for name in names if hasattr(found, name)})
 
 
 def load_rollout(section: config.RolloutSection) -> Callable[[Tokenizer], RolloutFn]:
-    """A function from a tokenizer to the run file's RolloutFn. Both may raise ConfigError.
+    """Return a factory that makes the run file's RolloutFn from a tokenizer. Both may raise ConfigError.
 
-    `asyncrl check` has no tokenizer and calls only this.
+    `asyncrl check` has no tokenizer, so it calls load_rollout but not the factory.
     """
     name = section.function
     found = plugins.load(name, where="rollout.function", table=FUNCTIONS)
@@ -79,9 +82,9 @@ def load_rollout(section: config.RolloutSection) -> Callable[[Tokenizer], Rollou
 
 
 def check_machine(section: config.RolloutSection) -> None:
-    """What this machine lacks for the function, such as an agent's program: its Options' ``check_machine`` says it.
+    """Raise ConfigError if this machine lacks something that the function needs, such as an agent's program.
 
-    Raises ConfigError.
+    Calls ``check_machine`` of the function's Options, if it has one.
     """
     options = load_options(section)
     if hasattr(options, "check_machine"):
@@ -89,7 +92,7 @@ def check_machine(section: config.RolloutSection) -> None:
 
 
 def load_options(section: config.RolloutSection) -> Any:
-    """[rollout.options] as the Options beside the function's class; None for one without. Raises ConfigError."""
+    """Build the function's Options from [rollout.options]; None if its module has no Options. Raises ConfigError."""
     found = plugins.load(section.function, where="rollout.function", table=FUNCTIONS)
     options_type = getattr(sys.modules[found.__module__], "Options", None) if inspect.isclass(found) else None
     return None if options_type is None else tables.build(options_type, section.options, "rollout.options")
@@ -98,13 +101,13 @@ def load_options(section: config.RolloutSection) -> Any:
 def _refuse_options(section: config.RolloutSection) -> None:
     if section.options:
         raise ConfigError(
-            f"rollout.options: {section.function!r} takes no options, got {', '.join(section.options)}; a class with "
-            "an Options beside it does"
+            f"rollout.options: {section.function!r} takes no options, got {', '.join(section.options)}; only a class "
+            "with an Options in its module does"
         )
 
 
 def _check_call(found: Any, name: str) -> None:
-    """Raises ConfigError unless ``found``, or an object of it if it is a class, can be awaited as RolloutFn says."""
+    """Raise ConfigError unless ``found``, or an instance of it if it is a class, can be called as a RolloutFn."""
     call, what, arguments = found, name.rpartition(":")[2], _ARGUMENTS
     is_class = inspect.isclass(found)
     method = (found if is_class else type(found)).__call__
@@ -146,6 +149,6 @@ def _takes(signature: inspect.Signature, *positional: Any, **named: Any) -> bool
 
 
 def _shown(signature: inspect.Signature) -> str:
-    """The signature without its types."""
+    """Return the signature without type annotations."""
     parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))

@@ -1,4 +1,4 @@
-"""Builds the trajectory of a conversation between the model and an environment, turn by turn.
+"""Build the trajectory of a conversation between the model and an environment, turn by turn.
 
     turns = TrajectoryBuilder(prompt.prompt_tokens)
     question = turns.answered(await generate(turns.tokens, max_new_tokens=64))
@@ -6,8 +6,8 @@
     turns.answered(await generate(turns.tokens, max_new_tokens=prompt.sampling.max_new_tokens - turns.num_tokens))
     return turns.trajectory()
 
-What the model says is trained, with the logprobs and versions that it was sampled with; what the environment says is
-masked out.
+The model's tokens are trained, with the logprobs and policy versions from sampling. The environment's tokens are masked
+out.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from asyncrl.protocols.generation import Generation
 
 
 class TrajectoryBuilder:
-    """Takes turns in any order and number, at least one of them the model's.
+    """Takes any number of turns in any order; at least one must be the model's.
 
-    An observation has the version of the answer before it, or of the first answer if none came before: it never makes
-    a trajectory older (tests/unit/rollouts/test_trajectory_builder.py, test_an_observation_has_no_version_of_its_own).
+    An observation takes the policy version of the answer before it, or of the first answer if it comes first. It never
+    makes a trajectory older (tests/unit/rollouts/test_trajectory_builder.py,
+    test_an_observation_has_no_version_of_its_own).
     """
 
     def __init__(self, prompt_tokens: NDArray[np.int32]) -> None:
-        """prompt_tokens: what the first turn follows, i32[P]: the group's prompt, or the context of another part"""
+        """prompt_tokens   tokens before the first turn, i32[P]: the group's prompt, or the context of another part"""
         self._num_prompt_tokens = len(prompt_tokens)
         self._tokens = np.asarray(prompt_tokens, np.int32)
         self._logprobs = np.zeros(0, np.float32)
@@ -40,20 +41,20 @@ class TrajectoryBuilder:
         self._finish_reason = ""
         self._experts: ExpertArray = NO_EXPERTS
         self._turn_rewards: dict[int, float] = {}
-        self._turn = -1  # where the model's last turn begins
+        self._turn = -1  # start of the model's last turn
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """The prompt and all turns so far, i32[P + T]: what ``generate`` is to continue."""
+        """The prompt and all turns so far, i32[P + T]: the input for ``generate``."""
         return self._tokens
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all turns so far, without the prompt: T, which must stay within rollout.max_new_tokens."""
+        """Number of tokens of all turns so far, without the prompt. Must stay within rollout.max_new_tokens."""
         return len(self._mask)
 
     def answered(self, answer: Generation) -> Generation:
-        """Add the model's turn, as ``generate`` returned it. Returns it."""
+        """Add a turn of the model, as returned by ``generate``, and return it."""
         for span in answer.version_spans:
             start = self.num_tokens + span.start if self._spans else 0
             if not self._spans or _version(span) != _version(self._spans[-1]):
@@ -65,7 +66,7 @@ class TrajectoryBuilder:
         return answer
 
     def observed(self, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
-        """Add the environment's turn, [T], which may be empty. Raises ValueError unless it is a flat list of ids."""
+        """Add a turn of the environment, [T], possibly empty. Raises ValueError unless it is a flat list of ids."""
         found = np.asarray(token_ids)
         if found.ndim != 1:
             raise ValueError(f"an observation must be a flat list of token ids, got shape {found.shape}")
@@ -79,9 +80,9 @@ class TrajectoryBuilder:
         self._append(tokens, np.zeros(len(tokens), np.float32), is_sampled=False)
 
     def rewarded(self, reward: float) -> None:
-        """What the model's last turn earned by itself, besides the rollout's reward; more than once adds up.
+        """Add to the reward of the model's last turn, separate from the rollout's reward. Repeated calls add up.
 
-        Used by the advantages that look at single turns, ``gae`` and ``turn_grpo`` among them.
+        Used by advantages that look at single turns, such as ``gae`` and ``turn_grpo``.
         Raises ValueError before the model's first turn.
         """
         if self._turn < 0:
@@ -91,12 +92,13 @@ class TrajectoryBuilder:
     def trajectory(
         self, *, reward: float = math.nan, reward_parts: Mapping[str, float] | None = None, finish_reason: str = ""
     ) -> Trajectory:
-        """All turns so far.
+        """Return the trajectory of all turns so far.
 
-        reward         used with reward.kind = "none", where a group without one fails, and as a part of that kind; any
-                       other kind replaces it
-        reward_parts   each is the metric reward/NAME, whatever reward.kind is; a part of that reward with the name wins
-        finish_reason  empty takes the last answer's; "length" is for a conversation that was cut off
+        reward         used if reward.kind is "none" (required there, or the group fails) or has a part of kind "none";
+                       any other reward.kind replaces it
+        reward_parts   each becomes the metric reward/NAME for every reward.kind; a part of the same name from the
+                       reward function wins
+        finish_reason  empty: that of the last answer; use "length" for a conversation that was cut off
 
         Raises ValueError if no turn is the model's.
         """
@@ -116,14 +118,17 @@ class TrajectoryBuilder:
         )
 
     def _routed(self, answer: Generation) -> ExpertArray:
-        """Experts of all turns with this one, which ``generate`` may have been asked for with another context."""
+        """Return the experts of all turns including ``answer``.
+
+        If ``generate`` was called with another context, keep only the experts of the answer's own tokens.
+        """
         rows = len(self._tokens) + len(answer.tokens)
         told = last(answer.experts, len(answer.tokens) if len(answer.experts) != rows else rows)
         found = joined(self._experts, told, len(answer.tokens))
         return np.concatenate([unrouted_rows(rows - len(found), like=found), found]) if len(found) else found
 
     def _append(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], *, is_sampled: bool) -> None:
-        """Makes new arrays: callers may hold the old ones."""
+        """Append by making new arrays, because callers may hold the old ones."""
         self._tokens = np.concatenate([self._tokens, tokens])
         self._logprobs = np.concatenate([self._logprobs, logprobs])
         self._mask = np.concatenate([self._mask, np.full(len(tokens), is_sampled)])

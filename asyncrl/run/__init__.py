@@ -1,1 +1,1 @@
-"""How a run is checked, put together, kept up, recorded and watched; ``registry`` alone names the adapters."""
+"""How a run is checked, assembled, supervised, recorded and watched. Only ``registry`` names the adapters."""

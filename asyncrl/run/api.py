@@ -1,6 +1,4 @@
-"""A run from Python: what `asyncrl check` and `asyncrl run` do, as a library.
-
-import asyncrl
+"""Python API of a run: what `asyncrl check` and `asyncrl run` do, as a library.
 
 run = asyncrl.Run.from_file("run.toml", overrides={"run.steps": 10})
 print(run.check().num_prompts)
@@ -33,11 +31,11 @@ __all__ = ["AsyncRLError", "ConfigError", "OpenedRun", "Run", "RunResult", "Summ
 class RunResult:
     """How training ended.
 
-    reason     "done", "interrupted", or in one line what failed
-    exit_code  that `asyncrl run` would have: 0 when it is done, 130 when it was interrupted
-    steps      optimizer steps done, those of earlier starts included
-    metrics    the last step's row of metrics.jsonl; empty if no step was done
-    folder     everything the run has written
+    reason     "done", "interrupted", or the failure in one line
+    exit_code  exit code that `asyncrl run` would have: 0 when done, 130 when interrupted
+    steps      optimizer steps done, including earlier starts
+    metrics    row of metrics.jsonl for the last step; empty if no step was done
+    folder     folder with everything the run has written
     model      Hugging Face folder of the newest weights; None if the weight channel keeps none on disk
     """
 
@@ -50,10 +48,10 @@ class RunResult:
 
 
 class Run:
-    """A run file and its overrides. ``settings`` is what they make of every key."""
+    """A run file with overrides. ``settings`` holds the resulting value of every key."""
 
     def __init__(self, run_file: str | Path, *, overrides: Iterable[str] | Mapping[str, Any] = ()) -> None:
-        """As ``from_file``."""
+        """See ``from_file``."""
         self.run_file = Path(run_file)
         self.overrides = config.override_items(overrides)
         self.settings: RunConfig = config.load(self.run_file, self.overrides)
@@ -62,28 +60,31 @@ class Run:
     def from_file(cls, run_file: str | Path, *, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Run:
         """Read a run file.
 
-        overrides  {"run.steps": 10}, or as on the command line ["run.steps=10"]
+        overrides  {"run.steps": 10}, or as on the command line: ["run.steps=10"]
 
-        Raises ConfigError for a key that does not exist, or a value that it cannot have.
+        Raises ConfigError for an unknown key or an invalid value.
         """
         return cls(run_file, overrides=overrides)
 
     @property
     def folder(self) -> Path:
-        """Where everything that the run writes goes."""
+        """Folder for everything that the run writes."""
         return self.settings.run_directory
 
     def check(self) -> Summary:
-        """What the run file means, as `asyncrl check` says it. Raises ConfigError for what cannot work."""
+        """Check the run file and return what `asyncrl check` prints.
+
+        Raises ConfigError for settings that cannot work.
+        """
         return summarize(self.settings)
 
     async def train(self, *, resume: bool = False, bus_token: str = "") -> RunResult:
-        """Train to the end, with the processes that `asyncrl run` would start; cancel it to drain them.
+        """Train to the end with the processes that `asyncrl run` would start. Cancel the task to drain them.
 
         resume     continue from the last checkpoint in ``folder``
-        bus_token  of the nats-server at bus.url, if it wants one and the run file does not say it
+        bus_token  token of the nats-server at bus.url, if it needs one that is not in the run file
 
-        Raises ConfigError for what cannot work or is up already. What fails later is in the result.
+        Raises ConfigError for settings that cannot work, or if the run is already up. Later failures are in the result.
         """
         await asyncio.to_thread(check, self.settings)
         outcome = await launch(
@@ -105,7 +106,10 @@ class Run:
         )
 
     def train_sync(self, *, resume: bool = False, bus_token: str = "") -> RunResult:
-        """As ``train``, for a program without an event loop. Ctrl-C drains the run and raises KeyboardInterrupt."""
+        """Same as ``train``, for a program without an event loop.
+
+        Ctrl-C drains the run and raises KeyboardInterrupt.
+        """
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -113,5 +117,5 @@ class Run:
         raise ConfigError("train_sync() would block the event loop that runs here, as in a notebook; use await train()")
 
     def open(self, *, bus_token: str = "") -> OpenedRun:
-        """The run's metrics, groups and trajectories. Raises ConfigError before it has been started."""
+        """Open the run's metrics, groups and trajectories. Raises ConfigError if the run has not been started."""
         return open_run(self.folder, bus_token=bus_token or self.settings.bus.token)

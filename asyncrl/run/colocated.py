@@ -1,4 +1,4 @@
-"""A run whose learner and engines take turns on the same GPUs: what it refuses, and who waits for whom."""
+"""Runs whose learner and engines take turns on the same GPUs: the settings check, and the lock for the turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCK_FILE = "gpus.lock"
 
 
 def check(run: RunConfig) -> None:
-    """Raises ConfigError for what cannot take turns."""
+    """Raise ConfigError for settings that do not allow taking turns."""
     if not run.run.colocated:
         return
     if run.run.mode == "async":
@@ -40,11 +40,11 @@ def check(run: RunConfig) -> None:
 
 
 def learners_turn(run: RunConfig) -> GpuTurn | None:
-    """None: it has its GPUs alone."""
+    """Return the learner's lock on the GPUs; None if it does not share them."""
     return GpuTurn(run.run_directory / LOCK_FILE, is_shared=False) if run.run.colocated else None
 
 
 def engine(run: RunConfig, made: Engine) -> Engine:
-    """``made``, which then shares its GPUs."""
+    """Wrap ``made`` so that it shares its GPUs."""
     assert isinstance(made, SharesGpus)
     return TurnTakingEngine(made, memory=made, turn=GpuTurn(run.run_directory / LOCK_FILE, is_shared=True))

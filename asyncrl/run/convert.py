@@ -1,11 +1,11 @@
-"""A Hugging Face model folder to a checkpoint of Megatron's and back: what `asyncrl convert SRC DST` does.
+"""Converts a Hugging Face model folder to a Megatron checkpoint and back (`asyncrl convert SRC DST`).
 
     DST                                  DST, from a Hugging Face folder
       config.json, tokenizer.json, ...     latest_checkpointed_iteration.txt   "release", for Megatron
       model.safetensors                    release/                            the distributed checkpoint
                                            huggingface/                        the source without its weights
 
-The destination is there whole or not at all.
+The destination is created completely or not at all.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _WITHOUT_WEIGHTS: Final = "huggingface"
 
 
 def convert(source: Path, destination: Path, *, model: Path | None = None) -> Converted:
-    """Convert what ``source`` is to the other. model: a folder with the config.json of a checkpoint's model.
+    """Convert ``source`` to the other format. model: folder with the config.json of the checkpoint's model
 
-    Raises ConfigError for a folder that is neither, a model that is not supported, or a destination that exists.
+    Raises ConfigError if ``source`` has neither format, the model is not supported, or the destination exists.
     """
     if destination.exists():
         raise ConfigError(f"{destination}: exists; name a folder that does not")
@@ -51,7 +51,7 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
 
 
 def _checkpoint_in(source: Path) -> Path | None:
-    """The distributed checkpoint that ``source`` is or has; None: it is a Hugging Face folder. Raises ConfigError."""
+    """Return the distributed checkpoint at or in ``source``; None for a Hugging Face folder. Raises ConfigError."""
     if (source / _LATEST).is_file():
         text = (source / _LATEST).read_text().strip()
         source = source / (f"iter_{int(text):07d}" if text.isdigit() else text)

@@ -1,6 +1,6 @@
-"""Evaluates saved models, with no run up: one engine, one model after the other, all in this process.
+"""Evaluates saved models without a running run: one engine, one model after the other, all in this process.
 
-What asks, answers and counts is what evaluates during a run (actors/learner/evaluator.py), on a bus in memory.
+It uses the evaluator of a run (actors/learner/evaluator.py), on a bus in memory.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from asyncrl.run.recorded.run_folder import newest_model
 from asyncrl.state.samples import SampleFile
 
 RESULTS_FILE: Final = "evaluations.jsonl"
-"""In the folder of a run: a line for each saved model that was evaluated."""
+"""File in the run's folder with a line for each evaluated saved model."""
 SAY_SECONDS: Final = 30.0
-"""Between two lines on stderr about how far it is, and what it waits for."""
+"""Seconds between progress lines on stderr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
-    """A Hugging Face folder.  step: that made it; None where nobody knows"""
+    """A Hugging Face folder.  step: step that made the model; None if unknown"""
 
     folder: Path
     step: int | None = None
 
 
 def saved_models(run: RunConfig) -> list[SavedModel]:
-    """Of a run's folder, oldest first: models/ and the newest weights."""
+    """Return the saved models in a run's folder, oldest first: models/ and the newest weights."""
     folders = [*(run.run_directory / "models").glob("*-*")]
     newest = newest_model(run)
     if newest is not None and newest.name not in {folder.name for folder in folders}:
@@ -61,11 +61,11 @@ def saved_models(run: RunConfig) -> list[SavedModel]:
 
 
 def evaluate(run: RunConfig, model: SavedModel, *, answers: SampleFile | None = None) -> dict[str, float] | None:
-    """The metrics of one model; None when it was interrupted. Raises ConfigError, and what its engine raises.
+    """Evaluate one model and return its metrics; None if interrupted. Raises ConfigError and errors of the engine.
 
-    run      its [evaluation], [engine], [reward] and [rollout] say what is asked, of whom and how it is judged
-    answers  gets the answers to metrics.samples_per_evaluation prompts of each data set, and counts those that it lost;
-             None: nobody reads any
+    run      [evaluation], [engine], [reward] and [rollout] define the questions, the engine and the judge
+    answers  receives the answers to metrics.samples_per_evaluation prompts of each data set, and counts lost ones;
+             None: no answers are recorded
     """
     num_recorded = run.metrics.samples_per_evaluation if answers is not None else 0
     run = dataclasses.replace(
@@ -81,7 +81,7 @@ def evaluate(run: RunConfig, model: SavedModel, *, answers: SampleFile | None = 
 
 
 def questions(run: RunConfig, model: SavedModel) -> str:
-    """Digest of what is asked of the models of a run, which have one tokenizer. Raises ConfigError."""
+    """Return a digest of the questions to the models of a run, which share one tokenizer. Raises ConfigError."""
     return digest(data.open_evaluation_sets(_with_model(run, model)))
 
 
@@ -124,7 +124,7 @@ async def _evaluate(run: RunConfig, model: SavedModel, *, writer: SampleWriter |
 
 
 class _Asking(Actor):
-    """Evaluates the version that the engine starts with, and ends."""
+    """Evaluates the version with which the engine starts, then ends."""
 
     def __init__(self, bus: Bus, evaluator: Evaluator, *, worker: Actor) -> None:
         super().__init__("evaluation", bus)
@@ -139,7 +139,7 @@ class _Asking(Actor):
                 task.cancel()
 
     async def _say_how_far(self) -> None:
-        """consumes: nothing    waits for: the clock    woken by: it"""
+        """consumes: nothing    waits for: the clock    woken by: the clock"""
         while True:
             await asyncio.sleep(SAY_SECONDS)
             settled, asked = self._evaluator.progress
@@ -148,23 +148,23 @@ class _Asking(Actor):
 
 
 class Results:
-    """What was found of a run's models, in RESULTS_FILE of its folder."""
+    """The results of a run's models, in RESULTS_FILE of its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / RESULTS_FILE
 
     def rows(self) -> list[dict[str, Any]]:
-        """Lines that a kill cut short are left out."""
+        """Return the rows, without lines that were cut short when a process was killed."""
         found = []
         for line in self._file.read_text().splitlines() if self._file.exists() else ():
             try:
                 found.append(json.loads(line))
-            except ValueError:  # its model is evaluated again
+            except ValueError:  # the model is evaluated again
                 continue
         return found
 
     def has(self, model: SavedModel, *, questions: str) -> bool:
-        """Whether the model was asked these.  questions: the digest of them"""
+        """Whether the model has results for these questions.  questions: their digest"""
         return any(row.get("model") == model.folder.name and row.get("questions") == questions for row in self.rows())
 
     def add(self, model: SavedModel, run: RunConfig, metrics: Mapping[str, float], *, questions: str) -> None:

@@ -1,5 +1,7 @@
-"""A model folder that asyncrl trains from one in 8 bits, or one that needs the model's own code: what
-`asyncrl import-model FOLDER NEW_FOLDER` does. The destination is there whole or not at all."""
+"""Creates a trainable model folder (`asyncrl import-model FOLDER NEW_FOLDER`).
+
+The source has 8-bit weights or needs the model's own code. The destination is created completely or not at all.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def import_folder(source: Path, destination: Path) -> int:
-    """Write the model in ``source`` to ``destination`` in bfloat16; returns the number of parameters.
+    """Write the model in ``source`` to ``destination`` in bfloat16 and return its number of parameters.
 
-    Raises ConfigError for weights quantized in another way, a model that is not supported or that can be trained as it
-    is, and a destination that is there already.
+    Raises ConfigError for weights quantized in another way, a model that is not supported or needs no import, and a
+    destination that exists.
     """
     check_model(source)
     if not dequantize.is_needed(json.loads((source / "config.json").read_text())):

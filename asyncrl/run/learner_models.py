@@ -1,4 +1,4 @@
-"""The models that a run's learner holds beside the policy: which ones follows from the algorithm's row.
+"""The models that a run's learner holds in addition to the policy, as its algorithm requires.
 
 Tests: tests/unit/run/test_learner_models.py.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def penalty(run: RunConfig) -> Penalty | None:
-    """What [reference] asks for; None where its kl_coef is 0."""
+    """Return the penalty of [reference]; None if its kl_coef is 0."""
     from asyncrl.policies.losses.kl import Penalty
 
     section = run.reference or ReferenceSection()
@@ -34,7 +34,7 @@ def penalty(run: RunConfig) -> Penalty | None:
 
 
 def require_sections(run: RunConfig, algorithm: Algorithm) -> None:
-    """The run file names the models that the algorithm uses and no others. Raises ConfigError."""
+    """Check that the run file names exactly the models that the algorithm uses. Raises ConfigError."""
     if "teacher" in algorithm.models and run.teacher is None:
         raise ConfigError(
             f"teacher: {algorithm.name} learns from a teacher; add [teacher] with path = a model folder of the same "
@@ -57,7 +57,7 @@ def require_sections(run: RunConfig, algorithm: Algorithm) -> None:
 
 
 def folders(run: RunConfig, algorithm: Algorithm) -> dict[str, Path]:
-    """The Hugging Face folder of each model that the algorithm uses."""
+    """Return the Hugging Face folder of each model that the algorithm uses."""
     given = {
         "critic": run.critic.path if run.critic else "",
         "reference": run.reference.path if run.reference else "",
@@ -67,7 +67,7 @@ def folders(run: RunConfig, algorithm: Algorithm) -> dict[str, Path]:
 
 
 def check_folders(run: RunConfig, algorithm: Algorithm) -> None:
-    """Each is a model the learner can load, whose token ids mean what the policy's mean. Raises ConfigError."""
+    """Check that the learner can load each model, and that its token ids match the policy's. Raises ConfigError."""
     for name, folder in folders(run, algorithm).items():
         if folder == Path(run.model.path):
             continue
@@ -80,7 +80,10 @@ def check_folders(run: RunConfig, algorithm: Algorithm) -> None:
 
 
 def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings) -> dict[str, AuxiliaryModel]:
-    """What the backend gets besides the policy; empty for most algorithms. A critic is trained whole."""
+    """Return the backend's models in addition to the policy; empty for most algorithms.
+
+    A critic is trained without adapters or frozen parameters.
+    """
     from asyncrl.backends.models import AuxiliaryModel
     from asyncrl.policies.algorithms.critic import Critic as Objective
 
@@ -98,7 +101,7 @@ def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings
 
 
 def training_options(run: RunConfig) -> dict[str, Any]:
-    """What the run file says to actors.training_step.TrainingStep."""
+    """Return the arguments of actors.training_step.TrainingStep that come from the run file."""
     section = run.critic or CriticSection()
     return {
         "critic_learning_rate": section.learning_rate or run.learner.learning_rate,
@@ -108,7 +111,7 @@ def training_options(run: RunConfig) -> dict[str, Any]:
 
 
 def _vocabulary_difference(policy: Path, other: Path) -> str | None:
-    """Where the two tokenizers first differ, None where every token has the same id."""
+    """Return the first difference between two tokenizers; None if every token has the same id."""
     ours, theirs = policy / "tokenizer.json", other / "tokenizer.json"
     if ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
         return None

@@ -1,6 +1,6 @@
-"""Composition root: a run file to bus, engine, backend and actors. The only file that names adapters.
+"""Composition root: builds bus, engine, backend and actors from a run file. The only file that names adapters.
 
-The tables below are the documentation of what can be chosen; every entry may also be "package.module:object".
+The tables below list the choices. Every entry may also be "package.module:object".
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ BUSES = {"memory": "asyncrl.bus.memory.adapter:MemoryBusAdapter", "nats": "async
 FILTERS = {"dynamic_sampling": "asyncrl.policies.batching.filters:dynamic_sampling"}
 
 BUS_FILE = "bus.json"
-"""Where `asyncrl run` leaves the address of the server it started, for whoever joins from this machine."""
+"""File with the address of the server that `asyncrl run` started, for processes that join from this machine."""
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ def bus_class(run: RunConfig) -> type[BusAdapter]:
 
 
 def check_names(run: RunConfig) -> None:
-    """Refuse the name of an adapter that there is none of; imports nothing. Raises ConfigError."""
+    """Refuse unknown adapter names without importing anything. Raises ConfigError."""
     for name, where, table in (
         (run.engine.kind, "engine.kind", ENGINES),
         (run.learner.backend, "learner.backend", BACKENDS),
@@ -101,7 +101,7 @@ def check_names(run: RunConfig) -> None:
 
 
 def _adapter(name: str, *, where: str, table: Mapping[str, str], port: type[A]) -> type[A]:
-    """The class that the run file names. Raises ConfigError when it is not an adapter of this port."""
+    """Load the class that the run file names. Raises ConfigError if it is not an adapter of this port."""
     found = plugins.load(name, where=where, table=table)
     if not (isinstance(found, type) and issubclass(found, port)):
         raise ConfigError(
@@ -112,7 +112,7 @@ def _adapter(name: str, *, where: str, table: Mapping[str, str], port: type[A]) 
 
 
 def algorithm(run: RunConfig) -> Algorithm:
-    """The row, with the run file's correction and options. Refuses stale data without a correction."""
+    """Return the algorithm with the run file's correction and options. Refuses stale data without a correction."""
     from asyncrl.policies.algorithms.spec import AlgorithmSpec, resolve, sets
     from asyncrl.policies.algorithms.table import ALGORITHMS
     from asyncrl.policies.corrections.chains import weight_left_behind
@@ -164,7 +164,7 @@ def algorithm(run: RunConfig) -> Algorithm:
 
 
 def filters(run: RunConfig) -> dict[str, GroupFilter]:
-    """By their names in the run file."""
+    """Return the filters by their names in the run file."""
     return {name: plugins.load(name, where="algorithm.filters", table=FILTERS) for name in run.algorithm.filters}
 
 
@@ -175,7 +175,7 @@ def load_reward(run: RunConfig) -> Any:
 
 
 def load_evaluation_rewards(run: RunConfig) -> dict[str, Any]:
-    """Of each data set of [evaluation], by name: its own, or the run's."""
+    """Return the reward of each data set of [evaluation] by name: its own, or the run's."""
     from asyncrl.rewards.load import load_reward
 
     of_run, found = load_reward(run.reward), {}
@@ -188,23 +188,23 @@ def load_evaluation_rewards(run: RunConfig) -> dict[str, Any]:
 
 
 def reward_own_options(kind: str) -> tuple[str, ...]:
-    """Options of a reward that a machine takes from its own command only, not from settings on the bus."""
+    """Return the options of a reward that a machine accepts only from its own command, not from settings on the bus."""
     from asyncrl.rewards.load import KINDS
 
     return tuple(getattr(plugins.load(kind, where="reward.kind", table=KINDS), "own_options", ()))
 
 
 def check_reward_machine(run: RunConfig, *, grades_training: bool = True) -> None:
-    """What this machine lacks for the run's rewards, such as a sandbox. Raises ConfigError.
+    """Raise ConfigError if this machine lacks something that the run's rewards need, such as a sandbox.
 
-    grades_training  not only its answers to evaluations
+    grades_training  whether it grades training groups, not only its answers to evaluations
     """
     for reward in ([load_reward(run)] if grades_training else []) + [*load_evaluation_rewards(run).values()]:
         reward.check_machine()
 
 
 def rollout_runs_programs(run: RunConfig) -> bool:
-    """Whether the options of the run's rollout function say which, on every machine of the run."""
+    """Whether the options of the run's rollout function name programs that run on every machine."""
     return rollout_functions.traits(run.rollout.function).runs_programs
 
 
@@ -227,7 +227,10 @@ def backend(run: RunConfig) -> Backend:
 
 
 def serve_rank(run: RunConfig) -> None:
-    """Be another rank than the learner until that ends. Raises ConfigError when it refuses us."""
+    """Serve as a rank other than the learner until the learner ends.
+
+    Raises ConfigError if the learner refuses this rank.
+    """
     from asyncrl.backends.adapter import BackendAdapter
 
     made = backend(run)
@@ -236,7 +239,7 @@ def serve_rank(run: RunConfig) -> None:
 
 
 def profiler(run: RunConfig) -> Callable[[int, Callable[[], StepResult]], StepResult] | None:
-    """Around each step of the learner; None when no step is profiled."""
+    """Return a wrapper for each step of the learner; None if no step is profiled."""
     if not run.learner.profile_steps:
         return None
     from asyncrl.backends.profiler import step_profiler
@@ -251,7 +254,7 @@ def engine(run: RunConfig, *, name: str) -> Engine:
 
 
 def routing_replay(run: RunConfig) -> RoutingReplay:
-    """Raises ConfigError where the run file asks for what cannot be."""
+    """Decide on routing replay. Raises ConfigError if it is required but not possible."""
     from asyncrl.run.routing_replay import decide
 
     return decide(
@@ -271,10 +274,10 @@ def launcher(run: RunConfig) -> Launcher:
 
 
 async def connect(run: RunConfig, *, token: str, role: str = "learner", signatures: Signatures | None = None) -> Bus:
-    """The run's bus: bus.url, or the server that `asyncrl run` started in the run's folder.
+    """Connect to the run's bus: bus.url, or the server that `asyncrl run` started in the run's folder.
 
-    role        of bus/jetstream/credentials.py; only the learner's makes the run's streams
-    signatures  what the run's keys make of the role, if none are given
+    role        role in bus/jetstream/credentials.py; only the learner's creates the run's streams
+    signatures  default: made from the run's keys for the role
     """
     url, token = bus_address(run, token=token)
     bus = await _connect(run, url, token=token, role=role, signatures=signatures)
@@ -288,23 +291,26 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner", signatur
 
 
 def largest_group_bytes(run: RunConfig) -> int:
-    """Upper bound of one trajectory group, with its experts where they are replayed."""
+    """Upper bound on the size of a trajectory group, including its experts if they are replayed."""
     return run.largest_group_bytes + routing_replay(run).num_bytes
 
 
 async def own_bus(run: RunConfig) -> Bus:
-    """The bus of a run in one process, which has it alone."""
+    """Return the private bus of a run in a single process."""
     return await _connect(run, "", token="", role="learner", signatures=UNSIGNED)
 
 
 async def observe(run: RunConfig, *, token: str, role: str = "observer") -> Bus:
-    """The run's bus for somebody who only looks, or an "operator": nothing is made there. Raises ConfigError."""
+    """Connect as an observer or an "operator", without creating anything. Raises ConfigError."""
     url, token = bus_address(run, token=token)
     return await _connect(run, url, token=token, role=role)
 
 
 def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
-    """(url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder. Raises NoSuchRun."""
+    """Return (url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder.
+
+    Raises NoSuchRun.
+    """
     if not bus_class(run).is_shared:
         raise ConfigError(
             f'bus.kind: "{run.bus.kind}" is inside the process of `asyncrl run`, which no other process can reach; '
@@ -316,7 +322,7 @@ def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
 
 
 def own_address(directory: Path) -> tuple[str, str]:
-    """(url, token) of the server that the `asyncrl run` in ``directory`` started. Raises NoSuchRun."""
+    """Return (url, token) of the server that `asyncrl run` started for ``directory``. Raises NoSuchRun."""
     path = directory / BUS_FILE
     try:
         table = json.loads(path.read_bytes())

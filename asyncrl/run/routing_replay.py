@@ -1,4 +1,4 @@
-"""Whether the learner replays the engine's experts (rollout.routing_replay), and what that takes on the bus."""
+"""Decides whether the learner replays the engine's choice of experts (rollout.routing_replay)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingReplay:
-    """reason: why not; empty: it is on.  num_bytes: of a group's experts, at most, in a message; 0 when it is off"""
+    """reason: why replay is off; empty if it is on.  num_bytes: maximum size of a group's experts in a message; 0 if
+    off"""
 
     reason: str
     num_bytes: int = 0
@@ -35,16 +36,16 @@ def decide(
     engine: Callable[[RunConfig], type[EngineAdapter]],
     backend: Callable[[RunConfig], type[BackendAdapter]],
 ) -> RoutingReplay:
-    """Raises ConfigError where the run file asks for what cannot be.
+    """Decide whether routing replay is on. Raises ConfigError if it is required but not possible.
 
-    experts          of the model at model.path
-    engine, backend  the run's adapters; not asked for where the model has no experts
+    experts          experts of the model at model.path; None if it has none
+    engine, backend  return the run's adapters; called only if the model has experts
     """
     wanted = run.rollout.routing_replay
     if wanted == "off":
         return RoutingReplay(reason='rollout.routing_replay = "off"')
     if wanted == "auto" and run.algorithm.correction == "none":
-        return RoutingReplay(reason='algorithm.correction = "none" asks for no agreement with the engine')
+        return RoutingReplay(reason='algorithm.correction = "none" needs no agreement with the engine')
     size = _num_bytes(run, experts) if experts is not None else 0
     reason = _impossible(run, experts, samples=samples, engine=engine, backend=backend)
     reason = reason or _too_large(run, size, limit="max_group_bytes")
@@ -68,7 +69,7 @@ def _impossible(
     if not samples:
         return f'rollout.function = "{run.rollout.function}" samples nothing'
     if not engine(run).tells_experts(run):
-        return f'engine.kind = "{run.engine.kind}" does not tell of its experts here'
+        return f'engine.kind = "{run.engine.kind}" does not report its experts here'
     if not backend(run).replays_experts:
         return f'learner.backend = "{run.learner.backend}" does not replay them; "megatron" does'
     return ""

@@ -1,4 +1,4 @@
-"""The entry for producers outside of a run whose harness is "outside": where it listens, and its key."""
+"""HTTP endpoint for producers outside of a run with harness "outside": its address and its key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _HARNESS: Final = "outside"
 
 
 def serve(run: RunConfig, *, host: str = "") -> None:
-    """Until it is interrupted. host: to listen on; "" is that of the run file's url. Raises ConfigError."""
+    """Serve until interrupted.
+
+    host: address to listen on; "" uses the host of the run file's url. Raises ConfigError.
+    """
     options = options_of(run)
     address = urlsplit(options.url)
     entry = Entry(host=host or address.hostname or "", port=address.port or 0, key=key_of(Path(options.key_file)))
@@ -41,7 +44,7 @@ def serve(run: RunConfig, *, host: str = "") -> None:
 
 
 def options_of(run: RunConfig) -> Options:
-    """Raises ConfigError unless the run's samples are played outside."""
+    """Return the harness options. Raises ConfigError unless the run's samples are played outside."""
     agent = load_options(run.rollout)
     if not isinstance(agent, AgentOptions) or agent.harness != _HARNESS:
         raise ConfigError(
@@ -53,7 +56,10 @@ def options_of(run: RunConfig) -> Options:
 
 
 def key_of(file: Path) -> str:
-    """What is in the file; one of its own if it is not there, for its owner alone. Raises ConfigError."""
+    """Read the key from the file.
+
+    If there is no file, create one with a new key that only the owner can read. Raises ConfigError.
+    """
     try:
         if not file.exists():
             with contextlib.suppress(FileExistsError):

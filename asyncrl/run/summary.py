@@ -1,4 +1,4 @@
-"""What a run file means once every default is resolved: what `asyncrl check` prints, as data."""
+"""The meaning of a run file with every default resolved: what `asyncrl check` prints, as data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of an algorithm, with every option as it will be trained."""
+    """One part of an algorithm, with the options that are used in training."""
 
     name: str
     options: Mapping[str, Any]
@@ -32,15 +32,15 @@ class Summary:
     """A checked run file. ``str`` of it is what `asyncrl check` prints.
 
     settings     every key of the run file, defaults filled in
-    algorithm    its name; ``paper`` is where it was published, "" if nowhere
-    correction   applied one after the other
+    algorithm    name of the algorithm; ``paper`` is its publication, or ""
+    correction   corrections, in the order in which they are applied
     models       folder of each model that the learner loads, by name: "policy", "critic", ...
     num_prompts  prompts in the data
-    num_looked_at, num_too_long  prompts that were tokenised, and those of them that are over ``most_prompt_tokens`` and
-                                 will be dropped
-    evaluation   prompts of each data set of [evaluation]
-    gpus         which GPUs each process gets, for a person
-    routing_replay  whether the learner sends tokens to the experts that the engine sent them to
+    num_looked_at, num_too_long  number of prompts that were tokenised, and how many of them exceed
+                                 ``most_prompt_tokens`` and will be dropped
+    evaluation   number of prompts of each data set of [evaluation]
+    gpus         the GPUs of each process, as text
+    routing_replay  whether the learner routes tokens to the experts that the engine chose
     """
 
     settings: RunConfig
@@ -61,17 +61,17 @@ class Summary:
 
     @property
     def max_staleness(self) -> int:
-        """Policy versions: no token older than this is trained."""
+        """Maximum age of a trained token, in policy versions."""
         return self.settings.max_staleness
 
     @property
     def window(self) -> int:
-        """Prompt groups that may be in flight at once."""
+        """Maximum number of prompt groups in flight."""
         return self.settings.window
 
     @property
     def num_trained_prompts(self) -> int:
-        """Prompts that the run trains, counted as often as they are trained: those of whole batches in data.epochs."""
+        """Prompts that the run trains, counting repetitions: only whole batches, limited by data.epochs."""
         of_batch, epochs = self.settings.learner.groups_per_batch, self.settings.data.epochs
         of_steps = self.settings.run.steps * of_batch
         return min(of_steps, epochs * self.num_prompts // of_batch * of_batch) if epochs else of_steps
@@ -89,13 +89,13 @@ class Summary:
 
 
 def _silent(what: str) -> None:
-    """Told by ``summarize`` where nobody listens."""
+    """Default for ``tells`` of ``summarize``."""
 
 
 def summarize(run: RunConfig, *, tells: Callable[[str], None] = _silent) -> Summary:
-    """Check the run file, and every row of its data; raises ConfigError for the first thing that cannot work.
+    """Check the run file and every row of its data. Raises ConfigError for the first problem.
 
-    tells  hears, before each wait of seconds, what is being read
+    tells  called before each wait of seconds with what is being read
     """
     check_before_torch(run)
     tells(f"reading {run.data.where} ...")
@@ -136,7 +136,7 @@ def _part(part: parts.Part) -> Part:
 
 
 def _sections(run_config: RunConfig) -> list[str]:
-    """The run file with every default filled in, secrets left out."""
+    """Return the run file as TOML lines with every default filled in, secrets left out."""
     lines = []
     for name, section in secret_values.shown(run_config).items():
         lines += [f"[{name}]", *(f"{key} = {toml_text(value)}" for key, value in section.items()), ""]

@@ -1,1 +1,1 @@
-"""What a run keeps on disk: checkpoints and history."""
+"""The files of a run on disk: checkpoints and history."""

@@ -1,4 +1,4 @@
-"""One atomic checkpoint: everything a run is, in one folder that exists whole or not at all.
+"""Checkpoints. Each holds the complete state of a run in one folder that exists whole or not at all.
 
     checkpoints/step-00000050/
       learner.json     incarnation, step, policy version, forks, trajectory cursor and what was consumed beyond it,
@@ -7,11 +7,11 @@
       backend/         weights, optimizer, RNG (written by the backend)
       manifest.json    size and SHA-256 of every file, written last (manifest.py)
 
-The cursor lives here and not in the broker: a restarted learner reads the log again from it and skips what this
-checkpoint says was trained, so a finished rollout is neither lost nor trained twice in the history its weights have.
+The cursor is stored here and not in the broker. A restarted learner reads the log again from the cursor and skips what
+the checkpoint records as trained. So in the history of its weights no finished rollout is lost or trained twice.
 
-A checkpoint that is damaged is renamed to damaged-STEP and never deleted; the learner goes on from the one before, for
-which the log is kept as well (actors/learner/checkpointer.py). Other names in the folder are left alone.
+A damaged checkpoint is renamed to damaged-STEP and never deleted. The learner continues from the checkpoint before it,
+for which the log is also kept (actors/learner/checkpointer.py). Other names in the folder are left alone.
 Tests: tests/unit/state/test_checkpoint.py.
 """
 
@@ -34,7 +34,7 @@ from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.state import manifest
 
 FORMAT: Final = 2
-"""Raised when learner.json changes so that an older reader would misread it. Format 1 is read: names have changed."""
+"""Raise it when learner.json changes so that an older reader would misread it. Format 1, with other names, is read."""
 
 _PROBE_BYTES: Final = 2**20
 _STATE_FILE: Final = "learner.json"
@@ -45,7 +45,7 @@ _DAMAGED: Final = "damaged-"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Begun:
-    """A checkpoint that is being written: nobody takes ``partial`` for one. It becomes ``final`` at the end."""
+    """A checkpoint being written. ``partial`` is not taken for a checkpoint; at the end it is renamed to ``final``."""
 
     partial: Path
     final: Path
@@ -56,9 +56,9 @@ class Begun:
 
 
 def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None], keep: int) -> Path:
-    """Write a checkpoint, make it visible in one rename, and remove all but the newest ``keep``.
+    """Write a checkpoint, make it visible with one rename, and remove all but the newest ``keep``.
 
-    Raises CheckpointError naming the folder, with the previous checkpoint untouched.
+    Raises CheckpointError naming the folder. The previous checkpoint is then untouched.
     """
     begun = begin(directory, state, save_backend=save_backend)
     folder = finish(begun, finish_backend=lambda: {}, keep=keep)
@@ -67,7 +67,8 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 
 
 def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None]) -> Begun:
-    """Begin one: ``save_backend`` may go on to write in its folder. What an earlier one left unfinished is removed.
+    """Begin a checkpoint. ``save_backend`` may continue to write in its folder after it returns. Leftovers of an
+    earlier unfinished checkpoint are removed.
 
     Raises as ``write`` does.
     """
@@ -84,8 +85,8 @@ def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 
 
 def finish(begun: Begun, *, finish_backend: Callable[[], Mapping[Path, str] | None], keep: int) -> Path | None:
-    """Make it visible, once the backend has written its part: then ``finish_backend`` says the SHA-256 of its larger
-    files. None, with nothing changed, while that says None. Raises as ``write`` does."""
+    """Make a checkpoint visible once the backend has written its part. ``finish_backend`` returns the SHA-256 of its
+    larger files, or None while it is not done; then this returns None and changes nothing. Raises as ``write`` does."""
     with _given_up_on_failure(begun):
         hashed = finish_backend()
         if hashed is None:
@@ -96,7 +97,7 @@ def finish(begun: Begun, *, finish_backend: Callable[[], Mapping[Path, str] | No
         begun.partial.rename(begun.final)
         _sync(begun.final.parent)
     for old in complete(begun.final.parent)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)  # what cannot be removed now, the next one removes
+        shutil.rmtree(old, ignore_errors=True)  # the next checkpoint removes what cannot be removed now
     return begun.final
 
 
@@ -115,9 +116,9 @@ def _given_up_on_failure(begun: Begun) -> Iterator[None]:
 
 
 def latest(directory: Path, *, say: Callable[[str], None] = lambda line: None) -> tuple[LearnerState, Path] | None:
-    """The newest checkpoint whose learner.json is whole, and its backend folder; None when there is none.
+    """Return the newest checkpoint whose learner.json is intact, and its backend folder; None if there is none.
 
-    For who only looks: of what the backend wrote the sizes are checked. ``say`` gets a line for each damaged one.
+    For observers: of the backend's files only the sizes are checked. ``say`` gets a line for each damaged checkpoint.
     """
     for folder in reversed(complete(directory)):
         try:
@@ -128,10 +129,10 @@ def latest(directory: Path, *, say: Callable[[str], None] = lambda line: None) -
 
 
 def resume(directory: Path, *, say: Callable[[str], None]) -> tuple[LearnerState, Path] | None:
-    """The newest whole checkpoint and its backend folder, every file of it checked; None when there is none.
+    """Return the newest intact checkpoint and its backend folder, with every file checked; None if there is none.
 
-    Damaged ones are renamed to damaged-STEP, so that nobody takes them again. ``say`` is called with a line for each,
-    and with one that names what else is in the folder. Raises OSError, with nothing renamed, when one cannot be read
+    Damaged checkpoints are renamed to damaged-STEP, so that they are not used again. ``say`` gets a line for each, and
+    a line that names foreign files in the folder. Raises OSError, with nothing renamed, if a checkpoint cannot be read
     now: no permission, an I/O error.
     """
     if others := strangers(directory):
@@ -148,9 +149,10 @@ def resume(directory: Path, *, say: Callable[[str], None]) -> tuple[LearnerState
 
 
 def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
-    """The state of one checkpoint, and its backend folder. ``whole``: every file is checked, not learner.json alone.
+    """Read the state of one checkpoint, and return its backend folder. ``whole``: check the hashes of all files, not
+    only of learner.json.
 
-    Raises CheckpointDamaged, CheckpointError for a format of a later version, or OSError for what cannot be read now.
+    Raises CheckpointDamaged, CheckpointError for a later version's format, or OSError for what cannot be read now.
     """
     problem = (
         (manifest.damage(folder) or _lacks_backend(folder)) if whole else manifest.damage(folder, only=_STATE_FILE)
@@ -186,18 +188,18 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
 
 
 def complete(directory: Path) -> list[Path]:
-    """Folders of the checkpoints that are whole, oldest first: a later incarnation is newer at any step."""
+    """Return the folders of complete checkpoints, oldest first. A later incarnation is newer at any step."""
     found = {path: match for path in _entries(directory) if (match := _NAME.fullmatch(path.name)) and path.is_dir()}
     return sorted(found, key=lambda path: (int(found[path][2] or 0), int(found[path][1])))
 
 
 def damaged(directory: Path) -> list[str]:
-    """Names of what was set aside."""
+    """Names of the checkpoints that were set aside."""
     return [path.name for path in _entries(directory) if path.name.startswith(_DAMAGED)]
 
 
 def strangers(directory: Path) -> list[str]:
-    """Names in the folder that asyncrl never gives."""
+    """Names in the folder that are not asyncrl's."""
     ours = set(complete(directory))
     return [
         path.name
@@ -207,7 +209,7 @@ def strangers(directory: Path) -> list[str]:
 
 
 def _entries(directory: Path) -> list[Path]:
-    """Sorted; none where the folder is not there."""
+    """List a folder, sorted; empty if it does not exist."""
     try:
         return sorted(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -215,7 +217,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _refusal(folder: Path) -> OSError | None:
-    """Why the disk cannot be written, asked when a backend failed with an error of its own; None when it can."""
+    """Try to write to the disk after a backend failed with an error of its own. Return the error; None if it works."""
     probe = folder / ".probe"
     try:
         with probe.open("wb") as stream:
@@ -229,7 +231,7 @@ def _refusal(folder: Path) -> OSError | None:
 
 
 def _set_aside(folder: Path) -> str:
-    """Rename a damaged checkpoint; what came of it."""
+    """Rename a damaged checkpoint. Return a description of the result."""
     names = (f"{_DAMAGED}{folder.name}" + (f"-{number}" if number else "") for number in itertools.count())
     name = next(name for name in names if not (folder.parent / name).exists())
     try:
@@ -248,7 +250,7 @@ def _lacks_backend(folder: Path) -> str:
 
 
 def _name(state: LearnerState) -> str:
-    """One incarnation writes a step once: no name comes twice, and no checkpoint ever replaces another."""
+    """Folder name of a checkpoint. An incarnation writes each step once, so no checkpoint ever replaces another."""
     return f"step-{state.step:08d}" + (f"-epoch-{state.incarnation}" if state.incarnation else "")
 
 

@@ -1,4 +1,4 @@
-"""The run's history: a line for everything that became of a group, written by the learner when it happens.
+"""The run's history: the learner writes a line for the fate of every group when it is decided.
 
     RUN_DIR/history.jsonl
     {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": {...}, "crc": "5d3a90c2"}
@@ -7,16 +7,16 @@
 
 Invariants (tests/unit/state/test_history.py):
   H1 a checkpoint holds the file's length at the instant of its ledgers, and the file is on disk up to there before the
-     checkpoint is visible: what the ledgers call done has a line.
-  H2 a line is written before anybody can see what it tells of (the weights of a step, an event, progress): no sample
-     of a version is on the bus without the line of its step.
-  H3 nothing is taken back: a resumed learner says in its first line from where on the file is a lost history.
-  H4 positions mean the same for every checkpoint: a learner that finds less of the file than its checkpoint had seen
-     fills up what is gone with a blank line.
-  H5 a damaged line is an entry that says so (policies/audit/entries.py), and the others are read. "crc" is the CRC-32
-     of the line without it; lines of older versions have none.
+     checkpoint becomes visible: everything that the ledgers call done has a line.
+  H2 a line is written before its effect is visible (the weights of a step, an event, progress): no sample of a version
+     is on the bus without the line of the step that made the version.
+  H3 nothing is taken back: the first line of a resumed learner says from which position the file is a lost history.
+  H4 positions mean the same for every checkpoint: a learner that finds the file shorter than its checkpoint recorded
+     replaces the missing part with a blank line.
+  H5 a damaged line becomes an entry that says so (policies/audit/entries.py), and the other lines are read. "crc" is
+     the CRC-32 of the line without it; lines of older versions have none.
 
-``asyncrl audit`` counts by it and ``asyncrl replay`` trains by it.
+``asyncrl audit`` counts from it and ``asyncrl replay`` trains from it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SEALED: Final = re.compile(rb'(\{.*), "crc": "([0-9a-f]{8})"\}\n', re.DOTALL)
 class History:
     """Appends to one run's history. One writer: the learner that holds the run's lock.
 
-    A line that the disk does not take waits here, in order, until ``flush`` can write it.
+    A line that the disk does not take waits in memory, in order, until ``flush`` can write it.
     """
 
     def __init__(self, path: Path, *, incarnation: int) -> None:
@@ -59,20 +59,20 @@ class History:
         self._drop_torn_line()
         self._pending = bytearray()
         self._position = self._written = self._file.tell()
-        self._lock = threading.Lock()  # of the file and what is pending
+        self._lock = threading.Lock()  # guards the file and pending lines
 
     @property
     def position(self) -> int:
-        """Bytes so far, those that wait for the disk included; a checkpoint keeps it."""
+        """Bytes so far, including lines that wait for the disk. Checkpoints record it."""
         return self._position
 
     @property
     def is_written(self) -> bool:
-        """Whether the file has every line."""
+        """Whether every line is in the file."""
         return not self._pending
 
     def begin(self, *, step: int, kept: int, max_staleness: int, settings: Mapping[str, Any]) -> None:
-        """An incarnation begins at ``step``, on a checkpoint that was made when the file had ``kept`` bytes."""
+        """Note that an incarnation begins at ``step``, from a checkpoint made when the file had ``kept`` bytes."""
         if (gone := kept - self.position) > 0:
             self._append(b" " * (gone - 1) + b"\n")
         self._write(BEGUN, step=step, kept=kept, max_staleness=max_staleness, settings=settings)
@@ -88,7 +88,10 @@ class History:
         old_tokens: int = 0,
         replayed: Collection[tuple[int, int]] = (),
     ) -> None:
-        """``sequences``: the log record of each group;  ``old_parts``, ``old_tokens``, ``replayed``: as in Outcome"""
+        """
+        sequences                         log record of each group
+        old_parts, old_tokens, replayed   as in Outcome
+        """
         fields: dict[str, Any] = {
             "step": step,
             "groups": list(groups),
@@ -100,21 +103,21 @@ class History:
         self._write("trained", **fields, **({"replayed": list(replayed)} if replayed else {}))
 
     def lost(self, fate: str, groups: Collection[int], *, step: int, cause: str = "") -> None:
-        """``groups`` left the window untrained: "dropped", "failed" or "filtered"; ``cause`` as in Outcome."""
+        """Note that ``groups`` left the window untrained: "dropped", "failed", "filtered". ``cause``: as in Outcome."""
         self._write(fate, step=step, groups=list(groups), **({"cause": cause} if cause else {}))
 
     def sync(self) -> None:
-        """What was written outlives the machine when this returns. Blocks. Raises OSError."""
+        """Flush and sync to disk, so that the lines survive a crash of the machine. Blocks. Raises OSError."""
         self.flush()
         os.fsync(self._file.fileno())
 
     def flush(self) -> None:
-        """Write the lines that wait. Raises OSError when the disk does not take them."""
+        """Write the waiting lines. Raises OSError if the disk does not take them."""
         with self._lock:
             self._flush()
 
     def close(self) -> None:
-        """The lines that the disk does not take now are lost with us, which is said."""
+        """Close the file. Lines that the disk does not take now are lost, which is logged."""
         try:
             self.flush()
         except OSError as error:
@@ -127,14 +130,14 @@ class History:
         self._append(sealed({"kind": kind, "incarnation": self._incarnation} | fields))
 
     def _append(self, line: bytes) -> None:
-        """Never waits for a disk that another thread waits for."""
+        """Append a line. If another thread is waiting for the disk, the line waits for the next flush."""
         self._position += len(line)
         if not self._lock.acquire(blocking=False):
             self._pending += line
             return
         try:
             self._pending += line
-            with contextlib.suppress(OSError):  # `flush` raises it
+            with contextlib.suppress(OSError):  # the next `flush` raises it
                 self._flush()
         finally:
             self._lock.release()
@@ -150,18 +153,18 @@ class History:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def _mend(self) -> None:
-        """Somebody may have removed the file while we write it, or cut it: what is gone is a blank line (H4)."""
+        """Repair a file that was removed or cut while in use: the missing part becomes a blank line (H4)."""
         if not is_at(self._path, self._file.fileno()):
             self._file = put_back(self._path, self._file)
         gone = self._written - os.fstat(self._file.fileno()).st_size
         if gone > 0:
             log.error(
-                "%s: %d bytes were cut off while it is in use; `asyncrl audit` says of which steps", self._path, gone
+                "%s: %d bytes were cut off while it is in use; `asyncrl audit` shows which steps", self._path, gone
             )
             self._file.write(b" " * (gone - 1) + b"\n")
 
     def _drop_torn_line(self) -> None:
-        """A full disk or a lost machine may have cut the last line short; no checkpoint counts on that one (H1)."""
+        """Remove an incomplete last line, left by a full disk or a lost machine. No checkpoint counts on it (H1)."""
         self._file.seek(0)
         end = 0
         for line in self._file:
@@ -171,21 +174,21 @@ class History:
 
 
 def sealed(fields: Mapping[str, Any]) -> bytes:
-    """A line of a history, with its checksum."""
+    """Format a line of a history, with its checksum."""
     text = json.dumps(fields)
     return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
 
 def read(path: Path) -> list[HistoryEntry]:
-    """Every line of a history, also those of lost histories (``entries.present``). Raises ConfigError.
+    """Read every line of a history, including lost histories (``entries.present``). Raises ConfigError.
 
-    A line that cannot be read is an entry of kind "damaged", in the incarnation and at the step of the one before.
+    An unreadable line becomes an entry of kind "damaged", with the incarnation and step of the entry before it.
     """
     entries: list[HistoryEntry] = []
     first_seen: dict[int, int] = {}  # by the hash of a line: no two are alike
     position = 0
     for number, line in enumerate(_lines(path), 1):
-        if line.endswith(b"\n"):  # else it is being written just now
+        if line.endswith(b"\n"):  # otherwise it is being written right now
             try:
                 entry = _entry(_opened(line), position=position)
                 if (before := first_seen.setdefault(hash(line), number)) != number:
@@ -202,7 +205,7 @@ def read(path: Path) -> list[HistoryEntry]:
 
 
 def whole_bytes(path: Path) -> int:
-    """Bytes up to the end of the last whole line; 0 without a file that can be read."""
+    """Bytes up to the end of the last complete line; 0 if the file cannot be read."""
     try:
         return path.read_bytes().rfind(b"\n") + 1
     except OSError:
@@ -210,7 +213,7 @@ def whole_bytes(path: Path) -> int:
 
 
 def parsed(line: bytes, *, position: int) -> HistoryEntry | None:
-    """One whole line, for who follows a history while it grows. None for a damaged one."""
+    """Parse one complete line, for readers that follow a growing history. None for a damaged line."""
     try:
         return _entry(_opened(line), position=position)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError):
@@ -218,7 +221,7 @@ def parsed(line: bytes, *, position: int) -> HistoryEntry | None:
 
 
 def last_incarnation(path: Path) -> int:
-    """Of the learner that wrote last, also if it ended before anybody heard of it; -1 without one."""
+    """Incarnation of the learner that wrote last, even if that learner published nothing; -1 if there is none."""
     with contextlib.suppress(ConfigError):
         for line in reversed(_lines(path)):
             if line.endswith(b"\n") and (entry := parsed(line, position=0)) is not None:
@@ -227,7 +230,7 @@ def last_incarnation(path: Path) -> int:
 
 
 def settings_of_incarnations(path: Path) -> list[Mapping[str, Any]]:
-    """The run file of each incarnation so far, as far as the file tells; none without a file."""
+    """Run files of the incarnations so far, as far as the lines are readable; empty without a file."""
     try:
         lines = [line for line in _lines(path) if b'"settings"' in line]
     except ConfigError:
@@ -257,17 +260,17 @@ def _opened(line: bytes) -> dict[str, Any]:
         raise ValueError(f"{len(line):,} bytes were gone when the learner was resumed")
     if (found := _SEALED.fullmatch(line)) is None:
         table: dict[str, Any] = json.loads(line)
-        if "crc" in table:  # an editor has put something before it, or the names in another order
+        if "crc" in table:  # an editor added something or reordered the names
             raise ValueError("it is not as it was written")
         return table
     text = found[1] + b"}"
     if zlib.crc32(text) != int(found[2], 16):
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum differs")
     return json.loads(text)  # type: ignore[no-any-return]
 
 
 def _entry(line: dict[str, Any], *, position: int) -> HistoryEntry:
-    """Lines of older versions of asyncrl have other names; a resumed run has both kinds in one file."""
+    """Convert a line to an entry. Lines of older versions have other names, and a resumed run has both in one file."""
     fields = upgrade.renamed(line, upgrade.HISTORY)
     fields["kind"] = upgrade.FATES.get(fields["kind"], fields["kind"])
     fields["groups"], fields["sequences"] = tuple(fields.get("groups", ())), tuple(fields.get("sequences", ()))

@@ -1,16 +1,16 @@
-"""Which log entries the learner is working on: what one that died was working on, for the incarnations after it.
+"""Records the log entries that the learner is working on, so that later incarnations know what a dead one worked on.
 
     RUN_DIR/in_progress.json
     {"decoding": [[812, "805", "", 1]], "training": [[790, "783", "w3", 1], ...], "before": [...], "aside": [...], ...}
 
-A process that is killed, stopped for being stuck, or ended by its backend says nothing. So the learner writes what it
-decodes and what it trains before it does, and what the incarnation before it was working on when that ended. An entry
-that two incarnations in a row ended with is set aside by the third: its group is failed, and its bytes are not decoded
-again. Incarnations end of other causes too: an entry that the second has rehearsed alone and survived is set aside only
-by the fourth.
+A process that is killed, stopped for being stuck, or ended by its backend cannot report its last work. So the learner
+writes what it is about to decode or train, and what the previous incarnation worked on when it ended. If two
+incarnations in a row ended with an entry, the third sets the entry aside: its group is failed, and its bytes are not
+decoded again. Incarnations also end for other reasons. So if the second incarnation has rehearsed the entry alone and
+survived, only the fourth sets it aside.
 
-The file is written in place, in one call, some hundred bytes: a process that ends in the midst leaves it whole. It is
-not synced: a machine that is lost is no entry's doing. Somebody may remove it meanwhile: it is put back.
+The file has some hundred bytes and is written in place with one call, so a process that ends during the call leaves it
+whole. It is not synced, because no entry causes the loss of a machine. A removed file is written again.
 
 Tests: tests/unit/state/test_in_progress.py, tests/actors/learner/test_set_aside.py.
 """
@@ -37,8 +37,10 @@ log = logging.getLogger("asyncrl.learner")
 class LogEntry:
     """An entry of the trajectory log.
 
-    worker  who made it, where that is known;  deaths: incarnations in a row that ended with it. Neither is
-    part of what it is.
+    worker  worker that made it, if known
+    deaths  incarnations in a row that ended with it
+
+    ``worker`` and ``deaths`` are not part of its identity.
     """
 
     sequence: int
@@ -52,10 +54,10 @@ class LogEntry:
 
 
 class InProgress:
-    """Notes of one incarnation. aside: what must not be decoded or trained; suspects: what the last one ended with."""
+    """Notes of one incarnation. aside: entries not to decode or train; suspects: entries the last one ended with"""
 
     def __init__(self, path: Path | None = None) -> None:
-        """path: None writes nothing, and knows of no incarnation before"""
+        """path: None writes nothing and reads nothing of earlier incarnations"""
         found = _read(path)
         ended_with = {one.identity: one for one in (*found["decoding"], *found["training"])}
         cleared = {one.identity for one in found["cleared"]}
@@ -78,7 +80,7 @@ class InProgress:
             log.error("incarnations in a row ended with group %s in progress: set aside", keys)
 
     def decode(self, sequence: int, key: str) -> None:
-        """The entry is decoded next."""
+        """Note that the entry is decoded next."""
         self._decoding = (LogEntry(sequence, key),)
         self._write()
 
@@ -87,22 +89,22 @@ class InProgress:
         self._write()
 
     def train(self, entries: Iterable[LogEntry]) -> None:
-        """These are prepared, scored, rehearsed or trained next."""
+        """Note that these entries are prepared, scored, rehearsed or trained next."""
         self._training = tuple(entries)
         self._write()
 
     def trained(self) -> None:
-        """Nothing is; also at an end that no entry is the cause of."""
+        """Note that no entry is in progress. Also called at an end that no entry caused."""
         self.train(())
 
     def tried(self, entry: LogEntry, *, is_cleared: bool) -> None:
-        """The entry was tried alone, and the learner survived. ``is_cleared``: that was all that a step does."""
+        """Note that the learner survived trying the entry alone. ``is_cleared``: the trial did all that a step does."""
         self.suspects.discard(entry.identity)
         if is_cleared:
             self._cleared.append(entry)
 
     def start_new_log(self) -> None:
-        """The log is another one, which counts from 1 again."""
+        """Forget all entries: the log was replaced by a new one, which counts from 1 again."""
         self.aside, self.suspects, self._before = {}, set(), []
         self._write()
 
@@ -132,20 +134,20 @@ class InProgress:
             length = max(len(text), os.fstat(self._file).st_size)
             os.pwrite(self._file, text.ljust(length), 0)
             self._problem = ""
-        except OSError as error:  # a full disk ends no step
+        except OSError as error:  # a full disk must not end a step
             if self._problem != str(error):
                 log.warning("%s: cannot be written: %s", self._path, error.strerror)
             self._problem = str(error)
 
 
 def _opened(path: Path) -> int:
-    """To be written in place, and made if it is not there. Raises OSError."""
+    """Open the file for writing in place. Create it if missing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 
 def _read(path: Path | None) -> dict[str, list[LogEntry]]:
-    """What is in the file; nothing of one that is not there or not whole."""
+    """Read the file. Parts that are missing or malformed are empty."""
     table: Any = None
     with contextlib.suppress(OSError, ValueError):
         table = None if path is None else json.loads(path.read_text())

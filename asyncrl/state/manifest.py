@@ -1,10 +1,10 @@
-"""Size and SHA-256 of every file of a folder, written last: damage that comes later is found before it is used.
+"""Size and SHA-256 of every file of a folder, written last, so that later damage is found before the files are used.
 
     manifest.json
     {"format": 1, "files": {"learner.json": {"bytes": 812, "sha256": "9f0c..."}, "backend/rank-00000.safetensors": ...}}
 
-Folders of older versions have no manifest. Of those ``damage`` finds what a file says of itself: JSON that does not
-parse, a safetensors file that is not as long as its header says, an archive whose checksums are wrong, an empty file.
+Folders of older versions have no manifest. There ``damage`` checks what a file says about itself: JSON that does not
+parse, a safetensors file whose length differs from its header, an archive with wrong checksums, an empty file.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FILE: Final = "manifest.json"
 
 _FORMAT: Final = 1
 _SIDE_BY_SIDE: Final = 8
-"""Files hashed at once; hashing leaves the interpreter free."""
+"""Files hashed concurrently. Hashing releases the interpreter lock."""
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError)
-"""What damaged JSON raises where it is read: the last two when it is nested deeply, or has a number like 1e999."""
+"""Errors from reading damaged JSON. The last two come from deep nesting and from numbers like 1e999."""
 _GONE: Final = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""The file itself is not there, or its damaged name can be no file's. Every other errno is of the disk, the network or
-who reads, and may be over soon."""
+"""The file is missing, or its damaged name cannot be a file name. Any other errno concerns the disk, the network or the
+reader, and may pass."""
 
 
 def write(folder: Path, *, hashed: Mapping[Path, str] | None = None) -> None:
-    """Of every file that ``folder`` has; on disk when this returns. hashed: of some the SHA-256, which who wrote them
-    knows."""
+    """Write the manifest of all files in ``folder``, and sync it. ``hashed``: SHA-256 of files for which it is already
+    known."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     known = dict(hashed or {})
     others = [path for path in paths if path not in known]
@@ -49,22 +49,23 @@ def write(folder: Path, *, hashed: Mapping[Path, str] | None = None) -> None:
 
 
 def damage(folder: Path, *, only: str = "") -> str:
-    """What is wrong with the files of ``folder``; empty when nothing is. ``only``: of the others the sizes count alone.
+    """Describe what is wrong with the files of ``folder``; empty if nothing is. ``only``: hash only this file, and
+    check the sizes of the others.
 
-    Files that are not in the manifest are passed over.
+    Files that are not in the manifest are ignored.
     """
     try:
         if not (folder / FILE).exists():
             return _damage_without_manifest(folder, only=only)
         files = _read(folder)
         wanted = {only: files[only]} if only else files
-        for name, file in files.items():  # before anything is hashed
+        for name, file in files.items():  # check sizes before hashing
             if (size := (folder / name).stat().st_size) != file["bytes"]:
                 return f"{name} has {size:,} bytes, {file['bytes']:,} were written"
         found = _hashed([folder / name for name in wanted])
         for (name, file), sha256 in zip(wanted.items(), found, strict=True):
             if sha256 != file["sha256"]:
-                return f"{name} is not as it was written: its sha256 is another"
+                return f"{name} is not as it was written: its sha256 differs"
     except OSError as error:
         if not is_damage(error):
             raise
@@ -76,7 +77,7 @@ def damage(folder: Path, *, only: str = "") -> str:
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether a file that could not be read is gone or replaced, and not only out of reach now."""
+    """Whether a file that could not be read is gone or replaced, rather than temporarily out of reach."""
     return error.errno in _GONE
 
 

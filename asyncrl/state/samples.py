@@ -1,11 +1,11 @@
-"""Prompt groups that the learner writes down for a person to read: decoded, with rewards and what became of them.
+"""Prompt groups that the learner writes down for people to read: decoded, with rewards and fate.
 
     RUN_DIR/samples.jsonl, and samples.1.jsonl, which is older
     {"group_id": 12, "fate": "trained", "step": 7, "prompt": "7+5=", "answers": [{"reward": 1.0, "turns": [...]}], ...}
 
-Bounded: when samples.jsonl has half of metrics.samples_max_bytes it becomes samples.1.jsonl, in the place of the one
-before. It is no record that anything counts on: a line that the disk does not take is left out.
-A file that somebody removes while it is in use is begun anew, and said to be.
+The files are bounded: when samples.jsonl reaches half of metrics.samples_max_bytes, it replaces samples.1.jsonl.
+Nothing depends on these files: a line that the disk does not take is left out. If a file in use is removed, a new one
+is started and a warning is logged.
 
 Tests: tests/unit/state/test_samples.py.
 """
@@ -27,22 +27,22 @@ from asyncrl.policies.groups.sample import GroupSample
 SAMPLES_FILE: Final = "samples.jsonl"
 OLDER_FILE: Final = "samples.1.jsonl"
 EVALUATION_FILE: Final = "evaluation_samples.jsonl"
-"""The same of the run's evaluations."""
+"""Samples of the run's evaluations."""
 SAVED_MODELS_FILE: Final = "saved_model_samples.jsonl"
-"""The same of `asyncrl evaluate`, which writes while the run's learner may be up: a file has one writer."""
+"""Samples of `asyncrl evaluate`. A file of its own, because the run's learner may be up and a file has one writer."""
 
 log = logging.getLogger("asyncrl.files")
 
 
 class RotatedLines:
-    """Appends lines to ``path``, of which at most ``most_bytes`` are kept in it and in ``older``. One writer."""
+    """Appends lines to ``path``. At most ``most_bytes`` are kept in ``path`` and ``older`` together. One writer."""
 
     def __init__(self, path: Path, *, older: Path, most_bytes: int) -> None:
         self._path, self._older, self._half = path, older, most_bytes // 2
-        self._is_begun = False  # a line of ours is in the file, unless somebody else removed it
+        self._is_begun = False  # whether we wrote a line to the file
 
     def write(self, line: str) -> None:
-        """Raises OSError when the line was not written."""
+        """Append a line. Raises OSError if it was not written."""
         data = line.encode("utf-8", errors="replace") + b"\n"
         self._path.parent.mkdir(exist_ok=True)
         with contextlib.ExitStack() as files:
@@ -60,12 +60,12 @@ class RotatedLines:
             self._is_begun = True
 
     def _open(self) -> FileIO:
-        """At each line: somebody may remove the file between two."""
+        """Open the file for one line, because it may be removed between two lines."""
         return self._path.open("a+b", buffering=0)
 
 
 class SampleFile:
-    """A file of samples in ``directory``, and the one before it (``older``)."""
+    """A file of samples in ``directory``, and the older file before it."""
 
     def __init__(self, directory: Path, *, most_bytes: int = sys.maxsize, name: str = SAMPLES_FILE) -> None:
         self.name = name
@@ -74,12 +74,12 @@ class SampleFile:
         self._lines = RotatedLines(directory / name, older=directory / older(name), most_bytes=most_bytes)
 
     def write(self, sample: GroupSample) -> None:
-        """Raises OSError when it was not written."""
+        """Append a sample. Raises OSError if it was not written."""
         self._lines.write(json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False))
 
 
 def read(directory: Path, name: str = SAMPLES_FILE) -> Iterator[GroupSample]:
-    """The oldest first. Lines that cannot be read are left out, and so are files, which is said of those that exist."""
+    """Read samples, the oldest first. Unreadable lines are skipped. Unreadable files are skipped with a warning."""
     for path in (directory / older(name), directory / name):
         try:
             with path.open("rb") as file:
@@ -93,7 +93,7 @@ def read(directory: Path, name: str = SAMPLES_FILE) -> Iterator[GroupSample]:
 
 
 def parsed(line: bytes) -> GroupSample | None:
-    """None for a line that is not whole."""
+    """Parse a line; None if it is malformed."""
     try:
         return GroupSample.from_json(json.loads(line))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -101,7 +101,7 @@ def parsed(line: bytes) -> GroupSample | None:
 
 
 def older(name: str) -> str:
-    """What a file of this name becomes when it is full."""
+    """Name of the file that takes over the content of file ``name`` when that is full."""
     stem, suffix = os.path.splitext(name)
     return f"{stem}.1{suffix}"
 

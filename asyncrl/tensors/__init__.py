@@ -1,1 +1,1 @@
-"""Weights as bytes: snapshots and safetensors files."""
+"""Weights as bytes: snapshots, weight files and checkpoint files."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters as PEFT names them, and the adapter_config.json that goes with their tensors.
+"""PEFT's names for low-rank adapters, and the adapter_config.json that describes their tensors.
 
 https://huggingface.co/docs/peft, "PEFT checkpoint format".
 """
@@ -16,17 +16,17 @@ CONFIG_FILE: Final = "adapter_config.json"
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
 _MODULE: Final = re.compile(r"\.(\w*_proj\w*)(\.lora_[AB])?\.weight$")
-"""Matrices of layers; embeddings, the output layer and routers have no adapters."""
+"""Matrices of layers. Embeddings, the output layer and routers have no adapters."""
 
 
 def module_of(name: str) -> str:
-    """``q_proj`` of model.layers.0.self_attn.q_proj.weight, or of its adapter; empty for what has none."""
+    """Return ``q_proj`` for model.layers.0.self_attn.q_proj.weight or its adapters; "" for tensors without adapters."""
     found = _MODULE.search(name)
     return found.group(1) if found else ""
 
 
 def names(base: str) -> tuple[str, str]:
-    """Of the two tensors beside ``base``, a matrix [out, in]: A [rank, in] and B [out, rank]."""
+    """Return the names of the adapter matrices A [rank, in] and B [out, rank] of ``base``, a matrix [out, in]."""
     module = _PREFIX + base.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
@@ -36,7 +36,7 @@ def are_adapters(entries: Iterable[TensorEntry]) -> bool:
 
 
 def config(entries: Iterable[TensorEntry], *, base: Path) -> dict[str, Any] | None:
-    """adapter_config.json of these tensors, whose scale is in B; None if they are no adapters."""
+    """Return adapter_config.json for these tensors, or None if they are not adapters. B already includes the scale."""
     downs = [entry for entry in entries if entry.name.endswith(".lora_A.weight")]
     if not downs:
         return None

@@ -1,4 +1,4 @@
-"""Which device a section of the run file means."""
+"""Resolve the device named in a section of the run file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from asyncrl.errors import ConfigError
 
 
 def resolve_device(name: str, *, section: str) -> str:
-    """ "cpu" or "cuda"; "auto" takes the GPU if torch sees one. Raises ConfigError for "cuda" without a GPU."""
+    """Return "cpu" or "cuda"; "auto" picks the GPU if torch sees one. Raises ConfigError for "cuda" without a GPU."""
     import torch
 
     if name == "auto":
@@ -17,7 +17,7 @@ def resolve_device(name: str, *, section: str) -> str:
 
 
 def require_gpu(section: str) -> None:
-    """Raises ConfigError if torch sees no GPU on this machine."""
+    """Raise ConfigError if torch sees no GPU on this machine."""
     import torch
 
     if not torch.cuda.is_available():

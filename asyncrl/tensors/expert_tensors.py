@@ -1,7 +1,9 @@
-"""transformers keeps a layer's experts in two tensors; files, engines and people name each expert's own.
+"""Split the fused expert tensors of transformers into one tensor per expert, as weight files and engines name them.
 
-gate_up_proj [experts, 2 F, H] is ``0.gate_proj.weight`` [F, H], ``0.up_proj.weight`` [F, H], ``1.gate_proj.weight``...
-and down_proj [experts, H, F] is ``0.down_proj.weight`` [H, F]... Experts with biases (gpt-oss) are fused in files too.
+transformers keeps all experts of a layer in two tensors:
+gate_up_proj [experts, 2 F, H]  becomes ``0.gate_proj.weight`` [F, H], ``0.up_proj.weight`` [F, H], ``1.gate_proj...``
+down_proj [experts, H, F]       becomes ``0.down_proj.weight`` [H, F], ...
+Experts with biases (gpt-oss) stay fused, because they are fused in weight files.
 Test: test_experts_have_the_names_of_the_folder.
 """
 
@@ -15,7 +17,7 @@ _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def by_names_in_files(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``tensors`` of a transformers model by their names in its folder; those of experts are views."""
+    """Return the tensors of a transformers model by their names in weight files; expert tensors are views."""
     found = {}
     for name, tensor in tensors.items():
         prefix, _, last = name.rpartition(".")

@@ -1,7 +1,9 @@
-"""Weights in 8 bits for engines: e4m3 in blocks of 128 x 128 with a float32 scale each, as DeepSeek-V3
-(arXiv:2412.19437, 3.3.2) and Qwen's FP8 models have them. W is ``weight`` x ``weight_scale_inv``, block by block.
+"""8-bit weights for engines: e4m3 in 128 x 128 blocks, each with a float32 scale.
 
-Only matrices of layers are: norms, embeddings, the output layer and routers stay as they are.
+This is the format of DeepSeek-V3 (arXiv:2412.19437, 3.3.2) and of Qwen's FP8 models. W is ``weight`` x
+``weight_scale_inv``, block by block.
+
+Only the matrices of layers are quantized. Norms, embeddings, the output layer and routers keep their dtype.
 Test: tests/unit/tensors/test_fp8.py.
 """
 
@@ -24,7 +26,7 @@ from asyncrl.tensors.adapter_names import module_of
 
 BLOCK: Final = 128
 _LARGEST: Final = 448.0
-"""Of e4m3."""
+"""Largest magnitude in e4m3."""
 _SCALE: Final = "_scale_inv"
 _INDEX: Final = "model.safetensors.index.json"
 
@@ -34,7 +36,7 @@ CONFIG: Final[dict[str, Any]] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-"""quantization_config of config.json."""
+"""The quantization_config in config.json."""
 
 
 def is_scale(name: str) -> bool:
@@ -42,12 +44,12 @@ def is_scale(name: str) -> bool:
 
 
 def scale_of(name: str) -> str:
-    """The scales of the matrix ``name``."""
+    """Return the name of the tensor that holds the block scales of matrix ``name``."""
     return name + _SCALE
 
 
 def quantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """``tensors`` with each matrix of a layer as two: itself in e4m3, and the scales of its blocks."""
+    """Yield ``tensors``, replacing each matrix of a layer by its e4m3 weights and their block scales."""
     for name, tensor in tensors:
         if not module_of(name) or tensor.ndim != 2:
             yield name, tensor
@@ -59,7 +61,7 @@ def quantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 @torch.no_grad()
 def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3[R, C] and f32[R / 128, C / 128], both rounded up: a block's largest magnitude becomes 448."""
+    """Return e4m3[R, C] and f32[R / 128, C / 128], both rounded up. The largest magnitude in a block maps to 448."""
     rows, columns = matrix.shape
     blocks = _blocks(matrix.float())
     largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
@@ -69,7 +71,10 @@ def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(matrix: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] = (BLOCK, BLOCK)) -> torch.Tensor:
-    """bf16[R, C] of e4m3[R, C] and f32[R / block, C / block], both rounded up. Raises ValueError for other shapes."""
+    """Return bf16[R, C] from e4m3[R, C] and scales f32[R / block, C / block], rounded up.
+
+    Raises ValueError for scales of another shape.
+    """
     rows, columns = matrix.shape
     expected = (-(-rows // block[0]), -(-columns // block[1]))
     if tuple(scale.shape) != expected:
@@ -79,22 +84,25 @@ def dequantize(matrix: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, i
 
 
 def _blocks(matrix: torch.Tensor) -> torch.Tensor:
-    """[R, C] as [R / 128, 128, C / 128, 128], filled up with zeros."""
+    """Reshape [R, C] to [R / 128, 128, C / 128, 128], padded with zeros."""
     rows, columns = matrix.shape
     filled = F.pad(matrix, (0, -columns % BLOCK, 0, -rows % BLOCK))
     return filled.view(-(-rows // BLOCK), BLOCK, -1, BLOCK)
 
 
 def described(config: Path) -> None:
-    """Say in a config.json that the weights beside it are quantized."""
+    """Add quantization_config to a config.json, to say that its weights are quantized."""
     settings = json.loads(config.read_text())
     text = json.dumps(settings | {"quantization_config": CONFIG}, indent=2)
-    config.unlink()  # it may be a link to another version's
+    config.unlink()  # it may be a link to the file of another version
     config.write_text(text)
 
 
 def model_folder(model: Path, into: Path) -> Path:
-    """The model in a folder ``into``, quantized; made once, by whoever needs it first. Raises OSError, ValueError."""
+    """Quantize the model into the folder ``into``, unless that already exists. Returns ``into``.
+
+    Several processes may call this at once. Raises OSError, ValueError.
+    """
     if (into / "config.json").is_file():
         return into
     into.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +123,7 @@ def model_folder(model: Path, into: Path) -> Path:
         try:
             temporary.rename(into)
         except OSError:
-            if not (into / "config.json").is_file():  # else another process made it meanwhile
+            if not (into / "config.json").is_file():  # otherwise another process created it first
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

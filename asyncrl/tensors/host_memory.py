@@ -1,6 +1,6 @@
-"""Moves tensors' memory to the host and back, in place: whoever has a view of a storage keeps it.
+"""Moves the memory of tensors to the host and back in place, so existing views of a storage stay valid.
 
-So Megatron's buffers, parameters, gradients and optimizer, which are views of one another, need not know of it.
+Megatron's buffers, parameters, gradients and optimizer states are views of one another, and need no change.
 Test: tests/unit/tensors/test_host_memory.py.
 """
 
@@ -12,14 +12,14 @@ import torch
 
 
 class HostMemory:
-    """The way of some tensors to the host and back. Homes there are pinned, allocated once, and kept."""
+    """Moves a set of tensors to the host and back. Host buffers are pinned, allocated once, and kept."""
 
     def __init__(
         self, kept: Callable[[], Iterable[torch.Tensor]], *, scratch: Callable[[], Iterable[torch.Tensor]] = tuple
     ) -> None:
         """
-        kept     what there is when it leaves
-        scratch  of that too, but nobody reads it before it is written: it comes back with any values
+        kept     returns the tensors to move; their values are preserved
+        scratch  returns tensors that are always written before they are read; they come back with arbitrary values
         """
         self._kept = kept
         self._scratch = scratch
@@ -27,9 +27,9 @@ class HostMemory:
         self._away: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
 
     def leave(self) -> None:
-        """Free the device's memory of these tensors, and of all that share it.
+        """Free the device memory of these tensors and of all tensors that share their storage.
 
-        What cannot be freed, a file's or another process's, stays.
+        Memory of a mapped file or of another process cannot be freed and stays.
         """
         assert not self._away
         storages = {one.data_ptr(): one for one in _storages(self._kept())}
@@ -46,7 +46,7 @@ class HostMemory:
             torch.cuda.empty_cache()
 
     def come_back(self) -> None:
-        """Allocate it again, with the values that it had."""
+        """Allocate the memory again and restore the values."""
         for storage, num_bytes, home in self._away:
             storage.resize_(num_bytes)
             if home is not None:

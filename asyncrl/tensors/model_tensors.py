@@ -1,4 +1,4 @@
-"""Names and shapes of a model's tensors: what a folder has, what is trained of it, and whether others are the same."""
+"""Names and shapes of a model's tensors: read them from a folder, keep the trained ones, compare two layouts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncrl.errors import WeightsError
 from asyncrl.tensors import weight_files
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Tensor names of a checkpoint and their shapes."""
+"""Tensor shapes of a checkpoint by tensor name."""
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Hugging Face folder's tensors, from the headers alone. Raises WeightsError."""
+    """Return the tensor shapes in a Hugging Face folder, reading only the headers. Raises WeightsError."""
     shapes: dict[str, tuple[int, ...]] = {}
     try:
         for path in weight_files.paths(folder):
@@ -28,7 +28,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def trained_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Shapes:
-    """Without those of layers behind ``num_hidden_layers``, which predict further tokens: no learner exports them."""
+    """Drop the multi-token-prediction layers after ``num_hidden_layers``, which no learner exports."""
     num_layers = config.get("num_hidden_layers", 0)
     if not isinstance(num_layers, int) or not config.get("num_nextn_predict_layers"):
         return shapes

@@ -1,7 +1,8 @@
-"""What a learner of several ranks exports: each exporting rank holds a part of the model, and no rank holds all of it.
+"""Run work on a snapshot that is spread over several learner ranks.
 
-A part is whole tensors, under names that no other part has. Who wants something done with the weights (a weight
-channel) has it done where each part is, beside the training there: it sends an order, and gets a short answer.
+Each exporting rank holds a part of the model, and no rank holds the whole model. A part consists of whole tensors, and
+no tensor is in two parts. A weight channel processes the parts where they are, while training goes on there: it sends
+an order to each rank and gets a short answer.
 Tests: tests/contracts/test_weights.py, tests/unit/backends/megatron/test_layouts.py.
 """
 
@@ -14,9 +15,11 @@ from asyncrl.tensors.snapshot import PartWorker, Snapshot
 
 
 def on_every_part(snapshot: Snapshot, worker: PartWorker, orders: Sequence[bytes]) -> list[bytes]:
-    """The answers of ``worker`` for our own part and of its like for the others, side by side.
+    """Run ``worker`` on our part and on all other parts in parallel. Returns their answers, our own first.
 
-    orders  one for each part, our own first. Raises what the first of them raises, once all have ended.
+    orders  one per part, our own first
+
+    If parts fail, raises the error of the first of them after all have ended.
     """
     assert len(orders) == 1 + len(snapshot.others)
     with ThreadPoolExecutor(max(1, len(snapshot.others)), thread_name_prefix="weights-part") as threads:

@@ -1,8 +1,9 @@
-"""Weights as a safetensors file: written as a stream that is hashed on its way, without a second copy in memory or a
-second read, and what the header of one says.
+"""Weights as a safetensors file: write it as a stream, hash it while writing, and read its header.
 
-Format: eight bytes length of the header, little-endian; the header, JSON padded with spaces to a multiple of eight;
-the tensors' bytes without gaps. huggingface/safetensors, README, "Format".
+Writing needs no second copy in memory, and hashing no second read.
+
+Format: the header's length (eight bytes, little-endian); the header, JSON padded with spaces to a multiple of eight;
+then the bytes of the tensors without gaps. huggingface/safetensors, README, "Format".
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _DTYPES: Final = {
 
 
 def header(entries: Iterable[TensorEntry]) -> bytes:
-    """What comes before the tensors' bytes, for tensors that follow each other in this order without gaps."""
+    """Return the length and header for tensors that follow each other in this order without gaps."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -53,7 +54,7 @@ def header(entries: Iterable[TensorEntry]) -> bytes:
 
 
 def entries_of(stream: BinaryIO) -> tuple[list[TensorEntry], int]:
-    """The tensors of a file in the order of their bytes, and where the first begins. Raises OSError, ValueError."""
+    """Return the tensors in byte order, and the offset of the first one. Raises OSError, ValueError."""
     num_bytes = int.from_bytes(stream.read(8), "little")
     table = json.loads(stream.read(num_bytes))
     table.pop("__metadata__", None)
@@ -62,7 +63,7 @@ def entries_of(stream: BinaryIO) -> tuple[list[TensorEntry], int]:
     for name, about in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = about["data_offsets"]
         if about["dtype"] not in dtypes:
-            raise ValueError(f"{name} is {about['dtype']}, which is not known here")
+            raise ValueError(f"{name} is {about['dtype']}, an unknown dtype")
         entry = TensorEntry(name=name, dtype=dtypes[about["dtype"]], shape=tuple(about["shape"]))
         if (start, stop) != (end, end + entry.num_bytes):
             raise ValueError(f"{name} is at {start}..{stop}, expected at {end}..{end + entry.num_bytes}")
@@ -72,7 +73,7 @@ def entries_of(stream: BinaryIO) -> tuple[list[TensorEntry], int]:
 
 
 def sections(entries: Iterable[TensorEntry], *, header_bytes: int) -> list[tuple[int, int, int]]:
-    """(start, stop, itemsize) of the header and of each run of tensors whose elements are of one width."""
+    """Return (start, stop, itemsize) of the header and of each run of tensors with elements of the same width."""
     found = [(0, header_bytes, 1)]
     for entry in entries:
         start, stop, itemsize = found[-1]
@@ -84,17 +85,17 @@ def sections(entries: Iterable[TensorEntry], *, header_bytes: int) -> list[tuple
 
 
 def write(stream: BinaryIO, blocks: Iterable[bytes | memoryview]) -> str:
-    """Header and tensors, in order, to ``stream``; returns the SHA-256 of it all, hexadecimal."""
+    """Write header and tensors to ``stream`` in order. Returns the SHA-256 of the whole file in hexadecimal."""
     digest = hashlib.sha256()
     with ThreadPoolExecutor(1, thread_name_prefix="weights-hash") as beside:
         for block in blocks:
-            hashed = beside.submit(digest.update, block)  # as slow as writing, and neither holds Python's lock
+            hashed = beside.submit(digest.update, block)  # hashing takes as long as writing; both release the GIL
             stream.write(block)
             hashed.result()
     return digest.hexdigest()
 
 
 def sha256(path: Path) -> str:
-    """Of the file at ``path``, hexadecimal."""
+    """Return the SHA-256 of the file at ``path`` in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

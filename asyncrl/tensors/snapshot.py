@@ -1,8 +1,8 @@
-"""The weights at one instant, as flat buckets of bytes: what a backend exports and every weight channel carries.
+"""The weights at one instant as flat buckets of bytes. Backends export snapshots, and weight channels transport them.
 
-Wide types first, then in the order they came, without gaps: the buckets laid end to end are the body of a safetensors
-file, and each is one collective for an engine that takes weights over the network (SGLang's "flattened_bucket"), cut
-further where that is too much for it.
+Buckets are ordered by element width, widest first, then by arrival, without gaps. Laid end to end they are the body of
+a safetensors file. An engine that receives weights over the network takes each bucket in one collective (SGLang's
+"flattened_bucket"); buckets that are too large for the engine are cut further.
 Test: tests/unit/tensors/test_snapshot.py.
 """
 
@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import torch
 
 BUCKET_BYTES: Final = 2 * 2**30
-"""Bounds the memory that an engine needs beside its weights while it takes new ones."""
+"""Bounds the extra memory that an engine needs while it receives new weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +35,26 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Whole tensors end to end.  data u8[sum of their bytes], on the device they were copied from."""
+    """Whole tensors end to end.  data: u8[sum of their bytes], on the device that they were copied from"""
 
     entries: tuple[TensorEntry, ...]
     data: torch.Tensor
 
     @classmethod
     def empty(cls, entries: Sequence[TensorEntry], device: torch.device) -> Bucket:
-        """Room for ``entries``."""
+        """Allocate an uninitialised bucket for ``entries``."""
         num_bytes = sum(entry.num_bytes for entry in entries)
         return cls(entries=tuple(entries), data=torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views into ``data``."""
+        """Yield (name, view into ``data``)."""
         start = 0
         for entry in self.entries:
             yield entry.name, self.data[start : start + entry.num_bytes].view(entry.dtype).view(entry.shape)
             start += entry.num_bytes
 
     def cut(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """The same bytes in buckets of at most ``bucket_bytes`` (a larger tensor has one of its own), not copied."""
+        """Split into buckets of at most ``bucket_bytes`` without copying. A larger tensor gets a bucket of its own."""
         start = 0
         for entries in grouped(self.entries, bucket_bytes):
             stop = start + sum(entry.num_bytes for entry in entries)
@@ -64,11 +64,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A copy that later steps do not change: of the model, or of this rank's part with the way to the others'."""
+    """A copy of the weights that later steps do not change: the whole model, or this rank's part of it."""
 
     buckets: tuple[Bucket, ...]
     others: tuple[Part, ...] = ()
-    """Parts of the model that other ranks hold; everything else here is about our own."""
+    """Handles of the parts that other ranks hold. All other members describe only our own part."""
 
     @classmethod
     @torch.no_grad()
@@ -80,11 +80,12 @@ class Snapshot:
         kept: Collection[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> Snapshot:
-        """Copy ``tensors``, floating ones turned to ``dtype`` but those in ``kept``, on their device.
+        """Copy ``tensors`` on their device. Floating-point tensors become ``dtype``, except those named in ``kept``.
 
-        They are taken one by one: beside the copy, those of one bucket are held until it is full, and one more. Work
-        still queued there is waited for. A tensor larger than ``bucket_bytes`` gets a bucket of its own. Raises
-        ValueError when two have one name.
+        Tensors are consumed one at a time. Besides the copies, memory holds for each dtype the sources of a bucket that
+        is not full yet, and one more tensor. A tensor larger than ``bucket_bytes`` gets a bucket of its own.
+
+        On CUDA, waits for the queued copies. Raises ValueError when two tensors have the same name.
         """
         names = set[str]()
         waiting: dict[torch.dtype, list[tuple[TensorEntry, torch.Tensor]]] = {}
@@ -103,7 +104,7 @@ class Snapshot:
         buckets += [_copy(group) for group in waiting.values()]
         buckets.sort(key=lambda bucket: -bucket.entries[0].dtype.itemsize)
         if any(bucket.data.is_cuda for bucket in buckets):
-            torch.cuda.current_stream().synchronize()  # other threads read it on streams of their own
+            torch.cuda.current_stream().synchronize()  # other threads read the buckets on their own streams
         return cls(buckets=tuple(buckets))
 
     @property
@@ -126,24 +127,28 @@ class Snapshot:
 
 
 class PartWorker(ABC):
-    """What a channel does with one part, in the process that holds it.
+    """What a weight channel does with one part, in the process that holds the part.
 
-    A class at the top of a module, without arguments: each process makes one, and keeps it. Calls may overlap.
+    Subclasses are top-level classes without constructor arguments. Each process creates one instance and keeps it.
+    Calls may overlap.
     """
 
     @abstractmethod
     def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
-        """``snapshot``: the part. What it raises is a WeightsError for whoever gave the order."""
+        """Process the part ``snapshot``. The sender of the order gets any exception as a WeightsError."""
 
 
 class Part(Protocol):
-    """A snapshot that another rank of the learner holds, for as long as anybody has this."""
+    """Handle of a snapshot part on another learner rank. That rank keeps the part while this handle exists."""
 
     @property
     def rank(self) -> int: ...
 
     def run(self, worker: type[PartWorker], order: bytes) -> bytes:
-        """The answer of that rank's ``worker``. Blocks. Raises WeightsError, or BackendError when the rank is gone."""
+        """Run ``worker`` on that rank and return its answer. Blocks.
+
+        Raises WeightsError, or BackendError if the rank is gone.
+        """
         ...
 
 
@@ -152,7 +157,7 @@ def _dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def grouped(entries: Sequence[TensorEntry], bucket_bytes: int) -> Iterator[list[TensorEntry]]:
-    """Neighbours together, as many as fit, of one type each: a bucket's tensors stay aligned."""
+    """Group neighbours of the same dtype, up to ``bucket_bytes`` each. One dtype per group keeps tensors aligned."""
     group: list[TensorEntry] = []
     num_bytes = 0
     for entry in entries:

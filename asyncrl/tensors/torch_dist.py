@@ -1,15 +1,15 @@
-"""Checkpoints in Megatron's distributed format ("torch_dist"), that of torch.distributed.checkpoint, without Megatron.
+"""Reads and writes checkpoints in Megatron's "torch_dist" format (torch.distributed.checkpoint) without Megatron.
 
-    .metadata          of every tensor its type, size and chunks; of every chunk its place in a file
-    __3_0.distcp       the chunks that rank 3 wrote, each as torch.save writes it
-    common.pt          what is no tensor: how keys are chosen (Megatron's content_metadata)
-    metadata.json      the format's name
+    .metadata          dtype, size and chunks of every tensor; the place in a file of every chunk
+    __3_0.distcp       chunks written by rank 3, each serialized by torch.save
+    common.pt          data that are not tensors: the rules for keys (Megatron's content_metadata)
+    metadata.json      name of the format
 
-A tensor has one key whatever ranks hold parts of it, and its chunks are rectangles of it: so any rank writes what it
-has, without asking another, and any rank of another layout reads what it needs. Megatron's own writer gathers optimizer
-states on one rank first, lets the ranks exchange pickles, and forks; this one does none of it.
+A tensor has the same key whichever ranks hold parts of it, and its chunks are rectangles. So each rank writes what it
+holds without asking other ranks, and ranks of another layout read what they need. Megatron's own writer first gathers
+optimizer states on one rank, exchanges pickles between ranks, and forks. This writer does none of these.
 
-.metadata is a pickle. It is read with nothing but the classes of the format, so it cannot run anything.
+.metadata is a pickle. The reader allows only the classes of the format, so the pickle cannot run code.
 Tests: tests/unit/tensors/test_torch_dist.py; Megatron reads it: tests/unit/backends/megatron/test_torch_dist.py.
 """
 
@@ -36,7 +36,7 @@ METADATA: Final = ".metadata"
 _COMMON: Final = "common.pt"
 _CONFIG: Final = "metadata.json"
 _CONTENT: Final = {
-    "non_homogeneous_layers": True,  # a layer's number is in its keys, and no dimension of the tensors
+    "non_homogeneous_layers": True,  # the layer number is in the key; tensors have no layer dimension
     "singleton_local_shards": False,
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -47,7 +47,7 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A rectangle of the tensor ``key``, which has the size ``whole`` and this data from ``start`` on."""
+    """A rectangle of tensor ``key``: ``data`` begins at ``start`` in a tensor of size ``whole``."""
 
     key: str
     whole: Ints
@@ -57,7 +57,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Where a chunk is: ``length`` bytes of ``file`` from ``offset`` on. All of it goes through JSON."""
+    """Where a chunk is stored: ``length`` bytes of ``file`` from ``offset`` on. All fields are JSON values."""
 
     key: str
     dtype: str
@@ -70,21 +70,21 @@ class Stored:
 
 
 def file_name(rank: int, number: int = 0) -> str:
-    """Of the chunks that ``rank`` writes; of several files ``number`` counts them."""
+    """Return the name of the ``number``-th file that ``rank`` writes."""
     return f"__{rank}_{number}.distcp"
 
 
 def write_chunks(path: Path, chunks: Iterable[Chunk]) -> tuple[list[Stored], str]:
-    """Write a file of chunks; it is on disk when this returns. Their places, and the file's SHA-256, hexadecimal.
+    """Write a file of chunks and sync it to disk. Returns where they are, and the file's SHA-256 in hexadecimal.
 
-    One chunk after the other is taken and let go. Raises OSError.
+    Chunks are consumed and released one at a time. Raises OSError.
     """
     found = []
     with path.open("wb") as file:
         stream = _HashedStream(file)
         for chunk in chunks:
             offset = stream.num_bytes
-            torch.save(chunk.data.contiguous(), stream)  # type: ignore[arg-type]  # it needs write and flush alone
+            torch.save(chunk.data.contiguous(), stream)  # type: ignore[arg-type]  # needs only write and flush
             about = Stored(
                 key=chunk.key,
                 dtype=str(chunk.data.dtype).removeprefix("torch."),
@@ -102,7 +102,7 @@ def write_chunks(path: Path, chunks: Iterable[Chunk]) -> tuple[list[Stored], str
 
 
 class _HashedStream:
-    """Hashing and writing leave the interpreter free, so a step can go on beside them."""
+    """Hashes what it writes. Both release the GIL, so training steps can run at the same time."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -116,11 +116,14 @@ class _HashedStream:
         return len(data)
 
     def flush(self) -> None:
-        """At the file's end is enough."""
+        """Do nothing: the caller flushes once, at the end of the file."""
 
 
 def complete(folder: Path, stored: Iterable[Stored]) -> None:
-    """Write what makes files of chunks a checkpoint. Raises OSError; CheckpointError when chunks are missing."""
+    """Write the files that turn files of chunks into a checkpoint.
+
+    Raises OSError; CheckpointError when chunks are missing.
+    """
     tensors: dict[str, Any] = {}
     places = {}
     for one in stored:
@@ -135,7 +138,7 @@ def complete(folder: Path, stored: Iterable[Stored]) -> None:
         there = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
         if there != math.prod(tensor.size):
             raise CheckpointError(
-                f"{folder}: of {key} {there:,} numbers were written, it has {math.prod(tensor.size):,}"
+                f"{folder}: {key}: {there:,} values were written, but the tensor has {math.prod(tensor.size):,}"
             )
     made = dcp.Metadata(state_dict_metadata=tensors, storage_data=places, storage_meta=dcp.StorageMeta())
     common = io.BytesIO()
@@ -158,7 +161,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 class TorchDist:
-    """The tensors of a checkpoint in ``folder``, by their keys; any rectangle of each."""
+    """Reads a checkpoint in ``folder``: the tensors by key, or any rectangle of a tensor."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError."""
@@ -168,7 +171,7 @@ class TorchDist:
             key: about for key, about in made.state_dict_metadata.items() if hasattr(about, "chunks")
         }
         self._places: Mapping[Any, Any] = made.storage_data
-        self._held: tuple[Any, torch.Tensor] | None = None  # the last chunk: what follows is often of it too
+        self._held: tuple[Any, torch.Tensor] | None = None  # the last chunk: the next read is often from it
 
     def __contains__(self, key: str) -> bool:
         return key in self._tensors
@@ -184,9 +187,9 @@ class TorchDist:
         return dtype
 
     def read(self, key: str, start: Ints | None = None, sizes: Ints | None = None) -> torch.Tensor:
-        """The rectangle of ``sizes`` at ``start``; all of the tensor without. One chunk at a time is in memory besides.
+        """Return the rectangle of ``sizes`` at ``start``; by default the whole tensor.
 
-        Raises CheckpointError.
+        Besides the result, one chunk at a time is in memory. Raises CheckpointError.
         """
         if key not in self:
             raise CheckpointError(f"{self.folder}: has no {key}; is it a checkpoint of another model?")
@@ -246,7 +249,7 @@ def _read_metadata(path: Path) -> Any:
         ) from None
     except CheckpointError:
         raise
-    except Exception as error:  # a pickle that is cut or changed raises anything
+    except Exception as error:  # a truncated or modified pickle can raise anything
         raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
     return made
 
@@ -258,7 +261,7 @@ _OF_METADATA: Final = (
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes objects of the format, none of which does anything when it is made."""
+    """Creates only objects of the format. Creating them has no side effects."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == dcp.__name__ and name in _OF_METADATA:
@@ -267,8 +270,8 @@ class _Unpickler(pickle.Unpickler):
             return filesystem._StorageInfo
         if (module, name) == ("torch.serialization", "_get_layout"):
             return {str(torch.strided): torch.strided}.__getitem__
-        if module.startswith("pathlib") and name.endswith("Path"):  # where it was written
+        if module.startswith("pathlib") and name.endswith("Path"):  # the folder it was written to
             return lambda *parts: "/".join(parts)
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        raise CheckpointError(f"names {module}.{name}, which is nothing of a checkpoint; it is not read")
+        raise CheckpointError(f"names {module}.{name}, which does not belong in a checkpoint; it is not loaded")

@@ -1,6 +1,6 @@
-"""One model at a time: transformers changes itself while it loads one, for every thread of the process.
+"""A lock to load one transformers model at a time: loading changes the library's state for all threads of the process.
 
-Two at once can leave it changed for good: from then on no embedding is tied to its output layer
+Two loads at once can leave that state changed for good; from then on no embedding is tied to its output layer
 (test_models_loaded_at_once_keep_their_tied_weights).
 """
 
@@ -10,4 +10,4 @@ import threading
 from typing import Final
 
 LOADING: Final = threading.Lock()
-"""Held while transformers' from_pretrained runs."""
+"""Held while from_pretrained of transformers runs."""

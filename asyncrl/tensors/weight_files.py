@@ -1,7 +1,7 @@
-"""The weight files of a version's folder: one, or one for each part of the model and an index over them.
+"""The weight files in the folder of a version: one file, or one file per part of the model plus an index.
 
-The index is Hugging Face's (model.safetensors.index.json), so that a folder loads everywhere; in its metadata are the
-size and the checksum of every file. What was announced is the checksum of the index, or of the only file.
+The index is Hugging Face's (model.safetensors.index.json), so the folder loads everywhere. Its metadata also contain
+the size and checksum of every file. The announced checksum is that of the index, or of the only file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READERS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFile:
-    """One file of a version.  names: of its tensors"""
+    """One weight file of a version.  names: its tensors"""
 
     file: str
     sha256: str
@@ -34,27 +34,27 @@ class WeightFile:
 
 
 def file_name(number: int, count: int, *, whole: str = WEIGHTS_FILE) -> str:
-    """Of the ``number``-th of ``count`` files, from 0; of an only one ``whole``."""
+    """Return the name of file ``number`` (from 0) of ``count``; ``whole`` if there is only one."""
     return whole if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
 def is_of_weights(name: str) -> bool:
-    """Whether it is a file of weights or their index, and none of those beside them."""
+    """Return whether this file holds weights or their index, unlike the other files in a model folder."""
     return name.endswith(".safetensors") or name == INDEX_FILE
 
 
 def index_of(files: Sequence[WeightFile]) -> bytes:
-    """The index file. Raises ValueError when two files have one tensor."""
+    """Return the contents of the index file. Raises ValueError when two files have the same tensor."""
     weight_map = {name: one.file for one in files for name in one.names}
     if len(weight_map) != sum(len(one.names) for one in files):
-        raise ValueError("two parts of the model have a tensor of one name")
+        raise ValueError("two parts of the model have a tensor of the same name")
     parts = {one.file: {"sha256": one.sha256, "num_bytes": one.num_bytes} for one in files}
     metadata = {"total_size": sum(one.num_bytes for one in files), "parts": parts}
     return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1).encode()
 
 
 def read_index(data: bytes) -> list[WeightFile]:
-    """What ``index_of`` wrote, without names. Raises WeightsError."""
+    """Parse an index written by ``index_of``; the names of tensors are left out. Raises WeightsError."""
     try:
         parts: Any = json.loads(data)["metadata"]["parts"]
         return [
@@ -67,12 +67,12 @@ def read_index(data: bytes) -> list[WeightFile]:
 
 
 def _only_file(folder: Path) -> Path:
-    """Of a model, or of adapters, which have another name."""
+    """Return the path of the weight file of an unsplit model, or of adapters, whose file has another name."""
     return folder / (ADAPTER_FILE if (folder / CONFIG_FILE).exists() else WEIGHTS_FILE)
 
 
 def paths(folder: Path) -> list[Path]:
-    """The weight files of a folder, in their order. Raises WeightsError."""
+    """Return the weight files of a folder in order. Raises WeightsError."""
     index = folder / INDEX_FILE
     try:
         if (only := _only_file(folder)).exists() or not index.exists():
@@ -84,12 +84,12 @@ def paths(folder: Path) -> list[Path]:
 
 
 def num_bytes(folder: Path) -> int:
-    """Of its weight files together. Raises OSError, WeightsError."""
+    """Return the total size of the weight files. Raises OSError, WeightsError."""
     return sum(path.stat().st_size for path in paths(folder))
 
 
 def verify(folder: Path, *, sha256: str, num_bytes: int) -> None:
-    """Raises WeightsError unless sizes and checksums are those that were published."""
+    """Raise WeightsError unless sizes and checksums match the published ones."""
     index = folder / INDEX_FILE
     if (only := _only_file(folder)).exists() or not index.exists():
         _verify(folder, WeightFile(file=only.name, sha256=sha256, num_bytes=num_bytes))

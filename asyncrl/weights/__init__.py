@@ -1,1 +1,1 @@
-"""Weight channels, which carry new weights to the engines: adapters of the WeightChannel port."""
+"""Weight channels: adapters of the WeightChannel port, which carry new weights to the engines."""

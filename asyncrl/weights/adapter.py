@@ -1,4 +1,4 @@
-"""Base class of weight channels; protocols/weights.py specifies what they must do."""
+"""Base class of weight channels. protocols/weights.py specifies their behaviour."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.protocols.adapter import Adapter, RunConfig
 
 
 class ChannelAdapter(Adapter):
-    """Defaults for a channel of folders in weights.directory.
+    """Defaults for a channel that stores folders in weights.directory.
 
     A channel's ``required_paths`` are folders that the learner and every worker must share.
     """
@@ -21,17 +21,17 @@ class ChannelAdapter(Adapter):
     section: ClassVar[str] = "weights"
 
     takes: ClassVar[frozenset[str]] = frozenset()
-    """What it stores besides whole models as they are trained: "adapters" (learner.lora.publish), "fp8"
+    """What the channel can store besides whole models as trained: "adapters" (learner.lora.publish), "fp8"
     (weights.quantization)."""
 
     sends_from_memory: ClassVar[bool] = False
-    """Whether engines get versions from the learner's memory, for which both must be there at once."""
+    """Whether engines get versions from the learner's memory, which needs both to be up at the same time."""
 
     ranks_use_bus: ClassVar[bool] = False
     """Whether each rank of the learner that exports a part opens the bus."""
 
     takes_parts: ClassVar[bool] = False
-    """Whether it carries the parts of a model that several ranks of the learner export (tensors/parts.py)."""
+    """Whether the channel carries models that several ranks of the learner export in parts (tensors/parts.py)."""
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -39,13 +39,13 @@ class ChannelAdapter(Adapter):
         exporters = run.learner.layout.exporters
         if exporters > 1 and not cls.takes_parts:
             raise ConfigError(
-                f'weights.channel: "{run.weights.channel}" carries models that one rank exports, and {exporters} ranks '
-                "of this learner have a part each; use another channel, or tensor_, pipeline_ and expert_parallel = 1"
+                f'weights.channel: "{run.weights.channel}" carries models that one rank exports, but {exporters} ranks '
+                "of this learner export parts; use another channel, or tensor_, pipeline_ and expert_parallel = 1"
             )
 
     @classmethod
     def build(cls, run: RunConfig, *, bus: Bus) -> WeightChannel:
-        """The learner's end or a worker's; both are built the same way."""
+        """Build the learner's end or a worker's end; both are built the same way."""
         options = {} if cls.options_type is None else {"options": cls.options(run)}
         return cast(Any, cls)(  # type: ignore[no-any-return]
             run.weights_directory, keep=run.weights.keep, model_path=Path(run.model.path), **options
@@ -57,13 +57,13 @@ class ChannelAdapter(Adapter):
         return {}
 
     def retain(self, weights: WeightVersion) -> None:
-        """See WeightChannel; a channel that removes no version within the time of an evaluation need do nothing."""
+        """See WeightChannel. A channel that keeps every version for the length of an evaluation may do nothing."""
 
     def release(self, weights: WeightVersion) -> None:
         """See WeightChannel."""
 
     def restore(self) -> WeightVersion | None:
-        """See WeightChannel. What somebody removes stays away: the next version is another."""
+        """See WeightChannel. By default removed files are not restored; the next version replaces them."""
         return None
 
     @property
@@ -72,5 +72,5 @@ class ChannelAdapter(Adapter):
         return None
 
     def receiver(self, intake: Intake, *, engine: str) -> Receiver | None:
-        """See WeightChannel; of a channel that sends from memory, the class beside its Sender, or PullReceiver."""
+        """See WeightChannel. A channel that sends from memory returns its Sender's counterpart, or PullReceiver."""
         return None

@@ -1,4 +1,4 @@
-"""The engine's end of the nccl channel, and what the two ends tell each other; its sender is in nccl.py."""
+"""The engine's end of the nccl channel, and the messages between its two ends. The sender is in nccl.py."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _REACH_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOffer:
-    """Payload of an offer: the rendezvous, and the buckets that are sent now, in order, each in one broadcast.
+    """Payload of an offer: the rendezvous, and the buckets that are sent now, in order, one per broadcast.
 
     host, port, collective  rendezvous of the group, and its kind: nccl or gloo
-    others                  the same of each other rank of the learner that has a part of the model
+    others                  the offers of the learner's other ranks that have a part of the model
     """
 
     host: str
@@ -35,15 +35,15 @@ class CollectiveOffer:
 
 
 def group_of_part(group: str, number: int) -> str:
-    """The name of an engine's group with the ``number``-th rank that has a part of the model, from 0."""
+    """Name of an engine's group with the ``number``-th rank that has a part of the model, from 0."""
     return f"{group}.{number}" if number else group
 
 
 class CollectiveReceiver:
-    """See Receiver in protocols/weights.py. The engine has a group with every exporting rank until something fails."""
+    """See Receiver in protocols/weights.py. The engine keeps a group with every exporting rank until a failure."""
 
     def __init__(self, collectives: Collectives, *, engine: str, num_ranks: int) -> None:
-        """``engine``: its name in the run."""
+        """``engine``: name of the engine in the run."""
         self._collectives = collectives
         self._engine = engine
         self._num_ranks = num_ranks
@@ -61,7 +61,7 @@ class CollectiveReceiver:
         own = _decoded(offer)
         parts = (own, *own.others)
         for found in parts:
-            await _reach(found.host, found.port)  # the engine might wait for minutes, and do nothing else
+            await _reach(found.host, found.port)  # otherwise the engine might block for minutes
         try:
             for number, found in enumerate(parts):
                 group = group_of_part(self._group, number)
@@ -101,7 +101,7 @@ def _decoded(offer: TransferOffer) -> CollectiveOffer:
 
 
 async def _reach(host: str, port: int) -> None:
-    """Raises WeightsError when nobody listens there."""
+    """Raise WeightsError if no server listens at the address."""
     try:
         async with asyncio.timeout(_REACH_SECONDS):
             _, writer = await asyncio.open_connection(host, port)

@@ -1,12 +1,12 @@
-"""Weight versions as model folders in a directory shared by the learner and every engine.
+"""Stores weight versions as model folders in a directory shared by the learner and every engine.
 
-Of a learner whose ranks each export a part of the model, each writes a file of its own; the index comes last.
+If several ranks of the learner each export a part of the model, each rank writes its own file; the index comes last.
 
 Invariants (tests/contracts/test_weights.py, test_weights_on_disk.py):
-  C1 a version's folder appears atomically: it is written under another name, synced, and renamed when all parts are in.
-  C2 the newest version is never removed; of the others the newest ``keep`` - 1 stay, and those that are retained.
+  C1 a version's folder appears atomically: it is written under another name, synced, and renamed once it is complete.
+  C2 the newest version is never removed. Of the others the newest ``keep`` - 1 stay, and retained ones.
   C3 a reader gets exactly the bytes that were published, or WeightsError.
-  C4 files of the newest version that somebody removes are written again: the writer has the weights open.
+  C4 removed files of the newest version are written again, because the writer keeps its weight files open.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ log = logging.getLogger("asyncrl.learner")
 _COPIED_BYTES: Final = 2**20
 _TEMPORARY: Final = ".tmp-"
 _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
-"""Suffixes of a model folder's files other than weights: config, generation config, tokenizer, chat template."""
+"""Suffixes of the files that accompany a model's weights: config, generation config, tokenizer, chat template."""
 
 
 class FilesChannel(ChannelAdapter):
-    """Folders DIRECTORY/INCARNATION-POLICY_VERSION. One writer; any number of readers, in any process."""
+    """Folders DIRECTORY/INCARNATION-POLICY_VERSION. One writer and any number of readers, in any process."""
 
     takes = frozenset({"adapters", "fp8"})
     takes_parts = True
@@ -59,34 +59,34 @@ class FilesChannel(ChannelAdapter):
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path, links: bool = True) -> None:
         """
-        keep        versions kept
-        model_path  the folder whose config and tokenizer are added to every version
-        links       hard-link them to the version before; False where people may write into a version's folder
+        keep        number of versions to keep
+        model_path  folder whose config and tokenizer are added to every version
+        links       hard-link these files to the previous version; False where people may write into a version's folder
         """
         self._directory = directory.absolute()
         self._keep = max(keep, 1)
         self._model_path = model_path
         self._links = links
         self._previous: Path | None = None
-        self._adapters: Mapping[str, Any] | None = None  # adapter_config.json, if it is adapters that are published
+        self._adapters: Mapping[str, Any] | None = None  # adapter_config.json, if adapters are published
         self._is_quantized = False
         self._published: WeightVersion | None = None
-        self._weights: dict[str, _OpenFile] = {}  # its files: the bytes outlive their names
+        self._weights: dict[str, _OpenFile] = {}  # of the published version; open files outlive their names
         self._companions: frozenset[str] = frozenset()
-        self._beside: tuple[str, ...] = ()  # config and tokenizer: files that every version has beside its weights
+        self._beside: tuple[str, ...] = ()  # config and tokenizer: the files of every version besides its weights
         self._retained: set[tuple[int, int]] = set()
         self._writer = PartWriter()
-        self._by_others: list[Path] = []  # what other ranks write now
+        self._by_others: list[Path] = []  # files that other ranks are writing now
         self._written_by_others = 0
         self.published_bytes = 0
 
     @property
     def progress(self) -> int:
-        """See WeightChannel. Of what other ranks write, the lengths of their files rise."""
+        """See WeightChannel. Other ranks' progress is the length of their files."""
         return self._writer.progress + self._written_by_others + sum(map(_length, tuple(self._by_others)))
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
-        """Write one version and remove old ones. Raises WeightsError when it cannot be written (disk full)."""
+        """Write one version and remove old ones. Raises WeightsError if it cannot be written (disk full)."""
         name = f"{incarnation}-{policy_version}"
         num_bytes = snapshot.num_bytes
         folder, temporary = self._directory / name, self._directory / f"{_TEMPORARY}{name}"
@@ -95,7 +95,7 @@ class FilesChannel(ChannelAdapter):
             self._remove_leftovers()
             temporary.mkdir()
             if adapter_names.are_adapters(snapshot.entries):
-                snapshot = whole_adapters(snapshot)  # small, and one file is what PEFT reads
+                snapshot = whole_adapters(snapshot)  # adapters are small, and PEFT reads one file
             self._adapters = adapter_names.config(snapshot.entries, base=self._model_path)
             files = self._write_parts(temporary, snapshot)
             self._is_quantized = any(fp8.is_scale(name) for one in files for name in one.names)
@@ -122,9 +122,10 @@ class FilesChannel(ChannelAdapter):
         return version
 
     def restore(self) -> WeightVersion | None:
-        """The newest version, if files of it were gone and are there again. A look at names costs a few calls.
+        """Write missing files of the newest version again. Return the version if any were missing, else None.
 
-        Raises WeightsError when they cannot be written now, and once when they never can: the next version will be.
+        The check costs a few system calls. Raises WeightsError if the files cannot be written now. If they can never be
+        restored, raises it once; engines then wait for the next version.
         """
         version = self._published
         if version is None or self._stands(version):
@@ -158,7 +159,7 @@ class FilesChannel(ChannelAdapter):
         return version
 
     def verify(self, weights: WeightVersion) -> Path:
-        """The folder of a version, with size and checksum verified. Raises WeightsError."""
+        """Return the folder of a version after checking size and checksum. Raises WeightsError."""
         return verified(weights)
 
     def retain(self, weights: WeightVersion) -> None:
@@ -168,7 +169,7 @@ class FilesChannel(ChannelAdapter):
         self._retained.discard(weights.order)
 
     def _write_parts(self, temporary: Path, snapshot: Snapshot) -> list[WeightFile]:
-        """Every rank writes its part, side by side. Raises OSError, WeightsError."""
+        """Have every rank write its part, concurrently. Raises OSError, WeightsError."""
         count = 1 + len(snapshot.others)
         whole = weight_files.WEIGHTS_FILE if self._adapters is None else adapter_names.ADAPTER_FILE
         paths = [temporary / weight_files.file_name(number, count, whole=whole) for number in range(count)]
@@ -182,7 +183,7 @@ class FilesChannel(ChannelAdapter):
         for path, answer in zip(paths, answers, strict=True):
             if answer.problem:
                 needed = sum(one.num_bytes for one in answers)
-                cause = OSError(answer.error, answer.problem)  # for which the learner waits
+                cause = OSError(answer.error, answer.problem)  # for which the learner waits and retries
                 name = temporary.name.removeprefix(_TEMPORARY)
                 raise self._cannot_write(name, needed, answer.problem, answer.error) from cause
             if _length(path) != answer.num_bytes:
@@ -196,7 +197,7 @@ class FilesChannel(ChannelAdapter):
         ]
 
     def _hold(self, version: WeightVersion) -> None:
-        """It is the one to write again. Never fails: without what it needs for that, it is none."""
+        """Keep the version's files open for ``restore``. Never fails: if that is impossible, nothing is restored."""
         for file in self._weights.values():
             file.close()
         self._published, self._weights = None, {}
@@ -208,7 +209,7 @@ class FilesChannel(ChannelAdapter):
             self._published = version
 
     def _stands(self, version: WeightVersion) -> bool:
-        """Whether the files of a version have their names and their lengths."""
+        """Whether all files of a version are in place and have the right total length."""
         folder = Path(version.uri)
         try:
             are_there = all(is_at(folder / name, file.descriptor) for name, file in self._weights.items())
@@ -219,7 +220,7 @@ class FilesChannel(ChannelAdapter):
             return False
 
     def _copy_weights(self, folder: Path) -> None:
-        """Write what is open into ``folder``, synced to disk."""
+        """Write the open weight files into ``folder``, synced to disk."""
         for name, file in self._weights.items():
             with (folder / name).open("wb") as stream:
                 safetensors_file.write(stream, file.blocks())
@@ -228,7 +229,7 @@ class FilesChannel(ChannelAdapter):
         _sync(folder)
 
     def _add_companions(self, folder: Path) -> None:
-        """Config and tokenizer: links to those of the previous version, or copies of the model's if one is gone."""
+        """Add config and tokenizer: links to the previous version's files, or copies of the model's if one is gone."""
         names = self._beside
         if self._previous is not None:
             try:
@@ -236,12 +237,12 @@ class FilesChannel(ChannelAdapter):
                     _link(self._previous / name, folder / name)
                 return
             except FileNotFoundError:
-                for name in names:  # to write through a link would change other versions
+                for name in names:  # writing through a link would change other versions
                     (folder / name).unlink(missing_ok=True)
         self._write_companions(folder)
 
     def _write_companions(self, folder: Path) -> None:
-        """Config and tokenizer of the model's folder, and what says that the weights are others than its."""
+        """Copy config and tokenizer of the model's folder, and describe adapters or quantization if there are any."""
         add_companions(folder, self._model_path)
         if self._adapters is not None:
             (folder / CONFIG_FILE).write_text(json.dumps(self._adapters, indent=1))
@@ -252,14 +253,14 @@ class FilesChannel(ChannelAdapter):
     def _collect(self, *, newest: tuple[int, int]) -> None:
         versions = sorted(version for path in self._directory.iterdir() if (version := _version(path)) is not None)
         older = [version for version in versions if version < newest]
-        newer = [version for version in versions if version > newest]  # of an earlier run in this directory
+        newer = [version for version in versions if version > newest]  # from an earlier run in this directory
         for incarnation, policy_version in newer + older[: max(0, len(older) - (self._keep - 1))]:
             if (incarnation, policy_version) in self._retained:
                 continue
             self._discard(self._directory / f"{incarnation}-{policy_version}")
 
     def _discard(self, folder: Path) -> None:
-        """Rename, then delete: a reader finds the version complete or not at all. Somebody may be faster."""
+        """Rename, then delete, so that a reader finds the version complete or not at all. Ignores a missing folder."""
         hidden = folder.with_name(f"{_TEMPORARY}old-{folder.name}")
         with contextlib.suppress(FileNotFoundError):
             folder.rename(hidden)
@@ -281,7 +282,7 @@ class FilesChannel(ChannelAdapter):
 
 
 class _OpenFile:
-    """To be read whatever becomes of its name. Closed with the last reference, or before."""
+    """A file that stays readable after its name is removed. Closed by ``close`` or with the last reference."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
@@ -292,7 +293,7 @@ class _OpenFile:
         return os.fstat(self.descriptor).st_size
 
     def blocks(self) -> Iterator[bytes]:
-        """All of it."""
+        """Yield the content of the file."""
         position = 0
         while block := os.pread(self.descriptor, _COPIED_BYTES, position):
             yield block
@@ -300,14 +301,14 @@ class _OpenFile:
 
 
 def verified(weights: WeightVersion) -> Path:
-    """The folder of a version whose sizes and checksums are right. Raises WeightsError."""
+    """Return the folder of a version after checking sizes and checksums. Raises WeightsError."""
     folder = Path(weights.uri)
     weight_files.verify(folder, sha256=weights.sha256, num_bytes=weights.num_bytes)
     return folder
 
 
 def _complete(folder: Path, files: Sequence[WeightFile]) -> str:
-    """Write the index, if there are several files, and sync the folder; returns the checksum to announce."""
+    """Write the index if there are several files, and sync the folder. Return the checksum to announce."""
     sha256 = files[0].sha256
     if len(files) > 1:
         index = weight_files.index_of(files)
@@ -321,7 +322,7 @@ def _complete(folder: Path, files: Sequence[WeightFile]) -> str:
 
 
 def _length(path: Path) -> int:
-    """0 where there is no such file."""
+    """Length of the file; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -329,7 +330,7 @@ def _length(path: Path) -> int:
 
 
 def add_companions(folder: Path, model_path: Path) -> None:
-    """Copy everything except weights from the model's folder."""
+    """Copy config, tokenizer and chat template, but no weights, from the model's folder."""
     for file in sorted(model_path.iterdir()):
         if file.suffix in _COMPANIONS and not file.name.endswith(".index.json") and file.is_file():
             shutil.copyfile(file, folder / file.name)
@@ -351,7 +352,7 @@ def _link(file: Path, name: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder, or what somebody put in the place of one."""
+    """Remove a folder, or a file or link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return

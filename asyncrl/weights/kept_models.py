@@ -1,4 +1,4 @@
-"""Keeps some versions permanently, as model folders to evaluate, to serve, or to start from."""
+"""Keeps some versions permanently, as model folders for evaluation, serving, or as a start for other runs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class WithModels:
     """
 
     def __init__(self, channel: WeightChannel, directory: Path, *, every: int, model_path: Path) -> None:
-        """``every``: keep one version in this many, > 0."""
+        """``every``: keep one version of this many; > 0."""
         self._channel = channel
         self._models = FilesChannel(directory, keep=sys.maxsize, model_path=model_path, links=False)
         self._directory = directory
         self._every = every
         self._published = -1
-        self._stored: WeightVersion | None = None  # by the channel, while the model is not
+        self._stored: WeightVersion | None = None  # stored by the channel, but not yet as a model
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
-        """Publish through the channel, then keep the model if due. Raises WeightsError when it cannot be written."""
+        """Publish through the channel, then keep the model if due. Raises WeightsError if it cannot be written."""
         published = self._stored
         if published is None or published.order != (incarnation, policy_version):
             published = self._channel.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
@@ -38,7 +38,7 @@ class WithModels:
         return published
 
     def _before(self, policy_version: int) -> int:
-        """The version published before; for an incarnation's first, restored from a checkpoint: itself if kept."""
+        """Version published before. For an incarnation's first version: itself if already kept, else one less."""
         if self._published >= 0:
             return self._published
         return policy_version if any(self._directory.glob(f"*-{policy_version}")) else policy_version - 1

@@ -1,9 +1,9 @@
-"""Sends weights from the learner's memory to the engines'; engines that cannot receive load folders.
+"""Sends weights from the learner's memory to engines' memory. Engines that cannot receive load folders.
 
-Each engine has its own process group with every rank of the learner that has a part of the model: that is rank 0, the
-engine's processes are the others. No engine waits for another, and one that dies loses only its own transfer. NCCL
-between GPUs (two processes on one GPU cannot use it and load the folder instead), gloo on a CPU.
-NCCL_CUMEM_ENABLE must be 0 in the learner's environment, because SGLang sets it in its own; cli/learner.py does so.
+Each engine has its own process group with every rank of the learner that has a part of the model. The learner's rank is
+rank 0, and the engine's processes are the others. No engine waits for another, and a dying engine loses only its own
+transfer. GPUs use NCCL, CPUs use gloo. Two processes on one GPU cannot use NCCL and load the folder instead.
+NCCL_CUMEM_ENABLE must be 0 in the learner's environment, as in SGLang's own; cli/learner.py sets it.
 Tests: tests/unit/weights/test_nccl.py.
 """
 
@@ -29,28 +29,28 @@ from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, Snapshot
 from asyncrl.weights.collective import CollectiveOffer
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
-"""Slowest transfer rate that is tolerated, apart from a fixed allowance."""
+"""Slowest transfer rate that is tolerated, in addition to a fixed allowance."""
 _OLD_SECONDS: Final = 300.0
 _MAX_RANKS: Final = 1024
 _MAX_GROUPS: Final = 1024
 _FILES_PER_GROUP: Final = 16
-"""A rendezvous has nine open files, and a connection for each rank; the rest are left to everything else."""
+"""A rendezvous has nine open files, and a connection for each rank. The rest is left for other files."""
 _POLL_SECONDS: Final = 5e-4
 _HANDOVER_SECONDS: Final = 1.0
 """An engine may ask again just before our thread notices that the last transfer is complete."""
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT: Final = threading.Lock()
-"""The environment is shared by the process, so concurrent joins must take turns."""
+"""The process has one environment, so concurrent joins must take turns."""
 
 
 class Sender:
-    """See Sender in protocols/weights.py. Thread-safe; one transfer at a time to one engine, any number to others."""
+    """See Sender in protocols/weights.py. Thread-safe; one transfer at a time per engine, any number of engines."""
 
     def __init__(self, host: str, *, bucket_bytes: int = BUCKET_BYTES, patience_seconds: float = 60.0) -> None:
         """
         host              the learner's address as seen by engines
-        bucket_bytes      per collective: an engine needs this much memory beside its weights, and each bucket lengthens
-                          its pause by 2 to 9 ms on a GPU (docs/results/performance.md)
+        bucket_bytes      size of one collective: an engine needs this much memory besides its weights, and each bucket
+                          lengthens its pause by 2 to 9 ms on a GPU (docs/results/performance.md)
         patience_seconds  timeout for an engine to join; also added to the time allowed for the transfer
         """
         self._host = host
@@ -72,7 +72,7 @@ class Sender:
         return self.begin_with(request, newest[1], order=newest[0])
 
     def begin_with(self, request: TransferRequest, snapshot: Snapshot, *, order: tuple[int, int]) -> Transfer:
-        """A transfer of these buckets, whatever is the newest."""
+        """Begin a transfer of the given buckets, whatever is the newest version."""
         if request.num_ranks > _MAX_RANKS:
             raise WeightsError(
                 f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
@@ -86,7 +86,7 @@ class Sender:
                 if group is None:
                     self._make_room(request.engine)
                 group = self._groups[request.engine] = self._opened(request, kind)
-        if before is not None and before is not group:  # left by an earlier process of this engine
+        if before is not None and before is not group:  # left over from an earlier process of this engine
             before.give_up()
         if not group.is_free.acquire(timeout=_HANDOVER_SECONDS):
             raise WeightsError(f"group {request.group} is broken or still busy; join under another name")
@@ -105,7 +105,8 @@ class Sender:
             group.give_up()
 
     def _make_room(self, engine: str) -> None:
-        """Whoever may ask can invent engines, and each has a port, files and a thread until it has not come in time."""
+        """Drop given-up groups if there are too many groups. Raises WeightsError if that is not enough. A client may
+        invent engines, and each takes a port, files and a thread until its time to join is over."""
         room = _room()
         if len(self._groups) < room:
             return
@@ -131,7 +132,7 @@ class Transfer:
         self._snapshot = snapshot
 
     def send(self, *, beside_bytes: int = 0) -> None:
-        """See Transfer. ``beside_bytes``: the engine may take so many from others first."""
+        """See Transfer. ``beside_bytes``: bytes that the engine may receive from other ranks first."""
         try:
             if self._snapshot is None:
                 self._group.join()
@@ -151,7 +152,7 @@ class _Group:
         self.name = name
         self.is_free = threading.Lock()  # stays locked once a transfer has failed
         self._kind, self._size, self._seconds = kind, size, seconds
-        # It listens on all interfaces; "localhost" is for its own client, as torch resolves other addresses by DNS.
+        # The store listens on all interfaces. Its own client uses "localhost", as torch resolves other names by DNS.
         wait = timedelta(seconds=seconds)
         self._store = dist.TCPStore("localhost", 0, size, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
         self._collective: Any = None
@@ -160,7 +161,7 @@ class _Group:
 
     @property
     def is_old(self) -> bool:
-        """Unused for longer than an engine may take from joining to its first heartbeat."""
+        """Whether the group is unused for longer than an engine may take from joining to its first heartbeat."""
         return time.monotonic() - self.used > _OLD_SECONDS
 
     @property
@@ -168,7 +169,7 @@ class _Group:
         return int(self._store.port)
 
     def join(self) -> None:
-        """Gloo connects here; NCCL exchanges its id here and connects at the first broadcast.
+        """Join the group. Gloo connects here. NCCL exchanges its id here and connects at the first broadcast.
 
         The store's keys must match those that torch.distributed uses on the engine's side.
         """
@@ -179,12 +180,12 @@ class _Group:
             self._collective = dist.ProcessGroupGloo(keys, 0, self._size, timedelta(seconds=self._seconds))
             return
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=1)  # we time out earlier ourselves
+        options._timeout = timedelta(days=1)  # our own timeout is shorter
         with _left_alone():
             self._collective = dist.ProcessGroupNCCL(keys, 0, self._size, options)
 
     def broadcast(self, snapshot: Snapshot, *, beside_bytes: int) -> None:
-        """Blocks until the engine has it all. Raises WeightsError, RuntimeError."""
+        """Send all buckets. Blocks until the engine has received them. Raises WeightsError, RuntimeError."""
         num_bytes = snapshot.num_bytes + beside_bytes
         deadline = time.monotonic() + self._seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
         options = dist.BroadcastOptions()
@@ -193,15 +194,15 @@ class _Group:
             for bucket in snapshot.buckets:
                 collective = self._collective
                 if collective is None:
-                    raise WeightsError("it was given up: another life of the engine has come")
+                    raise WeightsError("it was given up: the engine was restarted")
                 work = collective.broadcast([bucket.data], options)
-                del collective  # only the group may keep its connections open
+                del collective  # so that only the group keeps its connections open
                 while not work.is_completed():
                     if time.monotonic() > deadline:
                         raise WeightsError("the engine did not take its weights in time")
                     time.sleep(_POLL_SECONDS)
                 if self._kind == "gloo":
-                    work.wait()  # raises what went wrong; on CUDA it would only order streams
+                    work.wait()  # raises the error; on CUDA it would only order streams
 
     def give_up(self) -> None:
         """Abort, so that neither the kernel on the learner's GPU nor the engine keeps waiting."""
@@ -213,14 +214,14 @@ class _Group:
 
 
 def _room() -> int:
-    """Groups at once: fewer where the process may open few files."""
+    """Maximum number of groups; lower if the process may open few files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_GROUPS if files == resource.RLIM_INFINITY else min(_MAX_GROUPS, max(files // _FILES_PER_GROUP, 1))
 
 
 @contextlib.contextmanager
 def _left_alone() -> Iterator[None]:
-    """Use around creating a group: torch reads its error handling from the environment; by default it aborts."""
+    """Use around creating a group. Torch reads its error handling from the environment; by default it aborts."""
     with _ENVIRONMENT:
         before = os.environ.get(_ERROR_HANDLING)
         os.environ[_ERROR_HANDLING] = "0"
@@ -234,7 +235,7 @@ def _left_alone() -> Iterator[None]:
 
 
 def _own_stream(data: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A stream of its own: on the learner's, the transfer would wait for the running step."""
+    """Use a separate stream: on the learner's stream, the transfer would wait for the running step."""
     if not data.is_cuda:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(data.device))  # type: ignore[no-untyped-call]

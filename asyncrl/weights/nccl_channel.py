@@ -1,8 +1,8 @@
-"""The nccl channel: folders, and weights from the memory of every rank of the learner that has a part of them.
+"""The nccl channel: model folders, and weights sent from the memory of every learner rank that has a part of the model.
 
-An engine meets each of these ranks in a group of its own (nccl.py), and takes their parts one after the other; it
-switches when it has all. They send side by side, each beside its training, so different engines take different parts.
-Tests: tests/unit/weights/test_nccl.py.
+An engine has a separate group with each of these ranks (nccl.py). It takes their parts one after the other, and
+switches once it has all. The ranks send concurrently and during training, so at any time different engines receive
+different parts. Tests: tests/unit/weights/test_nccl.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Options:
     host: str = ""
     """The learner's address as seen by engines; empty: the one it uses to reach the bus."""
     bucket_megabytes: int = 2048
-    """MiB sent at once; an engine needs this much memory beside its weights. Smaller values pause it longer."""
+    """MiB sent at once; an engine needs this much memory besides its weights. Smaller values lengthen its pause."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.bucket_megabytes <= 2048:
@@ -43,7 +43,7 @@ class Options:
 
 
 class NCCLChannel(ChannelAdapter):
-    """See WeightChannel: folders as FilesChannel makes them, and a sender."""
+    """See WeightChannel. Stores folders as FilesChannel does, and has a sender."""
 
     options_type = Options
     takes_parts = True
@@ -66,7 +66,7 @@ class NCCLChannel(ChannelAdapter):
 
     @classmethod
     def learner_environment(cls, run: RunConfig) -> Mapping[str, str]:
-        return {"NCCL_CUMEM_ENABLE": "0"}  # SGLang sets it so, and both ends must agree
+        return {"NCCL_CUMEM_ENABLE": "0"}  # as in SGLang; both ends must agree
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path, host: str, bucket_bytes: int) -> None:
         """See Sender."""
@@ -102,10 +102,10 @@ class NCCLChannel(ChannelAdapter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """To a rank: prepare to send your part.
+    """Tells a rank to prepare sending its part.
 
-    number        of the part, from 0
-    host          the learner's address as seen by engines; a rank on another machine gives its own
+    number        number of the part, from 0
+    host          the learner's address as seen by engines; a rank on another machine uses its own address
     """
 
     request: TransferRequest
@@ -119,7 +119,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """To a rank: send what you have prepared for this engine, or meet it.  beside_bytes: of all parts"""
+    """Tells a rank to send its prepared part to this engine, or to join it.  beside_bytes: bytes of all parts"""
 
     engine: str
     beside_bytes: int
@@ -127,14 +127,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """To a rank: see Sender.forget."""
+    """Tells a rank to forget engines; see Sender.forget."""
 
     engines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOrder:
-    """One of them."""
+    """An order to a rank; exactly one field is set."""
 
     begin: Begin | None = None
     send: Send | None = None
@@ -142,7 +142,7 @@ class PartOrder:
 
 
 class PartSender(PartWorker):
-    """Sends the part of one rank, in its process."""
+    """Sends the part of one rank, in that rank's process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,7 +178,7 @@ class PartSender(PartWorker):
 
 
 class ModelSender:
-    """See Sender in protocols/weights.py: of a model of which other ranks may have parts."""
+    """See Sender in protocols/weights.py. Other ranks may have parts of the model."""
 
     def __init__(self, host: str, *, bucket_bytes: int = BUCKET_BYTES, patience_seconds: float = 60.0) -> None:
         """See nccl.Sender."""
@@ -237,13 +237,13 @@ class ModelTransfer:
     def send(self) -> None:
         found = decode(self.offer.payload, CollectiveOffer)
         parts = (found, *found.others)
-        total = 8 * sum(bucket.num_elements for part in parts for bucket in part.buckets)  # at most
+        total = 8 * sum(bucket.num_elements for part in parts for bucket in part.buckets)  # upper bound
         order = encode(PartOrder(send=Send(engine=self._engine, beside_bytes=total)))
         on_every_part(self._snapshot, self._own, [order] * len(parts))
 
 
 def _is_ours(host: str) -> bool:
-    """Whether it is an address of this machine."""
+    """Whether the host is an address of this machine."""
     try:
         with socket.create_server((host, 0)):
             return True
@@ -252,7 +252,7 @@ def _is_ours(host: str) -> bool:
 
 
 def _own_address(*, towards: str) -> str:
-    """This machine's, as seen from there."""
+    """Address of this machine as seen from ``towards``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))  # sends nothing
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""Writes one part of a model to a safetensors file, in the process of the rank that holds it."""
+"""Writes one part of a model to a safetensors file, in the process of the rank that holds the part."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from asyncrl.tensors.parts import on_every_part
 from asyncrl.tensors.snapshot import Bucket, PartWorker, Snapshot
 
 _STAGING_BYTES: Final = 512 * 2**20
-"""Copied from the device at once, and pinned on the host."""
+"""Bytes copied from the device at once, and pinned on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOrder:
-    """Of one part.  file: its whole path"""
+    """Tells a rank to write its part.  file: full path"""
 
     file: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What was written of one part.  problem, error: why it could not be, and its number (errno)"""
+    """Result of writing one part.  problem, error: why it failed, as text and as errno"""
 
     sha256: str = ""
     num_bytes: int = 0
@@ -68,7 +68,7 @@ class PartWriter(PartWorker):
 
 
 def _to_host(bucket: Bucket, staging: torch.Tensor) -> memoryview:
-    """The bucket's bytes on the CPU, valid until the next call; does not block the device's other work."""
+    """Return the bucket's bytes on the CPU, valid until the next call. Does not block other work of the device."""
     data = bucket.data
     if data.is_cuda:
         stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ def _to_host(bucket: Bucket, staging: torch.Tensor) -> memoryview:
 
 
 class PartReader(PartWorker):
-    """A part as the bytes of a safetensors file: for what is small."""
+    """Returns a part as the bytes of a safetensors file. For small parts."""
 
     def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
         data: bytes = safetensors.torch.save({name: tensor.cpu() for name, tensor in snapshot.tensors()})
@@ -88,6 +88,6 @@ class PartReader(PartWorker):
 
 
 def whole_adapters(snapshot: Snapshot) -> Snapshot:
-    """The adapters of all ranks in this process."""
+    """Collect the adapters of all ranks in this process."""
     answers = on_every_part(snapshot, PartReader(), [b""] * (1 + len(snapshot.others)))
     return Snapshot.of(item for answer in answers for item in safetensors.torch.load(answer).items())

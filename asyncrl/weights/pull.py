@@ -1,4 +1,4 @@
-"""The engine's end of a channel whose engines fetch the weights, by a function that runs where the model is."""
+"""The engine's end of a channel whose engines fetch the weights with a function that runs next to the model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from asyncrl.protocols import Intake, LoadReport, Source
 
 
 class PullReceiver:
-    """See Receiver in protocols/weights.py. There is nothing to join: each offer's payload says all that is needed."""
+    """See Receiver in protocols/weights.py. No join is needed: each offer's payload contains everything."""
 
     def __init__(self, intake: Intake, source: Source, *, engine: str) -> None:
-        """``source``: see Intake.take. ``engine``: its name in the run."""
+        """``source``: see Intake.take. ``engine``: name of the engine in the run."""
         self._intake = intake
         self._source = source
         self._engine = engine
@@ -22,10 +22,10 @@ class PullReceiver:
         )
 
     async def join(self, offer: TransferOffer) -> None:
-        """It has joined."""
+        """Do nothing: the request says that it has joined."""
 
     async def receive(self, offer: TransferOffer) -> LoadReport:
         return await self._intake.take(offer.order, self._source, offer.payload)
 
     async def leave(self) -> None:
-        """It has nothing to forget."""
+        """Do nothing: no connection is kept."""

@@ -1,1 +1,1 @@
-"""Benchmarks on GPUs: the real commands as processes, SGLang servers that outlive the runs they serve."""
+"""Benchmarks on GPUs: the real commands as processes, and SGLang servers that outlive the runs they serve."""

@@ -1,7 +1,7 @@
-"""One arm of a comparison: the real learner and rollout workers as processes, on servers that are there already.
+"""One arm of a comparison: the real learner and rollout workers as processes, on servers that already run.
 
-The learner may be started early, while another arm is measured: without workers it has nothing to train and waits.
-However an arm ends, it is a result with its problem in words, and its processes are gone.
+The learner may start early, while another arm is measured; without workers it has nothing to train and waits. An arm
+always ends with a result, with the problem in words if there is one, and all its processes are ended.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
 _LOOK_SECONDS: Final = 0.1
 _FAREWELL_SECONDS: Final = 3.0
-"""For workers to notice that the run is finished."""
+"""Time for workers to notice that the run is finished."""
 _TRANSFER_SECONDS: Final = 1.0
-"""For an engine to get the rest of what the learner sends: killed in between, it would wait for ever."""
+"""Time for an engine to receive the rest of a transfer. If the learner dies in between, the engine waits forever."""
 _TAIL_LINES: Final = 25
 
 
@@ -42,9 +42,13 @@ class BusAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """rows: of metrics.jsonl. ended: how. problem: why the arm says nothing; empty when it does.
+    """The result of an arm.
 
-    seconds is from the start of the workers, exit_code the learner's, None when we ended it.
+    rows       rows of metrics.jsonl
+    ended      how the arm ended
+    problem    why the result is unusable; empty if it is usable
+    seconds    time since the start of the workers
+    exit_code  the learner's exit code; None if the benchmark ended it
     """
 
     rows: list[Row]
@@ -68,7 +72,7 @@ def run_arm(
     extra_env: Mapping[str, str] | None = None,
     is_enough: Callable[[list[Row]], bool] | None = None,
 ) -> ArmResult:
-    """A whole run, one rollout worker for each of ``fleet_urls``. Its files are in DIRECTORY/NAME. See Arm."""
+    """Do a whole run with one rollout worker for each of ``fleet_urls``. Its files are in DIRECTORY/NAME. See Arm."""
     arm = Arm(
         fleet_urls,
         run_file=run_file,
@@ -83,12 +87,12 @@ def run_arm(
 
 
 class Arm:
-    """One run as processes: its learner, and a rollout worker for each server.
+    """One run as processes: a learner, and a rollout worker for each server.
 
     overrides     keys of the run file, such as {"run.mode": "sync"}; run.name, run.directory, bus.* and the engine's
-                  address are set here
-    learner_gpus  which the learner sees; none leaves them as they are
-    extra_env     for learner and workers
+                  address are set by this class
+    learner_gpus  GPUs that the learner sees; empty: no restriction
+    extra_env     environment variables for learner and workers
     """
 
     def __init__(
@@ -110,8 +114,8 @@ class Arm:
             **os.environ,
             **(extra_env or {}),
             "ASYNCRL_BUS_TOKEN": bus.token,
-            WORKER_KEY_VARIABLE: "",  # a worker's name is what we call it
-            os_process.PARENT: str(os.getpid()),  # they end with us
+            WORKER_KEY_VARIABLE: "",  # workers have the names that we give them
+            os_process.PARENT: str(os.getpid()),  # they end with this process
         }
         gpus = {"CUDA_VISIBLE_DEVICES": visible_devices(learner_gpus)} if learner_gpus else {}
         self._learner = _Process(
@@ -128,12 +132,12 @@ class Arm:
         ]
 
     def start_learner(self) -> None:
-        """Early, if the learner's start should not count; ``run`` starts it otherwise."""
+        """Start the learner early, so that its start does not count. Otherwise ``run`` starts it."""
         if not self._learner.is_started:
             self._learner.start()
 
     def run(self, *, limit_seconds: float, is_enough: Callable[[list[Row]], bool] | None = None) -> ArmResult:
-        """Until the learner ends, ``is_enough(rows)``, or the limit. Prints the ends of the logs when it failed."""
+        """Run until the learner ends, ``is_enough(rows)``, or the limit. Prints the ends of the logs on failure."""
         began = time.monotonic()
         ended: Ended = "failed"
         try:
@@ -159,7 +163,7 @@ class Arm:
         return result
 
     def close(self, *, is_done: bool = False) -> None:
-        """End every process of the arm. Workers go first: without them the learner begins no transfer of weights."""
+        """End every process of the arm. Workers end first; without them the learner starts no transfer of weights."""
         if is_done:
             deadline = time.monotonic() + _FAREWELL_SECONDS
             while any(worker.is_alive for worker in self._workers) and time.monotonic() < deadline:
@@ -171,7 +175,7 @@ class Arm:
         self._learner.kill()
 
     def _start(self) -> str:
-        """Why it does not start; empty when it does."""
+        """Start the arm. Return why it does not start; empty if it does."""
         try:
             self.start_learner()
             for worker in self._workers:
@@ -189,7 +193,7 @@ class Arm:
             if code is not None:
                 return ("done", "") if code == 0 else ("failed", self._learner.obituary())
             for worker in self._workers:
-                # Code 0 is a finished run's, and the learner ends a moment later.
+                # Code 0 means that the run is finished; the learner ends a moment later.
                 if worker.exit_code not in (None, 0):
                     return "failed", worker.obituary()
             if is_enough(rows):
@@ -206,7 +210,7 @@ class Arm:
 
 
 class _Process:
-    """One asyncrl command in a process group of its own, its output in a file."""
+    """One asyncrl command in its own process group, with its output in a file."""
 
     def __init__(self, name: str, words: Sequence[str], *, environment: Mapping[str, str], directory: Path) -> None:
         self.name = name
@@ -237,21 +241,21 @@ class _Process:
                 stdout=output,
                 stderr=output,
                 env=dict(self._environment),
-                cwd=REPOSITORY,  # plugins of benchmarks.gpu are found from here
+                cwd=REPOSITORY,  # so that plugins of benchmarks.gpu can be imported
                 start_new_session=True,
             )
 
     def kill(self) -> None:
-        """The whole process group: ranks of a learner too."""
+        """Kill the whole process group, including a learner's ranks."""
         if self._process is None or self._is_over:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._is_over = True  # its number may be another's from now on
+        self._is_over = True  # its pid may be reused from now on
 
     def obituary(self) -> str:
-        """How it ended, and the last it said."""
+        """Return how the process ended, and its last output."""
         code = self.exit_code or 0
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         said = self._output.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -266,7 +270,7 @@ class _Process:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The whole lines of metrics.jsonl so far."""
+    """Return the rows of metrics.jsonl so far, without an incomplete line."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -275,24 +279,24 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def settings(overrides: Mapping[str, object]) -> list[str]:
-    """As asyncrl.config.load takes them."""
+    """Return overrides in the form of asyncrl.config.load."""
     return [f"{key}={_toml(value)}" for key, value in overrides.items()]
 
 
 def override_words(overrides: Mapping[str, object]) -> list[str]:
-    """``--set`` options of the asyncrl commands."""
+    """Return overrides as ``--set`` options of the asyncrl commands."""
     return [word for item in settings(overrides) for word in ("--set", item)]
 
 
 def visible_devices(gpus: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for these GPUs, counted among those that are visible to us."""
+    """Return CUDA_VISIBLE_DEVICES for these GPUs, numbered among those visible to this process."""
     ours = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = ours.split(",") if ours else []
     return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
 
 
 def tail(path: Path) -> str:
-    """The last lines of a log, for a person."""
+    """Return the last lines of a log, for display."""
     lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     return "\n".join([f"-- {path}", *lines])
 

@@ -1,13 +1,13 @@
-"""What answers that end at different times cost an SGLang server: a new prompt stops decoding for its prefill.
+"""Measure the cost of answers that end at different times on an SGLang server, where each new prefill stops decoding.
 
     python -m benchmarks.gpu.arrivals --json FILE                          every way, on one GPU
     python -m benchmarks.gpu.arrivals --ways stock mixed --group 8         groups of one prompt, as a worker begins them
     python -m benchmarks.gpu.arrivals --shape tiny --requests 8 --tokens 32 --group 1       a rehearsal on a CPU
 
-For each way to run the server, and each --group: --requests samples of drawn lengths are always in flight; --group of
-the same prompt begin together once one place is free. "at once" is what the same server reaches when all begin and
-end together. Tokens/s while all places are taken; prefills a second, and samples in one, from the server's log. eager:
-without CUDA graphs for prefills.
+For each way to run the server and each --group: --requests samples of drawn lengths are always in flight, and --group
+samples of the same prompt start together once one slot is free. "at once" is the result of the same server if all
+samples start and end together. Reports tokens/s while all slots are taken, and from the server's log the prefills per
+second and the samples per prefill. eager: without CUDA graphs for prefills.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "delayed, eager": {**ARGUMENTS, **_EAGER},
     "mixed": {**_STOCK, "enable-mixed-chunk": True},
 }
-"""Options of SGLang over GPU_ARGUMENTS."""
+"""Options of SGLang that override GPU_ARGUMENTS."""
 
 _PROMPT_TOKENS: Final = 100
 _PREFILL: Final = re.compile(r"Prefill batch.*?#new-seq: (\d+)")
@@ -66,13 +66,13 @@ class Load:
         self._vocabulary = SHAPES[options.shape].vocabulary
 
     async def at_once(self) -> float:
-        """Tokens/s of one sample on each place, all equally long, from the first to the last token."""
+        """Return tokens/s of one sample per slot, all of the same length, from the first to the last token."""
         began = time.monotonic()
         await asyncio.gather(*(self._sample(number, self._tokens) for number in range(self._places)))
         return self._places * self._tokens / (time.monotonic() - began)
 
     async def staggered(self, group: int) -> float:
-        """Tokens/s while ``group`` samples of a prompt begin whenever a place is free."""
+        """Return tokens/s while ``group`` samples of a prompt start whenever a slot is free."""
         ends: Ends = []
         running, changed = 0, asyncio.Event()
 
@@ -100,7 +100,7 @@ class Load:
 
 
 async def measure(name: str, options: argparse.Namespace, model: Path) -> None:
-    """Prints a row for each size of a group, and keeps it."""
+    """Print and save a row for each group size."""
     log = model.parent / f"{name.replace(', ', '-').replace(' ', '-')}.log"
     about = {key: value for key, value in vars(options).items() if key not in ("json", "ways", "group")}
     engine = make_engine(model, log=log, arguments=WAYS[name])
@@ -109,7 +109,7 @@ async def measure(name: str, options: argparse.Namespace, model: Path) -> None:
     try:
         started = time.monotonic() - began
         load = Load(engine, options)
-        await load.at_once()  # kernels of these batch sizes are compiled
+        await load.at_once()  # compiles the kernels of these batch sizes
         at_once = await load.at_once()
         for group in options.group:
             before, began = log.stat().st_size, time.monotonic()
@@ -152,7 +152,7 @@ def main(given: Sequence[str] | None = None) -> int:
         for name in options.ways:
             try:
                 asyncio.run(measure(name, options, model))
-            except Exception as error:  # a way that this SGLang does not have costs the others nothing
+            except Exception as error:  # a way that this SGLang lacks must not stop the others
                 print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return 0
 

@@ -1,9 +1,9 @@
-"""A bare NCCL broadcast from one GPU to another: what a transfer of weights is measured against.
+"""A bare NCCL broadcast from one GPU to another, as the baseline for weight transfers.
 
     python -m benchmarks.gpu.bare --megabytes 8045 --from-gpu 0 --to-gpu 1
 
-Two processes with nothing else in them send the same bytes in buckets of the same size, again and again; over gloo on a
-machine without GPUs. One buffer serves all buckets, so that it fits beside an engine.
+Two processes that do nothing else repeatedly send the same bytes in buckets of the same size (over gloo on a machine
+without GPUs). All buckets share one buffer, so that it fits next to an engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LIMIT_SECONDS: Final = 90.0
 
 
 def measure(num_bytes: int, *, bucket_bytes: int, from_gpu: int, to_gpu: int, rounds: int = 10) -> dict[str, Any]:
-    """bare_seconds: median of a broadcast of all bytes. Raises CalledProcessError, TimeoutExpired."""
+    """Return bare_seconds, the median time of a broadcast of all bytes. Raises CalledProcessError, TimeoutExpired."""
     from asyncrl.engines.sglang.server import free_port
 
     words = ["--megabytes", str(num_bytes / 1e6), "--bucket-megabytes", str(bucket_bytes // 2**20)]

@@ -1,9 +1,9 @@
-"""Learner and engines on the same GPUs: taking turns with all of their memory (run.colocated), or each with its part.
+"""Compare learner and engines on the same GPUs: in turns with all memory (run.colocated), or each with its own part.
 
     python -m benchmarks.gpu.colocated OUT.jsonl [--shape 0.6B] [--arms turns parts turns_one_step_off] [--gpus 2]
 
-Per arm one `asyncrl run`, with a learner rank and an engine on each of --gpus GPUs: trained tokens per second, seconds
-that the hand-over takes, and the first GPU's memory in use, as nvidia-smi counts it, twenty times a second.
+Each arm is one `asyncrl run` with a learner rank and an engine on each of --gpus GPUs. Reports trained tokens per
+second, seconds of the hand-over, and the first GPU's used memory, read from nvidia-smi twenty times a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ARMS: Final[Mapping[str, tuple[str, bool, float]]] = {
     "parts": ("sync", False, 0.4),
     "turns_one_step_off": ("one_step_off", True, 0.85),
 }
-"""Mode, whether they take turns, and the engine's share of the memory."""
+"""Mode, whether learner and engine take turns, and the engine's share of the memory."""
 OF_STEPS: Final = (
     "learner/tokens_per_second",
     "learner/step_seconds",
@@ -48,7 +48,7 @@ _LIMIT_SECONDS: Final = 240.0
 
 
 class Memory:
-    """MiB in use on the first GPU, until it is closed."""
+    """Records the used MiB of the first GPU until it is closed."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, int]] = []
@@ -94,7 +94,7 @@ def overrides(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str,
         "learner.gpus": list(range(options.gpus)),
         "learner.ranks": options.gpus,
         "rollout.max_new_tokens": options.length_max,
-        "rollout.max_running": 8 * options.groups // options.gpus,  # an even part: nobody waits for who took more
+        "rollout.max_running": 8 * options.groups // options.gpus,  # an even share: no worker waits for another
         "learner.groups_per_batch": options.groups,
         "engine.options": {"server_arguments": server},
     }

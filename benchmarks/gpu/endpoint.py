@@ -1,15 +1,15 @@
-"""What the endpoint for agents costs an engine: tokens/s through it against the plain path, on SGLang.
+"""Measure the cost of the endpoint for agents on SGLang: tokens/s through the endpoint against the plain path.
 
     python -m benchmarks.gpu.endpoint --shape 0.6B --requests 256 --json FILE
     python -m benchmarks.gpu.endpoint --shape tiny --requests 8 --tokens 32 --turns 2       a rehearsal on a CPU
 
-In turns, the same load goes through SGLangEngine as a worker's plain path asks for it (token ids), and through
-/v1/chat/completions of the endpoint on the same engine, whose clients are a process of their own, as harnesses are.
---requests samples are always in flight, of lengths that are drawn around --tokens, in one call and in four (--calls);
-every call but the first continues the answers before it. What counts is the time while all places are taken: neither
-the first answers nor the last. A ratio is taken within one turn, the median of the turns is reported. The weights are
-random; the tokenizer has a word for each id of theirs, so answers are some 8 characters a token, twice what real ones
-are.
+The same load goes in turns through SGLangEngine with token ids, as on a worker's plain path, and through
+/v1/chat/completions of the endpoint on the same engine. The clients of the endpoint are a separate process, as
+harnesses are. --requests samples are always in flight. Their lengths are drawn around --tokens, in one call and in four
+(--calls); every call but the first continues the answers before it. Only the time while all slots are taken counts,
+without the first and the last answers. Each ratio is taken within one turn, and the median of the turns is reported.
+The weights are random. The tokenizer has a word for each token id, so answers have about 8 characters per token, twice
+as many as real ones.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _FOLLOW_UP: Final = "and then?"
 
 
 def make_tokenizer(vocabulary: int) -> Any:
-    """Bytes, two tokens of the template, and a word of seven or eight characters for every other id."""
+    """Return a tokenizer of bytes, two tokens of the template, and a word of 7 or 8 characters for every other id."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -77,13 +77,13 @@ def make_tokenizer(vocabulary: int) -> Any:
 
 
 def question(number: int) -> dict[str, str]:
-    """Of some 130 bytes, and so as many tokens, the first of which differ."""
+    """Return a question of about 130 bytes, and as many tokens; the first ones differ between questions."""
     random = np.random.default_rng(number)
     return {"role": "user", "content": " ".join([str(number), *random.choice(["a", "of"], _QUESTION_WORDS - 10)])}
 
 
 class Calls:
-    """``Generate`` on the engine, of ``num_tokens`` sampled tokens each."""
+    """A ``Generate`` on the engine, with ``num_tokens`` sampled tokens per call."""
 
     attempt = 1
     context_tokens = 10**9
@@ -98,11 +98,11 @@ class Calls:
 
 
 Ends = list[tuple[float, int]]
-"""When a call ended, in seconds, and the tokens it brought. All processes of a machine read the same clock."""
+"""(end in seconds, number of tokens) of calls. All processes of a machine read the same clock."""
 
 
 def steady(ends: Ends, *, skipped: int) -> float:
-    """Tokens/s without the first and the last ``skipped`` ends.
+    """Return tokens/s without the first and the last ``skipped`` ends.
 
     >>> steady([(0.0, 9), (1.0, 9), (2.0, 4), (3.0, 4), (4.0, 9)], skipped=2)
     4.0
@@ -112,7 +112,7 @@ def steady(ends: Ends, *, skipped: int) -> float:
 
 
 async def keep_busy(places: int, samples: int, play: Callable[[int], Awaitable[None]]) -> None:
-    """Plays each sample once, ``places`` of them at a time."""
+    """Play each sample once, ``places`` samples at a time."""
     left = iter(range(samples))
 
     async def place() -> None:
@@ -125,13 +125,17 @@ async def keep_busy(places: int, samples: int, play: Callable[[int], Awaitable[N
 
 
 def tokens_of_a_call(number: int, *, tokens: int, calls: int) -> int:
-    """Drawn for each sample, between half of the mean and one and a half, so that samples end at different times."""
+    """Draw the tokens per call of a sample, 0.5 to 1.5 times the mean, so that samples end at different times."""
     return max(1, int(np.random.default_rng(number).uniform(0.5, 1.5) * tokens / calls))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """places: samples in flight. samples: played in all. tokens: sampled for one of them, on average, in all calls."""
+    """
+    places   samples in flight
+    samples  number of samples in total
+    tokens   average sampled tokens of a sample, in all its calls
+    """
 
     places: int
     samples: int
@@ -143,7 +147,7 @@ class Scene:
 
 
 class Load:
-    """One engine's samples, on either path."""
+    """Samples of one engine, on either path."""
 
     def __init__(self, engine: SGLangEngine, template: Template, scene: Scene) -> None:
         self._engine = engine
@@ -154,7 +158,7 @@ class Load:
         )
 
     async def plain(self) -> dict[str, float]:
-        """Calls with token ids."""
+        """Run the load as calls with token ids."""
         ends: Ends = []
 
         async def play(number: int) -> None:
@@ -175,13 +179,13 @@ class Load:
         }
 
     async def agents(self) -> dict[str, float]:
-        """Chat completions."""
+        """Run the load as chat completions."""
         sessions = [self._session(number) for number in range(self._scene.samples)]
         async with _serving(sessions) as server, _clients(server.url, sessions, self._scene) as go:
             cpu = time.process_time()
             ends = await go()
             cpu = time.process_time() - cpu
-        assert all(len(session.turns.sequences()) == 1 for session in sessions)  # no history began anew
+        assert all(len(session.turns.sequences()) == 1 for session in sessions)  # every call continued its history
         return {
             "tokens_per_second": steady(ends, skipped=self._scene.places * self._scene.calls),
             "cpu_ms_a_call": cpu / len(ends) * 1e3,
@@ -210,7 +214,7 @@ async def _serving(sessions: Sequence[Session]) -> AsyncIterator[EndpointServer]
 
 @contextlib.asynccontextmanager
 async def _clients(url: str, sessions: Sequence[Session], scene: Scene) -> AsyncIterator[Callable[[], Awaitable[Ends]]]:
-    """Gives a function that lets a process that is up make all calls, and returns when they ended."""
+    """Start a client process, and yield a function that lets it make all calls and returns when they ended."""
     context = multiprocessing.get_context("spawn")
     begin, results = context.Event(), context.Queue()
     keys = [session.key for session in sessions]
@@ -261,7 +265,10 @@ def _ask_there(url: str, keys: Sequence[str], scene: Scene, begin: Any, results:
 
 
 def make_engine(model: Path, *, log: Path, arguments: Mapping[str, Any] | None = None) -> SGLangEngine:
-    """Not started. arguments: of its server, over those that a machine with GPUs needs."""
+    """Return an engine that is not started yet.
+
+    arguments  server options that override those for a machine with GPUs
+    """
     is_gpu = has_gpu()
     of_server = {**(GPU_ARGUMENTS if is_gpu else {}), **(arguments or {}), "skip-tokenizer-init": True}
     return SGLangEngine(
@@ -275,7 +282,7 @@ def make_engine(model: Path, *, log: Path, arguments: Mapping[str, Any] | None =
 
 
 async def measure(options: argparse.Namespace, model: Path) -> AsyncGenerator[dict[str, Any]]:
-    """A row for each number of calls, on one server."""
+    """Yield a row for each number of calls, on one server."""
     engine = make_engine(model, log=model.parent / "engine.log")
     began = time.monotonic()
     await engine.start()
@@ -290,7 +297,7 @@ async def measure(options: argparse.Namespace, model: Path) -> AsyncGenerator[di
                 calls=calls,
             )
             load = Load(engine, template, scene)
-            await load.plain()  # kernels of these batch sizes are compiled
+            await load.plain()  # compiles the kernels of these batch sizes
             turns = [await load.plain() | await load.agents() for _ in range(options.turns)]
             ratios = [turn["tokens_per_second"] / turn["plain_tokens_per_second"] for turn in turns]
             found = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
@@ -301,7 +308,7 @@ async def measure(options: argparse.Namespace, model: Path) -> AsyncGenerator[di
 
 
 async def report(options: argparse.Namespace, model: Path) -> None:
-    """Prints each row, and keeps it, as it comes."""
+    """Print and save each row as it comes."""
     async with contextlib.aclosing(measure(options, model)) as rows:
         async for found in rows:
             row = {name: value for name, value in vars(options).items() if name != "json"}

@@ -1,10 +1,10 @@
-"""What per-token versions and logprobs cost: SGLang through our engine against the bare server.
+"""Measure the cost of per-token versions and logprobs: SGLang through our engine against the bare server.
 
     python -m benchmarks.gpu.engine --gpus 4 --shape 0.6B --json FILE
 
-Each way of running the server gets a GPU and a process of its own. There, in turns, the same load (--requests at once,
---tokens each, logprobs wanted) goes to the bare server as whole replies and through SGLangEngine; a ratio is taken
-within one turn, and the median of the turns is reported. `inprocess` calls SGLang's Engine without HTTP.
+Each way of running the server gets its own GPU and process. There the same load (--requests at once, --tokens each,
+with logprobs) goes in turns to the bare server as whole replies and through SGLangEngine. Each ratio is taken within
+one turn, and the median of the turns is reported. `inprocess` calls SGLang's Engine without HTTP.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WAYS: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {
     "interval 1": (1, {}),
     "inprocess": (16, {"skip-tokenizer-init": True}),
 }
-"""Tokens per streamed chunk, and options of the server."""
+"""Tokens per streamed chunk, and server options, for each way."""
 
 _PROMPT_TOKENS: Final = 128
 
@@ -52,7 +52,7 @@ def prompts(count: int) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
 
 
 async def bare(url: str, *, requests: int, tokens: int) -> float:
-    """Tokens/s of whole replies from the server itself."""
+    """Return tokens/s of whole replies from the bare server."""
     body: dict[str, Any] = {
         "sampling_params": {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
@@ -71,7 +71,7 @@ async def bare(url: str, *, requests: int, tokens: int) -> float:
 
 
 async def ours(engine: SGLangEngine, *, requests: int, tokens: int) -> float:
-    """Tokens/s through the engine, every token with its version and logprob."""
+    """Return tokens/s through the engine, with version and logprob of every token."""
     sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     began = time.monotonic()
     done = await asyncio.gather(*(engine.generate(prompt, sampling, seed=0) for prompt in prompts(requests)))
@@ -111,8 +111,8 @@ async def measure_server(options: argparse.Namespace, interval: int, arguments: 
 
 
 async def measure_inprocess(options: argparse.Namespace, interval: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang's Engine in this process, streamed; there is no bare server to compare with."""
-    import sglang  # a benchmark may; the product talks to a server
+    """Measure SGLang's Engine in this process, streamed. There is no bare server to compare with."""
+    import sglang  # only in benchmarks; asyncrl itself talks to a server
 
     words = {key.replace("-", "_"): value for key, value in {**GPU_ARGUMENTS, **arguments}.items()}
     began = time.monotonic()
@@ -145,7 +145,7 @@ async def measure_inprocess(options: argparse.Namespace, interval: int, argument
 
 
 def measure_way(way: str, gpu: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One way in a process of its own; what went wrong is a row too."""
+    """Measure one way in its own process. An error becomes a row."""
     command = [sys.executable, "-m", "benchmarks.gpu.engine", "--way", way, "--model", str(options.model)]
     for name in ("requests", "tokens", "turns"):
         command += [f"--{name}", str(getattr(options, name))]

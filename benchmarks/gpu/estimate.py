@@ -1,9 +1,9 @@
-"""What a comparison would show and how long it would take, before any GPU is held: modes.py --estimate prints it.
+"""Estimate the result and the duration of a comparison before any GPU is used; modes.py --estimate prints it.
 
-The loop's rules on a clock (asyncrl/policies/planning/ideal.py), with decoding and training speeds of an H200. Short
-samples of its decoding and training set them. Bus, actors and Python take no time here, so the real arms are slower;
-async_drain far slower: that its engines run empty before they load is not simulated. Nor is what becomes of answers
-that get too old: async_drop and async_partial are estimated as async.
+Simulates the rules of the loop (asyncrl/policies/planning/ideal.py) with the decoding and training speeds of an H200,
+from short measurements. Bus, actors and Python take no time in the simulation, so the real arms are slower. async_drain
+is much slower, because the simulation does not drain engines before they load. Answers that get too old are not
+simulated either, so async_drop and async_partial are estimated as async.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.gpu.plans import Plan
 from benchmarks.simulated import Lengths, group_lengths
 
 START_SECONDS: Final = 15.0
-"""From one arm's end to the first sequence of the next one."""
+"""Time from one arm's end to the first sequence of the next arm."""
 
 SPEEDS: Final[Mapping[str, tuple[float, float, float]]] = {
     "tiny": (0.010, 1e-4, 1_000.0),
@@ -25,7 +25,7 @@ SPEEDS: Final[Mapping[str, tuple[float, float, float]]] = {
     "1.7B": (0.0032, 2.2e-5, 42_000.0),
     "4B": (0.0050, 3.2e-5, 12_000.0),
 }
-"""Of one GPU: seconds of a decode step, more for each sequence, tokens trained a second."""
+"""For one GPU: seconds of a decode step, additional seconds per sequence, trained tokens per second."""
 
 
 def speeds(
@@ -40,7 +40,7 @@ def speeds(
     length_max: int,
     seed: int,
 ) -> Iterator[tuple[Plan, float, float]]:
-    """(plan, tokens trained a second, seconds of a step) of each plan. Lengths have sigma 1."""
+    """Return (plan, trained tokens per second, seconds of a step) for each plan. Lengths have sigma 1."""
     step, sequence, rate = SPEEDS[shape]
     timing = Timing(
         seconds_per_token=step,
@@ -71,6 +71,6 @@ def speeds(
 
 
 def arm_seconds(*, step_seconds: float, warmup: int, window_seconds: float, min_steps: int = 2) -> float:
-    """Of one arm with its start: the warm-up, then whole steps until the window is full."""
+    """Return the seconds of one arm with its start: the warm-up, then whole steps until the window is full."""
     steps = max(min_steps, -(-window_seconds // step_seconds))
     return START_SECONDS + (warmup + steps) * step_seconds

@@ -1,11 +1,11 @@
-"""What GPU benchmarks share: SGLang servers that outlive many runs, because each takes a minute to start.
+"""SGLang servers for GPU benchmarks. They outlive many runs, because each takes a minute to start.
 
     with started_bus(scratch / "bus", max_message_bytes=2**24) as bus, Fleet(model, gpus=[1, 2], log_dir=logs) as fleet:
         fleet.reset()
         result = run_arm(fleet.urls, run_file=..., overrides={...}, name="a", learner_gpus=[0], directory=..., bus=bus,
                          limit_seconds=60)
 
-Runs themselves are in arm.py. On a machine without GPUs the servers run on the CPU, for rehearsal.
+The runs are in arm.py. On a machine without GPUs the servers run on the CPU, for rehearsals.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ GPU_ARGUMENTS: Final[Mapping[str, Any]] = {
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
 }
-"""What an SGLang server needs beside a torch that has no other attention kernels."""
+"""Options of an SGLang server whose torch has no other attention kernels."""
 
 _QUIET_SECONDS: Final = 15.0
 _RELOAD_SECONDS: Final = 60.0
 
 
 class FleetError(Exception):
-    """A server does not start, or does not come back."""
+    """A server does not start or restart."""
 
 
 @contextlib.contextmanager
 def started_bus(directory: Path, *, max_message_bytes: int = 8 * 2**20) -> Iterator[BusAddress]:
-    """A nats-server of our own with its store in ``directory``, which is removed afterwards.
+    """Start a nats-server with its store in ``directory``, which is removed afterwards.
 
-    Enter it on the thread that stays: the server ends with the thread that started it.
+    Enter this context on a thread that keeps running, because the server ends with the thread that started it.
     """
     server = EmbeddedServer(directory, max_message_bytes=max_message_bytes)
     try:
@@ -63,10 +63,10 @@ def started_bus(directory: Path, *, max_message_bytes: int = 8 * 2**20) -> Itera
 
 
 class Fleet:
-    """SGLang servers of one model, one a GPU; ``urls`` has their addresses in the order of ``gpus``.
+    """SGLang servers of one model, one per GPU. ``urls`` has their addresses in the order of ``gpus``.
 
-    server_arguments  options of SGLang over GPU_ARGUMENTS (over the CPU's on a machine without GPUs)
-    log_dir           gets a log of each server
+    server_arguments  options of SGLang that override GPU_ARGUMENTS (or the CPU's on a machine without GPUs)
+    log_dir           folder for a log of each server
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Fleet:
         self._device = "cuda" if has_gpu() else "cpu"
         arguments = {
             "log-level-http": "warning",
-            "skip-server-warmup": self._device == "cpu",  # the first arm would wait for kernels to be compiled
+            "skip-server-warmup": self._device == "cpu",  # on GPUs the warm-up compiles kernels before the first arm
             **(GPU_ARGUMENTS if self._device == "cuda" else {}),
             **(server_arguments or {}),
         }
@@ -121,7 +121,7 @@ class Fleet:
         self.close()
 
     def kill(self) -> None:
-        """Every server, whatever it does."""
+        """Kill every server, whatever it does."""
         for server in self._servers:
             self._do(server.close())
 
@@ -132,8 +132,10 @@ class Fleet:
         self._loop.close()
 
     def reset(self) -> None:
-        """Every server idle, on the initial weights as version 0:0, its cache empty. One that died or hangs is
-        started again. Raises FleetError when it does not come back."""
+        """Make every server idle, with the initial weights as version 0:0 and an empty cache.
+
+        Restarts servers that died or hang. Raises FleetError if one does not come back.
+        """
         with ThreadPoolExecutor(len(self._servers)) as pool:
             problems = list(pool.map(_Server.reset, self._servers))
         broken = [(server, problem) for server, problem in zip(self._servers, problems, strict=True) if problem]
@@ -144,8 +146,11 @@ class Fleet:
             self._start([server for server, _ in broken])
 
     def _start(self, servers: Sequence[_Server]) -> None:
-        """All side by side, until each answers; one that ends meanwhile gets a second chance, as a port that SGLang
-        chose may be taken when it listens. Raises FleetError with the end of the log of one that does not answer."""
+        """Start servers concurrently, and wait until each answers.
+
+        A server that ends during its start gets a second chance, because a port that SGLang chose may be taken by then.
+        Raises FleetError, with the end of its log, for a server that does not answer.
+        """
         began = reported = time.monotonic()
         for server in servers:
             self._do(server.start())
@@ -176,7 +181,7 @@ class Fleet:
 
 
 class _Server:
-    """One SGLang server on one GPU, and how it is asked."""
+    """One SGLang server on one GPU, and its requests."""
 
     def __init__(
         self,
@@ -236,7 +241,7 @@ class _Server:
         return self._process.log_tail() if self._process is not None else "(not started)"
 
     def reset(self) -> str:
-        """Why it could not be put back to where it began; empty when it was."""
+        """Reset the server to its initial state. Return why that failed; empty if it did not."""
         if not self.is_alive:
             return f"it ended; {self.log_tail()}"
         try:
@@ -251,12 +256,12 @@ class _Server:
             return f"{type(error).__name__}: {error}"
         try:
             ask(self.url, "/flush_cache?timeout=5", {})
-        except OSError as error:  # old keys take room, but no request of another engine object finds them
+        except OSError as error:  # old keys take space, but requests of other engine objects do not find them
             print(f"fleet: {self}: {error}", flush=True)
         return ""
 
     def _wait_until_quiet(self) -> None:
-        """Raises TimeoutError when it goes on generating. A flush or an update would wait for that, or break it."""
+        """Wait until nothing is generated, because a flush or an update would wait or break it. Raises TimeoutError."""
         deadline = time.monotonic() + _QUIET_SECONDS
         while sum(running_and_waiting(self.url)):
             if time.monotonic() > deadline:
@@ -266,7 +271,7 @@ class _Server:
 
 
 def ask(url: str, path: str, body: Mapping[str, Any] | None = None, *, seconds: float = 10.0) -> Any:
-    """The JSON a server answers ({} when it answers anything else); POST when there is a body. Raises OSError."""
+    """Return a server's JSON answer ({} for any other answer). Uses POST if there is a body. Raises OSError."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data=data, headers={"Content-Type": "application/json"})
     try:
@@ -281,12 +286,12 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None, *, seconds: 
 
 
 def running_and_waiting(url: str) -> tuple[int, int]:
-    """Sequences an SGLang server decodes, and those that wait for a place. Raises OSError."""
+    """Return the number of running sequences of an SGLang server, and of waiting ones. Raises OSError."""
     loads = ask(url, "/v1/loads", seconds=2.0)["loads"]
     return sum(load["num_running_reqs"] for load in loads), sum(load["num_waiting_reqs"] for load in loads)
 
 
 def has_gpu() -> bool:
-    import torch  # seconds: only who starts servers pays
+    import torch  # takes seconds, so only when servers start
 
     return torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""The Megatron learner's step: tokens per second, model FLOP/s utilisation and memory, and where the time goes.
+"""Measure the Megatron learner's step: tokens per second, model FLOP/s utilisation, memory, and where the time goes.
 
     python -m benchmarks.gpu.learner --json FILE                 0.6B and 1.7B, 16k and 32k tokens, none and full
     python -m benchmarks.gpu.learner --profile FOLDER ...        one more step of each under torch.profiler
@@ -8,10 +8,10 @@
     python -m benchmarks.gpu.learner --checkpoints FOLDER        the pause for a checkpoint that is written there
     python -m benchmarks.gpu.learner --device cpu --shapes tiny --tokens 512    a rehearsal
 
-A step is the backend's own: GRPO on documents of about a thousand random tokens, all but the first trained, one
-optimizer step per --micro-batches rows. Packed lengths differ from step to step. Utilisation counts attention and
-leaves recomputation out (asyncrl/backends/flops.py); 790e12 FLOP/s is what an H200 reaches on large matrices, 989e12
-what its data sheet says. Measurements run in a child process; one that fails or hangs is reported and the rest go on.
+A step is the backend's own: GRPO on documents of about a thousand random tokens, all but the first token trained, one
+optimizer step per --micro-batches rows. Packed lengths differ from step to step. Utilisation includes attention and
+excludes recomputation (asyncrl/backends/flops.py); an H200 reaches 790e12 FLOP/s on large matrices, and its data sheet
+says 989e12. Measurements run in a child process. A measurement that fails or hangs is reported, and the rest continue.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
 
 SILENCE_SECONDS: Final = 120.0
-"""A child that says nothing for so long is ended."""
+"""A child that prints nothing for this long is killed."""
 
 
 def child(task: dict[str, Any]) -> int:
-    """Measure each variant in turn; a line of JSON each, so that the parent knows how far we came."""
+    """Measure each variant in turn, and print a JSON line for each, so that the parent knows the progress."""
     folder, profile = Path(task["folder"]), Path(task["profile"]) if task["profile"] else None
     checkpoints = Path(task["checkpoints"]) if task["checkpoints"] else None
     for entry in task["variants"]:
@@ -57,7 +57,7 @@ def child(task: dict[str, Any]) -> int:
 
 
 def run_child(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Results of a child process; ends early when it dies or falls silent, after saying so."""
+    """Yield the results of a child process. If it dies or falls silent, report that and end early."""
     command = [sys.executable, "-m", "benchmarks.gpu.learner", "--child", json.dumps(task)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -99,7 +99,7 @@ HEADER: Final = (
 
 
 def run_shape(arguments: argparse.Namespace, folder: Path, variants: list[Variant]) -> Iterator[dict[str, Any]]:
-    """Every variant's result; after a failure the rest goes to a new child."""
+    """Yield the result of every variant. After a failure, a new child takes the rest."""
     task = {"folder": str(folder), "device": arguments.device, "steps": arguments.steps, "agree": None}
     task["profile"], task["checkpoints"] = arguments.profile or "", arguments.checkpoints or ""
     while variants:
@@ -115,7 +115,7 @@ def run_shape(arguments: argparse.Namespace, folder: Path, variants: list[Varian
 
 
 def layout_of(word: str) -> Sizes:
-    """Of "2x1" (data x tensor) or of sizes such as "tp2-cp2"; ep's ranks are data-parallel ones."""
+    """Parse "2x1" (data x tensor) or sizes such as "tp2-cp2". The ranks of ep are data-parallel ranks."""
     data, times, tensor = word.partition("x")
     if times:
         return {"data_parallel": int(data), "tensor_parallel": int(tensor)}

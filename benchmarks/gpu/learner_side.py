@@ -1,11 +1,12 @@
-"""The learner's side of benchmarks/gpu/weights.py, in a process of its own: its weights, its channels, its busy GPU.
+"""The learner's side of benchmarks/gpu/weights.py in its own process: weights, channels, and load on its GPU.
 
 with learner_side(folder, patience_seconds=5, ranks=1) as learner:
     learner.open("nccl", bucket_bytes)
     learner.export(version)
 
-With more ranks each is a process that holds, exports and sends its own part, as those of a pipeline or of experts do.
-They share the learner's GPU, which their groups with the engine allow: none has two of them in it.
+With several ranks, each rank is a process that holds, exports and sends its own part, as in pipeline or expert
+parallelism. The ranks share the learner's GPU. This works because no process group with the engine contains two of
+them.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _MATRIX: Final = 4096
 
 
 class Products:
-    """Keeps the learner's GPU busy with matrix products, and knows how long each took."""
+    """Keeps the learner's GPU busy with matrix products, and records their times."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._times: list[tuple[float, float]] = []
-        """(when it ended, seconds) of every ten products."""
+        """(end, seconds) of every ten products."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -66,13 +67,13 @@ class Products:
         self._thread.join()
 
     def seconds(self, since: float, until: float) -> float:
-        """Of ten products, the mean between two times; NaN when there was none."""
+        """Return the mean seconds of ten products between two times; NaN if there are none."""
         found = [seconds for at, seconds in self._times if since < at <= until]
         return statistics.mean(found) if found else float("nan")
 
 
 class OtherRank:
-    """A further rank of the learner: its part of the model, and what the channel's worker does with it there."""
+    """A further rank of the learner: its part of the model, and the channel's worker for this part."""
 
     def __init__(self, folder: Path, number: int, ranks: int) -> None:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as cli/learner.py does
@@ -81,8 +82,8 @@ class OtherRank:
         self._snapshot: Snapshot | None = None
 
     def export(self) -> int:
-        """Bytes."""
-        self._snapshot = None  # its memory is the next one's
+        """Export this rank's part; return its bytes."""
+        self._snapshot = None  # free its memory for the next one
         self._snapshot = Snapshot.of(self._tensors.items())
         return self._snapshot.num_bytes
 
@@ -103,14 +104,17 @@ class OtherPart:
 
 
 def part_of(folder: Path, number: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Every ``ranks``-th tensor, on our GPU: the layers are alike, so the parts are about as large."""
+    """Load every ``ranks``-th tensor to the GPU. The layers are alike, so the parts have similar sizes."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     with safe_open(folder / "model.safetensors", framework="pt", device=device) as file:
         return {name: file.get_tensor(name) for name in sorted(file.keys())[number::ranks]}
 
 
 class LearnerSide:
-    """What the learner does for a publish; one transfer at a time. ``ranks``: that hold the model between them."""
+    """The learner's work for a publish, one transfer at a time.
+
+    ranks  number of ranks that share the model
+    """
 
     def __init__(self, folder: Path, patience_seconds: float, ranks: int) -> None:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as cli/learner.py does
@@ -132,14 +136,14 @@ class LearnerSide:
     def open(self, transport: str, bucket_bytes: int) -> None:
         self._sender = ModelSender("127.0.0.1", bucket_bytes=bucket_bytes, patience_seconds=self._patience)
         parent = Path("/dev/shm" if transport.startswith("shm") else tempfile.gettempdir())
-        # The same name each time: what a killed run left goes. Another one at the same time has another GPU.
+        # Always the same name, so that leftovers of a killed run are removed. A concurrent run has another GPU.
         root = parent / f"asyncrl-weights-bench-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
         shutil.rmtree(root, ignore_errors=True)
         self._channel = FilesChannel(root, keep=2, model_path=self._folder)
         self._root = root
 
     def export(self, version: int) -> tuple[int, float]:
-        """Bytes of the snapshot, and the seconds for which the learner stalls."""
+        """Export a snapshot; return its bytes, and the seconds that the learner stalls."""
         began = time.monotonic()
         others = [self._threads.submit(part._side.export) for part in self._others]
         self._snapshot = replace(Snapshot.of(self._tensors.items()), others=tuple(self._others))
@@ -153,13 +157,13 @@ class LearnerSide:
         return self._channel.publish(self._snapshot, incarnation=0, policy_version=self._version)
 
     def begin(self, request: TransferRequest) -> TransferOffer:
-        """Sends at once, beside the answer, as WeightSender does."""
+        """Start sending at once, concurrently with the answer, as WeightSender does."""
         transfer = self._sender.begin(request)
         self._sending = self._threads.submit(transfer.send)
         return transfer.offer
 
     def sent(self) -> None:
-        """Returns once the engine has it all. Raises WeightsError."""
+        """Wait until the engine has everything. Raises WeightsError."""
         self._sending.result()
 
     def seconds(self, since: float, until: float) -> float:
@@ -178,7 +182,7 @@ class LearnerSide:
 
 
 class _Process(BaseManager):
-    """Serves a LearnerSide; every thread that calls it has a connection of its own."""
+    """Serves a LearnerSide. Every calling thread has its own connection."""
 
 
 _Process.register("LearnerSide", LearnerSide)

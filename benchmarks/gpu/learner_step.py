@@ -1,4 +1,4 @@
-"""One measurement of the learner's step, and one comparison of layouts: what a child of learner.py does."""
+"""The work of a child of learner.py: measure the learner's step once, or compare layouts once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIMEOUT_SECONDS: Final = 120.0
 
 
 class Sizes(TypedDict, total=False):
-    """What a Variant says of its layout, each 1 where it is left out."""
+    """The sizes of a Variant's layout; each defaults to 1."""
 
     data_parallel: int
     tensor_parallel: int
@@ -42,7 +42,10 @@ class Sizes(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One measurement. tokens: of one packed row; each copy of the model trains ``micro_batches`` rows a step."""
+    """One measurement. Each copy of the model trains ``micro_batches`` rows per step.
+
+    tokens  tokens of one packed row
+    """
 
     shape: str
     tokens: int
@@ -51,7 +54,7 @@ class Variant:
     context_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
-    """Over the data-parallel ranks."""
+    """Expert parallelism over the data-parallel ranks."""
     recompute: str = "none"
     micro_batches: int = 1
     length: int = 1024
@@ -75,7 +78,7 @@ class Variant:
 
     @property
     def layout(self) -> Layout:
-        """As a run file's: tensor-parallel ranks share the row."""
+        """The layout as in a run file; tensor-parallel ranks share the row."""
         return Layout(
             ranks=self.data_parallel * self.tensor_parallel * self.context_parallel * self.pipeline_parallel,
             tensor=self.tensor_parallel,
@@ -87,11 +90,11 @@ class Variant:
 
 
 def documents(variant: Variant, *, vocabulary: int, seed: int) -> list[Document]:
-    """One row's worth of tokens for each micro-batch of each rank, a few per cent below what packs into so many."""
+    """Return documents for one row per micro-batch of each rank, a few per cent below what fits into these rows."""
     random = np.random.default_rng(seed)
     made = []
     rows = variant.micro_batches * variant.data_parallel
-    spread = variant.length / 4 if variant.length < variant.tokens else 0.0  # a document that fills the row is alone
+    spread = variant.length / 4 if variant.length < variant.tokens else 0.0  # full rows do not vary
     for _ in range(rows):
         left = int(variant.tokens * (random.uniform(0.98, 1.0) if rows == 1 else random.uniform(0.94, 0.96)))
         while left > 1:
@@ -148,9 +151,9 @@ def backend(variant: Variant, folder: Path, *, device: str, dtype: str) -> Itera
 
 
 def checkpointed(learner: MegatronBackend, share: Sequence[Sequence[MicroBatch]], folder: Path) -> dict[str, Any]:
-    """A checkpoint that training waits for, and one beside steps: how long, and how long training waited.
+    """Write a checkpoint that training waits for, and one concurrent with steps; return their seconds and the waits.
 
-    The first one's seconds include making host memory that the second one finds made.
+    The seconds of the first one include allocating host memory, which the second one reuses.
     """
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         first, second = Path(temporary, "first"), Path(temporary, "second")
@@ -180,7 +183,10 @@ def checkpointed(learner: MegatronBackend, share: Sequence[Sequence[MicroBatch]]
 def measure(
     variant: Variant, folder: Path, *, device: str, steps: int, profile: Path | None, checkpoints: Path | None
 ) -> dict[str, Any]:
-    """Two steps to warm up (kernels are compiled), then ``steps`` timed ones. checkpoints: where to write two."""
+    """Run two steps to warm up (kernels are compiled), then ``steps`` timed ones.
+
+    checkpoints  folder for two checkpoints
+    """
     torch.compiler.set_stance("default" if variant.compile else "force_eager")
     shape = huggingface.read_shape(folder)
     batches = [documents(variant, vocabulary=shape.vocabulary_size, seed=seed) for seed in range(steps + 2)]
@@ -240,7 +246,7 @@ def measure(
 def profiled(
     learner: MegatronBackend, share: list[list[MicroBatch]], variant: Variant, device: str, folder: Path
 ) -> dict[str, float]:
-    """One step under torch.profiler: its kernels to a file, seconds of its phases and the busy share of the GPU."""
+    """Run one step under torch.profiler; write its kernels to a file, return phase times and the GPU's busy share."""
     on = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         on.append(torch.profiler.ProfilerActivity.CUDA)
@@ -288,12 +294,12 @@ def profiled(
 
 
 def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequence[Sizes]) -> dict[str, Any]:
-    """Three steps on the same documents in each layout, compared with the first: metrics and weights."""
+    """Run three steps on the same documents in each layout, and compare metrics and weights with the first layout."""
     shape = huggingface.read_shape(folder)
     results: list[dict[str, Any]] = []
     for layout in layouts:
         variant = Variant(shape="agree", tokens=tokens, length=256, **layout)
-        same = dataclasses.replace(variant, data_parallel=2)  # as many documents whatever the layout
+        same = dataclasses.replace(variant, data_parallel=2)  # the same number of documents for every layout
         print(json.dumps({"begins": variant.name}), flush=True)
         with backend(variant, folder, device=device, dtype=dtype) as learner:
             before = cpu_weights(learner)

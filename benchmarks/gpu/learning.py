@@ -1,22 +1,23 @@
-"""Does training on stale samples learn as well? Synchronous and asynchronous GRPO of SmolLM2-135M-Instruct on sums.
+"""Compare learning on stale and fresh samples: synchronous and asynchronous GRPO of SmolLM2-135M-Instruct on sums.
 
     python -m benchmarks.gpu.learning --gpus 4 --json docs/results/gpu/learning.jsonl
     python -m benchmarks.gpu.learning --arms sync async-4-tis --seeds 0 --steps 30     two arms side by side
     python -m benchmarks.gpu.learning --rehearse                                       two steps on a CPU
     python -m benchmarks.gpu.plot_learning docs/results/gpu/learning.jsonl docs/results/gpu/learning.png
 
-An arm is a real run of learner, rollout worker, nats-server and SGLang. All have the same prompts, algorithm, learning
-rate and steps; they differ in how old samples may be, in whether token-level truncated importance sampling (TIS)
-corrects for it, and in whether the bound follows the effective sample size (adaptive). async-0 trains the batches of
-sync, in flight. The task is reasoning.py's.
+An arm is a real run of learner, rollout worker, nats-server and SGLang. All arms have the same prompts, algorithm,
+learning rate and steps. They differ in the allowed age of samples, in whether token-level truncated importance sampling
+(TIS) corrects for it, and in whether the bound follows the effective sample size (adaptive). async-0 trains the same
+batches as sync, in flight. The task is in reasoning.py.
 
-Every arm has a slot: one SGLang server, and a GPU for the learner, the same one or (--gpus-per-arm 2) its neighbour.
-There are --slots-per-gpu of them on each GPU (or pair), so an arm shares its GPU with others at all times but the end;
-arms are taken seed by seed, sync first. A server stays up for one arm after the other, from the initial weights each.
+Every arm runs in a slot: one SGLang server, and a GPU for the learner, which is the server's GPU or (--gpus-per-arm 2)
+its neighbour. Each GPU (or pair) has --slots-per-gpu slots, so an arm shares its GPU with others except at the end.
+Arms run seed by seed, sync first. A server stays up for successive arms, and each arm starts from the initial weights.
 
-An arm's last weights answer held-out problems: the reward of a batch is that of the weights that sampled it, which are
-older the more staleness is allowed. JSON lines: {"run": what an arm is, and its exam}, then one object a step, whose
-`seconds` count from the first token being decoded, without what the first step takes longer to compile kernels.
+At its end, an arm's last weights answer held-out problems. This is needed because the reward of a batch belongs to the
+weights that sampled it, which are older if more staleness is allowed. JSON lines: {"run": description of the arm, and
+its exam}, then one object per step. The `seconds` of a step count from the first decoded token, without the extra time
+of the first step to compile kernels.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ HEAD: Final = (
 
 
 def line(outcome: Outcome, rows: Sequence[Row]) -> str:
-    """Rewards are of the first and last tenth of the steps; staleness and what follows, of the later half."""
+    """Return a line of results: rewards of the first and last tenth of the steps, the rest of the later half."""
     start = f"{outcome.job.arm:15s}  {outcome.job.seed:4d}  {outcome.slot:4d}"
     if not rows:
         return f"{start}  FAILED: {outcome.result.problem.splitlines()[0]}"
@@ -146,7 +147,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def scene(options: argparse.Namespace, scratch: Path) -> Scene:
-    """The model is imported on the way if it is not a folder yet. Raises ConfigError."""
+    """Make the scene; import the model if it is not a folder yet. Raises ConfigError."""
     model = Path(options.model)
     if not model.is_dir():
         model = import_model(options.model, scratch / "model", dtype=options.dtype).folder
@@ -170,14 +171,14 @@ def scene(options: argparse.Namespace, scratch: Path) -> Scene:
 
 
 def places(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """(engine's GPU, learner's GPU) of each slot: first one on every GPU or pair, then the next."""
+    """Return (engine's GPU, learner's GPU) of each slot: first one slot on every GPU or pair, then the next."""
     each: int = options.gpus_per_arm
     slots: int = options.slots_per_gpu
     return [(first + each - 1, first) for first in range(0, options.gpus - each + 1, each)] * slots
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Of SGLang. A small pool of keys, and no regard to what others on the GPU take meanwhile."""
+    """Return SGLang's options: a small KV pool, independent of the memory that others on the GPU use."""
     if not has_gpu():
         return dict(options.engine)
     sequences = max(options.running, options.groups * options.group_size)
@@ -191,7 +192,7 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_all(options: argparse.Namespace, setting: Scene, stop: Stop) -> tuple[list[Outcome], list[str]]:
-    """Every job on the next free slot; what it brought is printed and kept at once. Also those whose slot failed."""
+    """Run every job on the next free slot; print and save each result at once. Also return jobs without a result."""
     asked = [Job(arm=arm, seed=seed) for seed in options.seeds for arm in ARMS if arm in options.arms]
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in asked:
@@ -217,7 +218,7 @@ def run_all(options: argparse.Namespace, setting: Scene, stop: Stop) -> tuple[li
         finally:
             stop.now()
     for end in ends:
-        end.result()  # raises what no slot expects
+        end.result()  # raises unexpected errors of a slot
     left = {job.name for job in asked} - {outcome.job.name for outcome in outcomes}
     while not jobs.empty():
         name = jobs.get().name
@@ -256,7 +257,7 @@ def report(outcome: Outcome, options: argparse.Namespace, setting: Scene) -> Non
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code 1 when an arm failed or broke its staleness bound, or when no server starts."""
+    """Exit code 1 if an arm failed or exceeded its staleness bound, or if no server starts."""
     options = arguments(given)
     stop = Stop(options.limit_seconds)
     room = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > _ROOM_BYTES

@@ -1,6 +1,6 @@
-"""Arms of learning.py, the slots they run in, and their steps as rows.
+"""The arms of learning.py, the slots they run in, and their steps as rows.
 
-A slot has one SGLang server that stays up for one arm after the other, from the initial weights each.
+A slot has one SGLang server that stays up for successive arms. Each arm starts from the initial weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """What tells arms apart: keys of the run file."""
+    """The keys of the run file in which arms differ."""
 
     mode: str
     max_staleness: int
@@ -49,15 +49,15 @@ ARMS: Final[Mapping[str, Way]] = {
     "async-4-adaptive": Way(mode="async", max_staleness=4, is_adaptive=True),
     "async-0": Way(mode="async", max_staleness=0),
 }
-"""The order is the order they run in: if time runs out, what is left out matters least."""
+"""In the order in which they run. If time runs out, the least important arms are left out."""
 
 RUN_FILE: Final = Path(__file__).with_name("learning.toml")
 
 _LEAST_SECONDS: Final = 45.0
-"""An arm with less time than this left is not started."""
+"""An arm does not start with less time left than this."""
 _QUIET_SECONDS: Final = 10.0
 _SPARE_STEPS: Final = 8
-"""The run is longer than what is measured: it is ended from outside, without the checkpoint at its end."""
+"""Steps of the run beyond the measured ones, so that it is ended from outside, without its final checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +72,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What all arms have in common.
+    """Parameters that all arms share.
 
-    running   sequences an engine may run in async arms
-    settings  of the run file, over everything else
-    exam      taken at the end of each arm
-    scratch   weights and the bus's store; in memory if there is room
+    running   sequences that an engine may run in async arms
+    settings  keys of the run file that override everything else
+    exam      exam at the end of each arm
+    scratch   folder for weights and the bus's store; in memory if there is room
     """
 
     model: Path
@@ -122,7 +122,11 @@ class Scene:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A finished job. began: Unix seconds of its first token. exam: of its last weights, empty when it has none."""
+    """A finished job.
+
+    began  Unix seconds of its first token
+    exam   exam of its last weights; empty if there is none
+    """
 
     job: Job
     slot: int
@@ -132,7 +136,7 @@ class Outcome:
 
 
 class Slot:
-    """A place for one arm after the other: an SGLang server of its own, and the learners' GPU."""
+    """A slot for successive arms: its own SGLang server, and the learners' GPU."""
 
     def __init__(
         self, number: int, *, engine_gpu: int, learner_gpu: int, scene: Scene, engine: Mapping[str, Any], stop: Stop
@@ -150,7 +154,7 @@ class Slot:
         )
 
     def work(self, jobs: queue.SimpleQueue[Job], done: queue.SimpleQueue[Outcome | None]) -> None:
-        """Until no job is left or it is time to stop. Puts every outcome, and None at the end, whatever happened."""
+        """Work until no job is left or it is time to stop. Puts every outcome, and None at the end in any case."""
         try:
             with self._fleet:
                 while self._stop.seconds_left() > _LEAST_SECONDS and (job := _next(jobs)) is not None:
@@ -168,7 +172,7 @@ class Slot:
         overrides = scene.overrides(job)
         run = config.load(RUN_FILE, settings(overrides))
         largest = max(run.bus.max_message_bytes, run.largest_group_bytes)
-        # Nothing is trimmed without a checkpoint: the log must take every group the run may make.
+        # The log is trimmed only after a checkpoint, so it must have room for every group of the run.
         log_bytes = (run.window + run.run.steps * scene.groups_per_batch) * run.largest_group_bytes
         name = f"{job.name}-slot{self.number}"
         with contextlib.ExitStack() as stack:
@@ -188,7 +192,7 @@ class Slot:
         return Outcome(job=job, slot=self.number, began=watch.began, result=result, exam=self._examine(job))
 
     def _examine(self, job: Job) -> Row:
-        """The server still has the weights that the last samples came from."""
+        """Take the exam; the server still has the weights of the last samples."""
         url = self._fleet.urls[0]
         try:
             quieten(url)
@@ -199,7 +203,7 @@ class Slot:
 
 
 def quieten(url: str) -> None:
-    """End what a killed worker left behind on an SGLang server. Raises OSError, also when that does not help."""
+    """End requests that a killed worker left on an SGLang server. Raises OSError, also if they do not end."""
     ask(url, "/continue_generation", {})
     deadline = time.monotonic() + _QUIET_SECONDS
     while True:
@@ -212,7 +216,7 @@ def quieten(url: str) -> None:
 
 
 class Stop:
-    """When to end: at a time, or when told to."""
+    """When to stop: at a time, or on request."""
 
     def __init__(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
@@ -226,7 +230,7 @@ class Stop:
 
 
 class _Watch:
-    """Sees an arm's first token, and when it has done its steps."""
+    """Detects an arm's first token, and the end of its steps."""
 
     def __init__(self, url: str, *, steps: int, stop: Stop) -> None:
         self._url = url
@@ -239,9 +243,9 @@ class _Watch:
         if not self.began:
             try:
                 self.began = time.time() if any(running_and_waiting(self._url)) else 0.0
-            except (OSError, KeyError) as error:  # asked again at the next look; without an answer: of the first step
+            except (OSError, KeyError) as error:  # retried at the next check; else the first step counts
                 self._say(f"its server does not say whether it samples: {type(error).__name__}: {error}")
-        # One more: when its batch was sampled, the engine had the weights of the last step that counts.
+        # One more step: when its batch was sampled, the engine had the weights of the last measured step.
         return len(rows) > self._steps or not self._stop.seconds_left()
 
     def _say(self, problem: str) -> None:
@@ -251,7 +255,7 @@ class _Watch:
 
 
 def _next(jobs: queue.SimpleQueue[Job]) -> Job | None:
-    """None when no job is left."""
+    """Return the next job; None if there is none."""
     try:
         return jobs.get_nowait()
     except queue.Empty:
@@ -282,7 +286,7 @@ _METRICS: Final[Mapping[str, str]] = {
 
 
 def step_rows(outcome: Outcome, *, samples_per_step: int, steps: int) -> Iterator[Row]:
-    """One object a step: what the picture needs and what explains it. Seconds leave compilation out."""
+    """Yield one object per step with the numbers for the plot and its explanation. Seconds exclude compilation."""
     rows = outcome.result.rows[:steps]
     began = outcome.began or (rows[0]["time"] - rows[0]["learner/step_seconds"] if rows else 0.0)
     began += compile_seconds(rows)
@@ -298,7 +302,7 @@ def step_rows(outcome: Outcome, *, samples_per_step: int, steps: int) -> Iterato
 
 
 def compile_seconds(rows: Sequence[Row]) -> float:
-    """What the first step took over the median one: its kernels are compiled, or read from a cache, in each process."""
+    """Return the extra time of the first step over the median one, to compile kernels or read them from a cache."""
     steps = [float(row["learner/step_seconds"]) for row in rows]
     return max(0.0, steps[0] - statistics.median(steps)) if steps else 0.0
 

@@ -1,9 +1,9 @@
-"""Answers of given lengths: each drawn from (seed, group id, index) alone, so every arm meets the same ones.
+"""Answers of given lengths. Each length depends only on (seed, group id, index), so every arm has the same lengths.
 
     rollout.function = "benchmarks.gpu.lengths:capped"   with rollout.ignore_eos = true
     reward.kind = "benchmarks.gpu.lengths:noise"
 
-Each prompt row carries the ``Lengths`` it is drawn from as its metadata.
+Each prompt row carries its ``Lengths`` distribution as metadata.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from asyncrl.rollouts.builtin import single_turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Lognormal lengths in tokens. ``mean`` is before they are cut at ``maximum``; ``sigma`` of the logarithm."""
+    """Lognormal lengths in tokens.
+
+    mean   mean before cutting at ``maximum``
+    sigma  standard deviation of the logarithm
+    """
 
     mean: float
     sigma: float
@@ -38,7 +42,7 @@ class Lengths:
         return max(1, min(self.maximum, round(math.exp(logarithm))))
 
     def drawn(self, *, groups: int, group_size: int) -> NDArray[np.int64]:
-        """Of the first ``groups`` groups."""
+        """Return the lengths of the first ``groups`` groups."""
         return np.array(
             [self.of(group_id=group, index=index) for group in range(groups) for index in range(group_size)]
         )
@@ -48,13 +52,13 @@ class Lengths:
 
 
 async def capped(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-    """A RolloutFn: one answer of exactly the length drawn for it."""
+    """A RolloutFn that samples one answer of exactly the drawn length."""
     length = Lengths(**prompt.metadata).of(group_id=prompt.group_id, index=index)
     return await single_turn(prompt, cast(Generate, partial(generate, max_new_tokens=length)), index=index)
 
 
 async def noise(samples: Sequence[Sample]) -> list[float]:
-    """A RewardFn: numbers in [0, 1) by the answer's first tokens, so that advantages are not zero."""
+    """A RewardFn: numbers in [0, 1) that depend on the answer's first tokens, so that advantages are not zero."""
     return [zlib.crc32(sample.trajectory.tokens[:16].tobytes()) / 2**32 for sample in samples]
 
 
@@ -63,11 +67,11 @@ async def noise(samples: Sequence[Sample]) -> list[float]:
 QUANTILES = (0.5, 0.95, 0.99)
 
 Histogram = Mapping[str, Sequence[float]]
-"""As in metrics.jsonl: counts[i] lengths fell in [edges[i], edges[i + 1]), edges 0, 1, 2, 4, 8, ..."""
+"""As in metrics.jsonl: counts[i] lengths are in [edges[i], edges[i + 1]), with edges 0, 1, 2, 4, 8, ..."""
 
 
 def merged(histograms: Sequence[Histogram]) -> dict[float, int]:
-    """Lower edge -> count, over steps."""
+    """Sum histograms over steps: lower edge -> count."""
     total: dict[float, int] = {}
     for histogram in histograms:
         for edge, count in zip(histogram["edges"], histogram["counts"], strict=False):
@@ -76,10 +80,11 @@ def merged(histograms: Sequence[Histogram]) -> dict[float, int]:
 
 
 def summary(counts: Mapping[float, int], drawn: NDArray[np.int64]) -> dict[str, float]:
-    """count, mean, p50, p95, p99 and max of lengths of which only the octave is known.
+    """Return count, mean, p50, p95, p99 and max of lengths that are known only by octave.
 
-    Within an octave they are taken to lie as those of ``drawn`` do. Generated and trained lengths are read in the same
-    way, so what differs between them is real. max is the largest drawn in the highest octave.
+    Within an octave, lengths are assumed to be distributed as those of ``drawn``. Generated and trained lengths are
+    treated in the same way, so a difference between them is real. max is the largest drawn length in the highest
+    octave.
     """
     number = sum(counts.values())
     if not number:
@@ -91,7 +96,7 @@ def summary(counts: Mapping[float, int], drawn: NDArray[np.int64]) -> dict[str, 
 
 
 def _spread(known: NDArray[np.int64], count: int, *, low: float) -> NDArray[np.float64]:
-    """``count`` lengths at even ranks of the sorted ``known`` ones; at the octave's edge if there is none."""
+    """Return ``count`` lengths at even ranks of the sorted ``known`` ones; at the octave's edge if there are none."""
     if not len(known):
         return np.full(count, low)
     return known[((np.arange(count) + 0.5) * len(known) / count).astype(np.int64)].astype(np.float64)

@@ -1,19 +1,19 @@
-"""Synchronous, one-step-off and asynchronous training on the same GPUs: tokens trained per second.
+"""Compare synchronous, one-step-off and asynchronous training on the same GPUs: tokens trained per second.
 
     python -m benchmarks.gpu.modes --gpus 4 --shape 0.6B --splits 2+2 1+3 --json docs/results/modes.jsonl
     python -m benchmarks.gpu.modes --arms async@1+1 sync@1+1 --gpus 2      these arms, in this order
     python -m benchmarks.gpu.modes --rehearse                              tiny, on a CPU: shows that all of it works
 
-The learner, the rollout workers, nats-server and SGLang are the real ones; the weights are random and the answers'
-lengths are drawn from (seed, group, index), so each arm meets the same ones. A split L+W is L GPUs for the learner's
-data-parallel ranks and W engines; colocated, every GPU has both. SGLang servers start once and serve every arm.
+The learner, the rollout workers, nats-server and SGLang are real. The weights are random, and the answers' lengths
+depend on (seed, group, index), so each arm has the same lengths. A split L+W is L GPUs for the learner's data-parallel
+ranks and W engines; colocated, every GPU has both. SGLang servers start once and serve every arm.
 
-Arms: async (weights loaded in flight, the learner waits for late answers), async_drain (engines run empty before they
-load), one_step_off, sync, sync_colocated; and async where groups that get too old are dropped (async_drop), or late
-answers are cancelled and what is done of their group is trained (async_partial). The first split runs all of them, the
-most telling first; whatever ends the sweep, the rows so far are in the JSON file. An arm is measured from the end of
-its last warm-up step (async: once the window was filled; 2 steps of one_step_off, 1 of sync) until --window seconds and
-two steps are over.
+Arms: async (weights are loaded in flight, and the learner waits for late answers), async_drain (engines drain before
+they load), one_step_off, sync, sync_colocated, async_drop (async, but groups that get too old are dropped), and
+async_partial (async, but late answers are cancelled and the finished answers of their group are trained). The first
+split runs all arms, the most informative first. If the sweep ends early, the JSON file has the rows so far. An arm is
+measured from the end of its last warm-up step (async: once the window was filled; 2 steps of one_step_off, 1 of sync)
+until --window seconds and two steps are over.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if options.prestart is None:
-        options.prestart = options.shape in ("tiny", "0.6B")  # two learners must fit into a GPU
+        options.prestart = options.shape in ("tiny", "0.6B")  # a GPU must have room for two learners
     return options
 
 
 def assignments(items: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE with TOML values; a bare word is a string. Raises ValueError."""
+    """Parse KEY=VALUE items with TOML values; a bare word is a string. Raises ValueError."""
     found: dict[str, Any] = {}
     for item in items:
         key, equals, text = item.partition("=")
@@ -156,13 +156,13 @@ def assignments(items: Sequence[str]) -> dict[str, Any]:
 
 
 def scene(options: argparse.Namespace, scratch: Path) -> Scene:
-    """Model and prompts are made on the way."""
+    """Make the scene, including its model and prompts."""
     lengths = Lengths(
         mean=options.length_mean, sigma=options.length_sigma, maximum=options.length_max, seed=options.seed
     )
     dtype = "bfloat16" if has_gpu() else "float32"
     model = scratch / "model"
-    # In a process of its own: what it holds of a GPU is free when it ends.
+    # In a separate process, so that its GPU memory is free when it ends.
     words = [sys.executable, "-m", "benchmarks.gpu.shapes", options.shape, str(model), dtype]
     subprocess.run(words, cwd=REPOSITORY, check=True)
     data = write_prompts(scratch / "prompts.jsonl", metadata=lengths.as_metadata(), seed=options.seed)
@@ -191,7 +191,7 @@ def scene(options: argparse.Namespace, scratch: Path) -> Scene:
 
 
 def estimate(options: argparse.Namespace) -> None:
-    """Print what each arm would reach and take on H200s."""
+    """Print the estimated result and duration of each arm on H200s."""
     total = 0.0
     for plan, speed, step_seconds in speeds(
         options.plans,
@@ -216,13 +216,13 @@ def estimate(options: argparse.Namespace) -> None:
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Of SGLang: room for the sequences of the fullest arm, decoded from graphs."""
+    """Return SGLang's options, with room for the sequences of the fullest arm, decoded with CUDA graphs."""
     if not has_gpu():
         return dict(options.engine)
     sequences = max(
         plan.running(options.groups, options.group_size, of_async=options.running) for plan in options.plans
     )
-    sequences = max(options.running, sequences) + options.group_size  # the last group taken may be over by its own
+    sequences = max(options.running, sequences) + options.group_size  # the last group may exceed the limit
     is_shared = any(plan.is_colocated for plan in options.plans)
     return {
         "mem-fraction-static": options.engine_memory or (0.4 if is_shared else 0.85),
@@ -232,14 +232,14 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_gpus(arms: Sequence[Plan]) -> list[int]:
-    """Those that have an engine in any arm: the last ones, and all when one is colocated."""
+    """Return the GPUs with an engine in any arm: the last ones, or all if an arm is colocated."""
     if not has_gpu():
         return [0]
     return sorted({gpu for plan in arms for gpu in plan.engine_gpus})
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code 1 when the staleness bound was broken, an arm failed, or the servers do not start."""
+    """Exit code 1 if the staleness bound was exceeded, an arm failed, or the servers do not start."""
     options = arguments(given)
     if options.estimate:
         estimate(options)
@@ -265,7 +265,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 print(line(row), flush=True)
                 keep(row, options.json)
                 if len(rows) == 1 and "error" in row:
-                    break  # the others would fail alike, and GPUs are held
+                    break  # the other arms would fail in the same way
     except (FleetError, subprocess.CalledProcessError) as error:
         print(f"modes: {error}", file=sys.stderr)
         return 1

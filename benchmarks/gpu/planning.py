@@ -1,11 +1,11 @@
-"""`asyncrl plan` against what a run then does: one learner and one engine, a case after another.
+"""Compare the prediction of `asyncrl plan` with a real run: one learner and one engine, case by case.
 
     python -m benchmarks.gpu.planning --json docs/results/gpu/planning.jsonl   0.6B on two GPUs, five minutes a case
     python -m benchmarks.gpu.planning --rehearse                               tiny, on a CPU: shows that it works
 
-Of each case: what the plan predicts for one learner and one engine, and the trained tokens a second of a real run of
-the same settings, over the steps behind those that fill its window. Answers have lengths that are drawn and not sampled
-(benchmarks/gpu/lengths.py), the model has random weights. The goal is a prediction within 15 %.
+For each case: the plan's prediction for one learner and one engine, and the trained tokens per second of a real run
+with the same settings, over the steps after the window is filled. The lengths of answers are drawn in advance, not
+sampled (benchmarks/gpu/lengths.py), and the model has random weights. The goal is a prediction within 15 %.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ HEAD: Final = "case               predicted tok/s  measured tok/s  predicted/mea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """length_mean: of answers;  groups: of 8 answers a batch;  seconds: of measuring each side;  steps: of the run"""
+    """
+    length_mean  mean length of answers
+    groups       groups of 8 answers per batch
+    seconds      time to measure each side
+    steps        steps of the run
+    """
 
     length_mean: int
     length_max: int
@@ -70,7 +75,7 @@ def overrides(case: Case, scratch: Path, *, is_rehearsal: bool) -> dict[str, Any
 
 
 def asked(verb: str, settings: Mapping[str, Any], log: Path, *words: str, limit: float) -> str:
-    """stdout of `asyncrl VERB`; its stderr goes to ``log``. Raises CalledProcessError, TimeoutExpired."""
+    """Run `asyncrl VERB` and return its stdout; stderr goes to ``log``. Raises CalledProcessError, TimeoutExpired."""
     line = [sys.executable, "-m", "asyncrl", verb, "benchmarks/gpu/modes.toml", *words]
     for key, value in settings.items():
         line += ["--set", f"{key}={as_toml(value)}"]
@@ -82,7 +87,7 @@ def asked(verb: str, settings: Mapping[str, Any], log: Path, *words: str, limit:
 
 
 def measured(rows: Sequence[Mapping[str, Any]], *, warmup: int) -> float:
-    """Trained tokens a second, from the end of step ``warmup`` to the last one's."""
+    """Return trained tokens per second from the end of step ``warmup`` to the end of the last step."""
     counted = rows[warmup:]
     return float(sum(row["length/trained_tokens"] for row in counted) / (rows[-1]["time"] - rows[warmup - 1]["time"]))
 
@@ -121,7 +126,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code 1 when a case failed."""
+    """Exit code 1 if a case failed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.planning",
         description=__doc__,

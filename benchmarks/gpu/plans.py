@@ -1,4 +1,4 @@
-"""Which arms a comparison has, on which GPUs each runs, and in which order. Pure."""
+"""The arms of a comparison, their GPUs, and their order. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.config.run import Mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """mode, load, settings: of the run file; an empty load is what the mode implies."""
+    """mode, load, settings  keys of the run file; an empty load is the mode's default"""
 
     mode: Mode
     load: str = ""
@@ -29,7 +29,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "async_drop": Kind(mode="async", load="in_flight", settings={"staleness.eviction": "drop"}),
     "async_partial": Kind(mode="async", load="in_flight", settings={"staleness.stragglers": "partial"}),
 }
-"""The order is the order they run in: if time runs out, what is left out matters least."""
+"""In the order in which they run. If time runs out, the least important arms are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +65,20 @@ class Plan:
         return {"sync": 0, "one_step_off": 1, "async": bound_of_async}[self.kind.mode]
 
     def warmup(self, bound_of_async: int) -> int:
-        """Steps until the window was filled once."""
+        """Return the steps until the window was filled once."""
         return self.max_staleness(bound_of_async) + 1
 
     def running(self, groups_per_batch: int, group_size: int, *, of_async: int) -> int:
-        """Samples one worker has in progress. With a barrier it is its even part of the batch: whoever takes more is
-        the one all wait for."""
+        """Return the samples that one worker has in progress.
+
+        With a barrier, it is an even share of the batch, because all would wait for a worker with more.
+        """
         even = math.ceil(groups_per_batch / self.workers) * group_size
         return of_async if self.kind.mode == "async" else even
 
 
 def plans(arms: Sequence[str], *, splits: Sequence[str], gpus: int) -> list[Plan]:
-    """All ``arms`` at the first split, then those that are apart at the others. Raises ValueError."""
+    """Return all ``arms`` at the first split, then the arms that are not colocated at the others. Raises ValueError."""
     found = [parse_arm(f"{arm}@{splits[0] if splits else _half(gpus)}", gpus=gpus) for arm in KINDS if arm in arms]
     for split in splits[1:]:
         found += [
@@ -88,7 +90,7 @@ def plans(arms: Sequence[str], *, splits: Sequence[str], gpus: int) -> list[Plan
 
 
 def parse_arm(text: str, *, gpus: int) -> Plan:
-    """ARM@L+W, or ARM for a colocated one. Raises ValueError."""
+    """Parse ARM@L+W, or ARM for a colocated arm. Raises ValueError."""
     arm, _, split = text.partition("@")
     if arm not in KINDS:
         raise ValueError(f"{text!r}: no such arm; there are {', '.join(KINDS)}")

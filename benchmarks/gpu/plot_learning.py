@@ -1,11 +1,11 @@
-"""Table and picture of what learning.py measured.
+"""Table and plot of the results of learning.py.
 
     python -m benchmarks.gpu.plot_learning docs/results/gpu/learning.jsonl docs/results/gpu/learning.png
 
-Left, reward over the samples that the weights had been trained on which earned it; right, over seconds since the first
-token, as the samples are trained. Lines are means of the seeds, each smoothed over its last five steps; bands are one
-standard error; dots are held-out problems, answered by the last weights. Of several runs of an arm and seed the last of
-the longest counts; runs that were cut short before LEAST_SHARE of the longest are left out.
+Left: reward over the number of samples that the sampling weights had been trained on. Right: reward over seconds since
+the first token, at the time of training. Lines are means over seeds, each smoothed over its last five steps. Bands are
+one standard error. Dots are held-out problems, answered by the last weights. If an arm and seed have several runs, the
+last of the longest counts. Runs cut short before LEAST_SHARE of the longest are left out.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ STYLES: Final[Mapping[str, tuple[str, str, str]]] = {
     "async-4-adaptive": ("#3d8f5b", ":", "staleness ≤ 4, TIS, adaptive bound"),
     "async-4-ess": ("#7b4fa3", "-", "staleness ≤ 4, TIS, learning rate × √ESS"),
 }
-"""Colour, line and name of each arm, in the legend's order."""
+"""Colour, line style and name of each arm, in the order of the legend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One run of one arm: a number for each step. held_out: what its last weights got right, nan when not examined."""
+    """One run of one arm, with numbers for each step.
+
+    held_out  share that its last weights got right; nan if not examined
+    """
 
     arm: str
     seed: int
@@ -54,11 +57,11 @@ class Curve:
     rows: Sequence[Row]
 
     def of(self, name: str) -> Array:
-        """nan where a step has no such number."""
+        """Return a number for each step; nan where a step lacks it."""
         return np.array([np.nan if row.get(name) is None else row[name] for row in self.rows], np.float64)
 
     def smooth(self) -> Array:
-        """Reward of a step and those just before it."""
+        """Mean reward of each step and those just before it."""
         sums = np.cumsum(np.concatenate([[0.0], self.of("reward")]))
         ends = np.arange(1, len(sums))
         starts = np.maximum(ends - SMOOTHING, 0)
@@ -66,19 +69,19 @@ class Curve:
         return means
 
     def learned(self) -> Array:
-        """Samples that the weights which answered in a step had been trained on, mean over its tokens; never falls."""
+        """Samples that the sampling weights of each step had been trained on, mean over its tokens; never decreases."""
         steps = self.of("step")
         versions = np.maximum.accumulate(steps - 1 - np.nan_to_num(self.of("staleness_mean")))
         learned: Array = versions * self.of("samples") / steps
         return learned
 
     def at(self, seconds: Array) -> Array:
-        """Smoothed reward at these times; before the end of the first step, that step's."""
+        """Return the smoothed reward at these times; before the end of the first step, that step's reward."""
         rewards: Array = np.interp(seconds, self.of("seconds"), self.smooth())
         return rewards
 
     def seconds_to(self, reward: float) -> float:
-        """When the smoothed reward first got there, once it has steps to be smoothed over; nan when it never did."""
+        """Return when the smoothed reward first reached a value, with enough steps to smooth over; nan if never."""
         there = np.flatnonzero(self.smooth()[SMOOTHING - 1 :] >= reward)
         return float(self.of("seconds")[SMOOTHING - 1 + there[0]]) if len(there) else float("nan")
 
@@ -87,7 +90,7 @@ Arms = dict[str, list[Curve]]
 
 
 def read(paths: Sequence[Path]) -> Arms:
-    """Curves by arm, arms in the order of STYLES. Arms it does not know are left out."""
+    """Return curves by arm, in the order of STYLES. Unknown arms are left out."""
     found: dict[tuple[str, int], Curve] = {}
     for about, rows in runs(json.loads(line) for path in paths for line in path.read_text().splitlines()):
         curve = Curve(
@@ -111,7 +114,7 @@ def read(paths: Sequence[Path]) -> Arms:
 
 
 def runs(rows: Iterator[Row]) -> Iterator[tuple[Row, list[Row]]]:
-    """What each run is, and its steps, which follow it in the file."""
+    """Yield each run's description, and its steps, which follow the description in the file."""
     found: list[tuple[Row, list[Row]]] = []
     for row in rows:
         if "run" in row:
@@ -122,7 +125,7 @@ def runs(rows: Iterator[Row]) -> Iterator[tuple[Row, list[Row]]]:
 
 
 def mean_and_error(values: Array) -> tuple[Array, Array]:
-    """Over the first axis; the standard error of one seed is nan.  [S, ...] -> [...], [...]"""
+    """Return mean and standard error over the first axis, [S, ...] -> [...], [...]. The error of one seed is nan."""
     if len(values) < 2:
         return values.mean(0), np.full(values.shape[1:], np.nan)
     return values.mean(0), values.std(0, ddof=1) / np.sqrt(len(values))
@@ -137,7 +140,8 @@ HEAD: Final = (
 
 
 def table(arms: Arms) -> Iterator[str]:
-    """Reward: of the last fifth of the samples that every run has. Seconds to: 0.9 of the first arm's reward."""
+    """Yield the lines of the table. Reward: over the last fifth of the samples that every run has. Seconds to: 0.9 of
+    the first arm's reward."""
     steps = min(len(curve.rows) for curves in arms.values() for curve in curves)
     rewards = {arm: mean_and_error(np.array([final(curve, steps) for curve in curves])) for arm, curves in arms.items()}
     exams = {arm: mean_and_error(np.array([curve.held_out for curve in curves])) for arm, curves in arms.items()}
@@ -174,14 +178,14 @@ def final(curve: Curve, steps: int) -> float:
 
 
 def difference(ours: tuple[Array, Array], others: tuple[Array, Array]) -> str:
-    """With its standard error, in which it is told whether it is more than one."""
+    """Return the difference with its standard error, and whether it is more than one standard error."""
     gap, error = float(ours[0] - others[0]), float(np.hypot(ours[1], others[1]))
     verdict = "" if not np.isfinite(error) else "  within" if abs(gap) <= error else "  above" if gap > 0 else "  BELOW"
     return f"{gap:+.3f} ± {error:.3f}{verdict}"
 
 
 def _mean(curves: Sequence[Curve], name: str) -> float:
-    """Over the later half of the steps, where the window has been filled; nan when no step has it."""
+    """Return the mean over the later half of the steps, where the window is filled; nan if no step has the number."""
     values = np.concatenate([curve.of(name)[len(curve.rows) // 2 :] for curve in curves])
     return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
@@ -219,14 +223,14 @@ def draw(arms: Arms, target: Path) -> None:
 
 
 def by_samples(curves: Sequence[Curve]) -> tuple[Array, Array, Array]:
-    """Samples learned from, mean reward, standard error; as far as every seed got."""
+    """Return samples learned from, mean reward, standard error, up to where every seed got."""
     samples = np.linspace(0.0, min(curve.learned()[-1] for curve in curves), 200)
     rewards = [np.interp(samples, curve.learned(), curve.smooth()) for curve in curves]
     return samples, *mean_and_error(np.array(rewards))
 
 
 def by_seconds(curves: Sequence[Curve]) -> tuple[Array, Array, Array]:
-    """Seconds, mean reward, standard error; from where every seed has a step to where the first of them ends."""
+    """Return seconds, mean reward, standard error, from where every seed has a step to where the first seed ends."""
     begin = max(curve.of("seconds")[0] for curve in curves)
     end = min(curve.of("seconds")[-1] for curve in curves)
     seconds = np.linspace(begin, end, 200)
@@ -241,7 +245,10 @@ def band(axes: Any, arm: str, x: Array, mean: Array, error: Array) -> None:
 
 
 def dot(axes: Any, arm: str, curves: Sequence[Curve], *, place: float) -> None:
-    """``place``: dots lie beside each other behind the curves' end."""
+    """Draw the dots of an arm.
+
+    place  horizontal place, so that dots stand side by side after the end of the curves
+    """
     mean, error = mean_and_error(np.array([curve.held_out for curve in curves]))
     samples = place * np.mean([curve.of("samples")[-1] for curve in curves])
     axes.errorbar(samples, mean, yerr=np.nan_to_num(error), fmt="o", markersize=4, color=STYLES[arm][0], capsize=2)

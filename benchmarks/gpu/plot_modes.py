@@ -1,10 +1,10 @@
-"""Draws what modes.py measured.
+"""Plot the results of modes.py.
 
     python -m benchmarks.gpu.plot_modes docs/results/modes.jsonl docs/results/modes.png
 
-A column for each model, number of GPUs and longest answer. Above, tokens trained per second: a bar is an arm at its
-best split, dots are its other splits, settings and runs. Below, what share of the time learner and engines of that arm
-had nothing to do.
+There is a column for each model, number of GPUs and longest answer. Top: tokens trained per second; a bar is an arm at
+its best split, dots are its other splits, settings and runs. Bottom: the share of time in which the arm's learner and
+engines were idle.
 """
 
 from __future__ import annotations

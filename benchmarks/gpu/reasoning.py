@@ -1,13 +1,14 @@
-"""The tasks of learning.py: arithmetic made by reasoning-gym, worked one operation at a time.
+"""The tasks of learning.py: arithmetic from reasoning-gym, worked one operation at a time.
 
     python -m benchmarks.gpu.reasoning benchmarks/gpu/tasks/sums --tasks sums          makes the problems; needs
     python -m benchmarks.gpu.reasoning benchmarks/gpu/tasks/mixed                      reasoning-gym
 
-SmolLM2-135M-Instruct that is asked for a sum chats, and guesses. Shown three sums worked line by line it takes that up
-now and then, and a third of its answers are right. Sums of two to four numbers are a worse task: the answer to two
-numbers is short and easy, and a policy that gives it to all sums is hard to get out of (docs/results/performance.md).
+If asked for a sum, SmolLM2-135M-Instruct chats and guesses. With three examples worked line by line in its prompt, it
+sometimes follows them, and a third of its answers are right. Sums of two to four numbers are a worse task: the answer
+to two numbers is short and easy, and a policy that gives such answers to all sums hardly recovers
+(docs/results/performance.md).
 
-Mixed, a third of the problems each: sums of three one-digit numbers, and sums and differences of two and of three
+Mixed has a third of the problems each: sums of three one-digit numbers, and sums and differences of two and of three
 two-digit numbers.
 """
 
@@ -31,17 +32,20 @@ Row = dict[str, Any]
 TASKS: Final = Path(__file__).with_name("tasks")
 TRAINED: Final = "trained.jsonl"
 HELD_OUT: Final = "held_out.jsonl"
-"""One {"task": "sums", "expression": "4 + 5 + 2", "answer": "11"} a line. None of the second file is in the first."""
+"""One {"task": "sums", "expression": "4 + 5 + 2", "answer": "11"} per line. The two files have no problem in common."""
 
 ANSWER: Final = r"The answer is (-?\d+)"
-"""The last such number is right or wrong; reasoning-gym compares the same way. The pattern is learning.toml's too."""
+"""The last match is the answer; reasoning-gym compares the same way. learning.toml has the same pattern."""
 
 _EXAM_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """dataset: of reasoning-gym, with its settings. shots: expressions that are shown with their worked answers."""
+    """
+    dataset  data set of reasoning-gym, with its settings
+    shots    expressions that the prompt shows with their worked answers
+    """
 
     dataset: str
     settings: Mapping[str, Any]
@@ -77,7 +81,7 @@ _OPERATIONS: Final = {"+": operator.add, "-": operator.sub}
 
 
 def messages(task: str, expression: str) -> list[dict[str, str]]:
-    """The chat that asks for an expression, behind three that were answered.
+    """Return the chat that asks for an expression, after three answered ones.
 
     >>> messages("sums", "1 + 2")[-1]
     {'role': 'user', 'content': 'What is 1 + 2?'}
@@ -89,7 +93,7 @@ def messages(task: str, expression: str) -> list[dict[str, str]]:
 
 
 def worked(expression: str) -> str:
-    """The answer we hope for; operations in their order.
+    """Return the ideal answer, with its operations in order.
 
     >>> print(worked("4 + 5 - 2"))
     4 + 5 = 9
@@ -106,7 +110,7 @@ def worked(expression: str) -> str:
 
 
 def write_prompts(path: Path, *, tasks: Path) -> Path:
-    """The run's data: chats and labels as JSONL, in the problems' order."""
+    """Write the run's data: chats and labels as JSONL, in the order of the problems."""
     with path.open("w") as file:
         for problem in _problems(tasks / TRAINED):
             row = {"prompt": messages(problem["task"], problem["expression"]), "label": problem["answer"]}
@@ -115,7 +119,7 @@ def write_prompts(path: Path, *, tasks: Path) -> Path:
 
 
 class Exam:
-    """The held-out problems, each several times, as a server is asked."""
+    """The held-out problems as requests to a server, each several times."""
 
     def __init__(
         self, tokenizer: Any, *, max_new_tokens: int, tasks: Path, problems: int = 256, samples: int = 4
@@ -129,10 +133,10 @@ class Exam:
         self._max_new_tokens = max_new_tokens
 
     def take(self, url: str) -> Row:
-        """What the weights that an SGLang server has now get right, at temperature 1. Raises OSError."""
+        """Examine the current weights of an SGLang server at temperature 1, and return the result. Raises OSError."""
         body = {
             "input_ids": self._prompts,
-            "extra_key": uuid.uuid4().hex,  # its cache may hold keys of older weights
+            "extra_key": uuid.uuid4().hex,  # its cache may hold KV of older weights
             "sampling_params": {"max_new_tokens": self._max_new_tokens, "temperature": 1.0},
         }
         texts = [reply["text"] for reply in ask(url, "/generate", body, seconds=_EXAM_SECONDS)]
@@ -158,7 +162,7 @@ def _problems(path: Path) -> list[dict[str, str]]:
 
 
 def write_problems(folder: Path, *, tasks: Sequence[str], count: int, held_out: int, seed: int) -> None:
-    """What reasoning-gym draws: ``count`` problems, some of them twice, then ``held_out`` others; tasks in turn."""
+    """Write problems drawn by reasoning-gym: ``count``, some of them twice, then ``held_out`` others; tasks in turn."""
     trained = [drawn(task, count=count, held_out=held_out, seed=seed) for task in tasks]
     folder.mkdir(parents=True, exist_ok=True)
     for name, size, which in ((TRAINED, count, 0), (HELD_OUT, held_out, 1)):
@@ -168,8 +172,8 @@ def write_problems(folder: Path, *, tasks: Sequence[str], count: int, held_out: 
 
 
 def drawn(task: str, *, count: int, held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """``count`` problems of a task, and ``held_out`` that are not among them or shown; fewer where it has no more."""
-    import reasoning_gym  # type: ignore[import-untyped]  # for who makes the files, not for who trains on them
+    """Draw ``count`` problems of a task, and up to ``held_out`` new ones that prompts do not show."""
+    import reasoning_gym  # type: ignore[import-untyped]  # only to make the files; training does not need it
 
     kind = KINDS[task]
     problems = reasoning_gym.create_dataset(kind.dataset, size=2 * count, seed=seed, **kind.settings)

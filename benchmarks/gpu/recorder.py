@@ -1,11 +1,11 @@
-"""Watches an arm from outside while it runs: what each server decodes, what each actor says on the bus.
+"""Record an arm from outside while it runs: the load of each server, and the heartbeats of each actor on the bus.
 
-A sample every 0.25 s, as a JSON object:
+Takes a sample every 0.25 s, as a JSON object:
 
     time        Unix seconds
-    published   newest policy version announced, -1 before the first
-    engines     of each server {running, waiting, version}, null where it did not answer
-    actors      of each actor its heartbeat (2 s old at most): waits_for, waiting_seconds, version, and its numbers
+    published   newest announced policy version; -1 before the first
+    engines     for each server {running, waiting, version}; null if it did not answer
+    actors      for each actor its heartbeat (at most 2 s old): waits_for, waiting_seconds, version, and its numbers
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SAMPLE_SECONDS: Final = 0.25
 
 
 class Recorder:
-    """``with Recorder(...) as recorder``: a thread of its own; ``recorder.samples`` grows meanwhile.
+    """``with Recorder(...) as recorder``: records in its own thread, to ``recorder.samples``.
 
-    run   the arm's configuration: its bus is joined under the same limits
-    path  gets the samples as JSON lines
+    run   the arm's configuration; the recorder joins its bus with the same limits
+    path  file for the samples as JSON lines
     """
 
     def __init__(self, urls: Sequence[str], *, bus: BusAddress, run: RunConfig, path: Path) -> None:
@@ -104,7 +104,7 @@ class Recorder:
 
 
 def engine_state(url: str) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError, KeyError):  # the sample says null, and the next one asks again
+    with contextlib.suppress(OSError, ValueError, KeyError):  # the sample has null; the next one retries
         running, waiting = running_and_waiting(url)
         version = str(ask(url, "/model_info", seconds=2.0).get("weight_version", ""))
         return {"running": running, "waiting": waiting, "version": version}

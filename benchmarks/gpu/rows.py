@@ -1,4 +1,4 @@
-"""What a row of results says of itself, and how it gets into a file of JSON lines."""
+"""Metadata of a result row, and saving rows to a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.gpu.fleet import has_gpu
 from benchmarks.gpu.window import Row
 
 _PLACES: Final = ("--json", "--out", "--models", "--profile")
-"""Options that say where files go, and nothing of what was measured."""
+"""Options for output files, which do not affect the measurement."""
 
 
 def command(module: str, given: Sequence[str] | None = None) -> str:
-    """What repeats a measurement: this process's command line, without where it wrote."""
+    """Return the command that repeats a measurement: this process's command line without output files."""
     words = list(sys.argv[1:] if given is None else given)
     kept = [
         word
@@ -32,7 +32,7 @@ def command(module: str, given: Sequence[str] | None = None) -> str:
 
 @functools.cache
 def machine() -> Row:
-    """device: the first GPU's name, asked without a CUDA context of our own, which would take memory there."""
+    """Return {"device": name of the first GPU}, without creating a CUDA context, which would take GPU memory."""
     versions = {}
     for package in ("torch", "sglang", "megatron-core"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -46,7 +46,7 @@ def machine() -> Row:
 
 
 def keep(row: Row, path: Path | None) -> None:
-    """At once, so that a call that is cut off keeps what it measured."""
+    """Append a row at once, so that an interrupted benchmark keeps its results."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:

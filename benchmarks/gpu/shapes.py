@@ -1,8 +1,8 @@
-"""Model folders of real sizes with random weights, made in seconds, for benchmarks that need no model that can speak.
+"""Make model folders of real sizes with random weights in seconds, for benchmarks that need no trained model.
 
     python -m benchmarks.gpu.shapes 0.6B FOLDER [bfloat16 | float32]
 
-Qwen3's layers and vocabulary; the tokenizer is asyncrl.data.tiny_model's, which knows the first forty ids and decodes
+They have Qwen3's layers and vocabulary. The tokenizer of asyncrl.data.tiny_model knows the first forty ids, and decodes
 the others to nothing.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 PROMPT_CHARACTERS: Final = 100
-"""Of one prompt, and so its tokens."""
+"""Characters of a prompt, and so its number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
         experts_per_token=2,
         expert_ffn=32,
     ),
-    # The first layers of its 48.
+    # The first of its 48 layers.
     **{
         f"30B-A3B:{layers}": Shape(hidden=2048, layers=layers, ffn=6144, heads=32, kv_heads=4, experts=128)
         for layers in (4, 6, 12, 18)
@@ -64,7 +64,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
 
 
 def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
-    """Config, weights (normal, 0.02; tied embeddings) and tokenizer in ``folder``, which is returned."""
+    """Write config, weights (normal, 0.02; tied embeddings) and tokenizer to ``folder``, and return it."""
     import safetensors.torch
     import torch
     import transformers
@@ -97,7 +97,7 @@ def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int
     generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(size: tuple[int, ...]) -> torch.Tensor:
-        if len(size) == 1:  # a norm's weight
+        if len(size) == 1:  # the weight of a norm
             return torch.ones(size, dtype=getattr(torch, dtype))
         random = torch.randn(size, generator=generator, device=device, dtype=getattr(torch, dtype))
         return random.mul_(0.02).cpu()
@@ -108,7 +108,7 @@ def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int
 
 
 def _experts(shape: Shape) -> dict[str, Any]:
-    """Entries of config.json."""
+    """Return the entries of config.json about experts."""
     return {
         "num_experts": shape.experts,
         "num_experts_per_tok": shape.experts_per_token,
@@ -118,7 +118,7 @@ def _experts(shape: Shape) -> dict[str, Any]:
 
 
 def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor's Hugging Face name and size."""
+    """Yield the Hugging Face name and size of every tensor."""
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     yield "model.embed_tokens.weight", (shape.vocabulary, shape.hidden)
     for layer in range(shape.layers):
@@ -153,7 +153,7 @@ def num_parameters(shape: Shape) -> int:
 
 
 def write_prompts(path: Path, *, metadata: Mapping[str, Any], rows: int = 4096, seed: int = 0) -> Path:
-    """Random text, PROMPT_CHARACTERS a row, all different; each row carries ``metadata``."""
+    """Write rows of random text, PROMPT_CHARACTERS each, all different; each row carries ``metadata``."""
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz "))
     random = np.random.default_rng(seed)
     with path.open("w") as file:

@@ -1,11 +1,11 @@
-"""How long `asyncrl run` takes until it trains: until the first sample begins, the first group is done, the first step.
+"""Measure the start of `asyncrl run`: time to the first sample's start, the first complete group, and the first step.
 
     python -m benchmarks.gpu.start                     0.6B, one learner GPU and one engine, three starts
     python -m benchmarks.gpu.start --rehearse          tiny, on a CPU: shows that all of it works
 
-Each start is a run of its own of two steps, one behind the other: on a fresh machine the first compiles the engine's
-and the learner's kernels, and the next ones find them. The last row is a run that is resumed. Python keeps bytecode,
-even where PYTHONDONTWRITEBYTECODE is set: SGLang imports 7,000 modules in each of two processes.
+Each start is a separate run of two steps, one after another. On a fresh machine the first run compiles the engine's and
+the learner's kernels, and the next ones reuse them. The last row is a resumed run. Python writes bytecode even if
+PYTHONDONTWRITEBYTECODE is set, because SGLang imports 7,000 modules in each of two processes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def environment() -> dict[str, str]:
 
 
 def start(name: str, options: argparse.Namespace, scratch: Path, *, steps: int, resume: bool) -> dict[str, Any]:
-    """One start: Unix times are of this machine, like its processes'."""
+    """Measure one start. Its Unix times come from the same machine's clock as its processes' times."""
     words = [sys.executable, "-m", "asyncrl", "run", "benchmarks/gpu/modes.toml", *(["--resume"] if resume else [])]
     for key, value in (overrides(options, scratch) | {"run.name": name, "run.steps": steps}).items():
         words += ["--set", f"{key}={as_toml(value)}"]
@@ -66,7 +66,7 @@ def start(name: str, options: argparse.Namespace, scratch: Path, *, steps: int, 
             code = subprocess.run(
                 words, stdout=file, stderr=file, timeout=_LIMIT_SECONDS, check=False, env=environment()
             ).returncode
-        except subprocess.TimeoutExpired:  # what it started ends with it
+        except subprocess.TimeoutExpired:  # its child processes end with it
             code = -1
     ended = time.time() - since
     path = scratch / "runs" / name / "timeline.jsonl"
@@ -97,7 +97,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code 1 when a start failed."""
+    """Exit code 1 if a start failed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.start", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Runs the arms of a comparison one after the other on servers that stay up. A failed arm is a row with its error."""
+"""Run the arms of a comparison one after another on servers that stay up. A failed arm gives a row with its error."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from benchmarks.gpu.window import Row, Rule, measure
 RUN_FILE: Final = Path(__file__).with_name("modes.toml")
 
 _LEAST_SECONDS: Final = 20.0
-"""An arm that would get less of the budget is not started."""
+"""An arm does not start with less of the budget left than this."""
 _MESSAGE_BYTES: Final = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What all arms have in common.
+    """Parameters that all arms share.
 
     running   sequences of one engine in async arms
-    warmup    steps; 0 takes the plan's own
-    settings  of the run file, over everything else
-    out       gets a folder of each arm: logs, metrics, timeline
-    scratch   weights and the bus's store; in memory if there is room
+    warmup    warm-up steps; 0: the plan's
+    settings  keys of the run file that override everything else
+    out       folder for a folder of each arm: logs, metrics, timeline
+    scratch   folder for weights and the bus's store; in memory if there is room
     """
 
     shape: str
@@ -64,7 +64,7 @@ class Scene:
         return Rule(warmup=self.warmup or plan.warmup(self.max_staleness), seconds=self.window_seconds)
 
     def channel_of(self, plan: Plan) -> str:
-        """Two NCCL processes cannot meet on one GPU: colocated weights go through a folder in memory."""
+        """Return the weight channel. Two NCCL ranks cannot share a GPU, so colocated arms use a folder in memory."""
         return "files" if plan.is_colocated else self.channel
 
     def overrides(self, plan: Plan) -> dict[str, Any]:
@@ -116,11 +116,14 @@ class Scene:
 
 
 class Sweep:
-    """``is_prestarting``: start the next arm's learner at an arm's first step. It loads its model and waits for
-    workers, so the start of its process is not paid between arms; its model must fit beside the other learner."""
+    """A sweep over arms.
+
+    is_prestarting  start the next arm's learner at an arm's first step. It loads its model and waits for workers, which
+                    saves its start between arms. Its model must fit into memory together with the other learner's.
+    """
 
     def __init__(self, scene: Scene, fleet: Fleet, *, gpus: Sequence[int], is_prestarting: bool) -> None:
-        """``gpus``: of the fleet's servers, in its order."""
+        """gpus   GPUs of the fleet's servers, in the same order"""
         self._scene = scene
         self._fleet = fleet
         self._gpus = gpus
@@ -129,7 +132,7 @@ class Sweep:
         self._started = time.strftime("%H%M%S")
 
     def run(self, plans: Sequence[Plan], *, budget_seconds: float) -> Iterator[Row]:
-        """A row of each arm when it is done."""
+        """Yield the row of each arm when it is done."""
         deadline = time.monotonic() + budget_seconds
         stage: _Stage | None = None
         following: _Stage | None = None
@@ -162,7 +165,7 @@ class Sweep:
 
 
 class _Stage:
-    """One arm from its bus to its row. Whatever goes wrong is in the row."""
+    """One arm, from its bus to its row. The row holds any error."""
 
     def __init__(self, scene: Scene, plan: Plan, *, name: str, urls: Sequence[str], drawn: Any) -> None:
         self.name = name
@@ -179,7 +182,7 @@ class _Stage:
         self._overrides = self._scene.overrides(self._plan) | {"run.name": self.name}
         run = config.load(RUN_FILE, settings(self._overrides))
         largest = max(_MESSAGE_BYTES, run.largest_group_bytes)
-        # Nothing is trimmed without a checkpoint: the log must take every group the run may make.
+        # The log is trimmed only after a checkpoint, so it must have room for every group of the run.
         log_bytes = (run.window + run.run.steps * run.learner.groups_per_batch) * run.largest_group_bytes
         self._overrides |= {"bus.max_message_bytes": largest, "bus.max_log_bytes": log_bytes}
         self._run = config.load(RUN_FILE, settings(self._overrides))
@@ -252,7 +255,7 @@ class _Stage:
         return found
 
     def _keep(self, timeline: Path, result: ArmResult) -> None:
-        """The steps behind the samples, and what arm this is: all that a picture of it needs in one file."""
+        """Append the steps and the arm's description to the samples, so that one file has everything for a plot."""
         with timeline.open("a") as file:
             for row in result.rows:
                 file.write(json.dumps({"step": row}) + "\n")

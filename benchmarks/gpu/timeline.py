@@ -1,8 +1,8 @@
-"""Draws one steady minute of an arm: who works, who waits for whom.
+"""Plot one steady minute of an arm: which parts work, and which wait for what.
 
     python -m benchmarks.gpu.timeline runs/modes/ARM/timeline.jsonl docs/results/timeline.png --seconds 60
 
-Reads what an arm of modes.py leaves: the recorder's samples and the learner's steps. Prints who waited for what.
+Reads the recorder's samples and the learner's steps of an arm of modes.py. Prints which actor waited for what.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from benchmarks.gpu.window import Row, Sample
 STEP, WAIT, EXPORT, PAUSE, RUNNING, QUEUED = "#3c8d5a", "#c8503c", "#8a5fb0", "#c8503c", "#2a6fbb", "#cfdff0"
 _NUMBER: Final = re.compile(r"\b\d+ ")
 _LEAST_PAUSE: Final = 0.15
-"""Seconds that a pause is drawn wide at least: most are too short to be seen."""
+"""Minimum width of a drawn pause, in seconds, because most pauses are too short to see."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One arm's file, cut to ``begin`` to ``end`` (Unix seconds). engines: how many servers."""
+    """One arm's file, cut to ``begin`` to ``end`` (Unix seconds).
+
+    engines  number of servers
+    """
 
     samples: list[Sample]
     steps: list[Row]
@@ -41,7 +44,7 @@ class Record:
 
 
 def read(path: Path, *, seconds: float) -> Record:
-    """The last ``seconds`` before the last step's end, as far as they lie behind the warm-up. Raises ValueError."""
+    """Read the last ``seconds`` before the end of the last step, without the warm-up. Raises ValueError."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     samples = [line for line in lines if "engines" in line]
     steps = [line["step"] for line in lines if "step" in line]
@@ -61,7 +64,7 @@ def read(path: Path, *, seconds: float) -> Record:
 
 
 def learner_spans(steps: Sequence[Row]) -> Iterator[tuple[str, float, float]]:
-    """(color, start, seconds) of waiting, training, and copying the weights, around each step's end."""
+    """Yield (color, start, seconds) of waiting, training, and copying the weights, around the end of each step."""
     for step in steps:
         end, trained = float(step["time"]), float(step["learner/step_seconds"])
         waited = float(step["learner/wait_seconds"])
@@ -71,15 +74,17 @@ def learner_spans(steps: Sequence[Row]) -> Iterator[tuple[str, float, float]]:
 
 
 def published(samples: Sequence[Sample]) -> Iterator[tuple[float, int]]:
-    """(time, version) of each announcement."""
+    """Yield (time, version) of each announcement."""
     for before, after in zip(samples, samples[1:], strict=False):
         if after["published"] > before["published"]:
             yield after["time"], after["published"]
 
 
 def loads(samples: Sequence[Sample], engine: int) -> Iterator[tuple[float, float]]:
-    """(time, pause seconds) of each load of one engine: seen when its version changes; the pause its worker tells,
-    within 2 s of it."""
+    """Yield (time, pause seconds) of each load of one engine.
+
+    A load shows as a change of version. Its pause comes from the worker's heartbeat within 2 s.
+    """
     for number, (before, after) in enumerate(zip(samples, samples[1:], strict=False)):
         old, new = before["engines"][engine], after["engines"][engine]
         if old is None or new is None or old["version"] == new["version"]:
@@ -95,8 +100,10 @@ def _has(actor: Row, version: int) -> bool:
 
 
 def waits(samples: Sequence[Sample]) -> list[tuple[str, str, float]]:
-    """(actor, what it waited for, share of the looks at it), the longest first. How many answers a worker waits for
-    changes from look to look, and is left out."""
+    """Return (actor, what it waited for, share of the samples), longest first.
+
+    The number of answers that a worker waits for is left out, because it changes from sample to sample.
+    """
     looks: Counter[str] = Counter()
     found: Counter[tuple[str, str]] = Counter()
     for sample in samples:

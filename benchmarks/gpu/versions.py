@@ -1,11 +1,12 @@
-"""What engines get of a version, on one GPU: the whole model in bfloat16, in 8 bits, or adapters alone.
+"""Compare what engines load per version, on one GPU: the whole model in bfloat16, in 8 bits, or only adapters.
 
-Per kind: bytes, pause and seconds of a load while answers are in flight, answers with tokens of two versions, and how
-far the trainer's logprobs are from the engine's.
+Reports for each kind: bytes, pause and seconds of a load while answers are in flight, answers with tokens of two
+versions, and the mismatch between the trainer's logprobs and the engine's.
 
     python -m benchmarks.gpu.versions OUT.jsonl
 
-A random model of 264M parameters; three servers and a learner share the GPU, so seconds are not those of a quiet one.
+The model has 264M random parameters. Three servers and a learner share the GPU, so times are longer than on an idle
+one.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def packed(answers: Sequence[Generation]) -> list[list[MicroBatch]]:
 
 
 def mismatch(backend: MegatronBackend, answers: Sequence[Generation]) -> dict[str, float]:
-    """Of the trainer's logprobs minus the engine's: nats per token."""
+    """Return the mismatch, the trainer's logprobs minus the engine's, in nats per token."""
     shares = packed(answers)
     found = []
     for row, scores in zip(shares[0], backend.score(shares)[0], strict=True):
@@ -137,7 +138,7 @@ async def answers(served: SGLangEngine, sampling: SamplingParams) -> list[Genera
 
 
 async def loaded(served: SGLangEngine, versions: Sequence[WeightVersion]) -> dict[str, Any]:
-    """Loads with answers in flight; the medians, and whose tokens the answers are."""
+    """Load versions with answers in flight; return the medians, and the versions of the answers' tokens."""
     running = asyncio.create_task(answers(served, LONG))
     await asyncio.sleep(0.3)
     reports = [await served.load(version) for version in versions]

@@ -1,21 +1,22 @@
-"""New weights into an engine at full load: how long it pauses, how long the learner stalls, by transport.
+"""Measure loading new weights into an engine at full load: the engine's pause and the learner's stall, by transport.
 
     python -m benchmarks.gpu.weights --shapes 0.6B 4B --json FILE          GPU 0 is the learner's, GPU 1 the engine's
     python -m benchmarks.gpu.weights --transports shm shm-sglang           our reading of files, and SGLang's own
     python -m benchmarks.gpu.weights --transports nccl --ranks 1 2 --bare  one rank, then two; and a bare broadcast
 
-The engine keeps --requests answers in progress all the time. The learner's GPU multiplies matrices without end, so
-that what a transfer takes from training shows; it is a process of its own, as a learner is. Per transport --loads
-updates, or --folder-loads of them (the first is a warm-up, and reported apart), then, with --kill, the server is killed
-while weights are on the way to it: the learner must go on.
+The engine always has --requests answers in progress. The learner is a separate process, as in a run. Its GPU multiplies
+matrices all the time, to show how much a transfer slows down training. Each transport does --loads updates, or
+--folder-loads (the first is a warm-up and is reported separately). With --kill, the server is then killed during a
+transfer, and the learner must go on.
 
-pause    seconds from the order to pause until the server goes on: no token but in the first few milliseconds
+pause    seconds from the pause request until the server continues; it samples no token except in the first few
+         milliseconds
 export   the snapshot on the learner's GPU: its stall for one publish
-publish  until the folder is written and hashed, beside the next step (files only)
-slower   the matrix products during transfers against before, as a share of their time
-bare     a broadcast of the same bytes in the same buckets between two processes with nothing else to do (bare.py),
-         while the engine is still empty: its seconds over those of the whole pause, and of the pause without the two
-         orders to pause and to go on
+publish  seconds until the folder is written and hashed, concurrently with the next step (files only)
+slower   slowdown of the matrix products during transfers, as a share of their time before
+bare     a broadcast of the same bytes in the same buckets between two otherwise idle processes (bare.py), while the
+         engine is still empty: its seconds over those of the whole pause, and over those of the pause without the
+         requests to pause and to continue
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _PATIENCE_SECONDS: Final = 5.0
 
 
 class TimedClient(ServerClient):
-    """Keeps how long every order to the server took: (path, seconds)."""
+    """Records the time of every request to the server: (path, seconds)."""
 
     def __init__(self, url: str, *, request_seconds: float, log_tail: Callable[[], str]) -> None:
         super().__init__(url, request_seconds=request_seconds, log_tail=log_tail)
@@ -74,7 +75,7 @@ class TimedClient(ServerClient):
 
 
 class TimedEngine(SGLangEngine):
-    """Launches its server, as a rollout worker does, and knows how long every order to it took."""
+    """Launches its server, as a rollout worker does, and records the time of every request to it."""
 
     def __init__(
         self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options, log_path: Path
@@ -89,7 +90,7 @@ class TimedEngine(SGLangEngine):
 
     @contextlib.contextmanager
     def reading(self, transport: str) -> Iterator[None]:
-        """SGLang's own reading of folders for a transport named after it, ours otherwise."""
+        """Use SGLang's own reading of folders for a transport named after it, otherwise ours."""
         ranks = self._loader.ranks_with_loader
         self._loader.ranks_with_loader = 0 if transport.endswith("-sglang") else ranks
         try:
@@ -102,7 +103,7 @@ class TimedEngine(SGLangEngine):
         await self._server.close()
 
     def stages(self) -> dict[str, tuple[float, float]]:
-        """Seconds by path since the last call: median and worst."""
+        """Return median and worst seconds by path since the last call."""
         taken: dict[str, list[float]] = {}
         for path, seconds in self._timed.taken:
             taken.setdefault(path, []).append(seconds)
@@ -112,7 +113,7 @@ class TimedEngine(SGLangEngine):
 
 @contextlib.asynccontextmanager
 async def full_load(engine: SGLangEngine, requests: int) -> AsyncIterator[list[int]]:
-    """Answers in progress all the time; gives the running count of tokens, by version at the end of each answer."""
+    """Keep answers in progress all the time; yield the running count of tokens, by version at each answer's end."""
     generator = np.random.default_rng(0)
     finished: list[int] = []
     failed: list[EngineError] = []
@@ -124,7 +125,7 @@ async def full_load(engine: SGLangEngine, requests: int) -> AsyncIterator[list[i
             try:
                 made = await engine.generate(prompt, SamplingParams(max_new_tokens=length, ignore_eos=True), seed=0)
                 finished.append(len(made.tokens))
-            except EngineError as error:  # another one takes its place: the engine is never without load
+            except EngineError as error:  # another one replaces it, so the engine always has load
                 failed.append(error)
 
     tasks = [asyncio.create_task(one()) for _ in range(requests)]
@@ -139,7 +140,7 @@ async def full_load(engine: SGLangEngine, requests: int) -> AsyncIterator[list[i
 
 
 async def send(receiver: Receiver, learner: LearnerSide) -> LoadReport:
-    """One transfer, as WeightFollower and WeightSender do it."""
+    """Do one transfer, as WeightFollower and WeightSender do."""
     if not receiver.request.has_joined:
         offer = await asyncio.to_thread(learner.begin, receiver.request)
         await asyncio.gather(receiver.join(offer), asyncio.to_thread(learner.sent))
@@ -149,7 +150,7 @@ async def send(receiver: Receiver, learner: LearnerSide) -> LoadReport:
 
 
 class Bench:
-    """One shape: the learner's process, one loaded engine, one row per transport."""
+    """The benchmark of one shape: the learner's process, one engine under load, one row per transport."""
 
     def __init__(
         self,
@@ -161,7 +162,10 @@ class Bench:
         ranks: int,
         of_bare: Mapping[int, Mapping[str, float]],
     ) -> None:
-        """ranks: of the learner. of_bare: by MiB of a bucket."""
+        """
+        ranks    ranks of the learner
+        of_bare  results of the bare broadcast by MiB of a bucket
+        """
         self._options, self._shape, self._engine, self._learner = options, shape, engine, learner
         self._ranks, self._of_bare = ranks, of_bare
         self._version = 0
@@ -189,7 +193,7 @@ class Bench:
                     reports.append(await self._engine.load(weights))
             busy.append(await ask(learner.seconds, began, time.monotonic()))
             if number == 0:
-                self._engine.stages()  # the first is apart
+                self._engine.stages()  # the first load is separate
         pauses = sorted(report.pause_seconds for report in reports[1:])
         before, during = await ask(learner.seconds, *quiet), statistics.mean(busy[1:])
         stages, found = self._engine.stages(), self._of_bare.get(bucket_megabytes, {}) if transport == "nccl" else {}
@@ -226,7 +230,7 @@ class Bench:
         await asyncio.to_thread(self._learner.open, transport, bucket_megabytes * 2**20)
 
     async def killed(self) -> dict[str, Any]:
-        """The server dies while weights are on the way to it: what the sender says, and whether the learner goes on."""
+        """Kill the server during a transfer; return the sender's report, and whether the learner goes on."""
         learner, ask = self._learner, asyncio.to_thread
         await self._meet_anew("nccl", BUCKET_BYTES // 2**20)
         await ask(learner.export, self._version + 1)
@@ -254,7 +258,7 @@ class Bench:
 
 @contextlib.contextmanager
 def on_gpu(gpu: int) -> Iterator[None]:
-    """What is started meanwhile sees this GPU alone."""
+    """Processes that start in this context see only this GPU."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices([gpu])
     try:
@@ -300,13 +304,13 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
                     report(rows, await guarded(bench.killed(), shape, "killed"), options.json)
                 else:
                     await bench.leave()
-                learners.close()  # its GPU is the next one's
+                learners.close()  # the next one needs its GPU
         finally:
             await engine.close()
 
 
 def bare_of(options: argparse.Namespace, folder: Path) -> dict[int, dict[str, float]]:
-    """By MiB of a bucket; without those that fail, which is said."""
+    """Return the results of the bare broadcast by MiB of a bucket. Failures are reported and left out."""
     num_bytes, found = (folder / "model.safetensors").stat().st_size, {}
     gpus = (options.learner_gpu, options.engine_gpu) if has_gpu() else (0, 0)
     for megabytes in options.bucket_megabytes:
@@ -319,7 +323,7 @@ def bare_of(options: argparse.Namespace, folder: Path) -> dict[int, dict[str, fl
 
 
 async def guarded(work: Any, shape: str, transport: str) -> dict[str, Any]:
-    """A transport that fails is a row, and the others go on."""
+    """Run one transport. If it fails, return a row with the error, so that the others go on."""
     try:
         return dict(await work)
     except Exception as error:

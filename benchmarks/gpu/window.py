@@ -1,4 +1,4 @@
-"""From the rows and samples of an arm to its numbers. Pure: everything measured lies between two step ends."""
+"""Calculate an arm's numbers from its rows and samples, between the ends of two steps. No I/O."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What of an arm is measured: steps after the first ``warmup`` ones, until they fill ``seconds``.
+    """The measured part of an arm: steps after the first ``warmup`` ones, until they fill ``seconds``.
 
-    warmup     at least 1: the window begins at a step's end
-    min_steps  however long they take
+    warmup     at least 1, because the window begins at the end of a step
+    min_steps  minimum number of steps, however long they take
     """
 
     warmup: int
@@ -30,7 +30,7 @@ class Rule:
 
 
 def measure(rows: Sequence[Row], samples: Sequence[Sample], *, warmup: int) -> Row:
-    """The arm's numbers. Raises ValueError when nothing is left behind the warm-up."""
+    """Return the arm's numbers. Raises ValueError if nothing is left after the warm-up."""
     if len(rows) <= warmup:
         raise ValueError(f"only {len(rows)} steps, of which {warmup} are warm-up")
     first, steps = rows[warmup - 1], rows[warmup:]
@@ -62,13 +62,18 @@ def measure(rows: Sequence[Row], samples: Sequence[Sample], *, warmup: int) -> R
 
 
 def trained_tokens(row: Row) -> int:
-    """Response tokens of the step's batch: each is in one bin of the staleness histogram."""
+    """Return the response tokens of the step's batch; each is in one bin of the staleness histogram."""
     return int(sum(row["staleness/histogram"]["counts"]))
 
 
 def engines(samples: Sequence[Sample]) -> dict[str, float]:
-    """engine_idle: share of looks at a server that found nothing running. rollout_idle: the same as workers say it.
-    engine_running, engine_waiting: sequences of one server. generated_tokens_per_second: of all, as workers say."""
+    """Return the engines' numbers.
+
+    engine_idle                     share of a server's samples with nothing running
+    rollout_idle                    the same as reported by workers
+    engine_running, engine_waiting  sequences of one server
+    generated_tokens_per_second     total, as reported by workers
+    """
     looks = [engine for sample in samples for engine in sample["engines"] if engine is not None]
     beats = [list(workers(sample)) for sample in samples]
     said = [numbers for numbers_of_all in beats for numbers in numbers_of_all]
@@ -84,8 +89,10 @@ def engines(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def pauses(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of every load seen: how long its engine decoded nothing, and how long the load took. A heartbeat tells its last
-    load alone, so of two within 2 s one is missed."""
+    """Return for the loads seen: how long the engine decoded nothing, and how long the load took.
+
+    A heartbeat reports only the last load, so of two loads within 2 s one is missed.
+    """
     seen: dict[str, float] = {}
     pause, load = [], []
     for sample in samples:
@@ -107,7 +114,7 @@ def pauses(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def workers(sample: Sample) -> Iterator[Mapping[str, float]]:
-    """The numbers of each rollout worker's last heartbeat."""
+    """Yield the numbers of each rollout worker's last heartbeat."""
     return (actor["numbers"] for actor in sample["actors"].values() if actor["role"] == "rollout-worker")
 
 
@@ -116,7 +123,7 @@ def _sum(rows: Sequence[Row], name: str) -> float:
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:
-    """Over the rows that have it; 0 when none does."""
+    """Return the mean over the rows that have the number; 0 if none has."""
     return _average([row[name] for row in rows if row.get(name) is not None])
 
 
@@ -128,7 +135,7 @@ def _average(values: Sequence[float]) -> float:
 
 
 def best(rows: Sequence[Row]) -> dict[str, Row]:
-    """Of each kind of arm the split that trained most tokens a second; failed arms are left out."""
+    """Return for each kind of arm the split that trained most tokens per second. Failed arms are left out."""
     found: dict[str, Row] = {}
     for row in rows:
         if "error" not in row and (
@@ -139,7 +146,7 @@ def best(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def ratios(rows: Sequence[Row], *, ours: str = "async") -> Iterator[str]:
-    """Our kind of arm against each other one, each at its best split."""
+    """Compare our kind of arm with every other one, each at its best split."""
     arms = best(rows)
     if ours not in arms:
         return
@@ -153,7 +160,7 @@ def ratios(rows: Sequence[Row], *, ours: str = "async") -> Iterator[str]:
 
 
 def with_free_weights(row: Row) -> float:
-    """Tokens a second of an arm that waits for its weights, were they with the engines at each step's end."""
+    """Return the tokens per second that an arm would reach if weights reached the engines at the end of each step."""
     waiting = row["steps"] * (row["publish_seconds"] + row["load_seconds"])
     return float(row["tokens_per_second"] * row["window_seconds"] / max(row["window_seconds"] - waiting, 1e-9))
 

@@ -1,11 +1,10 @@
-"""asyncrl and its peers at the level of the loop: a scripted engine and a timed learner behind each one's own queue.
+"""Compare the loops of asyncrl and its peers, each with its own queue, on a scripted engine and a timed learner.
 
-    python -m benchmarks.peers --folder DIR --arms asyncrl areal   brings the peer up in DIR, one scene, two minutes
+    python -m benchmarks.peers --folder DIR --arms asyncrl areal   installs the peer in DIR; one scene, two minutes
     python -m benchmarks.peers --folder DIR --scenes all --json docs/results/peers.jsonl
 
-Every peer's own package or source is fetched into DIR (pip, git) and runs in a process of its own. The engine decodes
-equally fast for all, the learner takes equally long, prompts and answers are the same. docs/results/peers.md says what
-that shows and what not.
+Every peer's package or source is fetched into DIR (pip, git) and runs in its own process. Engine speed, learner time,
+prompts and answers are the same for all. docs/results/peers.md explains what the comparison shows and what it does not.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ HEAD: Final = (
 
 
 def measure(arm: str, scenes: Sequence[Scene], *, folder: Path, limit: float) -> Iterator[Row]:
-    """Rows of an arm, one a scene; one that failed says so."""
+    """Yield the rows of an arm, one per scene. A failed scene gives a row with the error."""
     command = shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]])
     rows = map(OURS[arm], scenes) if arm in OURS else run_peer(arm, scenes, folder=folder, limit=limit)
     for scene, row in zip(scenes, rows, strict=True):

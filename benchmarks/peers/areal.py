@@ -1,6 +1,6 @@
 """AReaL: its SGLang client, WorkflowExecutor and StalenessManager, driven as its PPOTrainer drives them.
 
-Run by ``python -m benchmarks.peers``, in an environment of its own.
+``python -m benchmarks.peers`` runs this file in a separate environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REQUIREMENTS: Final = (
     "numba==0.68.1",
     "llvmlite==0.50.0",
 )
-"""Without their dependencies: what else they import is among ours."""
+"""Installed without dependencies; our environment has everything else that they import."""
 
 ADAPTATIONS: Final = (
     "max_concurrent_rollouts keeps the engine full: twice capacity / group size groups",
@@ -39,7 +39,7 @@ ADAPTATIONS: Final = (
 
 
 class QuickAsyncio:
-    """asyncio with shorter sleeps."""
+    """The asyncio module with shorter sleeps."""
 
     def __init__(self, speed: float) -> None:
         self._speed = speed
@@ -52,7 +52,7 @@ class QuickAsyncio:
 
 
 class Prompts:
-    """What prepare_batch asks of a dataloader: batches without an end, and their size."""
+    """The part of a dataloader that prepare_batch needs: endless batches, and their size."""
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size

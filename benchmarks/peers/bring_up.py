@@ -1,4 +1,4 @@
-"""A peer in an environment of its own, and one run of its driver against a scripted engine."""
+"""Install a peer in a separate environment, and run its driver against a scripted engine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROOT: Final = Path(__file__).parents[2]
 
 
 def driver_of(peer: str) -> ModuleType:
-    """Has REQUIREMENTS, ADAPTATIONS and perhaps SOURCES: (address, commit, folders to import from)."""
+    """Return a peer's driver: REQUIREMENTS, ADAPTATIONS and optional SOURCES (address, commit, import folders)."""
     return importlib.import_module(f"benchmarks.peers.{peer}")
 
 
 def python_of(peer: str, folder: Path) -> Path:
-    """The peer's interpreter in ``folder``/peer, installed if it is not there. It sees our packages behind its own."""
+    """Return the peer's interpreter in ``folder``/peer; install it if missing. Its own packages precede ours."""
     driver = driver_of(peer)
     if not driver.REQUIREMENTS and not getattr(driver, "SOURCES", ()):
         return Path(sys.executable)
@@ -58,7 +58,7 @@ def _clone(address: str, *, commit: str, into: Path) -> None:
 
 
 def run_peer(peer: str, scenes: Sequence[Scene], *, folder: Path, limit: float) -> list[Row]:
-    """One row a scene; of scenes that it did not finish, what became of it. Its words are in ``folder``/peer.log."""
+    """Return one row per scene; for an unfinished scene, the reason. The peer's output is in ``folder``/peer.log."""
     python = python_of(peer, folder)
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -81,7 +81,7 @@ def run_peer(peer: str, scenes: Sequence[Scene], *, folder: Path, limit: float) 
 
 @contextlib.contextmanager
 def scripted_engine(scene: Scene, job_file: Path) -> Iterator[str]:
-    """Its address, while it runs."""
+    """Start a scripted engine, and yield its address."""
     job_file.parent.mkdir(parents=True, exist_ok=True)
     Job(scene=scene, engine="", out=Path()).write(job_file)
     command = [sys.executable, "-m", "benchmarks.peers.engine", str(job_file)]

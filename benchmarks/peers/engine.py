@@ -1,11 +1,12 @@
-"""A scripted engine behind HTTP: continuous batching on the wall clock, as SGLang and as vLLM would answer.
+"""A scripted engine behind HTTP: continuous batching on the wall clock, with the APIs of SGLang and vLLM.
 
-    python -m benchmarks.peers.engine JOB.json      prints its address, ends when its standard input does
+    python -m benchmarks.peers.engine JOB.json      prints its address, ends when its standard input ends
 
-Answers have the lengths that asyncrl's own workers draw for (seed, group, index), whoever asks and in whatever order.
-A prompt is its group's number, sixteen times. A sampled token says which sample it is of and which weights sampled it,
-so that staleness by token is read off what was trained, not from anybody's own accounting. A request whose input goes
-on after the prompt is one that was aborted: it is finished, not drawn again. Prefill takes no time.
+Answers have the lengths that asyncrl's own workers draw for (seed, group, index), for every client and every order of
+requests. A prompt is its group's number, sixteen times. A sampled token encodes its sample and the weights that sampled
+it. Staleness per token is therefore read from the trained tokens, not from a framework's own accounting. A request
+whose input continues after the prompt was aborted before; the engine finishes it instead of drawing a new answer.
+Prefill takes no time.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ def lengths_of(scene: Scene) -> Lengths:
 
 
 class AbortableDecoding(Decoding):
-    """Decoding that can be emptied; its clock and position go on."""
+    """Decoding that can be emptied. Its clock and position continue."""
 
     def abort(self) -> dict[int, tuple[float, int]]:
-        """Number to (position at which it began, tokens that it got) of all that ran or waited."""
+        """Remove all running and waiting sequences; return number -> (position at its start, its tokens so far)."""
         partial = {
             number: (entered, min(length, max(0, math.floor(self.position - entered))))
             for _, number, entered, length in self._running
@@ -62,7 +63,7 @@ class AbortableDecoding(Decoding):
         return partial
 
     def drop(self, number: int) -> int:
-        """Tokens of the one that nobody waits for any more; its place is free."""
+        """Remove an abandoned sequence, freeing its slot; return its number of tokens."""
         for at, (_, running, entered, length) in enumerate(self._running):
             if running == number:
                 self._running[at] = self._running[-1]
@@ -75,7 +76,7 @@ class AbortableDecoding(Decoding):
         return 0
 
     def sampled_so_far(self) -> int:
-        """Tokens of what still runs."""
+        """Number of tokens of the running sequences."""
         return sum(min(length, max(0, math.floor(self.position - entered))) for _, _, entered, length in self._running)
 
 
@@ -86,7 +87,7 @@ class _Request:
 
 
 class ScriptedEngine:
-    """The engine without HTTP. One event loop."""
+    """The engine without HTTP. Uses one event loop."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
@@ -95,7 +96,7 @@ class ScriptedEngine:
         self._changes: list[tuple[float, tuple[int, int]]] = [(-1.0, (0, 0))]
         self._requests: dict[int, _Request] = {}
         self._numbers = itertools.count()
-        self._free: dict[int, list[int]] = defaultdict(list)  # of a group: indexes to draw next
+        self._free: dict[int, list[int]] = defaultdict(list)  # per group: indexes to draw next
         self._timer = DecodingTimer(self._decoding, self._advance)
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -103,7 +104,7 @@ class ScriptedEngine:
         self._abandoned_tokens = 0
 
     async def generate(self, input_ids: list[int]) -> tuple[list[int], str]:
-        """(tokens, why it ended: stop or abort). Waits while the engine is paused."""
+        """Return (tokens, reason of the end: stop or abort). Waits while the engine is paused."""
         await self._resumed.wait()
         group, already = input_ids[0], len(input_ids) - PROMPT_TOKENS
         if already:
@@ -125,11 +126,11 @@ class ScriptedEngine:
             self._abandon(number)
             raise
         if not tokens and not already:
-            self._free[group].insert(0, index)  # asked again it is the same sample
+            self._free[group].insert(0, index)  # a retry gets the same sample
         return tokens, reason
 
     async def load(self, version: int) -> None:
-        """Decoding stands still while it loads, and goes on with what was running; unless it was paused before."""
+        """Load weights. Decoding stops during the load and then continues, unless it was paused before."""
         self._stand_still()
         await asyncio.sleep(self._scene.load_seconds)
         self._advance()
@@ -188,7 +189,7 @@ class ScriptedEngine:
             request.answer.set_result((tokens, reason))
 
     def _abandon(self, number: int) -> None:
-        """Whoever asked is gone: what was sampled for it is lost."""
+        """Drop a sequence whose client is gone; its tokens are lost."""
         self._advance()
         if self._requests.pop(number, None) is not None:
             lost = self._decoding.drop(number)
@@ -198,7 +199,7 @@ class ScriptedEngine:
 
 
 def application(engine: ScriptedEngine) -> web.Application:
-    """The routes that drivers and peers' own clients ask for."""
+    """Return the web application with the routes that drivers and the peers' clients use."""
 
     async def sglang(request: web.Request) -> web.Response:
         given = await request.json()
@@ -253,7 +254,7 @@ async def serve(scene: Scene) -> None:
     await site.start()
     addresses: list[Any] = runner.addresses
     print(f"http://127.0.0.1:{addresses[0][1]}", flush=True)
-    await asyncio.to_thread(sys.stdin.read)  # whoever started it is gone, or is done with it
+    await asyncio.to_thread(sys.stdin.read)  # until the parent is gone or done
     await runner.cleanup()
 
 

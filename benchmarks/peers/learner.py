@@ -1,6 +1,6 @@
-"""The learner of every peer: it takes the time that a batch would, and remembers what it was given.
+"""The learner of every peer: it takes the time of a batch, and records the samples it was given.
 
-A driver imports this in the peer's own environment: only the standard library.
+Drivers import this file in the peer's own environment, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.peers.scene import PROMPT_TOKENS, TOKEN_BASE, Job, Row, index_an
 
 
 class TimedLearner:
-    """``version`` is the number of steps done. ``is_done`` after the last one."""
+    """A learner that only takes time. ``version`` is the number of finished steps; ``is_done`` after the last one."""
 
     def __init__(self, job: Job) -> None:
         self._scene, self._engine, self._out = job.scene, job.engine, job.out
@@ -44,16 +44,16 @@ class TimedLearner:
         return self.version >= self._scene.warmup
 
     def waits(self) -> None:
-        """From here on the learner has nothing to do until the next ``train``."""
+        """Mark the start of waiting, which ends with the next ``train``."""
         self._waited_from = time.monotonic()
 
     def throw_away(self, answers: Sequence[Sequence[int]]) -> None:
-        """Sampled, and never trained."""
+        """Record samples that are never trained."""
         if self._counts:
             self._thrown += sum(map(len, answers))
 
     def train(self, answers: Sequence[Sequence[int]]) -> None:
-        """One optimizer step on the response tokens of these samples."""
+        """Do one optimizer step on the response tokens of these samples."""
         started = time.monotonic()
         tokens = sum(map(len, answers))
         if self._counts:
@@ -73,7 +73,7 @@ class TimedLearner:
             self._moments.append(self._moment())
 
     def load(self) -> None:
-        """The engine loads this version; returns when it has."""
+        """Let the engine load this version, and wait for it."""
         self.post("/load", {"version": self.version})
 
     def post(self, path: str, body: object) -> None:
@@ -130,22 +130,22 @@ class TimedLearner:
 
 
 def response_of(tokens: Sequence[int]) -> list[int]:
-    """The sampled ones of a padded or whole sequence: prompts and padding are below."""
+    """Return the sampled tokens of a padded or whole sequence. Ids of prompts and padding are lower."""
     return [token for token in tokens if token >= TOKEN_BASE]
 
 
 def starved_seconds() -> float:
-    """How long this process's threads were ready to run and had no processor, summed, from Linux."""
+    """Return how long this process's threads were ready to run but had no processor, summed (Linux only)."""
     return sum(int(task.read_text().split()[1]) for task in Path("/proc/self/task").glob("*/schedstat")) / 1e9
 
 
 def versions_of(*distributions: str) -> dict[str, str]:
-    """Of what is installed here."""
+    """Return the versions of installed distributions."""
     return {name: version(name) for name in distributions}
 
 
 def jobs_of(arguments: Sequence[str]) -> list[Job]:
-    """One for each scene, done one after another: some peers take a minute to import."""
+    """Return one job per scene. One process does all of them, because some peers take a minute to import."""
     return [Job.read(Path(path)) for path in arguments[1:]]
 
 
@@ -154,5 +154,5 @@ def prompt_of(group: int) -> list[int]:
 
 
 def as_ints(values: Any) -> list[int]:
-    """Of a tensor's or an array's row."""
+    """Convert a row of a tensor or an array."""
     return [int(value) for value in values]

@@ -19,7 +19,7 @@ from benchmarks.peers.scene import PROMPT_TOKENS, Row, Scene
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullEngine(Plan):
-    """``rollout.max_running`` is what fills the engine, as every peer's limit is."""
+    """A Plan whose ``rollout.max_running`` fills the engine, like the limit of every peer."""
 
     groups_at_once: int
 
@@ -36,7 +36,7 @@ def run_ours(
     eviction: Literal["", "wait", "drop"] = "",
     too_old: TooOld = "whole",
 ) -> Row:
-    """One arm. Colocated: both machines generate, then both train, and switching costs nothing."""
+    """Run one arm. Colocated: both machines generate, then both train, and switching costs nothing."""
     machines = 2 if is_colocated else 1
     warmup = scene.warmup if mode == "async" else 2
     plan = FullEngine(

@@ -1,6 +1,6 @@
-"""prime-rl's orchestrator: its Dispatcher; its sink's sweep, batch hold and dispatch gate told again in a few lines.
+"""prime-rl's orchestrator: its own Dispatcher, with its sink's sweep, batch hold and dispatch gate reimplemented here.
 
-Run by ``python -m benchmarks.peers``, from a clone of its source.
+``python -m benchmarks.peers`` runs this file with a clone of prime-rl's source.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ADAPTATIONS: Final = (
 
 
 class Loose:
-    """A type whose fields are whatever it is made with."""
+    """A type with the fields that it is created with."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
@@ -94,7 +94,7 @@ class Task:
 
 
 class Episode:
-    """One answer, as the Dispatcher stamps it."""
+    """One answer, with the Dispatcher's stamps."""
 
     def __init__(self, task: int, tokens: list[int]) -> None:
         self.task = Loose(key=str(task), hash=str(task))
@@ -143,7 +143,7 @@ class Source:
 
 @dataclass
 class Sink:
-    """Whole groups, and what of them is still young enough."""
+    """Collects whole groups, and keeps those that are fresh enough."""
 
     learner: TimedLearner
     progress: Progress

@@ -1,4 +1,4 @@
-"""What all arms of a comparison have in common, the bound that nothing can beat, and the scenes that are measured."""
+"""The parameters that all arms of a comparison share, the upper bound of throughput, and the measured scenes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, Final
 
 PROMPT_TOKENS: Final = 16
 TOKEN_BASE: Final = 1000
-"""Token ids below are the prompts'."""
+"""Token ids below this are prompt tokens."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One engine and one learner. A step takes two seconds where one of a small real model takes about ten.
+    """One engine and one learner. A step takes two seconds; a step of a small real model takes about ten.
 
-    capacity              sequences that the engine decodes at once; more of them queue
+    capacity              number of sequences that the engine decodes at once; others queue
     seconds_per_token, seconds_per_sequence   a decode step of n sequences takes a + b x n
-    load_seconds          decoding stands still for new weights
-    speed                 seconds that one of ours stands for: a peer's constant waits at an update are divided by it
+    load_seconds          how long decoding stops to load new weights
+    speed                 real seconds per simulated second; a peer's constant waits at an update are divided by it
     """
 
     name: str
@@ -50,19 +50,19 @@ class Scene:
 
     @property
     def groups_at_once(self) -> int:
-        """Groups whose samples fill the engine."""
+        """Number of groups whose samples fill the engine."""
         return self.capacity // self.group_size
 
     @property
     def whole_groups_at_once(self) -> int:
-        """The same where a group keeps its place until its last sample ends: half of them have ended by then."""
+        """The same if a group keeps its slots until its last sample ends; half of its samples have ended by then."""
         return 2 * self.groups_at_once
 
     def train_step_seconds(self, tokens: float) -> float:
         return tokens / self.train_tokens_per_second + self.train_seconds
 
     def ideal_tokens_per_second(self, length_mean: float) -> float:
-        """Of the slower of the two if it never waited: the engine always full, the learner always busy."""
+        """Return the throughput of the slower part if it never waits: engine always full, learner always busy."""
         tokens = self.samples * length_mean
         step = (self.seconds_per_token + self.seconds_per_sequence * self.capacity) / self.capacity
         learner = self.train_step_seconds(tokens + self.samples * PROMPT_TOKENS)
@@ -82,7 +82,7 @@ SCENES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a peer's driver is told. Its process has the peer's packages, perhaps not ours: only what json can say."""
+    """The input of a peer's driver. Only JSON values, because its process has the peer's packages, perhaps not ours."""
 
     scene: Scene
     engine: str
@@ -99,7 +99,7 @@ class Job:
 
 
 def index_and_version(token: int, *, group_size: int) -> tuple[int, int]:
-    """What a sampled token says: which sample of its group it belongs to, and the weights that sampled it."""
+    """Decode a sampled token: the index of its sample in the group, and the version of the weights that sampled it."""
     version, index = divmod(token - TOKEN_BASE, group_size)
     return index, version
 

@@ -1,6 +1,6 @@
 """slime's fully asynchronous rollout: its worker, queue and requeueing, in the order of its train_async.py.
 
-Run by ``python -m benchmarks.peers``, from a clone of its source.
+``python -m benchmarks.peers`` runs this file with a clone of slime's source.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Sample.Status = Status  # type: ignore[attr-defined]  # as slime names it
 
 @dataclass(slots=True)
 class Buffer:
-    """The data buffer: what came back first, then new prompts."""
+    """The data buffer: returned samples first, then new prompts."""
 
     group_size: int
     returned: deque[list[Sample]] = field(default_factory=deque)
@@ -69,7 +69,7 @@ class Buffer:
 
 
 class Generating:
-    """What the stand-in for sglang_rollout does."""
+    """The replacement of sglang_rollout."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -137,7 +137,7 @@ def drive(job: Job) -> None:
             upcoming = rollout_manager.submit(generate)
             learner.train([sample.input_ids[PROMPT_TOKENS:] for group in batch for sample in group])
             learner.waits()
-            batch = upcoming.result()  # the next batch is there before the weights change
+            batch = upcoming.result()  # the next batch is complete before the weights change
             learner.post("/pause_generation", {})
             learner.load()
             learner.post("/continue_generation", {})

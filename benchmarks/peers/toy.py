@@ -1,4 +1,4 @@
-"""The smallest peer there can be, for the tests of what all peers share: a queue with no bound on staleness at all."""
+"""A minimal peer to test the code that all peers share: a queue without a bound on staleness."""
 
 from __future__ import annotations
 

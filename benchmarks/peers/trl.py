@@ -1,6 +1,6 @@
-"""TRL's asynchronous GRPO: its rollout worker (a process of its own), queue and staleness rule, its trainer's order.
+"""TRL's asynchronous GRPO: its rollout worker (a separate process), queue and staleness rule, in its trainer's order.
 
-Run by ``python -m benchmarks.peers``, in an environment of its own.
+``python -m benchmarks.peers`` runs this file in a separate environment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.peers.learner import TimedLearner, as_ints, jobs_of, prompt_of, 
 from benchmarks.peers.scene import Job
 
 REQUIREMENTS: Final = ("trl==1.16.0", "accelerate==1.15.0")
-"""Without their dependencies: what else they import is among ours."""
+"""Installed without dependencies; our environment has everything else that they import."""
 
 ADAPTATIONS: Final = (
     "max_inflight_tasks fills the engine (capacity) instead of max_staleness x batch, which would queue in it",
@@ -29,7 +29,7 @@ ADAPTATIONS: Final = (
 
 
 class Tokenizer:
-    """A message's content is the number of its group."""
+    """A tokenizer for messages whose content is the number of their group."""
 
     response_template = "none"
     response_schema = None
@@ -47,12 +47,12 @@ class Tokenizer:
 
 
 def even_length(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """The reward."""
+    """The reward function."""
     return [float(len(ids) % 2 == 0) for ids in completion_ids]
 
 
 class Watched:
-    """The rollout queue; ``taken`` has what came out of it since it was emptied, trained or not."""
+    """The rollout queue. ``taken`` lists everything taken from it since ``taken`` was cleared, trained or not."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -125,7 +125,7 @@ def drive(job: Job) -> None:
 
 
 def _without(taken: Sequence[list[int]], trained: Sequence[list[int]]) -> list[list[int]]:
-    """What was taken and not trained; both in the same order."""
+    """Return what was taken but not trained; both lists are in the same order."""
     rest = iter(trained)
     upcoming = next(rest, None)
     thrown = []

@@ -1,6 +1,6 @@
 """verl's fully asynchronous trainer: its Rollouter's loops and its MessageQueue, in its Trainer's order, without Ray.
 
-Run by ``python -m benchmarks.peers``, in an environment of its own.
+``python -m benchmarks.peers`` runs this file in a separate environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REQUIREMENTS: Final = (
     "tensordict==0.15.3",
     "torchdata==0.11.0",
 )
-"""Without their dependencies: what else they import, Ray too, is among ours."""
+"""Installed without dependencies; our environment has everything else that they import, including Ray."""
 
 ADAPTATIONS: Final = (
     "trigger_parameter_sync_step = 1 and staleness_threshold = max_staleness: a bound in steps, as the others have",
@@ -43,7 +43,7 @@ ADAPTATIONS: Final = (
 
 
 class Group:
-    """What the Rollouter hands on of a prompt; verl's is a DataProto."""
+    """A prompt's group as the Rollouter passes it on; in verl it is a DataProto."""
 
     def __init__(self, group: int, size: int) -> None:
         self.group, self._size = group, size
@@ -55,7 +55,7 @@ class Group:
 
 
 class Generating:
-    """The agent loop manager: all answers of a group, each resumed after an abort."""
+    """The agent loop manager: generates all answers of a group, and resumes each after an abort."""
 
     def __init__(self, job: Job, session: Any) -> None:
         self._job, self._session = job, session
@@ -131,7 +131,7 @@ async def drive(job: Job) -> None:
 
 
 def _rollouter_state(groups_per_batch: int) -> dict[str, Any]:
-    """What FullyAsyncRollouter.__init__ sets besides datasets and servers."""
+    """Return the attributes that FullyAsyncRollouter.__init__ sets, except datasets and servers."""
     import collections
     import time
 

@@ -1,4 +1,4 @@
-"""The pipeline benchmark's arm: the real loop on simulated parts trains what its plan says, and its row is whole."""
+"""The pipeline benchmark's arm: the real loop on simulated parts trains what its plan says, and its row is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that make no sense are refused with a reason: some of ``python -m benchmarks.endpoint fuzz``."""
+"""Malformed requests are refused with a reason: part of ``python -m benchmarks.endpoint fuzz``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fleet benchmark reads what it says, and the page on scaling is what its script prints."""
+"""The readings of the fleet benchmark are correct, and the page on scaling equals its script's output."""
 
 from __future__ import annotations
 

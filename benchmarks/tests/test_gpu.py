@@ -1,4 +1,4 @@
-"""The arithmetic of the GPU benchmarks: that arms meet the same lengths, what is measured of them, who wins."""
+"""The arithmetic of the GPU benchmarks: arms have the same lengths, and the measured windows and ratios are right."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def asked_for(group_id: int, index: int) -> int:
 
 
 async def test_every_arm_meets_the_same_lengths() -> None:
-    """Whoever makes a sample, whenever: its length is that of its group and place."""
+    """The length of a sample depends only on its group and index, not on the worker or the time."""
     places = [(group, index) for group in range(4) for index in range(8)]
     forward = {place: await asked_for(*place) for place in places}
     backward = {place: await asked_for(*place) for place in reversed(places)}

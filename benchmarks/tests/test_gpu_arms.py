@@ -1,4 +1,4 @@
-"""Every arm of the GPU benchmark is a run file, and its result a row that says the command that repeats it."""
+"""Every arm of the GPU benchmark is a run file, and its result is a row with the command that repeats it."""
 
 from __future__ import annotations
 

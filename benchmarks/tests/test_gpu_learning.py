@@ -1,4 +1,4 @@
-"""The comparison of learning on stale samples: its task, its arms, its clock, and who is ahead."""
+"""The comparison of learning on stale samples: its task, its arms, its clock, and its table."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_slots_fill_every_gpu_before_they_share_one() -> None:
 
 
 class BrokenSlot:
-    """Fails with the first job that it takes; ``error`` is none that a slot knows."""
+    """Fails with the first job that it takes, with an ``error`` that slots do not handle."""
 
     error: Exception | None = None
 

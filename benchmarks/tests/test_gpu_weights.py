@@ -1,4 +1,4 @@
-"""The weights benchmark's engine knows how long each order of a load took; only a server is fake."""
+"""The weights benchmark's engine records the time of each request of a load; only the server is fake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers behind one scripted engine: what it samples, what an abort keeps, and that both kinds of arm give rows."""
+"""Peers on one scripted engine: what the engine samples, what an abort keeps, and that both kinds of arm give rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pipeline benchmark's simulation promises, so that its results are about the loop and not about itself."""
+"""The guarantees of the pipeline benchmark's simulation, which make its results about the loop and not about itself."""
 
 from __future__ import annotations
 

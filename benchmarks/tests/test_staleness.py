@@ -14,7 +14,7 @@ from tests.harness.tiny import task as staleness_task
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors are so small that two threads wait for each other most of the time."""
+    """Use one thread, because the tensors are so small that two threads would mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The staleness benchmark on the real loop: its lag is forced, its parts do what the run file says."""
+"""The staleness benchmark on the real loop: its lag is forced, and its parts follow the run file."""
 
 from __future__ import annotations
 

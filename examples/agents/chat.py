@@ -1,6 +1,6 @@
-"""What the agents of this folder share: a conversation with a model server, and the files that their runs begin from.
+"""Shared by the agents of this folder: a conversation with a model server, and the files that their runs start from.
 
-Nothing here knows of asyncrl but ``write``, which makes a tiny model. Any client of OpenAI's API would do for ``Chat``.
+Only ``write``, which makes a tiny model, uses asyncrl. Any client of OpenAI's API can replace ``Chat``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import Any
 
 
 class Chat:
-    """One conversation. max_tokens: of each answer."""
+    """One conversation.
+
+    max_tokens   longest answer of the model; None leaves the limit to the server
+    """
 
     def __init__(self, endpoint: Any, *, system: str = "", max_tokens: int | None = None) -> None:
         self._endpoint, self._max_tokens = endpoint, max_tokens
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 
     def ask(self, said: str, *, role: str = "user") -> str:
-        """What the model answers."""
+        """Return the model's answer."""
         self.messages.append({"role": role, "content": said})
         body: dict[str, Any] = {"model": self._endpoint.model, "messages": self.messages}
         if self._max_tokens is not None:
@@ -37,9 +40,9 @@ class Chat:
 
 
 def write(folder: Path, rows: Iterable[dict[str, Any]], *, characters: str) -> None:
-    """``folder``/model, with random weights and a token for each of ``characters``, and ``folder``/prompts.jsonl.
+    """Write ``folder``/prompts.jsonl, and ``folder``/model with random weights and a token for each of ``characters``.
 
-    A character that the model has no token for is not there for it: it reads "Island K has 5 lamps." as "K5".
+    The tokenizer skips characters without a token: the model reads "Island K has 5 lamps." as "K5".
     """
     from asyncrl.data.tiny_model import make_tiny_model  # torch: the agents import this file without it
 

@@ -1,10 +1,11 @@
-"""A coding agent: it mends one file of a small repository until the repository's tests pass, in the sandbox.
+"""A coding agent that repairs one file of a small repository, in the sandbox, until the repository's tests pass.
 
-    python -m examples.agents.coding runs/coding     # a tiny model, and repositories that it can mend
+    python -m examples.agents.coding runs/coding     # a tiny model, and repositories that it can repair
     python -m examples.agents.coding runs/coding --for-real-models     # these three, for a model that knows Python
 
-Each turn of the model is the new text of the file (in a fence, or bare); the tests run on it, and their output comes
-back. The repositories are rows: {"prompt", "metadata": {"files": {name: text}, "edit": name}}; ``tests.py`` decides.
+Each turn of the model is the new text of the file, with or without a fence. The tests run on it, and the model gets
+their output. A row is one repository: {"prompt", "metadata": {"files": {name: text}, "edit": name}}. The reward is 1
+when its ``tests.py`` passes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from examples.agents.chat import Chat, write
 
 MOST_TURNS = 2
 MOST_TOKENS = int(os.environ.get("CODING_TOKENS", "1"))
-"""Of an answer; 1 is enough for the files that the tiny model mends."""
+"""Longest answer; 1 is enough for the files that the tiny model repairs."""
 SANDBOX = os.environ.get("SANDBOX", "bwrap")
 LIMITS = Limits(seconds=10.0, memory_mib=512, processes=8)
 FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
@@ -60,7 +61,7 @@ def sandbox() -> Sandbox:
 
 
 def run_tests(files: dict[str, str]) -> tuple[bool, str]:
-    """Whether they pass, and the end of what they print."""
+    """Return whether the tests pass, and the end of their output."""
     command = [os.path.realpath(sys.executable), "-S", "-B", "tests.py"]
     outcome = sandbox().run(command, limits=LIMITS, files={name: text.encode() for name, text in files.items()})
     said = (outcome.stdout + outcome.stderr).decode(errors="replace").strip()
@@ -68,7 +69,7 @@ def run_tests(files: dict[str, str]) -> tuple[bool, str]:
 
 
 def play(task: Any, endpoint: Any) -> dict[str, Any]:
-    """rollout.options.harness = "examples.agents.coding:play"."""
+    """The harness: rollout.options.harness = "examples.agents.coding:play"."""
     files, edited = dict(task.metadata["files"]), task.metadata["edit"]
     chat = Chat(endpoint, max_tokens=MOST_TOKENS)
     said, role = task.prompt, "user"
@@ -84,7 +85,7 @@ def play(task: Any, endpoint: Any) -> dict[str, Any]:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """Files of one number, which the tests' output tells: what a tiny model can mend."""
+    """Yield repositories with a file of one digit, which the tests' output names, so a tiny model can repair it."""
     for number in range(8):
         for room in "BCDF":
             tests = f"room = open('size.txt').read().strip()\nassert room == '{number}', 'want {number}'\n"

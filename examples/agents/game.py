@@ -1,10 +1,11 @@
-"""Two agents play a game against each other, and both are trained: each by how it ends for it.
+"""Two agents play a game against each other; each is trained on its own result.
 
-    python -m examples.agents.game runs/game     # a tiny model and heaps to begin from
+    python -m examples.agents.game runs/game     # a tiny model and starting heaps
 
-Nim: the players take one or two from a heap in turn, and whoever takes the last wins. One rollout is one game. Each
-player has a conversation of its own, so the two are parts of the rollout, trained apart; the end of the game is the
-reward of its last turn (turn_rewards). The rollout's own reward is 0: what one wins the other loses.
+The game is Nim: the players take one or two from a heap in turn, and the player who takes the last one wins. One
+rollout is one game. Each player has its own conversation, so the rollout has two parts, which are trained separately.
+A player's result is the reward of its last turn (turn_rewards). The reward of the rollout is 0, because one player wins
+what the other loses.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ MOVES = ("1", "2")
 
 
 def play(task: Any, endpoint: Any) -> dict[str, Any]:
-    """rollout.options.harness = "examples.agents.game:play"."""
+    """The harness: rollout.options.harness = "examples.agents.game:play"."""
     heap = int(task.prompt)
     players = (Chat(endpoint, max_tokens=1), Chat(endpoint, max_tokens=1))
-    turns: list[int] = []  # whose
+    turns: list[int] = []  # the player of each turn
     chances, taken, winner = 0, 0, 0
     while True:
         mover = len(turns) % 2
         move = players[mover].ask(str(heap))
         turns.append(mover)
-        chances += heap % 3 > 0  # the heaps that can be won
+        chances += heap % 3 > 0  # heaps that can be won
         taken += move == str(heap % 3)
         if move not in MOVES or int(move) > heap:
             winner = 1 - mover

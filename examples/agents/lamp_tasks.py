@@ -1,4 +1,4 @@
-"""A taskset of verifiers (0.4), untouched: it knows of no training. Programs of verifiers play its tasks."""
+"""An unchanged taskset of verifiers (0.4) without any training code. Programs of verifiers play its tasks."""
 
 from __future__ import annotations
 

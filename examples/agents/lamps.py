@@ -1,4 +1,4 @@
-"""An environment of verifiers (0.2), untouched: it knows of no training. ``load_environment`` is what it finds."""
+"""An unchanged environment of verifiers (0.2) without any training code. verifiers calls ``load_environment``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A program of the OpenAI Agents SDK, untouched: it knows of no training, and finds its model by OPENAI_BASE_URL.
+"""An unchanged program of the OpenAI Agents SDK without any training code; OPENAI_BASE_URL names its model server.
 
-A clerk is asked how many lamps an island has, and looks it up with a tool. It prints the reward as its last line.
+A clerk is asked how many lamps an island has, and looks the number up with a tool. The program's last line of output is
+the reward.
 """
 
 from __future__ import annotations

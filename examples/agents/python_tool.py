@@ -2,8 +2,8 @@
 
     python -m examples.agents.python_tool runs/python_tool     # a tiny model and its questions
 
-A turn that begins with ">" is code: it runs behind the row's ``setup``, and the model is told what it printed, or the
-value of its last line. Any other turn is the answer. Rows without ``setup`` are problems that code helps with.
+A turn that begins with ">" is code. It runs after the row's ``setup``, and the model gets its output, or the value of
+its last line. Any other turn is the answer. Rows without ``setup`` are problems that code helps to solve.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sandbox() -> Sandbox:
 
 
 def run(code: str, *, setup: str = "") -> str:
-    """What the code printed, or the last line of its error."""
+    """Return the output of the code, or the last line of its error."""
     files = {"run.py": RUN.encode(), "setup.py": setup.encode(), "code.py": code.encode()}
     outcome = sandbox().run([os.path.realpath(sys.executable), "-I", "-S", "run.py"], limits=LIMITS, files=files)
     if outcome.stopped:
@@ -55,7 +55,7 @@ def run(code: str, *, setup: str = "") -> str:
 
 
 def play(task: Any, endpoint: Any) -> dict[str, Any]:
-    """rollout.options.harness = "examples.agents.python_tool:play"."""
+    """The harness: rollout.options.harness = "examples.agents.python_tool:play"."""
     chat = Chat(endpoint, system=SYSTEM, max_tokens=2)
     parts = {"ran": 0.0, "seen": 0.0, "right": 0.0}
     said = chat.ask(task.prompt)
@@ -74,7 +74,7 @@ def play(task: Any, endpoint: Any) -> dict[str, Any]:
 
 
 def rows(*, count: int = 256, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Names that only the interpreter knows the numbers of."""
+    """Yield questions about names whose numbers only the interpreter knows."""
     draw = random.Random(seed)
     for _ in range(count):
         numbers = {name: draw.choice(NUMBERS) for name in NAMES}

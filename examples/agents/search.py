@@ -2,8 +2,8 @@
 
     python -m examples.agents.search runs/search     # a tiny model, and questions about the corpus below
 
-A turn that begins with "?" is a query, and gets the best document; any other turn is the answer. The answer counts only
-behind a search that found something, so that knowing the corpus by heart earns nothing.
+A turn that begins with "?" is a query, and the model gets the best document. Any other turn is the answer. An answer
+counts only after a search that found the right document, so memorizing the corpus earns nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Index:
         self._mean_length = sum(map(Counter.total, self._words)) / len(documents)
 
     def best(self, query: str) -> str:
-        """The document that fits best, "" if none has a word of the query."""
+        """Return the document that fits best, "" if none has a word of the query."""
         score, place = max((self._score(query, words), -place) for place, words in enumerate(self._words))
         return self._documents[-place] if score > 0 else ""
 
@@ -56,7 +56,7 @@ INDEX = Index(CORPUS)
 
 
 def play(task: Any, endpoint: Any) -> dict[str, Any]:
-    """rollout.options.harness = "examples.agents.search:play"."""
+    """The harness: rollout.options.harness = "examples.agents.search:play"."""
     chat = Chat(endpoint, system=SYSTEM, max_tokens=2)
     parts = {"searched": 0.0, "found": 0.0, "right": 0.0}
     said = chat.ask(task.prompt)

@@ -92,7 +92,7 @@ def test_samples_of_a_metric_stand_together_and_labels_are_escaped() -> None:
         for name in ("w0", "w1")
     ]
     lines = exposition("r", beats, {"loss": 0.25}).splitlines()
-    assert lines[0].startswith("# HELP asyncrl_loss the batch's loss, ")
+    assert lines[0].startswith("# HELP asyncrl_loss loss of the batch, ")
     assert lines[1:3] == [
         "# TYPE asyncrl_loss gauge",
         'asyncrl_loss{run="r",actor="learner"} 0.25',

@@ -76,7 +76,7 @@ def test_a_client_that_keeps_every_prompt_again_and_again_stops_the_run_until_it
         with keeping(tmp_path, 100_000, requests=REQUESTS):
             run.wait_for("prompts were taken by somebody who answers none", seconds=600)
             for _ in range(2 * REISSUES):  # twice the reissues after which a learner counts as stuck
-                run.wait_for("by whoever took them", after=len(run.said), seconds=600)
+                run.wait_for("by the clients that took them", after=len(run.said), seconds=600)
         run.wait_for_steps(10)
     assert last_incarnation(tmp_path / "runs" / "faults" / HISTORY_FILE) == 0
 

@@ -1,4 +1,4 @@
-"""The server that starts the processes of tests by fork."""
+"""The server that forks the processes of tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_several_threads_may_wait_for_one_process(tmp_path: Path) -> None:
 
 
 def test_processes_share_a_server_that_ends_with_its_owner(tmp_path: Path) -> None:
-    """Not with who started it: another may still need it."""
+    """The server does not end with the process that started it: another process may still need it."""
     with subprocess.Popen(["sleep", "600"]) as owner:
         first, second = (ForkServer(tmp_path / "shared", (), imported=(), owner=owner.pid) for _ in range(2))
         assert second._process is None

@@ -1,4 +1,4 @@
-"""What a person sees of a process, and what its log has."""
+"""What a user sees of a process, and what its log contains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_who_logs_for_the_same_reason_as_another_is_shown_too(capsys: pytest.Cap
 
 @pytest.fixture
 def ours() -> Iterator[logging.Logger]:
-    """asyncrl's logger; all loggers are as before when the test is over."""
+    """Yield asyncrl's logger, and restore all loggers after the test."""
     root, ours = logging.getLogger(), logging.getLogger("asyncrl")
     kept: list[Any] = [list(root.handlers), list(ours.handlers)]
     settings = ours.level, ours.propagate, logging.raiseExceptions

@@ -1,4 +1,4 @@
-"""What a child process imports: all that its parent can; how a process ends that cannot go on."""
+"""A child process imports everything that its parent can; a process whose new thread cannot start ends."""
 
 from __future__ import annotations
 

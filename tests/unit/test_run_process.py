@@ -1,4 +1,4 @@
-"""What tests and benchmarks ask of a run's folder, at moments when its files are not whole."""
+"""What tests and benchmarks read from a run's folder while its files are incomplete."""
 
 from __future__ import annotations
 

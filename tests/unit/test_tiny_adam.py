@@ -1,4 +1,4 @@
-"""The optimizer of the tiny net of the tests."""
+"""The optimizer of the tests' tiny net."""
 
 from __future__ import annotations
 

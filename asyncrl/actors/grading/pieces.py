@@ -1,11 +1,11 @@
-"""Requests larger than a message: their bytes on ``grading_pieces``, and a request that names these.
+"""Requests larger than a message: their bytes go to ``grading_pieces``, and a small request names the pieces.
 
     grading_pieces  KEY/NUMBER -> Piece              put first
     grading         KEY -> GradingRequest(in_pieces) published last
 
-The pieces stay until the request is answered: who asked removes them, and so does the reward worker, as who asked may
-be gone. Those of a request that nobody answers are gone after an hour, like an answer that nobody takes, unless who
-asked still waits and puts them again. Tests: tests/actors/test_grading_pieces.py.
+The pieces stay until the request is answered. Both the sender and the reward worker remove them, because the sender may
+be gone. The pieces of a request that is never answered expire after an hour, like an answer that is never read, unless
+the sender still waits and puts them again. Tests: tests/actors/test_grading_pieces.py.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from asyncrl.messages.topics import GRADING_PIECES
 from asyncrl.protocols import Bus
 
 HEAD_BYTES: Final = 64
-"""More than what is around the data in a Piece."""
+"""Upper bound on the bytes around the data in a Piece."""
 
 
 async def in_pieces(bus: Bus, request: GradingRequest, *, key: str) -> GradingRequest:
-    """The request as it fits into a message; its pieces are stored. Raises MessageError for more than can be."""
+    """Return a request that fits into a message, with its pieces stored. Raises MessageError if it is too large."""
     data = encode(request)
     if len(data) <= bus.max_message_bytes:
         return request
     each = max(1, bus.max_message_bytes - HEAD_BYTES)
     most = each * min(MOST_PIECES, each // DIGEST_BYTES)
     if len(data) > most:
-        raise MessageError(f"it has {len(data):,} bytes, {most:,} are possible; raise bus.max_message_bytes")
+        raise MessageError(
+            f"it has {len(data):,} bytes, but at most {most:,} are possible; raise bus.max_message_bytes"
+        )
     view, digests = memoryview(data), bytearray()
     for number, start in enumerate(range(0, len(data), each)):
         piece = bytes(view[start : start + each])
         digests += digest_of(piece)
         await bus.put(GRADING_PIECES, Piece(data=piece), key=f"{key}/{number}")
-        await asyncio.sleep(0)  # others of this process have their turn
+        await asyncio.sleep(0)  # let other tasks of this process run
     return GradingRequest(in_pieces=InPieces(num_bytes=len(data), digests=bytes(digests)), worker=request.worker)
 
 
 async def whole(bus: Bus, request: GradingRequest, *, key: str) -> GradingRequest | None:
-    """The request that was asked; None where a piece of it is missing. Raises MessageError if it is another."""
+    """Return the original request; None if a piece of it is missing. Raises MessageError if a piece does not match."""
     if request.in_pieces is None:
         return request
     found = await bus.states(GRADING_PIECES, under=f"{key}/")
@@ -56,11 +58,11 @@ async def whole(bus: Bus, request: GradingRequest, *, key: str) -> GradingReques
         body += piece.data
     asked = decode(bytes(body), GradingRequest, is_bounded=True)
     if asked.in_pieces is not None:
-        raise MessageError("its pieces are pieces again")
+        raise MessageError("its pieces contain another request in pieces")
     return asked
 
 
 async def remove(bus: Bus, request: GradingRequest, *, key: str) -> None:
-    """The pieces of a request that is answered."""
+    """Remove the pieces of an answered request."""
     if request.in_pieces is not None:
         await bus.forget(GRADING_PIECES, key=f"{key}/")

@@ -1,11 +1,11 @@
-"""The reward worker: takes groups that are generated, rewards them, and answers who asked.
+"""The reward worker: takes generated groups, rewards them, and answers the rollout workers that asked.
 
 Invariants (tests/actors/test_reward_worker.py):
-  R1 answer, then ack: a worker that dies in between leaves the request to another, and the same answer again is
-     harmless
-  R2 it takes no more than it can begin, so that nothing waits behind a slow judge while another worker is free
-  R3 a request on its last attempt has the worker to itself: what kills workers takes no other group with it; after
-     that it is answered with an error, and its group fails
+  R1 It answers, then acks. If a worker dies in between, the request is redelivered, and a second identical answer is
+     harmless.
+  R2 It takes no more requests than it can begin, so none waits behind a slow judge while another worker is free.
+  R3 A request on its last attempt has the worker to itself, so a request that kills workers takes no other group with
+     it. After the last attempt the worker answers it with an error, and its group fails.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asyncrl.policies.health.faults import REWARD_WORKER
 from asyncrl.protocols import Bus, Deliveries, Delivery, RewardFn
 
 PIECES_SECONDS: Final = 5.0
-"""Between two looks for pieces that the bus does not have yet, or not any more."""
+"""Delay before looking again for pieces that are not yet, or no longer, on the bus."""
 
 
 class RewardWorker(Actor):
-    """consumes: grading, progress    publishes: grades    woken by: rollout workers, the learner at the end"""
+    """consumes: grading, progress    publishes: grades    woken by: rollout workers; the learner at the end"""
 
     role = REWARD_WORKER
 
@@ -37,9 +37,9 @@ class RewardWorker(Actor):
         self, name: str, bus: Bus, *, reward: RewardFn, at_once: int, max_attempts: int, keep_seconds: float
     ) -> None:
         """
-        at_once       groups that are graded at the same time
-        max_attempts  a request that was taken this often without an answer fails
-        keep_seconds  between two renewals of a delivery
+        at_once       number of groups graded at the same time
+        max_attempts  a request delivered this often without an answer fails
+        keep_seconds  interval between renewals of a delivery
         """
         super().__init__(name, bus)
         self._reward = reward
@@ -51,7 +51,7 @@ class RewardWorker(Actor):
         await self._reward.close()
 
     async def run(self) -> None:
-        """Grade until drained, or until the learner says that the run is finished."""
+        """Grade until drained, or until the learner reports that the run is finished."""
         contain_exits()
         async with asyncio.TaskGroup() as group:
             ends = [
@@ -63,7 +63,7 @@ class RewardWorker(Actor):
                 task.cancel()
 
     async def _grade_all(self) -> None:
-        """consumes: grading    waits for: a place, then a request    woken by: those in progress, rollout workers"""
+        """consumes: grading    waits for: a place, then a request    woken by: finished gradings, rollout workers"""
         async with self.bus.consume(GRADING) as deliveries, asyncio.TaskGroup() as group:
             while True:
                 await self._free.acquire()
@@ -71,13 +71,13 @@ class RewardWorker(Actor):
                     return
                 keeping = group.create_task(self._keep(delivery), name=f"{self.name}.keep-{delivery.key[:8]}")
                 places = self._at_once if delivery.attempt == self._max_attempts > 1 else 1
-                for _ in range(places - 1):  # R3; nobody else takes places, so they all come
+                for _ in range(places - 1):  # R3; only this loop takes places, so all of them become free
                     await self._free.acquire()
                 name = f"{self.name}.grade-{delivery.key[:8]}"
                 group.create_task(self._grade(delivery, keeping, places=places), name=name)
 
     async def _next(self, deliveries: Deliveries[GradingRequest]) -> Delivery[GradingRequest] | None:
-        """Ordered only now: R2. None once it drains."""
+        """Wait for a request; ask the bus for one only now (R2). Return None when draining."""
         taking = asyncio.ensure_future(anext(aiter(deliveries)))
         draining = asyncio.ensure_future(self.draining.wait())
         try:
@@ -89,11 +89,11 @@ class RewardWorker(Actor):
                 taking.cancel()
                 await asyncio.wait((taking,))
         if self.draining.is_set() or taking.cancelled():
-            return None  # what has come goes back with the others
+            return None  # a request that has arrived returns to the bus
         return taking.result()
 
     async def _grade(self, delivery: Delivery[GradingRequest], keeping: asyncio.Task[None], *, places: int) -> None:
-        """Raises BusError: what cannot be answered goes to another worker."""
+        """Grade one delivery. Raises BusError; a request that cannot be answered goes to another worker."""
         try:
             if (grades := await self._grades(delivery)) is None:
                 await delivery.retry(delay=PIECES_SECONDS)
@@ -108,7 +108,7 @@ class RewardWorker(Actor):
                 self._free.release()
 
     async def _grades(self, delivery: Delivery[GradingRequest]) -> Grades | None:
-        """None if it cannot be told yet."""
+        """Return the answer to a request; None if it must be retried later."""
         if delivery.attempt > self._max_attempts:
             return self._failed(
                 f"gave up after {self._max_attempts} attempts: the last reward worker did not come back"
@@ -147,7 +147,7 @@ class RewardWorker(Actor):
             await asyncio.sleep(self._keep_seconds)
             try:
                 await delivery.keep()
-            except BusError as error:  # at worst a second worker grades it, too, and gives the same key its answer
+            except BusError as error:  # at worst a second worker grades it and stores its answer under the same key
                 self.log.warning("could not renew a delivery: %s", error)
 
     async def _until_finished(self) -> None:

@@ -1,8 +1,8 @@
-"""A rollout worker's rewards where reward workers give them: a request on ``grading``, its answer on ``grades``.
+"""A rollout worker's rewards from reward workers: a request on ``grading``, its answer on ``grades``.
 
-Both have the digest of what is graded as their key. So a request is there once however often it is made, and a worker
-that takes over a group whose worker died (partial_rollouts.py) finds what was graded meanwhile. A reward worker that
-dies leaves its requests to the others. Tests: tests/actors/test_reward_worker.py.
+The key of both is the digest of the graded data. A request is therefore stored once however often it is made, and a
+worker that takes over a group from a dead worker (partial_rollouts.py) finds the grades that exist already. If a reward
+worker dies, its requests go to the other reward workers. Tests: tests/actors/test_reward_worker.py.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from asyncrl.policies.trust.validation import reward_problems
 from asyncrl.protocols import Bus, Reward, Sample
 
 AGAIN_SECONDS: Final = 60.0
-"""Until a request is made again: the bus may have lost it, or its answer. It takes it once in ten minutes."""
+"""Until a request is repeated, as the bus may have lost it or its answer. The bus accepts it once in ten minutes."""
 PIECES_AGAIN_SECONDS: Final = GRADING_PIECES.seconds_to_live / 2
-"""Until the pieces of a large request are put again: they must not be gone before somebody takes it."""
+"""Until the pieces of a large request are put again, so that they do not expire before a worker takes the request."""
 FULL_SECONDS: Final = 1.0
-"""Between two tries to publish where there is no room: nobody announces that there is some."""
+"""Delay between attempts to publish to a full topic: the bus does not announce free space."""
 
 
 class RewardsElsewhere:
-    """A RewardFn."""
+    """A RewardFn that asks reward workers."""
 
     is_elsewhere = True
-    """What it waits for, nobody here can end (Stage)."""
+    """No process here can end its waits (Stage)."""
 
     def __init__(self, bus: Bus, *, worker: str, largest: float) -> None:
         """largest: reward.largest"""
@@ -41,7 +41,7 @@ class RewardsElsewhere:
         self._log = logging.getLogger(f"asyncrl.{worker}")
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
-        """Waits for as long as it takes, aloud. Raises RewardError."""
+        """Wait for the grades however long it takes, and log it. Raises RewardError."""
         request = asked(samples, worker=self._worker)
         key = request.key()
         async with self._bus.watch(GRADES, key=key) as answers:
@@ -55,13 +55,13 @@ class RewardsElsewhere:
         return self._rewards(grades, count=len(samples))
 
     async def _asked(self, request: GradingRequest, answer: asyncio.Future[Grades], *, key: str) -> GradingRequest:
-        """Ask until there is an answer; what was sent. Raises RewardError."""
+        """Ask until there is an answer; return what was sent. Raises RewardError."""
         clock = asyncio.get_running_loop().time
         while True:
             try:
                 sent, since = await pieces.in_pieces(self._bus, request, key=key), clock()
             except MessageError as error:
-                raise RewardError(f"reward: a reward worker cannot be asked: {error}") from error
+                raise RewardError(f"reward: cannot ask a reward worker: {error}") from error
             while clock() < since + PIECES_AGAIN_SECONDS:
                 await self._publish(sent, key=key)
                 if (await asyncio.wait((answer,), timeout=AGAIN_SECONDS))[0]:
@@ -92,8 +92,8 @@ class RewardsElsewhere:
 
 
 def asked(samples: Sequence[Sample], *, worker: str) -> GradingRequest:
-    """What asks for the rewards of a group's samples, the same whoever asks. A reward is not shown the experts, and not
-    which tokens an earlier attempt sampled."""
+    """Return the request for the rewards of a group's samples. It is the same whichever worker asks: it leaves out the
+    experts and which tokens an earlier attempt sampled."""
     one = samples[0]
     return GradingRequest(
         rollouts=tuple(
@@ -114,7 +114,7 @@ def asked(samples: Sequence[Sample], *, worker: str) -> GradingRequest:
 
 
 def samples_of(request: GradingRequest) -> list[Sample]:
-    """What ``asked`` was given."""
+    """Return the samples of a request that ``asked`` made."""
     return [
         Sample(
             prompt=request.prompt,

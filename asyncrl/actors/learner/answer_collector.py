@@ -1,7 +1,7 @@
-"""Asks the prompts of one evaluation, and collects the answers until there is one to each.
+"""Publishes the prompts of one evaluation and collects answers until each prompt has one.
 
-What is on the log when it begins is read before anything is asked: a learner that takes up the evaluation of an earlier
-incarnation asks for nothing that is answered.
+Everything on the log at the start is read before anything is asked: a learner that resumes the evaluation of an earlier
+incarnation asks only for missing answers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from asyncrl.policies.evaluation.held import EngineTime
 from asyncrl.protocols import Bus
 
 ASK_AGAIN_SECONDS: Final = 10.0
-"""Between two looks for prompts that the bus has lost; no longer is waited for a log whose end has vanished."""
+"""Interval between looks for prompts that the bus has lost; also the time limit to read a log whose end vanished."""
 FULL_SECONDS: Final = 0.5
-"""Between two tries to publish: nobody announces that there is space again, or that a prompt is acknowledged."""
+"""Delay between attempts to publish: the bus announces neither free space nor acks."""
 
 
 class AnswerCollector:
-    """``run`` once. What it found is in the round, whenever it is cancelled."""
+    """Call ``run`` once. Its results are in the round, even if it is cancelled."""
 
     def __init__(
         self,
@@ -38,20 +38,20 @@ class AnswerCollector:
         workers: Callable[[], Awaitable[Collection[str]]],
     ) -> None:
         """
-        engine_time  is told of every answer
-        gone         why the evaluated version is nowhere any more; "" while it is there
-        workers      names of those that are up and may answer
+        engine_time  receives the engine time of every answer
+        gone         returns why the evaluated version is not available any more; "" if it is
+        workers      returns names of live workers that may answer
         """
         self._bus, self._asked, self._engine_time = bus, asked, engine_time
         self._gone, self._workers = gone, workers
-        self._again: set[int] = set()  # prompts to ask again, as soon as the bus takes them
+        self._again: set[int] = set()  # prompts to publish again once the bus accepts them
         self._wanted = asyncio.Event()
         self._has_read = asyncio.Event()
         self._done = asyncio.Event()
         self._problem = ""
 
     async def run(self) -> str:
-        """Until every prompt is settled: "", or why no more answers can come."""
+        """Run until every prompt is settled. Return "", or why no more answers can come."""
         through = await self._bus.last_sequence(EVALUATION_ANSWERS)
         if through <= self._asked.evaluation.after:
             self._has_read.set()
@@ -64,7 +64,7 @@ class AnswerCollector:
         return self._problem
 
     async def _ask(self) -> None:
-        """Publish every prompt, then again those whose answers count in nothing or that the bus has lost.
+        """Publish every prompt; then again those whose answers do not count and those that the bus has lost.
 
         consumes: nothing    waits for: the end of the log, space, the clock    woken by: ``_read``, workers
         """
@@ -84,7 +84,7 @@ class AnswerCollector:
                 await self._ask_for_lost()
 
     async def _ask_again(self) -> None:
-        """A prompt whose answers were bad can be published once their worker has acknowledged it."""
+        """Publish prompts with bad answers again. This works once their worker has acked them."""
         for index in sorted(self._again):
             if self._asked.is_settled(index) or await self._publish(index, again=True):
                 self._again.discard(index)
@@ -96,7 +96,7 @@ class AnswerCollector:
                 await self._publish(index, again=True)
 
     async def _publish(self, index: int, *, again: bool = False) -> bool:
-        """False: it is there."""
+        """Publish a prompt. Return False if the bus has it already."""
         prompt = self._asked.prompt(index)
         while True:
             try:
@@ -105,7 +105,7 @@ class AnswerCollector:
                 await asyncio.sleep(FULL_SECONDS)
 
     async def _read(self, through: int) -> None:
-        """consumes: evaluation answers    waits for: the next    woken by: workers"""
+        """consumes: evaluation answers    waits for: the next answer    woken by: workers"""
         async with self._bus.read(EVALUATION_ANSWERS, after=self._asked.evaluation.after) as records:
             while not self._asked.is_done and not self._problem:
                 record = await anext(records)
@@ -131,7 +131,7 @@ class AnswerCollector:
             self._engine_time.heard(answers.worker, held_seconds=answers.held_seconds, now=time.monotonic())
 
     async def _hopeless(self) -> str:
-        """Why nobody can answer: the version is gone, or none of the workers that are up can load it."""
+        """Return why no worker can answer: the version is gone, or no live worker can load it. "" if one may."""
         if problem := await self._gone():
             return problem
         unable, workers = self._asked.unable, set(await self._workers())

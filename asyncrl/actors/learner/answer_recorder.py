@@ -1,7 +1,6 @@
-"""Writes down the answers to some prompts of every evaluation, for a person to read (state/samples.py).
+"""Records the answers to some prompts of every evaluation, for people to read (state/samples.py).
 
-The prompts of a data set are the same in every evaluation of it, so that the answers to one of them can be read from
-version to version.
+It picks the same prompts of a data set in every evaluation, so their answers can be compared from version to version.
 
 Tests: tests/actors/learner/test_answer_recorder.py.
 """
@@ -22,10 +21,11 @@ from asyncrl.policies.groups.sample import Asked, evaluated_sample
 
 
 class AnswerRecorder:
-    """per_dataset: prompts of each data set whose answers are recorded
+    """Writes recorded answers.
 
-    model, step  of the saved model that is evaluated: its folder's name, and the step that made it; "" where a run
-                 evaluates its own versions
+    per_dataset  number of prompts of each data set whose answers are recorded
+    model, step  of a saved model that is evaluated: its folder's name, and the step that made it; "" if a run evaluates
+                 its own versions
     """
 
     def __init__(self, writer: SampleWriter, *, per_dataset: int, model: str = "", step: int = 0) -> None:
@@ -34,13 +34,13 @@ class AnswerRecorder:
         self._model, self._step = model, step
 
     def picks(self, its: EvaluationSet) -> frozenset[int]:
-        """Places of the prompts of a data set whose answers are recorded."""
+        """Return the places of the recorded prompts of a data set."""
         among = len(its.questions)
         return frozenset(random.Random(its.name).sample(range(among), min(among, self._per_dataset)))
 
     def note(self, group: TrajectoryGroup | None, its: EvaluationSet, place: int, *, weights: WeightVersion) -> None:
-        """Answers that count to a prompt that was picked. Those that did not come whole, or to another prompt, are
-        lost."""
+        """Record counted answers to a picked prompt. Answers without a complete group, or to another prompt, are
+        counted as lost."""
         question = its.questions[place]
         if group is None or not np.array_equal(group.prompt_tokens, question.tokens):
             self._writer.lose()

@@ -1,13 +1,13 @@
-"""Finds the groups of a batch that a step fails with, so that the others can be trained.
+"""Finds the groups that make a step fail, so that the rest of the batch can be trained.
 
-    a step fails -> halves of its batch are rehearsed, and halves of those that fail, down to single groups
+    a step fails -> halves of its batch are rehearsed, then halves of failing halves, down to single groups
 
-A group with which a step fails also when it is alone is to blame, if a step without it is possible at the same time: a
-machine that is short of memory or descriptors for some seconds fails whatever is tried in them. So a group that failed
-alone is tried once more between two groups that pass: others of its batch, the newest that was trained, or buffered
-ones. If none of them passes the cause is no data. When each group passes alone (too little memory for all of them
-together, a passing fault) nobody is to blame. Which halves are tried follows from the batch's order alone. Nothing is
-trained meanwhile.
+A group is to blame if a step fails with that group alone while a step without it is possible at the same time. The
+second condition matters because a machine that is short of memory or descriptors for some seconds fails any step. So a
+group that failed alone is tried once more between two groups that pass: others of its batch, the newest trained group,
+or buffered ones. If none of them passes, the cause is not the data. If each group passes alone (too little memory for
+all of them together, a transient fault), no group is to blame. The order of the batch alone decides which halves are
+tried. Nothing is trained during the search.
 
 Tests: tests/actors/learner/test_batch_bisector.py.
 """
@@ -25,14 +25,14 @@ from asyncrl.policies.groups.table import GroupTable
 from asyncrl.state.in_progress import InProgress, LogEntry
 
 Attempt = Callable[[Sequence[BufferedGroup]], Awaitable[str]]
-"""Why a step with these groups fails; "" when it does not."""
+"""Returns why a step with these groups fails; "" if it does not fail."""
 
 OTHERS: Final = 4
-"""Groups outside the batch that are tried, at most, before a failing batch is said to be no matter of its data."""
+"""At most this many groups outside the batch are tried before the failure is declared not to be caused by data."""
 
 
 class BatchBisector:
-    """One per learner. Remembers a group that was trained, as proof that a step is possible."""
+    """One per learner. Remembers a trained group as proof that a step is possible."""
 
     def __init__(self, *, table: GroupTable, batcher: Batcher, trainer: Trainer, in_progress: InProgress) -> None:
         self._table, self._batcher, self._trainer = table, batcher, trainer
@@ -40,13 +40,13 @@ class BatchBisector:
         self._proof: tuple[BufferedGroup, int] | None = None
 
     def note_trained(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> None:
-        """A step from ``policy_version`` was done with these groups."""
+        """Note that a step from ``policy_version`` was done with these groups."""
         self._proof = (min(groups, key=lambda one: (one.num_tokens, one.group_id)), policy_version)
 
     async def bisect(self, batch: Sequence[BufferedGroup]) -> dict[int, str] | None:
-        """Group id -> why no step can be made with it. None when no step can be made at all.
+        """Map ids of groups to the reason why no step can be made with them. None if no step can be made at all.
 
-        Raises what ends the learner whatever the batch.
+        Raises errors that end the learner whatever the batch.
         """
         failed = await find(batch, self._attempt)
         if not failed:
@@ -61,8 +61,8 @@ class BatchBisector:
         return guilty
 
     async def clear_suspects(self, batch: Sequence[BufferedGroup]) -> dict[int, str]:
-        """Rehearse alone each group that the incarnation before ended with: if one of them ends this one too, it is
-        known which. Group id -> why, of those that only fail."""
+        """Rehearse alone each group that was in training when the previous incarnation ended. If one ends this
+        incarnation as well, its identity is then known. Return group id -> reason for groups that only fail."""
         found: dict[int, str] = {}
         for one in batch:
             entry = entry_of(one)
@@ -79,7 +79,7 @@ class BatchBisector:
         return await self._trainer.rehearse(prepare, step=self._table.step)
 
     async def _can_step(self, batch: Sequence[BufferedGroup], failed: Container[int]) -> bool:
-        """Whether any group can be trained now, besides those that failed."""
+        """Return whether any group other than the failed ones can be trained now."""
         tried = {one.group_id for one in batch}
         passed = [(one, None) for one in batch if one.group_id not in failed]
         others = [(one, None) for one in self._table.buffered.values() if one.group_id not in tried]
@@ -90,12 +90,12 @@ class BatchBisector:
 
 
 def entry_of(one: BufferedGroup) -> LogEntry:
-    """The log record that the group came in."""
+    """Return the log record that contained the group."""
     return LogEntry(one.sequence, str(one.group_id), one.group.worker)
 
 
 async def find(batch: Sequence[BufferedGroup], attempt: Attempt) -> dict[int, str]:
-    """Group id -> why, of the groups of ``batch`` that fail alone; as many attempts as halving takes."""
+    """Map ids of the groups of ``batch`` that fail alone to the reason, found by repeated halving."""
     problem = await attempt(batch)
     if not problem:
         return {}

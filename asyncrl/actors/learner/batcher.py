@@ -1,18 +1,19 @@
-"""Makes batches: which groups train next, and their packed micro-batches, ready when the step before them ends.
+"""Makes batches: selects the groups of the next step and packs their micro-batches while the current step runs.
 
-A batch is *taken* when the step before it is done, by the version it trains: groups that are too old are dropped, and
-the oldest of the others are the batch. While that step runs, ``prepare_ahead`` prepares the batch that would be taken
-if the step ended now, and again when an arrival changes it. That is a guess, and it takes nothing: no group changes its
-state, no counter moves, the bus hears nothing. So preparing ahead hides the host's work and changes no result:
+A batch is *taken* when the previous step is done, for the version it trains: groups that are too old are dropped, and
+the first of the others (staleness.order, by default the oldest) form the batch. While a step runs, ``prepare_ahead``
+prepares the batch that would be taken if the step ended now, and prepares again when an arrival changes that batch.
+This preparation is speculative and takes nothing: no group changes its state, no counter moves, nothing is published.
+It hides host work and changes no result:
 
-  - Which groups make a batch, and which are dropped, is decided at the same instants as without it. A guess that is
-    not what is taken is thrown away, and the batch is prepared then.
+  - Which groups form a batch, and which are dropped, is decided at the same instants as without speculation. If
+    another batch is taken, the prepared one is discarded and the new one is prepared then.
   - Admission sees steps done and batches taken. In one_step_off taking a batch admits the next one: batch n + 2 is
-    admitted when step n + 1 begins at version n, and trained from version n + 1. A batch that was guessed during
-    step n is taken when step n + 1 begins, not earlier, so the bound of one version holds with and without guesses.
-  - With max_staleness 0 nothing is outstanding beyond the batch in training: there is nothing to guess, and async
+    admitted when step n + 1 begins at version n, and trained from version n + 1. A batch prepared during step n is
+    taken when step n + 1 begins, not earlier, so the bound of one version holds with and without speculation.
+  - With max_staleness 0 nothing is outstanding beyond the batch in training, so nothing is prepared ahead, and async
     equals sync to the last bit (tests/integration/learning/test_learning.py).
-  - A run that is drained or killed leaves no taken batch behind: a guess is in no checkpoint.
+  - A drained or killed run leaves no taken batch behind: checkpoints do not contain prepared batches.
 
 Tests: tests/actors/learner/test_batcher.py, tests/actors/learner/test_hold.py.
 """
@@ -47,15 +48,15 @@ from asyncrl.policies.staleness.staleness import age_weight
 log = logging.getLogger("asyncrl.learner")
 
 LOOK_SECONDS = BEAT_SECONDS / 2
-"""While it holds, between two looks at what workers have begun."""
+"""Interval between looks at which groups workers have begun, during a hold."""
 LONG_WAIT_SECONDS = 30.0
-"""A learner that has waited this long for a batch says so."""
+"""A learner that has waited this long for a batch logs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """``parts[i][r]`` is what data-parallel rank r trains in optimizer step i of the batch; seconds: host time to make
-    it, hidden or not."""
+    """``parts[i][r]`` is the data of data-parallel rank r in optimizer step i of the batch. seconds: host time for the
+    preparation, whether hidden or not."""
 
     batch: Batch
     parts: list[list[list[MicroBatch]]]
@@ -71,10 +72,10 @@ class _Preparation:
 
 
 class _Hold:
-    """How long a full batch waits for older groups: ``longest`` seconds, then it is over and ``changed`` is set.
+    """How long a full batch waits for older groups: after ``longest`` seconds it is over and ``changed`` is set.
 
-    announce  called when it has lasted LONG_WAIT_SECONDS
-    wait      of the learner, which says in it that it holds, if the hold has an end
+    announce  called after LONG_WAIT_SECONDS
+    wait      the learner's wait; its note says that the learner holds, if the hold has a time limit
     """
 
     def __init__(self, longest: float, *, changed: asyncio.Event, announce: Callable[[], None], wait: OpenWait) -> None:
@@ -99,7 +100,7 @@ class _Hold:
         return self._seconds + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def begin(self) -> None:
-        """Nothing happens if it has begun."""
+        """Begin the hold; does nothing if it has begun."""
         if self._began is None:
             self._began, loop = time.monotonic(), asyncio.get_running_loop()
             self._timers = [loop.call_later(LONG_WAIT_SECONDS, self._announce)]
@@ -108,7 +109,7 @@ class _Hold:
                 self._wait.note = HELD
 
     def stop(self) -> None:
-        """The batch is not full any more; the next time that it is the hold begins anew."""
+        """Stop the hold because the batch is no longer full. The next full batch begins a new hold."""
         for timer in self._timers:
             timer.cancel()
         self._seconds, self._began, self._timers, self.is_over = self.seconds, None, [], False
@@ -120,7 +121,7 @@ class _Hold:
 
 
 class Batcher:
-    """Takes batches from ``table``; ``changed`` is set by whoever puts something new into it."""
+    """Takes batches from ``table``. Code that adds something new to the table sets ``changed``."""
 
     def __init__(
         self,
@@ -133,8 +134,8 @@ class Batcher:
         picks: Callable[[int, int], Collection[int]] | None = None,
         workers: Callable[[], Awaitable[Sequence[Heartbeat]]] | None = None,
     ) -> None:
-        """picks: which of the groups of a step are recorded, by their count and the step's number;  None: none is
-        workers: heartbeats of those that live;  None: it is not known what they have begun"""
+        """picks: maps a step's group count and number to the groups to record; None records no groups
+        workers: returns heartbeats of live workers; None if unknown which groups they have started"""
         self._table = table
         self._picks = picks
         self._progress = progress
@@ -151,8 +152,8 @@ class Batcher:
         self._waits_for_stragglers = run.staleness.waits
         self._wait_seconds = self._longest_hold = run.staleness.wait_seconds or math.inf
         self.held_seconds = 0.0
-        """That the batch taken last was full, and held for older groups."""
-        # Groups that start there or before are not waited for: they are too old, or have been waited for in vain.
+        """How long the batch taken last was full and held for older groups."""
+        # Groups that start at this version or before are not waited for: too old, or a hold ended without them.
         self._given_up = table.policy_version - run.max_staleness - 1
         self._are_stragglers_cut = run.staleness.stragglers == "partial"
         self._age_weight = age_weight(
@@ -163,15 +164,15 @@ class Batcher:
         self._preparation: _Preparation | None = None
 
     def drain(self) -> None:
-        """Take no batch any more."""
+        """Take no more batches."""
         self._draining = True
         self._changed.set()
 
     async def take(self, wait: OpenWait) -> list[BufferedGroup] | None:
-        """The groups that the next step trains, now in training; behind them those that it trains again. ``wait``: the
-        learner's for them.
+        """Return the groups of the next step, now marked as in training, followed by the groups that it trains again.
+        ``wait``: the learner's wait for the batch.
 
-        None when drained, or when the data has ended and what is left cannot fill a batch.
+        Returns None when drained, or when the data has ended and the remaining groups cannot fill a batch.
         """
         table = self._table
         hold = _Hold(self._longest_hold, changed=self._changed, announce=self._announce_hold, wait=wait)
@@ -182,10 +183,10 @@ class Batcher:
                     return None
                 while stale := self._selection.stale(table):
                     await self._progress.announce(table.drop(stale))
-                    await self._progress.progress()  # while it tells the bus, another one may arrive
+                    await self._progress.progress()  # another group may arrive while the bus is updated
                 chosen = self._selection.next_batch(table, count=self._count)
                 if chosen is not None and await self._has_looked():
-                    continue  # meanwhile there may be others
+                    continue  # more groups may have arrived
                 late = self._late(self._begun.starts(table.outstanding)) if chosen is not None else []
                 if chosen is not None and (not late or hold.is_over):
                     self._note_hold(hold.seconds, late)
@@ -206,11 +207,11 @@ class Batcher:
                 await self._changed.wait()
 
     async def prepare(self, groups: Sequence[BufferedGroup], *, owner: asyncio.TaskGroup) -> Prepared:
-        """Documents and micro-batches of ``groups``, which the next step trains: those made ahead if they are for
-        these, else made now.
+        """Return documents and micro-batches of ``groups``, which the next step trains. They are prepared now unless
+        they were prepared ahead.
 
-        In a thread, as a task of ``owner``: it outlives a caller that is cancelled, for the next one to find. Raises
-        what making them raised.
+        The work runs in a thread, as a task of ``owner``: it outlives a cancelled caller and can be used by the next.
+        Raises the error of the preparation.
         """
         made = await self._prepared(groups, policy_version=self._table.policy_version, owner=owner)
         if isinstance(made, Exception):
@@ -219,11 +220,11 @@ class Batcher:
         return made
 
     def prepare_now(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> Prepared:
-        """As ``prepare``, for a step from ``policy_version``, and kept for nobody. Blocks."""
+        """Like ``prepare``, for a step from ``policy_version``, but without keeping the result. Blocks."""
         return self._prepare(groups, policy_version=policy_version)
 
     async def prepare_ahead(self, *, owner: asyncio.TaskGroup) -> None:
-        """Keep ready what the step after the one in training would train.
+        """Keep the batch of the step after the current one prepared.
 
         consumes: the table    waits for: an arrival    woken by: ``changed``    ends: cancelled when the step is done
         """
@@ -239,7 +240,7 @@ class Batcher:
 
     @contextlib.contextmanager
     def _announcing_long_wait(self, hold: _Hold) -> Iterator[None]:
-        """Somebody may be looking at a run that stands still. A hold says so itself."""
+        """Log a long wait, for people who look at a stalled run. A hold logs its own message."""
         since, table, filtered = time.strftime("%H:%M:%S"), self._table, self._table.counts["filtered"]
 
         def announce() -> None:
@@ -265,23 +266,25 @@ class Batcher:
     def _announce_hold(self) -> None:
         table, longest = self._table, self._longest_hold
         log.warning(
-            "step %d has its %d groups and waits for older ones that would become too old, %s (staleness.eviction and "
-            'wait_seconds; parts = "tokens" waits for none): %d are here and %d outstanding',
+            "step %d has its %d groups but waits for older groups that would become too old, %s (staleness.eviction "
+            'and wait_seconds; parts = "tokens" does not wait): %d are here and %d outstanding',
             table.step + 1,
             self._count,
-            f"for {longest:g} s at most" if math.isfinite(longest) else "as long as they take",
+            f"for {longest:g} s at most" if math.isfinite(longest) else "without a limit",
             len(table.buffered),
             len(table.outstanding),
         )
 
     def _note_hold(self, seconds: float, late: Sequence[int]) -> None:
-        """late: starts of the groups that were waited for in vain. The hold behind one in vain is half as long, so that
-        those in a row take no more than twice staleness.wait_seconds together; one that was of use starts anew."""
+        """Adapt the limit of the next hold. late: starts of the groups that the hold ended without.
+
+        After a hold that ended without the missing groups, the next one is half as long, so consecutive holds take at
+        most 2 x staleness.wait_seconds in total. A successful hold resets the limit."""
         self.held_seconds = seconds
         if late:
             log.warning(
-                "step %d trains without older groups (%d) that it has waited %g s for (staleness.wait_seconds); those "
-                'that are too old when they arrive are dropped (staleness.parts = "tokens" trains what is not)',
+                "step %d trains without older groups (%d) after waiting %g s for them (staleness.wait_seconds); groups "
+                'that arrive too old are dropped (staleness.parts = "tokens" drops only tokens that are too old)',
                 *(self._table.step + 1, len(late), self._longest_hold),
             )
             self._given_up = max(late)
@@ -293,15 +296,15 @@ class Batcher:
         return lambda one: self._selection.is_stale(one, policy_version)
 
     async def _has_looked(self) -> bool:
-        """Ask what workers have begun, where a batch would hold by the versions that admitted its groups; False if that
-        is known already, or does not matter."""
+        """Ask workers which groups they have begun, if the batch would otherwise hold because of the versions that
+        admitted its groups. Return False if this is known already or does not matter."""
         if self._workers is None or not self._may_look:
             return False
         if not self._late(Begun().starts(self._table.outstanding)):
             return False
-        self._may_look = False  # and no clock beside the timer: uvloop's fire up to a millisecond early
+        self._may_look = False  # only the timer resets this: uvloop's timers fire up to a millisecond early
         asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_again)
-        with contextlib.suppress(BusError):  # by what was known the learner waits longer, and nothing is lost
+        with contextlib.suppress(BusError):  # with older knowledge the learner only waits longer
             beats = await self._workers()
             self._begun.hear(beats, outstanding=self._table.outstanding, forks=self._table.forks)
         return True
@@ -311,9 +314,8 @@ class Batcher:
         self._changed.set()
 
     def _late(self, starts: Sequence[int]) -> list[int]:
-        """Of the ``starts`` of stragglers those that the next step holds for. Where workers cut them off, with the next
-        step as the last that may train them, holding earlier than for that step would be to wait for answers that
-        nobody cuts."""
+        """Return those ``starts`` of stragglers that the next step holds for. If workers cut stragglers off when the
+        next step is the last that may train them, holding earlier would wait for answers that are not cut."""
         if not self._waits_for_stragglers:
             return []
         starts = [start for start in starts if start > self._given_up]
@@ -332,7 +334,7 @@ class Batcher:
         return task.result()
 
     def _try_to_prepare(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> Prepared | Exception:
-        """What a guess raises is raised when the batch is taken, and else of no interest."""
+        """Errors from a speculative preparation are raised only if that batch is actually taken."""
         try:
             return self._prepare(groups, policy_version=policy_version)
         except Exception as error:
@@ -359,7 +361,7 @@ class Batcher:
         return Prepared(batch=batch, parts=parts, seconds=time.monotonic() - started)
 
     def _recorded(self, sizes: Sequence[int], *, step: int) -> list[int]:
-        """Documents of the groups that are recorded. ``sizes``: documents of each group of the batch."""
+        """Return the numbers of recorded documents. ``sizes``: number of documents of each group of the batch."""
         if self._picks is None:
             return []
         ends = list(itertools.accumulate(sizes))

@@ -1,4 +1,4 @@
-"""Keeps the model that was best in an evaluation: checkpoint.best. Blocks; for a thread."""
+"""Keeps the model with the best evaluation result: checkpoint.best. Blocking; call it from a thread."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ log = logging.getLogger("asyncrl.evaluation")
 
 
 class BestModel:
-    """A Hugging Face folder, replaced as a whole when a better one is found; RESULT_FILE in it says how good it is."""
+    """A Hugging Face folder, replaced as a whole when a better model is found; RESULT_FILE in it has the result."""
 
     def __init__(self, folder: Path, *, metric: str, forks: Forks | None = None) -> None:
         """
         metric  DATASET/METRIC
-        forks   of the learner's history: a model that a fall back lost stays until there is another, however good
+        forks   forks of the learner's history: a best model of a lost history is replaced by the next model, however
+                good
         """
         self._folder, self._metric = folder, metric
-        if not folder.exists() and self._beside("old").exists():  # an earlier incarnation ended between two renames
+        if not folder.exists() and self._beside("old").exists():  # an earlier incarnation ended between the renames
             self._beside("old").rename(folder)
         self._best = _value(folder / RESULT_FILE, metric, forks or {})
 
@@ -54,7 +55,7 @@ class BestModel:
 
 
 def _value(file: Path, metric: str, forks: Forks) -> float | None:
-    """Of the best model that an earlier incarnation kept; None if none, or by another metric, or of a lost history."""
+    """Return the value of the kept best model; None if none is kept, by another metric, or of a lost history."""
     try:
         found = json.loads(file.read_text())
         order, value = (int(found["incarnation"]), int(found["step"])), float(found["value"])
@@ -62,18 +63,20 @@ def _value(file: Path, metric: str, forks: Forks) -> float | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s: cannot be read: %s; the next model takes its place", file, error)
+        log.warning("%s: cannot be read: %s; the next complete evaluation replaces it", file, error)
         return None
     if is_same_metric and not is_of_history(order, forks):
         log.warning(
-            "%s: the model of step %d is of a lost history; the next one takes its place", file.parent, order[1]
+            "%s: the model of step %d belongs to a lost history; the next complete evaluation replaces it",
+            file.parent,
+            order[1],
         )
         return None
     return value if is_same_metric else None
 
 
 def _link(source: str, target: str) -> None:
-    """Weights of a version never change, so its folder may go and the file stays."""
+    """Hard-link a file if possible. Weights of a version never change, so the link stays valid if its folder goes."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,12 +1,12 @@
-"""Makes again what somebody took from the bus in the middle of a run, and says so in a line.
+"""Restores what is lost from the bus in the middle of a run, and logs each loss in one line.
 
-    a stream or a consumer    made again as it was (bus/jetstream/keeper.py); nobody else may, and everybody waits
-    states                    put again, so that whoever watches them hears of them
-    prompts, trajectories     groups that are on neither any more are published again (lost_prompts.py)
-    weights                   stored again and announced anew (weight_publisher.py), files that somebody removed too
+    a stream or a consumer    recreated as it was (bus/jetstream/keeper.py); only the learner may, so all others wait
+    states                    put again, so that their watchers see them
+    prompts, trajectories     groups that are on neither topic are published again (lost_prompts.py)
+    weights                   stored and announced again (weight_publisher.py), including files that were removed
 
-Heartbeats, leases and partial rollouts come again by themselves; events of the past, and what was partly generated, are
-gone. What was trained is in the history and the checkpoints, which are on no bus.
+Heartbeats, leases and partial rollouts come back by themselves. Past events and partly generated answers are lost. The
+record of what was trained is safe in the history and the checkpoints, which are not on the bus.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class BusKeeper:
     def __init__(
         self, bus: Bus, *, suspect_prompts: Callable[[], None], restore_weights: Callable[[], Awaitable[None]]
     ) -> None:
-        """suspect_prompts: some may be lost;  restore_weights: store again what is missing of the newest version"""
+        """suspect_prompts: called if some may be lost;  restore_weights: stores missing parts of the newest version"""
         self._bus = bus
         self._suspect_prompts, self._restore_weights = suspect_prompts, restore_weights
-        self._said: dict[str, str] = {}  # what cannot be made again -> why
+        self._said: dict[str, str] = {}  # parts that cannot be recreated -> why
         self._are_states_lost = False
 
     async def run(self) -> None:
-        """Until cancelled. Two loops: what is published again waits for its stream, and the other one makes that.
+        """Run until cancelled. There are two loops because publishing waits for a stream that the other loop recreates.
 
         consumes: nothing    waits for: the clock, every LOOK_SECONDS    woken by: nobody
         """
@@ -46,7 +46,7 @@ class BusKeeper:
                 group.create_task(self._repeat(step))
 
     async def repair(self) -> None:
-        """One look at the bus. Raises BusError."""
+        """Look at the bus once and recreate what is lost. Raises BusError."""
         losses = await self._bus.losses(repairs=True)
         for loss in losses:
             self._say(loss)
@@ -57,7 +57,7 @@ class BusKeeper:
         self._are_states_lost |= bool(topics & _STATES)
 
     async def publish_again(self) -> None:
-        """Raises BusError or WeightsError for what cannot be stored."""
+        """Publish lost states and weights again. Raises BusError or WeightsError if they cannot be stored."""
         if self._are_states_lost:
             self._are_states_lost = False
             await self._bus.restore(anew=True)
@@ -69,9 +69,9 @@ class BusKeeper:
             await asyncio.sleep(LOOK_SECONDS)
             try:
                 await step()
-            except (BusError, WeightsError, OSError) as error:  # the next look may do better
+            except (BusError, WeightsError, OSError) as error:  # the next look may succeed
                 if str(error) != problem:
-                    log.warning("not all of what was lost is restored yet: %s", error)
+                    log.warning("the bus: some lost data is not restored yet, retrying: %s", error)
                 problem = str(error)
             else:
                 problem = ""
@@ -80,4 +80,4 @@ class BusKeeper:
         if loss.is_repaired:
             log.warning("the bus: %s %s; it is restored", loss.name, loss.problem)
         elif self._said.get(loss.name) != loss.problem:
-            log.error("the bus: %s %s; whoever needs it waits; it is retried", loss.name, loss.problem)
+            log.error("the bus: %s %s; processes that need it wait, and the repair is retried", loss.name, loss.problem)

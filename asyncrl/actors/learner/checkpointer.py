@@ -1,10 +1,11 @@
-"""The learner's checkpoints: one per step at most, and the log is trimmed behind the one before the newest.
+"""The learner's checkpoints: at most one per step. The log is trimmed only up to the checkpoint before the newest.
 
-So when the newest checkpoint turns out damaged, or somebody deletes it, the learner goes on from the one before and
-finds every group on the log. With checkpoint.keep = 1 there is none before: the log is trimmed behind the newest.
+So if the newest checkpoint is damaged or deleted, the learner resumes from the one before it and finds every group on
+the log. With checkpoint.keep = 1 there is no earlier one: the log is trimmed up to the newest.
 
-A backend that can writes while the next steps run. Until all of it is on disk there is no checkpoint: a learner that
-dies meanwhile goes on from the one before, and nothing has left the log. One at a time: the next waits for it.
+Backends that support this write while the next steps run. A checkpoint does not exist until all of it is on disk: a
+learner that dies before that resumes from the previous one, and nothing has been trimmed from the log. Only one is
+written at a time; the next one waits.
 Tests: tests/actors/learner/test_checkpointer.py.
 """
 
@@ -36,7 +37,7 @@ from asyncrl.state import checkpoint
 T = TypeVar("T")
 
 POLL_SECONDS: Final = 1.0
-"""Between two looks at whether a checkpoint is written. Each is a short exchange of all ranks, between two steps."""
+"""Interval between checks whether a checkpoint is written. Each is a short exchange of all ranks between two steps."""
 
 _WRITING: Final = "a checkpoint to be written"
 
@@ -45,7 +46,7 @@ log = logging.getLogger("asyncrl.learner")
 
 @dataclass(slots=True, kw_only=True)
 class _Written:
-    """A checkpoint that is being written. trims, logs_changed: when it was begun; since: monotonic."""
+    """A checkpoint being written. trims, logs_changed: values when it was begun; since: monotonic time."""
 
     state: LearnerState
     logs_changed: int
@@ -76,24 +77,24 @@ class Checkpointer:
         self._groups_per_batch = run.learner.groups_per_batch
         self._window = run.window
         self._directory = run.run_directory / "checkpoints"
-        self._step = -1  # of the last checkpoint of this incarnation
-        self._written: _Written | None = None  # what is being written
+        self._step = -1  # step of the last checkpoint of this incarnation
+        self._written: _Written | None = None  # the checkpoint being written
         self._finishing: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
-        self._has_failed = False  # what was being written, for the disk's sake
-        self._seconds: dict[str, float] = {}  # since metrics were last taken
+        self._has_failed = False  # the last background write, because of the disk
+        self._seconds: dict[str, float] = {}  # since metrics were taken last
         self.disk_need = 0.0
-        """Share of the free bytes of its disk that another checkpoint takes, when the last one was written."""
+        """Share of the disk's free bytes that another checkpoint takes, measured when the last one was written."""
 
     def is_due(self, step: int) -> bool:
-        """Whether the run file asks for a checkpoint after this step, or the last one could not be written."""
+        """Return whether the run file asks for a checkpoint after this step, or the last one could not be written."""
         every = self._section.every_steps
         return bool(every) and (step % every == 0 or self._has_failed)
 
     async def begin(self, *, trims: bool, group: asyncio.TaskGroup) -> None:
-        """Begin one, which a task of ``group`` finishes. Where the backend cannot train beside it, ``write`` it.
+        """Begin a checkpoint, which a task of ``group`` finishes. ``write`` it if the backend cannot save in parallel.
 
-        trims: what the checkpoint before has consumed may leave the log, once this one is written. Raises
+        trims: once this checkpoint is written, groups that the previous one has consumed may leave the log. Raises
         CheckpointError.
         """
         await self._finish(wait=True)
@@ -113,7 +114,7 @@ class Checkpointer:
             self._finishing = group.create_task(self._keep_finishing(), name="learner.finish-checkpoint")
 
     async def write(self, *, trims: bool) -> None:
-        """Write one, unless this step has one: what arrived since then is read from the log again. See ``begin``."""
+        """Write a checkpoint unless this step has one; later arrivals are read from the log again. See ``begin``."""
         await self._finish(wait=True)
         if self._table.step == self._step:
             return
@@ -125,13 +126,13 @@ class Checkpointer:
         self._waited(since=written.since)
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Since this was last asked."""
+        """Return the metrics since the last call."""
         seconds, self._seconds = self._seconds, {}
         return dict(seconds)
 
     async def _saved(self, *, trims: bool) -> _Written:
-        """What the learner is now. The history is on disk up to the length that is in it."""
-        # The ledgers and the history's length are of one instant (history.py, H1): nothing awaits between them.
+        """Return the learner's current state. The history is on disk up to the length recorded in it."""
+        # The ledgers and the history's length are from one instant (history.py, H1): nothing awaits between them.
         logs_changed = self._table.logs_changed
         state = saved_table.save(
             self._table, groups_per_batch=self._groups_per_batch, history=self._progress.history_position
@@ -141,13 +142,13 @@ class Checkpointer:
         return _Written(state=state, logs_changed=logs_changed, trims=trims, since=time.monotonic())
 
     async def _keep_finishing(self) -> None:
-        """waits for: the ranks' threads, which nobody announces    woken by: the clock"""
+        """waits for: the ranks' threads, which send no notification    woken by: the clock"""
         while self._written is not None:
             await asyncio.sleep(POLL_SECONDS)
             await self._finish(wait=False)
 
     async def _finish(self, *, wait: bool) -> None:
-        """Finish what is being written; nothing while it is, without ``wait``: then nobody waits for it."""
+        """Finish the checkpoint being written. Without ``wait``, do nothing if it is still being written."""
         began = time.monotonic()
         async with self._lock:
             if (written := self._written) is None:
@@ -158,14 +159,14 @@ class Checkpointer:
             except Exception as error:
                 if disk_problem(error) is None:
                     raise
-                log.error("%s; the next step is saved instead, and waited for", error)
+                log.error("%s; the next step is saved instead, and training waits for that save", error)
                 self._written, self._has_failed = None, True
                 return
             if folder is not None:
                 self._written = None
                 await self._visible(written, folder)
         if wait and self._finishing is not None:
-            self._finishing.cancel()  # it sleeps, or waits for the lock
+            self._finishing.cancel()  # the task is asleep or waits for the lock
             self._waited(since=began)
 
     def _waited(self, *, since: float) -> None:
@@ -173,18 +174,18 @@ class Checkpointer:
         self._seconds["learner/checkpoint_seconds"] = before + time.monotonic() - since
 
     def _write(self, written: _Written) -> Path:
-        """Blocks."""
+        """Write the checkpoint. Blocks."""
         self._begin(written)
         folder = self._finished(written, wait=True)
         assert folder is not None
         return folder
 
     def _begin(self, written: _Written) -> None:
-        """Blocks."""
+        """Begin to write the checkpoint. Blocks."""
         written.begun = checkpoint.begin(self._directory, written.state, save_backend=self._trainer.begin_save)
 
     def _finished(self, written: _Written, *, wait: bool) -> Path | None:
-        """Its folder; None while it is being written. Blocks."""
+        """Return the checkpoint's folder; None while it is being written. Blocks."""
         assert written.begun is not None
         finish = functools.partial(self._trainer.finish_save, written.begun.backend, wait=wait)
         folder = checkpoint.finish(written.begun, finish_backend=finish, keep=self._section.keep)
@@ -196,7 +197,7 @@ class Checkpointer:
         state = written.state
         self._step = state.step
         log.info("checkpoint %s", folder)
-        if written.logs_changed == self._table.logs_changed:  # else its sequences mean records of a log that is gone
+        if written.logs_changed == self._table.logs_changed:  # else its sequences refer to a log that is gone
             through = self._table.checkpointed(state)
             if self._section.keep == 1:
                 through = state.consumed["watermark"] - 1
@@ -208,25 +209,25 @@ class Checkpointer:
         return await self._trainer.call(function, what=what, on="disk")
 
     async def _trim(self, *, through: int) -> None:
-        """What a full disk keeps us from forgetting now is forgotten behind the next checkpoint. 0: only pieces that no
-        entry of the log names."""
+        """Trim the log. If a full disk prevents this now, the next checkpoint does it. through 0: remove only pieces
+        that no entry of the log refers to."""
         sequence, stored = self._table.last_read
         mark = LogMark(log=self._table.log, sequence=sequence, stored=stored)
         try:
             if (await self._bus.log_state(TRAJECTORIES, mark=mark)).problem:
-                return  # another log, whose records are not what we have read; the reader says so
+                return  # another log, with records that we have not read; the reader reports it
             await self._bus.trim(TRAJECTORIES, through=through, log=mark.log, is_over=self._is_over)
         except BusError as error:
             log.warning("the log is not trimmed: %s", error)
 
     def _is_over(self, name: str) -> bool:
-        """Whether nothing can come of answers to this group any more, or nobody can have been asked for any."""
+        """Return whether answers to this group can have no effect any more, or can never have been asked for."""
         group_id = group_id_of(name)
         return group_id is None or group_id in self._table.done or group_id > self._table.next_group_id + self._window
 
 
 def _disk_need(folder: Path) -> float:
-    """Share of the free bytes of its disk that another folder like it takes; 0 when nobody can tell."""
+    """Return the share of the disk's free bytes that another such folder takes; 0 if unknown."""
     try:
         num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         return num_bytes / max(1, shutil.disk_usage(folder).free)

@@ -1,7 +1,7 @@
-"""Files that cannot be written now: no room, read-only, an I/O error. The learner waits for the disk and goes on.
+"""Files that cannot be written now: disk full, read-only, I/O error. The learner waits for the disk and continues.
 
-A restart would find the same disk. So the write is tried again until it works: said at once and every minute, shown by
-`asyncrl doctor` (part "room" of policies/health/faults.py), and nothing is given up that has not been written.
+A restart would find the same disk, so the write is retried until it works. The wait is logged at once and every minute,
+and shown by `asyncrl doctor` (part "room" of policies/health/faults.py). Unwritten data is never given up.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ T = TypeVar("T")
 
 FIRST_PAUSE_SECONDS: Final = 1.0
 LONGEST_PAUSE_SECONDS: Final = 10.0
-"""Between two tries: nobody announces that there is room again, and a try may write many bytes in vain."""
+"""Delays between attempts: nothing announces free space, and a failing attempt may write many bytes first."""
 SAY_AGAIN_SECONDS: Final = 60.0
 
 log = logging.getLogger("asyncrl.learner")
 
 
 class Disk:
-    """waits: of the learner, which says what it waits for"""
+    """waits: the learner's wait tracker, which reports the wait for the disk"""
 
     def __init__(self, waits: WaitTracker, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._waits = waits
         self._clock = clock
 
     async def written(self, write: Callable[[], Awaitable[T]], *, what: str) -> T:
-        """What ``write`` returns, tried until the disk takes it. It may be called again after it has failed.
+        """Return the result of ``write``, retried until the disk accepts it. ``write`` may be called after a failure.
 
         waits for: room    woken by: the clock
         """

@@ -1,4 +1,4 @@
-"""One evaluation as the learner asks for it: which are answered, which must be asked again. It waits for nothing."""
+"""State of one evaluation: which prompts are answered, and which must be asked again. It never waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.policies.evaluation.verdict import MOST_REFUSED, Verdicts
 
 
 class EvaluationRound:
-    """The prompts of all data sets, numbered one after the other, and what is known of their answers."""
+    """The prompts of all data sets, numbered consecutively, and what is known of their answers."""
 
     def __init__(
         self, evaluation: Evaluation, sets: Sequence[EvaluationSet], *, recorder: AnswerRecorder | None = None
@@ -27,17 +27,17 @@ class EvaluationRound:
         self._verdicts = Verdicts(evaluation)
         self.answered: dict[int, Answered] = {}
         self.failed: dict[int, str] = {}
-        """Prompts that nobody can answer, and why."""
+        """Prompts that no worker can answer, and why."""
         self.num_mixed = 0
-        """Groups of answers that were not all sampled by the evaluated version."""
+        """Groups of answers that were not sampled entirely by the evaluated version."""
         self.num_tokens = 0
         self.workers: set[str] = set()
         self.unable: dict[str, str] = {}
-        """Workers that can answer none of the prompts, and why."""
+        """Workers that cannot answer any of the prompts, and why."""
 
     @property
     def missing(self) -> list[int]:
-        """Prompts without an answer that may still get one."""
+        """Prompts that have no answer and may still get one."""
         return [index for index in range(len(self._places)) if not self.is_settled(index)]
 
     def is_settled(self, index: int) -> bool:
@@ -70,7 +70,7 @@ class EvaluationRound:
         )
 
     def take(self, answers: EvaluationAnswers) -> tuple[int | None, str]:
-        """(prompt to ask again, why); None if there is none, with "" if nothing is wrong. Told in the log's order."""
+        """Take in answers, in the log's order. Return (prompt to ask again, why); (None, "") if no prompt is."""
         index = None if answers.group_id is None else self.evaluation.index(answers.group_id)
         its, place = (None, 0) if index is None else self._places[index]
         found, why = self._verdicts.of(answers, num_samples=0 if its is None else its.measured.num_samples)
@@ -83,10 +83,10 @@ class EvaluationRound:
             return None, ""
         if found != "good":
             self.num_mixed += found == "mixed"
-            why = f"of {answers.worker}: {why}"
+            why = f"from {answers.worker}: {why}"
             if not self._verdicts.is_settled(self.evaluation.group_id(index)):
                 return index, why
-            self.failed[index] = f"given up after {MOST_REFUSED} answers that count in nothing, the last {why}"
+            self.failed[index] = f"given up after {MOST_REFUSED} rejected answers, the last {why}"
             return None, ""
         self.workers.add(answers.worker)
         self.num_tokens += sum(one.length for one in answers.answers)
@@ -102,7 +102,7 @@ class EvaluationRound:
         return None, ""
 
     def metrics(self, *, seed: int) -> dict[str, float]:
-        """Of each data set, under evaluation/. Takes a while: the bootstrap."""
+        """Return the metrics of each data set, under evaluation/. Takes a while because of the bootstrap."""
         found: dict[str, float] = {}
         for its in self._sets:
             ours = [self.answered[i] for i, (one, _) in enumerate(self._places) if one is its and i in self.answered]
@@ -111,7 +111,7 @@ class EvaluationRound:
 
 
 def prompts_of(sets: Iterable[EvaluationSet]) -> list[tuple[EvaluationSet, int]]:
-    """(data set, place in it) of every prompt. Raises ConfigError when there are too many."""
+    """Return (data set, place in it) for every prompt. Raises ConfigError if there are too many."""
     places = [(its, place) for its in sets for place in range(len(its.questions))]
     if len(places) > MOST_PROMPTS:
         raise ConfigError(

@@ -1,13 +1,13 @@
-"""Evaluates versions of the policy while training goes on: which, and what is reported of them.
+"""Evaluates versions of the policy while training continues: decides which ones, and reports their results.
 
-  E1 a result is of one version: answers that it did not sample whole are counted, asked again, and in no number
-  E2 training waits for nothing here but the end of the last evaluation (``finish``)
-  E3 the version that is evaluated stays where workers can load it until the evaluation is over
-  E4 an evaluation that a learner's death interrupts is taken up by the next one, with the answers that are there; what
-     ends without all answers is reported as incomplete
-  E5 what a fall back lost is not evaluated to its end, and the same steps of the present history are due again: a
-     result has the incarnation of its version (learner/incarnation)
-One is in progress at a time. A version that is due meanwhile is not evaluated, and counted (evaluation/skipped).
+  E1 A result belongs to one version: answers that it did not sample entirely are counted, asked again, and never used.
+  E2 Training waits for nothing here except the end of the last evaluation (``finish``).
+  E3 The evaluated version stays available to workers until the evaluation is over.
+  E4 The next learner resumes an evaluation that a learner's death interrupted, with the existing answers. An evaluation
+     that ends without all answers is reported as incomplete.
+  E5 After a fallback, versions of the lost history are not evaluated to the end, and the same steps of the present
+     history are due again. A result carries the incarnation of its version (learner/incarnation).
+One evaluation runs at a time. A version that is due during it is skipped and counted (evaluation/skipped).
 Tests: tests/actors/test_evaluation.py, tests/actors/learner/test_evaluator.py.
 """
 
@@ -35,13 +35,13 @@ from asyncrl.policies.staleness.staleness import Forks, is_of_history
 from asyncrl.protocols import Bus, WeightChannel
 
 Report = Callable[[int, Mapping[str, float]], Awaitable[None]]
-"""Of a policy version and its metrics."""
+"""Called with a policy version and its metrics."""
 
 log = logging.getLogger("asyncrl.evaluation")
 
 
 class Evaluator:
-    """Tasks of the learner. ``start``, then ``run`` until ``finish`` has returned."""
+    """Tasks of the learner. Call ``start``, then ``run`` until ``finish`` has returned."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class Evaluator:
         recorder: AnswerRecorder | None = None,
     ) -> None:
         """
-        seed       of the bootstrap
-        last_step  of the run: its version waits for ``finish``, which evaluates it
-        version    the learner's policy version now
-        waits      of the learner
-        forks      of the learner's history
+        seed       seed of the bootstrap
+        last_step  last step of the run: its version is left to ``finish``, which evaluates it
+        version    returns the learner's current policy version
+        waits      the learner's wait tracker
+        forks      forks of the learner's history
         best       keeps the best model; None keeps none
-        recorder   writes down some of the answers; None writes none
+        recorder   records some of the answers; None records none
         """
         self._bus, self._section, self._sets, self._seed = bus, section, tuple(sets), seed
         self._last_step = last_step
@@ -74,8 +74,8 @@ class Evaluator:
         self._channel, self._report, self._version = channel, report, version
         self._waits, self._best, self._forks = waits, best, forks or {}
         self._recorder = recorder
-        self._newest: WeightVersion | None = None  # that is stored
-        self._last: Evaluation | None = None  # begun
+        self._newest: WeightVersion | None = None  # newest stored version
+        self._last: Evaluation | None = None  # last one begun
         self._current: Evaluation | None = None  # in progress
         self._asked: EvaluationRound | None = None
         self._before = -1
@@ -84,17 +84,17 @@ class Evaluator:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(prompts that are settled, prompts that are asked) of the evaluation in progress, or of the last one."""
+        """(settled prompts, all prompts) of the evaluation in progress, or of the last one."""
         asked = self._asked
         return (0 if asked is None else self._num_prompts - len(asked.missing), self._num_prompts)
 
     @property
     def needs_first_version(self) -> bool:
-        """Whether version 0 is to be stored, which engines have anyway."""
+        """Whether version 0 must be stored for an evaluation; engines have it anyway."""
         return self._section.is_due(before=self._before, now=0)
 
     async def start(self) -> None:
-        """Take up what an earlier incarnation left unfinished."""
+        """Resume an evaluation that an earlier incarnation left unfinished."""
         last = (await self._bus.states(EVALUATION)).get("")
         if last is None:
             return
@@ -107,20 +107,20 @@ class Evaluator:
         elif problem:
             log.warning("evaluation of version %d, the last one: %s", version, problem)
         elif not last.is_over:
-            log.info("evaluation of version %d: taken up again", version)
+            log.info("evaluation of version %d: resumed", version)
             await asyncio.to_thread(self._channel.retain, last.weights)
             await self._set(last)
 
     def _why_not_comparable(self, last: Evaluation) -> str:
-        """What makes an earlier evaluation another one than this incarnation would make of the version; "": nothing."""
+        """Return why an earlier evaluation is not comparable to one by this incarnation; "" if it is."""
         if last.num_prompts != self._num_prompts or last.questions not in ("", self._questions):
             return "its data sets have changed"
         if not is_of_history(last.weights.order, self._forks):
-            return f"it is of a history that was lost when the learner fell back to version {self._version()}"
+            return f"this version was lost when the learner fell back to version {self._version()}"
         return ""
 
     async def stored(self, weights: WeightVersion) -> None:
-        """A version can be loaded, and has not been announced. Begins its evaluation if that is due."""
+        """Called when a version can be loaded, before it is announced. Begin its evaluation if that is due."""
         is_due = self._section.is_due(before=self._before, now=weights.policy_version)
         self._newest, self._before = weights, weights.policy_version
         if is_due and self._section.at_end and weights.policy_version == self._last_step:
@@ -147,7 +147,7 @@ class Evaluator:
             await self._set(None)
 
     async def finish(self) -> None:
-        """Wait for the evaluation in progress, and for that of the last version if the run file asks for it."""
+        """Wait for the evaluation in progress, and evaluate the last version if the run file asks for it."""
         with self._waits.waiting("the evaluation in progress"):
             await self._idle()
         newest = self._newest
@@ -158,7 +158,7 @@ class Evaluator:
             await self._idle()
 
     async def finish_unless(self, drained: asyncio.Event) -> bool:
-        """``finish``. False: it was drained first, and a later incarnation takes up what is in progress."""
+        """Call ``finish``. Return False if drained first; a later incarnation then resumes the evaluation."""
         async with asyncio.TaskGroup() as group:
             finishing = group.create_task(self.finish(), name="evaluation.finish")
             draining = group.create_task(drained.wait())
@@ -167,7 +167,7 @@ class Evaluator:
             return not finishing.cancel()
 
     def _is_evaluated(self, weights: WeightVersion) -> bool:
-        """Whether the last evaluation was of these weights, perhaps as an earlier incarnation stored them."""
+        """Return whether the last evaluation was of these weights, perhaps as stored by an earlier incarnation."""
         last = self._last
         is_same = last is not None and last.weights.policy_version == weights.policy_version
         return last is not None and is_same and not self._why_not_comparable(last)
@@ -193,7 +193,7 @@ class Evaluator:
             after=await self._bus.last_sequence(EVALUATION_ANSWERS),
         )
         await self._bus.put(EVALUATION, self._last)
-        await self._bus.trim(EVALUATION_ANSWERS, through=self._last.after)  # of the one before
+        await self._bus.trim(EVALUATION_ANSWERS, through=self._last.after)  # answers of the previous evaluation
         await self._set(self._last)
 
     async def _workers(self, *roles: str) -> set[str]:
@@ -217,10 +217,10 @@ class Evaluator:
             async with asyncio.timeout(self._section.timeout_seconds or None):
                 problem = await collector.run()
         except TimeoutError:
-            problem = f"evaluation.timeout_seconds = {self._section.timeout_seconds:g} are over"
+            problem = f"evaluation.timeout_seconds = {self._section.timeout_seconds:g} have passed"
         if problem:
             log.error(
-                "evaluation of version %d: %d of %d prompts have no answer, and it is incomplete: %s",
+                "evaluation of version %d is incomplete (%d of %d prompts have no answer): %s",
                 evaluation.weights.policy_version,
                 len(asked.missing),
                 evaluation.num_prompts,
@@ -239,7 +239,7 @@ class Evaluator:
         return ""
 
     async def _end(self, asked: EvaluationRound, *, seconds: float, engine_share: float) -> None:
-        """Report it, and only then call it over: a learner that is killed in between counts the answers again."""
+        """Report the result, then mark the evaluation as over: a learner killed in between counts the answers again."""
         evaluation = asked.evaluation
         version = evaluation.weights.policy_version
         ended = time.time()

@@ -1,7 +1,7 @@
-"""Applies the run's group filters. A group that a filter raises on fails, with the reason.
+"""Applies the run's group filters. If a filter raises on a group, the group fails with the reason.
 
-A filter that raises on every group, or that rejects too many in a row, ends the run. With a cap on how many are
-rejected between two steps, the run ends there, or goes on with groups that a filter would reject.
+The run ends if a filter raises on too many groups in a row, or if too many groups in a row are filtered. With a cap on
+filtered groups between two steps, the run ends at the cap, or continues with groups that a filter would reject.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ from asyncrl.policies.batching.filters import GroupFilter
 
 
 class GroupFilters:
-    """filters: by their names in the run file.  max_in_a_row, max_raised: how many consecutive groups may be filtered,
-    and fail because a filter raised.  cap: groups that may be filtered between two steps; 0 is any number."""
+    """Decides which groups to keep.
+
+    filters       name in the run file -> filter
+    max_in_a_row  how many consecutive groups may be filtered
+    max_raised    how many consecutive groups may fail because a filter raised
+    cap           groups that may be filtered between two steps; 0: any number
+    keeps_at_cap  keep groups at the cap instead of ending the run
+    """
 
     def __init__(
         self,
@@ -34,24 +40,26 @@ class GroupFilters:
         self._max_in_a_row, self._max_raised = max_in_a_row, max_raised
         self._in_a_row = self._raised = 0
         self.rejected_by = ""
-        """The filter that did not keep the last group that was not kept."""
+        """The filter that rejected the last rejected group."""
         self.num_kept_at_cap = 0
-        """Groups that were kept though a filter rejects them."""
+        """Groups that were kept although a filter rejects them."""
 
     def keep(self, group: TrajectoryGroup, *, since_step: int = 0) -> bool:
-        """Whether every filter keeps the group, or the cap does.  since_step: groups filtered since the last step
+        """Return whether every filter, or else the cap, keeps the group.
 
-        Raises FilterError if one raises, and HopelessError if so many groups were filtered, or raised on, that the run
-        would sample forever without a step.
+        since_step: groups filtered since the last step. Raises FilterError if a filter raises. Raises HopelessError if
+        so many groups were filtered, or raised on, that the run would sample forever without a step.
         """
         for name, function in self._filters.items():
             try:
                 is_kept = ask(function, group)
-            except Exception as error:  # whatever a user's function raises
+            except Exception as error:  # user code may raise anything
                 problem = f"algorithm.filters: {name} raised {plugins.raised(error)}"
                 self._raised += 1
                 if self._raised >= self._max_raised:
-                    raise HopelessError(f"{problem}; so it was for the last {self._raised} groups") from error
+                    raise HopelessError(
+                        f"{problem}; a filter raised on each of the last {self._raised} groups"
+                    ) from error
                 raise FilterError(problem) from error
             if not is_kept:
                 self._raised = 0
@@ -69,11 +77,12 @@ class GroupFilters:
         return True
 
     def _kept_at_cap(self, group: TrajectoryGroup) -> bool:
-        """Raises HopelessError where the cap ends the run."""
+        """Keep a group at the cap. Raises HopelessError if the cap ends the run."""
         if not self._keeps_at_cap:
             raise HopelessError(
                 f"algorithm.filter_cap: {self._cap} groups were filtered since the last step, and the next would be "
-                f'by {self.rejected_by}, with rewards {group.rewards}; raise it, or set filter_cap_action = "keep"'
+                f"rejected by {self.rejected_by}, with rewards {group.rewards}; "
+                'raise it, or set filter_cap_action = "keep"'
             )
         self._in_a_row = 0
         self.num_kept_at_cap += 1
@@ -81,7 +90,7 @@ class GroupFilters:
 
 
 def ask(function: GroupFilter, group: TrajectoryGroup) -> bool:
-    """The filter's decision. Raises TypeError unless it is True or False, and whatever ``function`` raises."""
+    """Return the filter's decision. Raises TypeError unless it is True or False, and any error of ``function``."""
     with plugins.exits_contained():
         answer = function(group)
     if not isinstance(answer, bool | np.bool_):
@@ -90,7 +99,7 @@ def ask(function: GroupFilter, group: TrajectoryGroup) -> bool:
 
 
 def sample_group() -> TrajectoryGroup:
-    """A group to try filters on: two answers of two tokens, with rewards 0 and 1."""
+    """Return a group to try filters on: two answers of two tokens, with rewards 0 and 1."""
     return TrajectoryGroup(
         group_id=0,
         prompt_tokens=np.zeros(2, np.int32),

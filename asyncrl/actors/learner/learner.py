@@ -1,13 +1,13 @@
-"""Trains continuously on what the trajectory log brings, and says where the new weights are.
+"""Trains continuously on groups from the trajectory log and announces the new weights.
 
     log -> group table -> batcher -> trainer -> weight version -> progress -> metrics -> checkpoint
 
 Invariants (tests/actors/test_loop.py, test_loop_resume.py, tests/integration/learning/test_learning.py):
-  L1 step n turns policy version n - 1 into n; version 0 is the initial weights.
-  L2 nothing blocks the event loop: steps, exports and saves run in the backend's thread, files and hashing in another.
-  L3 a group leaves the window as trained, dropped, failed or filtered, and progress says so: a window of dead groups
-     cannot stop the run in silence.
-  L4 the log is trimmed only behind the durable checkpoint before the newest, and not while steps are skipped.
+  L1 Step n turns policy version n - 1 into n; version 0 is the initial weights.
+  L2 Nothing blocks the event loop: steps, exports and saves run in the backend's thread, files and hashing in another.
+  L3 Every group leaves the window as trained, dropped, failed or filtered, and progress reports it. So a window of dead
+     groups cannot stop the run silently.
+  L4 The log is trimmed only up to the durable checkpoint before the newest, and not while steps are skipped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from asyncrl.state.in_progress import InProgress
 class Learner(Actor):
     """consumes: trajectories    waits for: a full batch    woken by: a rollout worker's publish
 
-    ``table`` is the learner's state; its parts put events into it and carry out what follows from them.
+    ``table`` is the learner's state; its parts put events into the table and carry out the consequences.
     """
 
     role = "learner"
@@ -67,7 +67,7 @@ class Learner(Actor):
         evaluator: Evaluator | None = None,
     ) -> None:
         """
-        in_progress  where it notes what it trains; None notes it nowhere
+        in_progress  records which groups are in training; None records nothing
         evaluator    None evaluates nothing
         """
         super().__init__(name, bus)
@@ -87,19 +87,19 @@ class Learner(Actor):
         )
         self._bisector = BatchBisector(table=table, batcher=batcher, trainer=trainer, in_progress=self._in_progress)
         self._evaluator = evaluator
-        self._is_repeated = False  # the batch that is taken next failed as a whole, and none of its groups alone
+        self._is_repeated = False  # the next batch failed as a whole, but none of its groups failed alone
         self._skipped = SkippedSteps(run.learner.max_skipped_steps)
-        self._trained_of: set[str] = set()  # workers
+        self._trained_of: set[str] = set()  # workers whose groups were trained
         self._reporting: asyncio.Task[None] | None = None
         self._last_end = time.monotonic()
-        self._load_seconds: float | None = None  # until it could train; reported with the first step
+        self._load_seconds: float | None = None  # startup time until it could train; reported with the first step
         self.is_finished = False
-        """Whether every step that there is data for is trained, and the last evaluation is over."""
+        """Whether all steps that there is data for are trained and the last evaluation is over."""
 
     # -- start to stop -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        looking_after = asyncio.create_task(self._keeper.run(), name=f"{self.name}.keep-bus")  # a load takes minutes
+        looking_after = asyncio.create_task(self._keeper.run(), name=f"{self.name}.keep-bus")  # loading takes minutes
         try:
             await self._trainer.start()
         finally:
@@ -160,7 +160,7 @@ class Learner(Actor):
 
     @property
     def done(self) -> bool:
-        """Whether every step of the run was trained."""
+        """Whether all steps of the run are trained."""
         return self.step >= self._run.run.steps
 
     def heartbeat(self) -> Heartbeat:
@@ -179,19 +179,19 @@ class Learner(Actor):
 
     @property
     def newest_metrics(self) -> Mapping[str, float]:
-        """Of the last step and the last evaluation that were reported, by names of the schema."""
+        """Metrics of the last reported step and evaluation, by names of the schema."""
         return {**self._metrics.newest_evaluation.numbers, **self._metrics.newest.numbers}
 
     @property
     def counts(self) -> str:
-        """What became of the groups, for a person."""
+        """A summary of what happened to the groups, for people."""
         return self.table.describe()
 
     # -- table -> step -------------------------------------------------------------------------------------------------
 
     async def _train(self, group: asyncio.TaskGroup) -> None:
         """consumes: the table    waits for: a full batch    woken by: the reader, the end of the data, drain"""
-        started, held = time.monotonic(), 0.0  # since the last step, and before batches that were rejected
+        started, held = time.monotonic(), 0.0  # since the last step; rejected batches add to ``held``
         while not self.done and not self.draining.is_set():
             await self._trainer.leave_gpus()
             with self.waiting("trajectories", on=WORKER) as wait:
@@ -199,7 +199,7 @@ class Learner(Actor):
             if taken is None:
                 return
             held += self._batcher.held_seconds
-            if self._run.run.mode == "one_step_off":  # taking a batch is what admits the next one
+            if self._run.run.mode == "one_step_off":  # taking a batch admits the next one
                 await self._progress.progress()
             try:
                 if guilty := await self._bisector.clear_suspects(taken):
@@ -210,18 +210,18 @@ class Learner(Actor):
                 groups = [one.group for one in taken]
                 if await self._reader.reject_batch(groups, prepared.batch.documents, self._trainer.rescore):
                     self._in_progress.trained()
-                    continue  # take another
+                    continue  # take another batch
                 waited, began = time.monotonic() - started, time.monotonic()
                 result = await self._step(prepared, group)
             except Exception as error:
                 if not is_of_data(error):
-                    if not isinstance(error, BackendError):  # a rank that is gone may be gone of the data
+                    if not isinstance(error, BackendError):  # a rank may be gone because of the data
                         self._in_progress.trained()
                     raise
                 await self._bisect(taken, error)
                 started, held = time.monotonic(), 0.0
                 continue
-            except BaseException:  # cancelled: something else ended this incarnation
+            except BaseException:  # cancelled: the cause of the end is elsewhere
                 self._in_progress.trained()
                 raise
             self._in_progress.trained()
@@ -239,7 +239,7 @@ class Learner(Actor):
             started, held = time.monotonic(), 0.0
 
     async def _step(self, prepared: Prepared, group: asyncio.TaskGroup) -> StepResult:
-        """One step. The next batch is prepared while it runs."""
+        """Do one step while the next batch is prepared."""
         ahead = group.create_task(self._batcher.prepare_ahead(owner=group))
         try:
             return await self._trainer.step(prepared, step=self.step)
@@ -247,16 +247,16 @@ class Learner(Actor):
             ahead.cancel()
 
     async def _bisect(self, taken: Sequence[BufferedGroup], error: Exception | None) -> bool:
-        """Put back the batch of a step that failed, without the groups that it fails with. False: they are in it still.
+        """Put back the batch of a failed step, without the groups that cause the failure. False if no group does.
 
-        error: what the step raised; None for one that was skipped. Raises it when it is no matter of the groups: a
-        batch that fails as a whole, though each of its groups does not, is tried once more.
+        error: the error of the step; None if the step was skipped. It is raised again if groups are not the cause. A
+        batch that fails as a whole although each of its groups passes is tried once more.
         """
         if error is not None:
             self.log.error("step %d failed: %s: %s", self.step + 1, type(error).__name__, error)
         try:
             guilty = await self._bisector.bisect(taken)
-        except BackendError:  # a rank that is gone may be gone of the groups that were tried
+        except BackendError:  # a rank may be gone because of the groups that were tried
             raise
         except BaseException:
             self._in_progress.trained()
@@ -272,7 +272,7 @@ class Learner(Actor):
         return True
 
     async def _put_back(self, guilty: Mapping[int, str]) -> None:
-        """The batch is not trained. ``guilty``: groups of it that fail, and why."""
+        """Put back a batch that is not trained. ``guilty``: its failing groups, and why."""
         self._in_progress.trained()
         self.table.put_back()
         await self._reader.reject(guilty)
@@ -286,7 +286,7 @@ class Learner(Actor):
         seconds: Mapping[str, float],
         group: asyncio.TaskGroup,
     ) -> None:
-        """All that follows from a step on ``taken``."""
+        """Carry out all consequences of a step on ``taken``."""
         batch = prepared.batch
         outcome = self.table.trained(
             max_staleness=batch.max_staleness, old_parts=batch.old_parts, old_tokens=batch.old_tokens
@@ -316,7 +316,7 @@ class Learner(Actor):
             await self._checkpointer.begin(trims=not self._skipped.in_a_row, group=group)
 
     async def _announce_step(self, taken: Sequence[BufferedGroup], *, ess: float) -> None:
-        """Tell what the step changed for workers and the window. ``ess``: effective sample size of its batch."""
+        """Report what the step changed for workers and the window. ``ess``: effective sample size of its batch."""
         for worker in sorted({one.group.worker for one in taken} - self._trained_of):
             self._trained_of.add(worker)
             await self._progress.event("first_trained", worker=worker)
@@ -326,7 +326,7 @@ class Learner(Actor):
         await self._progress.progress()
 
     async def _note_skipped(self, taken: Sequence[BufferedGroup], metrics: Mapping[str, float]) -> None:
-        """Say that a step changed no weights. Raises HopelessError when too many in a row did not."""
+        """Report a step that changed no weights. Raises HopelessError after too many such steps in a row."""
         if not (text := self._skipped.note(self.step, metrics)):
             return
         self.log.error("%s", text)
@@ -337,13 +337,13 @@ class Learner(Actor):
                 await self._reporting
             raise HopelessError(
                 f"too many steps were skipped (learner.max_skipped_steps): {text}. Usual causes: a learning rate too "
-                "high, a model that was broken to begin with, rewards far out"
+                "high, an initial model that is broken, extreme rewards"
             )
 
     # -- step -> weights, metrics, end of the run ----------------------------------------------------------------------
 
     async def _publish_weights(self, group: asyncio.TaskGroup) -> None:
-        if not self._metrics.num_workers:  # before the first report; engines not counted would all load at once
+        if not self._metrics.num_workers:  # before the first report; uncounted engines would all load at once
             await self._metrics.workers()
         incarnation, policy_version = self.version
         await self._trainer.publish_weights(
@@ -354,7 +354,7 @@ class Learner(Actor):
         )
 
     async def _finish(self, group: asyncio.TaskGroup) -> None:
-        """The last weights and a checkpoint are on disk before anybody is told that the run is over."""
+        """Write the last weights and a checkpoint to disk, then report that the run is over."""
         if self.step % self._run.weights.every_steps:
             await self._publish_weights(group)
         await self._trainer.weights_published()
@@ -372,7 +372,7 @@ class Learner(Actor):
     async def _report(
         self, metrics: Mapping[str, Metric], taken: Sequence[BufferedGroup], group: asyncio.TaskGroup
     ) -> None:
-        """Asking the bus and the workers goes on while the next step runs; steps are reported in order."""
+        """Report a step while the next one runs, because it asks the bus and workers. Steps are reported in order."""
         if self._reporting is not None:
             await self._reporting
         table = self.table

@@ -1,10 +1,10 @@
-"""Notices prompts that the bus has lost: groups that nobody has any more, which would keep their place for ever.
+"""Finds prompts that the bus has lost: groups that no process has any more, which would occupy the window forever.
 
-A group that is outstanding is on ``prompts`` or, answered, on the log until the learner has read it. One that is in
-neither, in two looks one after the other, was lost: a stream was deleted or purged, or its server came back with an
-earlier state. Its prompt is published again. The streams are listed only while there are not as many prompts as groups
-outstanding, or for a while after a log was lost. Prompts of groups that are done may stay for good (a server whose disk
-was full forgot to remove them) and are counted, so that they hide nothing.
+An outstanding group is on ``prompts`` or, once answered, on the log until the learner has read it. A group that is on
+neither in two consecutive looks was lost: a stream was deleted or purged, or its server came back with an earlier
+state. Its prompt is published again. The streams are listed only while the number of prompts differs from the number of
+outstanding groups, or for a while after a log was lost. Prompts of finished groups may stay for good (a server with a
+full disk did not remove them); they are counted, so that they do not hide lost prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.protocols import Bus
 log = logging.getLogger("asyncrl.learner")
 
 MANY_LOOKS = 10
-"""In which prompts that came back hide others that did not."""
+"""Number of looks in which returned prompts may hide missing ones."""
 
 
 class LostPrompts:
@@ -31,7 +31,7 @@ class LostPrompts:
         self._logs_changed, self._looks = table.logs_changed, 0
 
     def suspect(self) -> None:
-        """Somebody deleted, purged or replaced what prompts or trajectories are on: list both for a while."""
+        """List both streams for a while: one of them was deleted, purged or replaced."""
         self._looks = MANY_LOOKS
 
     async def look(self) -> None:
@@ -42,7 +42,7 @@ class LostPrompts:
         if self._looks < 0 and await self._bus.depth(PROMPTS) == len(outstanding) + self._left_over:
             self._suspects = set()
             return
-        asked = await self._bus.keys(PROMPTS)  # this one first: a group moves from prompts to trajectories
+        asked = await self._bus.keys(PROMPTS)  # read first: a group moves from prompts to trajectories
         answered = await self._bus.keys(TRAJECTORIES)
         self._left_over = len(asked - {str(group_id) for group_id in outstanding | self._table.outstanding.keys()})
         still = outstanding & self._table.outstanding.keys()

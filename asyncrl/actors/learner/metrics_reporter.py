@@ -1,4 +1,4 @@
-"""Puts one step's numbers together: what the learner measured, what the bus holds, what the workers say."""
+"""Collects one step's numbers: the learner's measurements, the state of the bus, and the workers' heartbeats."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from asyncrl.protocols import Bus
 REJECTED = "bus/rejected"
 LEFT_OUT = "metrics/left_out"
 LARGE_FLEET = 64
-"""Of more workers than this a row has the sums only, and they are looked up at most every LOOK_SECONDS: what a step
-costs the learner does not grow with the fleet."""
+"""With more workers, a row has only sums and workers are looked up at most every LOOK_SECONDS, so the learner's cost
+per step does not grow with the fleet."""
 LOOK_SECONDS = 10.0
 OWN_NAME = re.compile("w[0-9]+")
-"""What `asyncrl run` calls its rollout workers. Those that join have names with digits of their keys."""
+"""Names of rollout workers started by `asyncrl run`. Names of joined workers contain digits of their keys."""
 MANY_ROWS = 32
-"""Of fewer it says little how many were passed over."""
+"""With fewer rows, the number of skipped rows says little."""
 
 
 class MetricsReporter:
-    """Writes to every sink. A sink that fails ends the run: a run whose numbers are lost is not worth its GPUs."""
+    """Writes to every sink. A failing sink ends the run: a run that loses its numbers is not worth its GPUs."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class MetricsReporter:
         samples: Sequence[SampleWriter] = (),
         timeline: Timeline | None = None,
     ) -> None:
-        """has_behavior: False where nothing sampled the answers;  samples: whose groups go to sinks that show them, and
-        which end with it;  timeline: None records none"""
+        """has_behavior: False if no policy sampled the answers;  samples: their groups go to sinks that show samples,
+        and they are stopped with the reporter;  timeline: None records none"""
         self._bus = bus
         self._sinks = sinks
         self._alarms = alarms
         self._samples = samples
         self._timeline = timeline
         self.newest = StepMetrics(step=0)
-        """Of the last step that was reported."""
+        """Metrics of the last reported step."""
         self.newest_evaluation = StepMetrics(step=0)
         self._left_out = () if has_behavior else _OF_BEHAVIOR
         self._workers: list[Heartbeat] = []
@@ -73,10 +73,10 @@ class MetricsReporter:
         disk: Disk,
         groups: Sequence[BufferedGroup] = (),
     ) -> None:
-        """cursor: the last log sequence read;  disk: waits for room where a sink has none;  groups: the step's"""
+        """cursor: the last log sequence read;  disk: waits if a sink's disk is full;  groups: the step's groups"""
         workers = await self.workers()
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
-        row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)  # alarms look at them, too
+        row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)  # alarms need these
         rung = []
         for alarm in self._alarms:
             was_on = alarm.is_on
@@ -94,7 +94,7 @@ class MetricsReporter:
         await self._bus.put(METRICS, self.newest)
 
     def _tell(self, step: int, rung: Sequence[Alarm]) -> None:
-        """Sinks that want more than numbers. ``rung``: alarms that went on."""
+        """Serve sinks that want more than numbers. ``rung``: alarms that went on."""
         samples = [sample for writer in self._samples for sample in writer.take()]
         for sink in self._sinks:
             if samples and isinstance(sink, ShowsSamples):
@@ -104,9 +104,9 @@ class MetricsReporter:
                     sink.alarm(step, alarm.name, alarm.text)
 
     async def evaluated(self, step: int, metrics: Mapping[str, Metric], *, disk: Disk) -> None:
-        """The result of an evaluation of the version that ``step`` made, which may be some steps ago."""
+        """Report the evaluation of the version that ``step`` made, which may be some steps ago."""
         for writer in self._samples:
-            await writer.written()  # a sink shows the answers beside the numbers
+            await writer.written()  # a sink shows the answers next to the numbers
         self._tell(step, ())
         for sink in self._sinks:
             await disk.written(functools.partial(_write, sink, step, metrics), what="metrics")
@@ -114,16 +114,16 @@ class MetricsReporter:
         await self._bus.put(METRICS, self.newest_evaluation, key=EVALUATION_METRICS)
 
     def alarms(self) -> dict[str, float]:
-        """alarm/NAME: 1 for those that are on, for a heartbeat."""
+        """Return {alarm/NAME: 1} for alarms that are on, for a heartbeat."""
         return {f"alarm/{alarm.name}": 1.0 for alarm in self._alarms if alarm.is_on}
 
     @property
     def num_workers(self) -> int:
-        """Rollout workers that lived at the last look."""
+        """Number of live rollout workers at the last look."""
         return len(self._workers)
 
     async def workers(self) -> list[Heartbeat]:
-        """The rollout workers that live."""
+        """Return the heartbeats of live rollout workers."""
         if len(self._workers) <= LARGE_FLEET or time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
             beats = await self._bus.states(ACTORS)
@@ -138,7 +138,7 @@ class MetricsReporter:
         }
 
     async def close(self) -> None:
-        """The last samples go out, and the sinks are closed, side by side. Raises what the first of them raises."""
+        """Send out the last samples and close all sinks in parallel. Raises the first error."""
         problems: list[Exception] = []
         for writer in self._samples:
             await writer.stop()
@@ -167,7 +167,7 @@ async def _write(sink: Sink, step: int, row: Mapping[str, Metric]) -> None:
 
 
 def step_metrics(step: int, row: Mapping[str, Metric]) -> StepMetrics:
-    """The row for who looks on from elsewhere."""
+    """Return the finite numbers of a row, for observers on the bus."""
     finite = {name: value for name, value in row.items() if not isinstance(value, Histogram) and math.isfinite(value)}
     histogram = row.get("staleness/histogram")
     return StepMetrics(
@@ -178,7 +178,7 @@ def step_metrics(step: int, row: Mapping[str, Metric]) -> StepMetrics:
 
 
 def table_metrics(table: GroupTable, *, now: float) -> dict[str, Metric]:
-    """What the group table says after a step. ``now``: on the clock of ``BufferedGroup.arrived``."""
+    """Return the group table's metrics after a step. ``now``: on the clock of ``BufferedGroup.arrived``."""
     generated, dropped = table.take_lengths()
     buffered = table.buffered.values()
     metrics: dict[str, Metric] = {
@@ -201,7 +201,7 @@ def table_metrics(table: GroupTable, *, now: float) -> dict[str, Metric]:
 
 
 def table_numbers(table: GroupTable) -> dict[str, float]:
-    """What it says of the run's health, for a heartbeat."""
+    """Return the group table's numbers on the run's health, for a heartbeat."""
     has_many = table.position >= MANY_ROWS
     return {
         "learner/failed_in_a_row": table.failed_in_a_row,
@@ -212,7 +212,7 @@ def table_numbers(table: GroupTable) -> dict[str, float]:
 
 
 def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[str, Metric]:
-    """The rollout/* and weights/* metrics over workers, and per worker unless the fleet is large."""
+    """Return the rollout/* and weights/* metrics over workers, and per worker unless the fleet is large."""
     has_each = len(workers) <= LARGE_FLEET
     joined = sum(OWN_NAME.fullmatch(beat.actor) is None for beat in workers)
     metrics: dict[str, Metric] = {"rollout/workers": float(len(workers)), "rollout/joined": float(joined)}
@@ -236,7 +236,7 @@ def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[st
 
 
 _OF_BEHAVIOR = ("mismatch/", "offpolicy/")
-"""Metrics that compare the trainer with what sampled."""
+"""Metrics that compare the trainer with the sampling policy."""
 
 _PER_WORKER = {
     "rollout/tokens_per_second": "sum",

@@ -1,4 +1,4 @@
-"""Issues prompts again that somebody took and does not answer, and clears up behind whoever answers first."""
+"""Reissues prompts that were taken but not answered, and removes the extra prompt once a group is done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.protocols import Bus
 log = logging.getLogger("asyncrl.learner")
 
 _WITHDRAWALS: Final = 2
-"""Of a prompt whose group is done, one a look: the prompt source may just be issuing it."""
+"""Withdrawals per reissued prompt of a finished group, one per look: the prompt source may just be issuing it."""
 
 
 class OverduePrompts:
@@ -37,9 +37,9 @@ class OverduePrompts:
         self._overdue = Overdue(
             seconds, next_group_id=table.next_group_id, now=clock(), copies_stragglers=copies_stragglers
         )
-        self._reissued: dict[int, int] = {}  # with the withdrawals that are left
+        self._reissued: dict[int, int] = {}  # group id -> withdrawals left
         self.num_reissued = 0
-        """In this incarnation."""
+        """Prompts reissued in this incarnation."""
 
     def numbers(self) -> dict[str, float]:
         return {
@@ -49,7 +49,7 @@ class OverduePrompts:
         }
 
     async def look(self) -> None:
-        """Raises BusError."""
+        """Look once: reissue overdue prompts and withdraw those of finished groups. Raises BusError."""
         table = self._table
         self._overdue.look(table.outstanding, next_group_id=table.next_group_id, now=self._clock())
         if self._overdue.is_quiet:
@@ -60,8 +60,8 @@ class OverduePrompts:
             self._issue_again([group_id for group_id in due if group_id in table.outstanding])
         for group_id in self._reissued.keys() - table.outstanding.keys():
             try:
-                await self._bus.withdraw(PROMPTS, key=str(group_id))  # nobody needs to begin it any more
-            except BusError as error:  # a full disk takes no removals
+                await self._bus.withdraw(PROMPTS, key=str(group_id))  # its group is done
+            except BusError as error:  # a full disk allows no removals
                 log.warning("group %d: its second prompt cannot be removed yet: %s", group_id, error)
                 return
             self._reissued[group_id] -= 1
@@ -71,7 +71,7 @@ class OverduePrompts:
     def _issue_again(self, group_ids: list[int]) -> None:
         if not group_ids:
             return
-        takers = " by whoever took them, of whom no heartbeat is heard" if self._overdue.num_kept else ""
+        takers = " by the clients that took them, which send no heartbeat" if self._overdue.num_kept else ""
         log.warning(
             "%d prompts are not answered%s (groups %s): issued again; the first answer counts"
             " (rollout.reissue_seconds)",

@@ -1,7 +1,7 @@
-"""Carries out what the group table says must follow: the history line first, then events, then progress.
+"""Carries out the consequences of group table events, in order: the history line, then events, then progress.
 
-Nobody hears of a group's fate before its line is in the history (history.py, H2): no line of this file awaits between
-the table's event and ``record``.
+A group's fate is published only after its line is in the history (history.py, H2). So no code in this file awaits
+between the table's event and ``record``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("asyncrl.learner")
 
 
 class ProgressReporter:
-    """Speaks in the learner's ``name``."""
+    """Reports under the learner's ``name``."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class ProgressReporter:
     def record(
         self, outcome: Outcome, *, batch: Batch | None = None, tokens: Mapping[int, NDArray[np.float32]] | None = None
     ) -> None:
-        """Write what became of groups to the history. Call it before anything else can run. ``batch``: that of a
-        step;  ``tokens``: of its documents, what the step thought of them (StepResult)."""
+        """Write what happened to groups to the history. Call it before anything else can run. ``batch``: the batch of
+        a step;  ``tokens``: the step's logprobs and entropies of its documents (StepResult)."""
         if outcome.fate == "trained":
             self._history.trained(
                 outcome.group_ids,
@@ -77,25 +77,25 @@ class ProgressReporter:
             )
 
     async def recorded(self) -> None:
-        """Wait until the history has every line: nothing that follows from one is told before."""
+        """Wait until the history has every line. Consequences of a line are reported only afterwards."""
         while not self._history.is_written:
             await self._disk.written(functools.partial(asyncio.to_thread, self._history.flush), what="the history")
 
     async def announce(self, outcome: Outcome) -> None:
-        """Record it, and tell whoever asks later."""
+        """Record an outcome and publish its events."""
         self.record(outcome)
         for data in outcome.events:
             await self.event(outcome.fate, **data)
 
     async def event(self, kind: str, **data: object) -> None:
-        """Tell of something once in this incarnation, for whoever asks later."""
+        """Publish an event once per incarnation. The event log keeps it for later readers."""
         await self.recorded()
         event = Event(kind=kind, actor=self._name, time=time.time(), data=data)
         subject = next((data[name] for name in ("group_id", "sequence", "step", "life", "worker") if name in data), "")
         await self._bus.publish(EVENTS, event, key=f"{self._table.incarnation}-{kind}-{_short(str(subject))}")
 
     async def progress(self, *, is_finished: bool = False) -> None:
-        """Report how far the run is; it lets prompts into the window."""
+        """Report how far the run is, which admits prompts into the window."""
         await self.recorded()
         table = self._table
         reported = Progress(
@@ -113,8 +113,8 @@ class ProgressReporter:
         await self._bus.put(PROGRESS, reported)
 
     async def keep_progress(self) -> None:
-        """Report again what the bus lost: without it no prompt enters the window, and no worker finds its weights. Runs
-        until it is cancelled.
+        """Report states again that the bus lost: without progress no prompt enters the window, and without the
+        announcement no worker finds its weights. Runs until cancelled.
 
         consumes: nothing    waits for: the clock, every LOOK_SECONDS    woken by: nobody
         """
@@ -125,11 +125,11 @@ class ProgressReporter:
 
     @property
     def history_position(self) -> int:
-        """Bytes of the history so far."""
+        """Number of bytes of the history so far."""
         return self._history.position
 
     def sync(self) -> None:
-        """The history outlives the machine when this returns. Blocks."""
+        """Sync the history to disk, so that it survives a machine failure. Blocks."""
         self._history.sync()
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class ProgressReporter:
 
 
 def _short(subject: str) -> str:
-    """As a part of a key: what others named (a life, a worker) may be longer than a key is."""
+    """Return the subject as part of a key. A name chosen by others (a life, a worker) may be too long and is hashed."""
     if length_on_bus(subject) <= LARGEST_KEY:
         return subject
     return hashlib.sha256(subject.encode(errors="replace")).hexdigest()

@@ -1,7 +1,7 @@
-"""What the prompt source and the learner of one process tell each other, besides progress on the bus.
+"""Messages between the prompt source and the learner of one process, besides progress on the bus.
 
-Queues and nothing else: neither holds the other. The prompt source reports each group before its prompt is on the
-bus, so whoever handles all reports before a log record knows every group that the record can be of.
+These are only queues: neither side holds a reference to the other. The prompt source reports each group before its
+prompt is on the bus. So a reader that handles all reports before a log record knows every group the record can answer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from asyncrl.policies.trust.validation import Asked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A prompt is about to be on the bus. overlong, rested: rows passed over so far because their prompt is too long,
-    and because they rest.
+    """A prompt is about to be published.
 
-    can_be_answered: False for a group whose place in the log somebody has taken; it is not put on the bus.
-    asked: what its prompt asks for; None for one that an earlier incarnation may have published with other settings.
-    time: Unix seconds.  row: what the data calls it.
+    overlong         rows skipped so far because their prompt is too long
+    rested           rows skipped so far because they rest
+    can_be_answered  False if the group's place in the log was taken by someone else; its prompt is not published
+    asked            what the prompt asks for; None if an earlier incarnation may have published it with other settings
+    time             Unix seconds
+    row              key of the row in the data
     """
 
     group_id: int
@@ -37,12 +39,12 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconciled:
-    """Every group that was ever published has been reported."""
+    """All groups that were ever published have been reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhausted:
-    """The data has ended: no group will be published any more."""
+    """The data has ended: no more groups will be published."""
 
     position: int
     overlong: int
@@ -51,7 +53,7 @@ class Exhausted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A group of this row came back, with these rewards."""
+    """A group of this row was answered, with these rewards."""
 
     row: RowKey
     epoch: int
@@ -60,7 +62,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverduePrompt:
-    """A prompt to issue again as it was. position: in the data;  oldest_start: as in Published"""
+    """A prompt to reissue unchanged. position: in the data;  oldest_start: as in Published"""
 
     group_id: int
     position: int
@@ -72,10 +74,14 @@ PromptReport = Published | Reconciled | Exhausted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLink:
-    """reports: prompt source -> learner.  answered: learner -> prompt source, where rows may rest.  taken: learner ->
-    prompt source, groups that were not asked for yet and whose place in the log somebody has taken.  lost: learner ->
-    prompt source, groups whose prompts the bus lost, each with its position in the data.  overdue: learner -> prompt
-    source, prompts that nobody answers."""
+    """Queues between the prompt source and the learner.
+
+    reports   prompt source -> learner
+    answered  learner -> prompt source, if rows may rest
+    taken     learner -> prompt source: unpublished groups whose place in the log was taken by someone else
+    lost      learner -> prompt source: groups whose prompts the bus lost -> their positions in the data
+    overdue   learner -> prompt source: prompts that were not answered
+    """
 
     reports: asyncio.Queue[PromptReport] = field(default_factory=asyncio.Queue)
     answered: asyncio.Queue[Answered] = field(default_factory=asyncio.Queue)

@@ -1,10 +1,10 @@
 """Publishes prompt groups, never more than the admission window allows.
 
-What is outstanding is counted on the bus when the source starts: the ids it finds on ``prompts`` and in the log. From
-there each id is published once, so ids count. Kill everything, start the same commands, and the window is right.
+At the start the source counts outstanding groups from the bus: the ids on ``prompts`` and in the log. From then on each
+id is published once, so counting ids is enough. After killing everything and starting again, the window is right.
 
-Where a policy samples, a group asks for a version that is announced already (test_no_prompt_asks_for_weights_that_
-nobody_can_get): a learner that dies leaves no prompt that workers cannot begin.
+If a policy samples, a group asks only for an announced version (test_no_prompt_asks_for_weights_that_nobody_can_get):
+a learner that dies leaves no prompt that workers cannot begin.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FULL_QUEUE_SECONDS = 0.5
 
 
 class Row(Protocol):
-    """One prompt as the data gives it. ``tokens`` is empty when it is over max_prompt_tokens."""
+    """One prompt from the data. ``tokens`` is empty if it is longer than max_prompt_tokens."""
 
     @property
     def tokens(self) -> NDArray[np.int32]: ...
@@ -65,14 +65,14 @@ class Row(Protocol):
 
 
 class Rows(Protocol):
-    """The endless shuffled data: the same row at the same position for ever; None after the last epoch."""
+    """The endless shuffled data. A position always has the same row; None after the last epoch."""
 
     def at(self, position: int) -> Row | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Numbered:
-    """A row that is short enough, its place in the data, and its group's id. overlong: rows passed over so far."""
+    """A row of acceptable length with its position and group id. overlong: rows skipped so far as too long."""
 
     group_id: int
     position: int
@@ -83,7 +83,7 @@ class _Numbered:
 class PromptSource(Actor):
     """consumes: progress, weights    publishes: prompts    woken by: the learner, when groups leave the window
 
-    Owns what it publishes next. What becomes of it is the learner's (policies/groups/table.py), which hears of each
+    Owns what is published next. The learner (policies/groups/table.py) owns what happens to it, and is told of each
     group through ``link`` before its prompt is on the bus.
     """
 
@@ -106,11 +106,11 @@ class PromptSource(Actor):
         pass_rates: PassRates | None = None,
     ) -> None:
         """
-        state        what the learner starts from
-        tickets      None for prompts without
-        max_tokens   of an answer with all its turns; sampling.max_new_tokens if None
-        are_sampled  engines need weights
-        pass_rates   which rows rest, as the run file and ``state`` say; its own from then on
+        state        state that the learner starts from
+        tickets      None for prompts without tickets
+        max_tokens   limit of an answer over all its turns; sampling.max_new_tokens if None
+        are_sampled  whether engines sample the answers and need weights
+        pass_rates   which rows rest, according to the run file and ``state``; owned by the source from now on
         """
         super().__init__(name, bus)
         self._rows = rows
@@ -128,7 +128,7 @@ class PromptSource(Actor):
         self._next, self._position = state.prompts.next_group_id, state.prompts.position
         self._overlong = state.prompts.overlong
         self._is_exhausted = False
-        self._taken: set[int] = set()  # groups not asked for yet whose place in the log somebody has taken
+        self._taken: set[int] = set()  # unpublished groups whose place in the log was taken by someone else
         self._progress: Progress | None = None
         self._announced = (0, 0)  # newest (incarnation, policy version); engines start with version 0
         self._changed = asyncio.Event()
@@ -155,8 +155,8 @@ class PromptSource(Actor):
                 if progress.incarnation == self._incarnation:
                     self._progress = progress
                     self._changed.set()
-                elif progress.incarnation > self._incarnation:  # an older one was there before our learner spoke
-                    problem = f"of incarnation {progress.incarnation}, and this is {self._incarnation}"
+                elif progress.incarnation > self._incarnation:  # an older one is left over from before our learner
+                    problem = f"of incarnation {progress.incarnation}, but this is incarnation {self._incarnation}"
                     self.bus.rejections.note(PROGRESS.name, problem, kind="incarnation")
 
     async def _watch_weights(self, key: str) -> None:
@@ -167,7 +167,7 @@ class PromptSource(Actor):
 
     @property
     def _obtainable(self) -> int | None:
-        """The newest version that workers can get, as this history counts it; None where they need none."""
+        """The newest version that workers can load, as this history counts it; None if they need none."""
         if not self._are_sampled:
             return None
         incarnation, policy_version = self._announced
@@ -176,8 +176,9 @@ class PromptSource(Actor):
         )
 
     async def _reconcile(self) -> None:
-        """Publish again what the bus lost, and go on after what it has: it may be ahead of our checkpoint."""
-        on_bus = await self.bus.keys(PROMPTS)  # this one first: a group moves from prompts to trajectories
+        """Publish lost prompts again and continue after the newest group on the bus, which may be ahead of our
+        checkpoint."""
+        on_bus = await self.bus.keys(PROMPTS)  # read first: a group moves from prompts to trajectories
         keys = await self.bus.keys(TRAJECTORIES)
         in_log = {group_id for key in keys if (group_id := self._tickets.group_answered(key)) is not None}
         present = self._group_ids(on_bus | {str(group_id) for group_id in in_log})
@@ -196,7 +197,7 @@ class PromptSource(Actor):
             await self._publish(numbered, min_policy_version=0, again=True)
 
     async def _publish_lost(self) -> None:
-        """consumes: groups whose prompts the bus lost while we were up    waits for: the learner, who misses them"""
+        """consumes: groups whose prompts the bus lost during this run    waits for: the learner, which finds them"""
         while True:
             lost = await self._link.lost.get()
             for numbered in await asyncio.to_thread(self._read_again, lost):
@@ -204,9 +205,9 @@ class PromptSource(Actor):
                 await self._publish(numbered, min_policy_version=0, again=True)
 
     async def _publish_overdue(self) -> None:
-        """consumes: prompts that nobody answers    waits for: the learner, who misses the answers
+        """consumes: prompts that were not answered    waits for: the learner, which misses the answers
 
-        They ask for what they asked for: an answer of whoever took one before counts.
+        They ask for the same versions as before, so an answer by the first taker still counts.
         """
         while True:
             overdue = {one.group_id: one for one in await self._link.overdue.get()}
@@ -214,14 +215,14 @@ class PromptSource(Actor):
             for numbered in await asyncio.to_thread(self._read_again, positions):
                 try:
                     await self.bus.withdraw(PROMPTS, key=str(numbered.group_id))
-                except BusError as error:  # a full disk takes no removals
+                except BusError as error:  # a full disk allows no removals
                     self.log.warning("group %d: its prompt cannot be issued again now: %s", numbered.group_id, error)
                     continue
                 oldest = overdue[numbered.group_id].oldest_start or 0
                 await self._publish(numbered, min_policy_version=oldest, again=True)
 
     def _group_ids(self, keys: set[str]) -> set[int]:
-        """The groups among ``keys``. They are a window wide: one far beyond all others was put there by another."""
+        """Return the groups among ``keys``. A group far beyond all others does not fit the window and is not ours."""
         ids: set[int] = set()
         last = self._next - 1
         for key in sorted(keys, key=lambda key: (len(key), key)):
@@ -234,7 +235,7 @@ class PromptSource(Actor):
         return ids
 
     async def _fill(self, progress: Progress) -> None:
-        """Publish up to the window."""
+        """Publish prompts until the window is full."""
         self._policy_version = progress.policy_version
         obtainable = self._obtainable
         oldest = progress.policy_version if obtainable is None else min(progress.policy_version, obtainable)
@@ -246,11 +247,11 @@ class PromptSource(Actor):
             bound=progress.bound,
             obtainable=obtainable,
         )
-        count = min(count, self._admission.most)  # whatever a learner claims to have done
+        count = min(count, self._admission.most)  # independent of the learner's claims
         rows = await self._read(count)
         while not self._link.taken.empty():
             self._taken.add(self._link.taken.get_nowait())
-        async with asyncio.TaskGroup() as group:  # side by side: one round trip, not one per prompt
+        async with asyncio.TaskGroup() as group:  # in parallel: one round trip in total, not one per prompt
             for numbered in rows:
                 can_be_answered = numbered.group_id not in self._taken
                 asked = self._asked(numbered.row)
@@ -265,7 +266,7 @@ class PromptSource(Actor):
         return Exhausted(position=self._position, overlong=self._overlong, rested=self._pass_rates.num_rested)
 
     def _asked(self, row: Row) -> Asked:
-        """What the prompt of this row asks for in this incarnation."""
+        """Return what this row's prompt asks for in this incarnation."""
         return Asked(
             samples=frozenset({self._group_size}),
             max_tokens=self._max_tokens,
@@ -282,7 +283,7 @@ class PromptSource(Actor):
         can_be_answered: bool = True,
         asked: Asked | None = None,
     ) -> None:
-        """Tell the learner of a group, before it is on the bus."""
+        """Report a group to the learner before its prompt is on the bus."""
         report = Published(
             group_id=numbered.group_id,
             position=numbered.position,
@@ -297,7 +298,7 @@ class PromptSource(Actor):
         self._link.reports.put_nowait(report)
 
     async def _read(self, count: int) -> list[_Numbered]:
-        """The next ``count`` rows that are short enough and do not rest, numbered; fewer when the data ends."""
+        """Return the next ``count`` rows that are short enough and do not rest, numbered; fewer if the data ends."""
         first, position, overlong = self._next, self._position, self._overlong
         rates = self._pass_rates
         while not self._link.answered.empty():
@@ -311,7 +312,7 @@ class PromptSource(Actor):
                 if len(row.tokens) == 0:
                     skipped += 1
                 elif in_a_row < len(rates.newest) and rates.rests(row.key, epoch=row.epoch):
-                    rested, in_a_row = rested + 1, in_a_row + 1  # where all rest, each is asked
+                    rested, in_a_row = rested + 1, in_a_row + 1  # if all rows rest, each one is used
                 else:
                     in_a_row = 0
                     group_id = first + len(rows)
@@ -325,8 +326,8 @@ class PromptSource(Actor):
         return rows
 
     def _read_again(self, positions: Mapping[int, int]) -> list[_Numbered]:
-        """The rows of groups that were published before, by their positions. Raises HopelessError for one that the data
-        no longer has."""
+        """Return the rows of groups that were published before, by position. Raises HopelessError if the data no longer
+        has one of them."""
         found = []
         for group_id, position in sorted(positions.items()):
             if (row := self._rows.at(position)) is None:
@@ -367,7 +368,7 @@ class PromptSource(Actor):
                     return
 
     async def _try_publish(self, message: PromptGroup, *, again: bool) -> bool:
-        """False when the queue is full."""
+        """Publish a prompt. Return False if the topic is full."""
         try:
             await self.bus.publish(PROMPTS, message, key=str(message.group_id), again=again)
         except BusFull:

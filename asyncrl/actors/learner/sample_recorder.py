@@ -1,4 +1,4 @@
-"""Picks some of the groups that leave the window, for a person to read (sample_writer.py decodes and writes them).
+"""Picks some of the groups that leave the window, for people to read (sample_writer.py decodes and writes them).
 
 Tests: tests/actors/learner/test_sample_recorder.py.
 """
@@ -21,10 +21,12 @@ from asyncrl.policies.staleness.staleness import Forks
 
 
 class SampleRecorder:
-    """per_step: groups of a batch, and as many of those lost between two steps;  seed: decides which of the batch
+    """Passes picked groups to the writer.
 
-    bound           as sample_of's
-    has_advantages  whether a batch has them when it is taken, and not only once other models have scored it
+    per_step        number of recorded groups per batch, and of recorded lost groups between two steps
+    seed            decides which groups of a batch are picked
+    bound           as in sample_of
+    has_advantages  whether a batch has advantages when it is taken, and not only after other models have scored it
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class SampleRecorder:
         self._seed = seed
         self._bound = bound
         self._has_advantages = has_advantages
-        self._lost = 0  # recorded since the last step
+        self._lost = 0  # lost groups recorded since the last step
 
     def note(
         self,
@@ -52,7 +54,7 @@ class SampleRecorder:
         batch: Batch | None = None,
         tokens: Mapping[int, NDArray[np.float32]] | None = None,
     ) -> None:
-        """Groups left the window. ``batch``: of those that were trained;  ``tokens``: StepResult.tokens of its step."""
+        """Record groups that left the window. ``batch``: batch of trained groups;  ``tokens``: StepResult.tokens."""
         of_all = functools.partial(
             sample_of,
             fate=outcome.fate,
@@ -76,13 +78,13 @@ class SampleRecorder:
                 self._writer.write(functools.partial(of_all, group, reason=reason_of(outcome.fate, event)))
 
     def picks(self, count: int, step: int) -> list[int]:
-        """Which of the ``count`` groups of a step are recorded."""
+        """Return which of the ``count`` groups of a step are recorded."""
         return picked(count, count=self._per_step, seed=self._seed, step=step)
 
     def _advantages(
         self, groups: Sequence[TrajectoryGroup], batch: Batch | None
     ) -> Sequence[Sequence[NDArray[np.float32]]]:
-        """Of each group, f32[T] of each answer; none where they are not known."""
+        """Return for each group f32[T] of each answer; () if unknown."""
         if batch is None or not self._has_advantages:
             return [()] * len(groups)
         documents = iter(batch.documents)
@@ -94,9 +96,9 @@ class SampleRecorder:
 def _trainer(
     groups: Sequence[TrajectoryGroup], batch: Batch | None, tokens: Mapping[int, NDArray[np.float32]]
 ) -> Sequence[Sequence[NDArray[np.float32]]]:
-    """Of each group, f32[2, T] of each answer: trainer logprobs and entropies, NaN where the step trained nothing.
+    """Return for each group f32[2, T] of each answer: trainer logprobs and entropies, NaN for untrained tokens.
 
-    None where they are not known.
+    () per group if unknown.
     """
     if batch is None or not tokens:
         return [()] * len(groups)
@@ -107,7 +109,7 @@ def _trainer(
         found = np.full((2, len(mask)), np.nan, np.float32)
         if number in tokens:
             trained = np.flatnonzero(mask)
-            found[:, trained[trained > 0]] = tokens[number]  # the first of all has no logprob
+            found[:, trained[trained > 0]] = tokens[number]  # the first token of a document has no logprob
         return found[:, prompt:]
 
     return [[of_answer(next(numbers), len(group.prompt_of(one))) for one in group.trajectories] for group in groups]

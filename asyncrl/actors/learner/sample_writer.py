@@ -1,8 +1,8 @@
-"""Makes text of recorded groups and writes it down, in a thread of its own.
+"""Decodes recorded groups and writes them to a file, in a thread of its own.
 
-    recorder -> writer -> its thread: decode, write        sinks that show samples take them from it
+    recorder -> writer -> its thread: decode, write        sinks that show samples take them from the writer
 
-The learner waits for none of it. When the thread is behind, groups are left out, and it says how many.
+The learner never waits for this. When the thread falls behind, groups are left out, and the writer logs how many.
 
 Tests: tests/actors/learner/test_sample_recorder.py.
 """
@@ -22,20 +22,20 @@ from asyncrl.policies.groups.sample import Decode, GroupSample, decoded
 from asyncrl.state.samples import SampleFile
 
 MOST_WAITING: Final = 64
-"""Groups that wait to be decoded."""
+"""Groups that may wait to be decoded."""
 MOST_KEPT: Final = 256
-"""Groups for sinks that nobody has taken."""
+"""Decoded groups kept for sinks that have not taken them yet."""
 WRITTEN_SECONDS: Final = 10.0
-"""A disk or a tokenizer that stands still holds up nobody for longer."""
+"""A hanging disk or tokenizer delays callers no longer than this."""
 
 log = logging.getLogger("asyncrl.learner")
 
 
 class SampleWriter:
     """
-    load_decode   gives the function that makes text of tokens; called in the writer's thread
-    most_waiting  groups that may wait to be decoded
-    most_kept     groups for sinks that nobody has taken
+    load_decode   returns the function that decodes tokens; called in the writer's thread
+    most_waiting  limit of groups that wait to be decoded
+    most_kept     limit of decoded groups that sinks have not taken yet
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SampleWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
 
     def write(self, make: Callable[[], GroupSample]) -> None:
-        """What ``make`` gives is decoded and written, soon. ``make`` is called in the writer's thread."""
+        """Decode and write the result of ``make`` soon. ``make`` is called in the writer's thread."""
         if self._room.acquire(blocking=False):
             self._thread.submit(self._work, make)
             return
@@ -66,24 +66,24 @@ class SampleWriter:
             log.warning("%s: groups are left out: they come faster than their text can be decoded", self._file.name)
 
     def lose(self) -> None:
-        """One that was to be written never came."""
+        """Count a group that should have been written but was not available."""
         self._file.num_lost += 1
 
     def take(self) -> Sequence[GroupSample]:
-        """Those decoded since this was last asked, the newest ``most_kept`` of them."""
+        """Return groups decoded since the last call, at most the newest ``most_kept``."""
         taken = []
         while self._recent:
             taken.append(self._recent.popleft())
         return taken
 
     async def written(self) -> None:
-        """Until those that were given by now are decoded and written, but no longer than WRITTEN_SECONDS."""
+        """Wait until all groups given so far are decoded and written, but no longer than WRITTEN_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WRITTEN_SECONDS):
                 await asyncio.wrap_future(self._thread.submit(lambda: None))
 
     async def stop(self) -> None:
-        """What waits is written first."""
+        """Stop after writing all waiting groups."""
         await asyncio.to_thread(self._thread.shutdown, wait=True)
         if self._left_out:
             log.warning("%s: %d groups in all were left out", self._file.name, self._left_out)
@@ -96,7 +96,7 @@ class SampleWriter:
             self._recent.append(sample)
             self._file.write(sample)
             self._is_said = False
-        except Exception as error:  # whatever a tokenizer or a disk raises: an aid to people ends no run
+        except Exception as error:  # a tokenizer or disk may raise anything, and samples must not end a run
             self._file.num_lost += 1
             if not self._is_said:
                 log.warning("%s: a group is left out: %s: %s", self._file.name, type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""Writes down when things happened, a line a step, for `asyncrl trace` (metrics/trace.py makes a picture of it).
+"""Records when things happened, one line per step, for `asyncrl trace` (metrics/trace.py draws it).
 
     RUN_DIR/timeline.jsonl, and timeline.1.jsonl, which is older
     {"step": 7, "incarnation": 0, "time": 1795424064.9, "seconds": {"wait": 0.1, "train": 0.4, ...},
@@ -6,9 +6,9 @@
      "loads": [["w0", 6, ended, load_seconds, pause_seconds], ...], "waits": [["w0", "prompts", "learner", since], ...],
      "ranks": [tokens, ...]}
 
-``ranks``: what each rank of the learner trained, where there are several. Times are Unix seconds: the learner's but
-for what a worker says of itself, ``began`` and when a load ended. Bounded: so many groups, loads and waits of a step,
-and so many bytes (metrics.timeline_max_bytes). Written beside the next step.
+``ranks``: tokens trained by each rank of the learner, if there are several. Times are Unix seconds of the learner's
+clock; only ``began`` and the end of a load are from the worker's clock. Groups, loads and waits per step are bounded,
+and so are the bytes (metrics.timeline_max_bytes). Lines are written while the next step runs.
 
 Tests: tests/actors/learner/test_timeline.py.
 """
@@ -32,7 +32,7 @@ from asyncrl.state.samples import RotatedLines
 MOST_GROUPS: Final = 512
 MOST_ACTORS: Final = 128
 LEAST_WAIT_SECONDS: Final = 0.5
-"""Shorter ones are every actor's daily business."""
+"""Shorter waits are routine and left out."""
 
 SECONDS: Final = {
     "wait": "learner/wait_seconds",
@@ -42,13 +42,13 @@ SECONDS: Final = {
     "publish": "weights/publish_seconds",
     "checkpoint": "learner/checkpoint_seconds",
 }
-"""What a line calls them, and their metrics."""
+"""Name in a line -> metric."""
 
 log = logging.getLogger("asyncrl.learner")
 
 
 class Timeline:
-    """One life's lines."""
+    """The lines of one life of the learner."""
 
     def __init__(self, lines: RotatedLines) -> None:
         self._lines = lines
@@ -58,12 +58,12 @@ class Timeline:
     async def note(
         self, step: int, metrics: Mapping[str, Metric], groups: Sequence[BufferedGroup], beats: Sequence[Heartbeat]
     ) -> None:
-        """A step is done.  groups: those it trained;  beats: of the workers, up to some seconds old"""
+        """Record a finished step.  groups: the groups it trained;  beats: of the workers, up to some seconds old"""
         line = self._line(step, metrics, groups, beats[:MOST_ACTORS])
         try:
             await asyncio.to_thread(self._lines.write, json.dumps(line, allow_nan=False))
             self._is_said = False
-        except (OSError, ValueError) as error:  # an aid to people ends no run
+        except (OSError, ValueError) as error:  # the timeline must not end a run
             if not self._is_said:
                 log.warning("timeline.jsonl: a step is left out: %s", error)
             self._is_said = True
@@ -90,7 +90,7 @@ class Timeline:
         }
 
     def _load(self, beat: Heartbeat) -> list[Any] | None:
-        """The worker's last load, if it is another than at the last look."""
+        """Return the worker's last load, if it is new since the last look."""
         numbers = {
             name: _number(beat.numbers.get(f"weights/{name}"))
             for name in ("loads", "loaded_at", "load_seconds", "pause_seconds")
@@ -109,7 +109,7 @@ def _group(one: BufferedGroup, of_clock: float) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one that a viewer can draw: a worker says of itself what it likes."""
+    """Return whether a viewer can draw this number: workers may report anything."""
     return isinstance(value, float | int) and abs(value) <= MOST_SECONDS
 
 

@@ -1,4 +1,4 @@
-"""The model in training: its backend, in a thread of its own, and the weights that go out from it."""
+"""The model in training: its backend, in a thread of its own, and the publication of its weights."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from asyncrl.protocols import Backend, Offloads, Rehearsing, SavesBeside, StepRe
 
 T = TypeVar("T")
 Profile = Callable[[int, Callable[[], StepResult]], StepResult]
-"""Does a step, of which the number is given, and may profile it."""
+"""Runs a step with the given number and may profile it."""
 
 
 def is_of_data(error: Exception) -> bool:
-    """Whether what a step raised may be a matter of its groups (Backend.step)."""
+    """Return whether a step's error may be caused by its groups (Backend.step)."""
     return isinstance(error, StepFailed) or not isinstance(error, AsyncRLError)
 
 
 def schedule_of(run: RunConfig) -> Schedule:
-    """The policy's learning rate: without decay_steps it falls until the run's last step."""
+    """Return the schedule of the policy's learning rate: without decay_steps it decays until the run's last step."""
     learner = run.learner
     return Schedule(
         kind=learner.schedule,
@@ -45,8 +45,13 @@ def schedule_of(run: RunConfig) -> Schedule:
 
 
 class Trainer:
-    """waits: of the learner, which says what it waits for; restore_from: a checkpoint's backend folder;
-    profile: around each step; turn: on GPUs that engines have too."""
+    """Runs the backend.
+
+    waits         the learner's wait tracker
+    restore_from  backend folder of a checkpoint
+    profile       wraps each step
+    turn          lock on GPUs shared with engines
+    """
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class Trainer:
         self.waits = waits
         self._profile = profile
         self._turn = turn
-        self._is_away = False  # from the GPUs
+        self._is_away = False  # whether the model is off the GPUs
         self._gpu_seconds: dict[str, Metric] = {}
         self._backend = backend
         self._training = training
@@ -81,7 +86,7 @@ class Trainer:
             await self.call(restore, what="its checkpoint to be read", on="start")
 
     async def step(self, prepared: Prepared, *, step: int) -> StepResult:
-        """Train on a batch. ``step``: how many steps were done before."""
+        """Train on a batch. ``step``: number of steps done before."""
         await self.take_gpus()
         rate = self._training.learning_rate(step, schedule=self._schedule)
         train = functools.partial(self._training, prepared.batch, prepared.parts, step=step, learning_rate=rate)
@@ -91,20 +96,20 @@ class Trainer:
 
     @property
     def can_rehearse(self) -> bool:
-        """Whether a rehearsal is all of a step but its update, and not the scores alone."""
+        """Whether a rehearsal does all of a step but its update, instead of only scoring."""
         return isinstance(self._backend, Rehearsing)
 
     async def rehearse(self, prepare: Callable[[], Prepared], *, step: int) -> str:
-        """Why a step on what ``prepare`` makes cannot be done, with nothing changed; "" when it can.
+        """Return why a step on the result of ``prepare`` cannot be done, or "" if it can. Nothing is changed.
 
-        Raises what ends the learner whatever the batch: a backend that is gone.
+        Raises errors that end the learner whatever the batch, such as a backend that is gone.
         """
 
         def rehearse() -> str:
             try:
                 prepared = prepare()
                 return self._training.rehearse(prepared.batch, prepared.parts, step=step)
-            except Exception as error:  # whatever the data does to a step
+            except Exception as error:  # bad data may raise anything in a step
                 if not is_of_data(error):
                     raise
                 return str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
@@ -113,19 +118,19 @@ class Trainer:
         return await self.call(rehearse, what="a step that failed to be tried with fewer groups", on="step")
 
     async def rescore(self, judge: Callable[[Backend], T]) -> T:
-        """What ``judge`` finds when it scores answers with the backend, between two steps."""
+        """Return the result of ``judge``, which scores answers with the backend between two steps."""
         await self.take_gpus()
         return await self.call(functools.partial(judge, self._backend), what="answers to be scored again")
 
     @property
     def must_publish_at_start(self) -> bool:
-        """Whether engines get their weights from memory, so that they need this learner for version 0 as well."""
+        """Whether engines receive weights from memory, and so need this learner to send version 0 as well."""
         return self._weights.sends
 
     async def publish_weights(
         self, *, incarnation: int, policy_version: int, num_engines: int, group: asyncio.TaskGroup
     ) -> None:
-        """Snapshot now; send, write, hash and announce as tasks of ``group``, while the next step runs."""
+        """Take a snapshot now. Tasks of ``group`` send, write, hash and announce it while the next step runs."""
         await self.take_gpus()
         started = time.monotonic()
         snapshot = await self.call(self._backend.export, what="a copy of the weights")
@@ -135,7 +140,7 @@ class Trainer:
         )
 
     async def restore_weights(self) -> None:
-        """Store and announce again what is missing of the newest version."""
+        """Store and announce again missing parts of the newest version."""
         await self._weights.restore()
 
     async def weights_published(self) -> None:
@@ -143,7 +148,7 @@ class Trainer:
         await self._weights.wait()
 
     async def take_gpus(self) -> None:
-        """Wait until engines that share the GPUs have left them, and bring the model back."""
+        """Wait until engines that share the GPUs have left them, then move the model back."""
         if self._turn is None or self._turn.is_ours:
             return
         since = time.monotonic()
@@ -160,7 +165,7 @@ class Trainer:
         }
 
     async def leave_gpus(self) -> None:
-        """Leave the GPUs to the engines that share them, once these can have the newest weights."""
+        """Give the GPUs to the engines that share them, once the newest weights are available to them."""
         if self._turn is None or not self._turn.is_ours:
             return
         await self.weights_published()
@@ -173,30 +178,30 @@ class Trainer:
 
     @property
     def saves_beside(self) -> bool:
-        """Whether steps go on while the backend writes its part of a checkpoint."""
+        """Whether steps continue while the backend writes its part of a checkpoint."""
         return isinstance(self._backend, SavesBeside)
 
     def begin_save(self, folder: Path) -> None:
-        """Begin to write the backend's part of a checkpoint, or write it. Blocks; for ``call``."""
+        """Begin to write the backend's part of a checkpoint, or write all of it. Blocks; use with ``call``."""
         if isinstance(self._backend, SavesBeside):
             self._backend.begin_save(folder)
         else:
             self._backend.save(folder)
 
     def finish_save(self, folder: Path, *, wait: bool) -> Mapping[Path, str] | None:
-        """See SavesBeside. Blocks; for ``call``."""
+        """See SavesBeside. Blocks; use with ``call``."""
         if isinstance(self._backend, SavesBeside):
             return self._backend.finish_save(folder, wait=wait)
         return {}
 
     async def call(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
-        """Run a blocking function in the backend's thread, and say meanwhile that ``what`` is waited for."""
+        """Run a blocking function in the backend's thread and report the wait for ``what``."""
         with self.waits.waiting(what, on=on, note="", first=FIRST_SECONDS):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def between_steps(self, function: Callable[[], T]) -> T:
-        """Run a blocking function in the backend's thread when that is free: nobody waits for it, however long a step
-        is before it."""
+        """Run a blocking function in the backend's thread when it is free. This is not reported as a wait, because the
+        step before it may take any time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def metrics(self) -> dict[str, Metric]:

@@ -1,15 +1,15 @@
-"""What one step of the learner is when an algorithm needs more models than the policy.
+"""One step of the learner, including the scores of other models that an algorithm needs.
 
     score (critic, reference, teacher, policy) -> advantages and returns -> step the policy -> step the critic
 
-With learner.steps_per_batch each part of the batch is an optimizer step, one after the other, of the policy and then of
-the critic. The policy is scored before the first: all of them are around that proximal policy, and the batch's tokens
-are as stale as they were then. A part whose loss is not finite changes nothing; the others count.
+With learner.steps_per_batch each part of the batch is one optimizer step, first of the policy and then of the critic,
+one part after the other. The policy is scored before the first part: all parts use that proximal policy, and the
+staleness of the batch's tokens counts from it. A part whose loss is not finite changes nothing; the other parts count.
 
-Blocking: the learner calls it in the backend's thread. Batches are packed ahead; only what depends on the present
-weights happens here. An algorithm that needs no other model gets ``backend.step`` and nothing else. For the first
-``critic_warmup_steps`` steps the critic learns alone: each makes a policy version all the same, with the weights of the
-one before, so step n always makes version n.
+Blocking: the learner calls it in the backend's thread. Batches are packed ahead; only work that depends on the current
+weights happens here. An algorithm that needs no other model gets ``backend.step`` and nothing else. During the first
+``critic_warmup_steps`` steps only the critic learns. Each of these steps still makes a policy version, with unchanged
+weights, so step n always makes version n.
 
 Tests: tests/actors/learner/test_training_step.py.
 """
@@ -35,16 +35,16 @@ from asyncrl.policies.learning_rate import Schedule
 from asyncrl.protocols import Backend, Rehearsing, StepResult
 
 MOST_RANKS: Final = 64
-"""Of more of them a row of metrics says nothing."""
+"""With more ranks, per-rank metrics are left out of the row."""
 
 log = logging.getLogger("asyncrl.learner")
 
 Parts: TypeAlias = Sequence[Sequence[Sequence[MicroBatch]]]
-"""``parts[i][r]`` is what data-parallel rank r trains in the batch's optimizer step i."""
+"""``parts[i][r]`` is the data of data-parallel rank r in the batch's optimizer step i."""
 
 
 class TrainingStep:
-    """Holds nothing that changes: which steps are warm-up follows from the step's number, so a resumed run goes on."""
+    """Has no mutable state: the step's number decides which steps are warm-up, so a resumed run continues correctly."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TrainingStep:
         critic_warmup_steps: int = 0,
         layout: Layout | None = None,
     ) -> None:
-        """layout: of the backend's ranks, for metrics of each"""
+        """layout: layout of the backend's ranks, for per-rank metrics"""
         self._backend = backend
         self._algorithm = algorithm
         self._critic_learning_rate = critic_learning_rate
@@ -63,17 +63,17 @@ class TrainingStep:
         self._layout = layout or Layout()
 
     def policy_steps(self, steps: int) -> int:
-        """How many of the first ``steps`` steps trained the policy."""
+        """Return how many of the first ``steps`` steps train the policy."""
         return max(0, steps - self._critic_warmup_steps)
 
     def learning_rate(self, step: int, *, schedule: Schedule) -> float:
-        """Of the step after ``step`` steps. The schedule counts those that train the policy."""
+        """Return the learning rate of the step after ``step`` steps. The schedule counts steps of the policy only."""
         return schedule.at(self.policy_steps(step + 1))
 
     def rehearse(self, batch: Batch, parts: Parts, *, step: int) -> str:
-        """All of a step but its updates: why it cannot be done, "" when it can. Raises what the step would raise.
+        """Do all of a step but its updates. Return why it cannot be done, or "" if it can. Raises the step's errors.
 
-        A backend that cannot rehearse is asked for the policy's scores of the same tokens.
+        A backend that cannot rehearse scores the same tokens with the policy instead.
         """
         models = [name for name in ("critic",) if name in self._algorithm.models]
         if self.policy_steps(step + 1):
@@ -87,7 +87,7 @@ class TrainingStep:
         return ""
 
     def __call__(self, batch: Batch, parts: Parts, *, step: int, learning_rate: float) -> StepResult:
-        """Train on ``batch``, packed as ``parts``; ``step``: how many steps were done before."""
+        """Train on ``batch``, packed as ``parts``. ``step``: number of steps done before."""
         if not batch.num_tokens:
             log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
         started, metrics = time.monotonic(), self._of_ranks(parts)
@@ -100,12 +100,12 @@ class TrainingStep:
             metrics, tokens = metrics | dict(result.metrics), result.tokens
         else:
             metrics["learner/learning_rate"] = 0.0
-        if "critic" in self._algorithm.models and not is_skipped(metrics):  # else the batch may be trained again
+        if "critic" in self._algorithm.models and not is_skipped(metrics):  # a skipped batch may be trained again
             metrics |= self._critic_steps(scored).metrics
         return StepResult(metrics=metrics, tokens=tokens)
 
     def _of_ranks(self, parts: Parts) -> dict[str, float]:
-        """What each of several ranks has to train."""
+        """Return the number of tokens that each rank trains, if there are several."""
         layout = self._layout
         if not 1 < layout.ranks <= MOST_RANKS:
             return {}
@@ -113,7 +113,7 @@ class TrainingStep:
         return {f"learner/rank{rank}/tokens": float(shares[layout.share(rank)]) for rank in range(layout.ranks)}
 
     def _scored(self, batch: Batch, parts: Parts) -> Parts:
-        """``parts`` with what the algorithm asks of other models, and of the policy as it is now."""
+        """Return ``parts`` with the scores that the algorithm needs from other models and from the current policy."""
         names = self._algorithm.advantage_scores | self._algorithm.loss_scores
         if not (names or self._algorithm.batch_scores):
             return parts
@@ -123,10 +123,10 @@ class TrainingStep:
         return [[[next(row) for _ in share] for row, share in zip(rows, part, strict=True)] for part in parts]
 
     def _steps(self, parts: Parts, *, learning_rate: float, model: str) -> StepResult:
-        """An optimizer step on each part; metrics of all of them, and what each thought of the tokens of its own.
+        """Take one optimizer step on each part. Return joined metrics and each part's token results.
 
-        What the first one raises leaves the model as it was. Once a step has changed it, the batch cannot be trained
-        again without some of its groups: what a later one raises is a BackendError.
+        If the first step raises, the model is unchanged. Once a step has changed the model, the batch cannot be trained
+        again without some of its groups, so errors of later steps become BackendError.
         """
         made: list[StepResult] = []
         for dp_shards in parts:
@@ -145,7 +145,7 @@ class TrainingStep:
         return StepResult(metrics=joined, tokens=tokens)
 
     def _critic_steps(self, parts: Parts) -> StepResult:
-        """The policy's step is done: it cannot be repeated without the groups that this one fails with."""
+        """Step the critic. The policy's step is done and cannot be repeated without groups that fail here."""
         try:
             return self._steps(parts, learning_rate=self._critic_learning_rate, model="critic")
         except Exception as error:
@@ -153,9 +153,9 @@ class TrainingStep:
 
 
 def made_one(made: Sequence[Mapping[str, float]], *, model: str = "policy") -> dict[str, float]:
-    """Metrics of one batch from those of its optimizer steps: means, but the largest of what is a largest.
+    """Return the metrics of one batch from those of its optimizer steps: means, or maxima for metrics that are maxima.
 
-    A batch is skipped when none of its steps changed a weight; how many did not is learner/skipped_parts.
+    A batch is skipped if none of its steps changed a weight; learner/skipped_parts counts the steps that did not.
     """
     if len(made) == 1:
         return dict(made[0])
@@ -180,5 +180,5 @@ def _prefix(model: str) -> str:
 
 
 def is_skipped(metrics: Mapping[str, float], *, model: str = "policy") -> bool:
-    """Whether a step changed no weights because its loss or its gradient was not finite."""
+    """Return whether a step changed no weights because its loss or gradient was not finite."""
     return bool(metrics.get(f"{_prefix(model)}/skipped_steps", 0.0))

@@ -1,4 +1,4 @@
-"""Reads what arrives from the prompt source and on the trajectory log, and puts it into the group table.
+"""Reads reports of the prompt source and records of the trajectory log, and puts them into the group table.
 
     log -> validator -> buffered -> filters            groups leave as failed, filtered, or dropped (quarantined)
 
@@ -38,7 +38,7 @@ LOOK_SECONDS = 2.0
 
 
 class TrajectoryReader:
-    """``changed`` is set whenever the table has something new for the batcher; ``max_failed_in_a_row`` ends the run."""
+    """``changed`` is set when the table has something new for the batcher; ``max_failed_in_a_row`` ends the run."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TrajectoryReader:
         reissue_seconds: float = 0.0,
         copies_stragglers: bool = False,
     ) -> None:
-        """in_progress: where it notes what it decodes; None notes it nowhere;  tickets: None for none;
+        """in_progress: records what is being decoded; None records nothing;  tickets: None for none;
         reissue_seconds, copies_stragglers: as in OverduePrompts"""
         self._bus = bus
         self._table = table
@@ -73,22 +73,22 @@ class TrajectoryReader:
         self.overdue_prompts = OverduePrompts(
             bus, table=table, link=link, seconds=reissue_seconds, copies_stragglers=copies_stragglers
         )
-        self._failed_of: set[str] = set()  # workers, since a group was buffered
+        self._failed_of: set[str] = set()  # workers with failed groups since a group was buffered
         self._explained = ""
-        """What a filter raised last; its traceback is in the log."""
+        """The last error of a filter; its traceback is in the log already."""
 
     async def start(self) -> None:
-        """Get ready to read."""
+        """Prepare to read."""
         await self._find_log()
         await self._validator.start()
 
     async def follow_prompts(self) -> None:
-        """consumes: the prompt source's reports    waits for: the next one"""
+        """consumes: the prompt source's reports    waits for: the next report"""
         while True:
             await self._note(await self._link.reports.get())
 
     async def read(self) -> None:
-        """consumes: trajectories    waits for: the prompt source's look at the bus, then records"""
+        """consumes: trajectories    waits for: the prompt source's reconciliation with the bus, then records"""
         await self._reconciled.wait()
         while True:
             try:
@@ -97,7 +97,8 @@ class TrajectoryReader:
                 await self._find_log()
 
     async def watch_prompts(self) -> None:
-        """waits for: the prompt source's look at the bus, then its own looks for prompts that are lost or kept"""
+        """waits for: the prompt source's reconciliation with the bus, then the clock, to look for lost and overdue
+        prompts"""
         await self._reconciled.wait()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -105,13 +106,13 @@ class TrajectoryReader:
             await self.overdue_prompts.look()
 
     async def _find_log(self) -> None:
-        """See whether the log is the one that was read so far; of another, or one that went back, the cursor means
-        nothing: it is read whole, and the table knows which of its groups are done."""
+        """Check whether the log is the one read so far. If it is another log, or was reset, the cursor is meaningless:
+        the log is read from its start, and the table knows which of its groups are done."""
         found = await self._bus.log_state(TRAJECTORIES, mark=self._mark)
         if found.problem:
             log.warning(
-                "the bus lost what it had of the trajectory log: %s; reading it again from entry %d, where what was "
-                "trained is not trained again",
+                "the bus lost what it had of the trajectory log: %s; reading it again from entry %d; groups "
+                "trained before are not trained again",
                 *(found.problem, found.first),
             )
             self._table.start_new_log(first=found.first)
@@ -128,17 +129,17 @@ class TrajectoryReader:
         async with reading as records:
             async for record in records:
                 self._in_progress.decoded()
-                while not self._link.reports.empty():  # every group that the record can be of
+                while not self._link.reports.empty():  # first learn of every group that the record can answer
                     await self._note(self._link.reports.get_nowait())
                 await self._add(record)
 
     async def reject_batch(
         self, groups: Sequence[TrajectoryGroup], documents: Sequence[Document], rescore: Rescore
     ) -> bool:
-        """Whether the batch in training holds answers of a worker that is not trusted, or no longer.
+        """Return whether the batch in training contains answers of a worker that is not, or no longer, trusted.
 
-        Then the batch is put back, and what is that worker's is dropped. ``rescore``: asks the trainer for its own
-        logprobs of the documents it is given.
+        If so, the batch is put back and that worker's groups are dropped. ``rescore``: asks the trainer for its own
+        logprobs of the given documents.
         """
         verdict = Verdict(guilty={}, spoiled={})
         if (doubts := self._validator.doubts(documents, groups, step=self._table.step)) is not None:
@@ -155,10 +156,10 @@ class TrajectoryReader:
         return True
 
     async def reject(self, problems: Mapping[int, str], *, because: str = "a training step with it fails: ") -> None:
-        """Fail buffered groups that no step can be made with. ``problems``: group id -> why."""
+        """Fail buffered groups that make steps fail. ``problems``: group id -> why."""
         for group_id, problem in problems.items():
             if (one := self._table.buffered.get(group_id)) is None:
-                continue  # its worker was quarantined while we told of another
+                continue  # its worker was quarantined while another group was reported
             worker = one.group.worker
             error = f"{because}{problem}"[:LONGEST_ERROR]
             log.error("group %d of worker %s is not trained: %s", group_id, worker or "?", error)
@@ -166,7 +167,7 @@ class TrajectoryReader:
         self._changed.set()
 
     def metrics(self) -> dict[str, Metric]:
-        """What is known of the workers' answers."""
+        """Return metrics of the workers' answers."""
         mismatch = {f"mismatch/{worker}/mean": mean for worker, mean in self._validator.mismatch.items()}
         kept = float(self._filters.num_kept_at_cap) if self._filters is not None else 0.0
         return {
@@ -177,24 +178,24 @@ class TrajectoryReader:
         }
 
     async def quarantine(self, worker: str, reason: str) -> None:
-        """Train nothing of this worker any more, and say so to everybody."""
-        log.error("worker %s is quarantined: %s; nothing it makes is trained", worker, reason)
+        """Train nothing more of this worker, and announce the quarantine."""
+        log.error("worker %s is quarantined: %s; its groups are not trained", worker, reason)
         try:
             await self._validator.quarantine(worker, reason, incarnation=self._table.incarnation)
-        finally:  # said of the last worker too, whose quarantine ends the run
+        finally:  # also for the last worker, whose quarantine ends the run
             life = self._validator.lives.get(worker, "")
             await self._progress.event("quarantined", worker=worker, reason=reason, life=life)
         await self.drop_quarantined()
 
     async def drop_quarantined(self) -> None:
-        """Drop what quarantined workers made and is buffered; a batch in training is not touched."""
+        """Drop buffered groups of quarantined workers; a batch in training is not touched."""
         groups = [one for one in self._table.buffered.values() if one.group.worker in self._validator.quarantined]
         if groups:
             await self._lost(self._table.drop(groups, reason="quarantined"))
             self._changed.set()
 
     async def _note(self, report: PromptReport) -> None:
-        """Take a report of the prompt source into the table."""
+        """Apply a report of the prompt source to the table."""
         match report:
             case Published():
                 self._table.publish(
@@ -208,7 +209,7 @@ class TrajectoryReader:
                     row=report.row,
                 )
                 if not report.can_be_answered:
-                    error = "its place in the trajectory log was taken before it was published"
+                    error = "a log entry with its key was published before its prompt"
                     outcome = self._table.fail(report.group_id, error=error, is_counted=not self._validator.is_on)
                     await self._failed(outcome, worker="", error=error)
                     self._changed.set()
@@ -220,12 +221,12 @@ class TrajectoryReader:
 
     def _may_not_decode(self, sequence: int, key: str) -> str:
         if self._identity(sequence, key) in self._in_progress.aside:
-            return "two incarnations in a row ended with it in progress"
+            return "two incarnations in a row ended while it was in progress"
         self._in_progress.decode(*self._identity(sequence, key))
         return ""
 
     def _identity(self, sequence: int, key: str) -> tuple[int, str]:
-        """Of a log entry in progress: no ticket is written down."""
+        """Return the identity of a log entry in progress, without its ticket."""
         group_id = self._tickets.group_answered(key)
         return (sequence, key if group_id is None else str(group_id))
 
@@ -235,10 +236,10 @@ class TrajectoryReader:
             self.lost_prompts.suspect()
         sender = record.message.worker if record.message is not None else ""
         if sender in self._validator.quarantined and await self._validator.is_another_life(sender):
-            log.warning("worker %s was started again: it is judged anew", sender)
+            log.warning("worker %s was restarted: its quarantine ends", sender)
         checked = self._check(record)
         group = checked.group
-        # What nobody could make does not say that nothing can be made: it counts against its sender alone.
+        # An impossible group does not show that the run cannot make groups: it counts only against its sender.
         is_counted = not (checked.problem and self._validator.is_on)
         cause = SET_ASIDE if self._identity(record.sequence, record.key) in self._in_progress.aside else ""
         arrival = self._table.arrive(
@@ -260,17 +261,17 @@ class TrajectoryReader:
             await self._buffered(group)
 
     def _tell_of_row(self, group: TrajectoryGroup) -> None:
-        """The prompt source, by whom rows rest."""
+        """Report a group's rewards to the prompt source, which decides which rows rest."""
         row = self._table.buffered[group.group_id].prompt.row
         if self._table.pass_rates.is_on and row is not None:
             self._link.answered.put_nowait(Answered(row=row, epoch=group.epoch, rewards=group.rewards))
 
     def _check(self, record: Record[TrajectoryGroup]) -> Checked:
-        """What to make of it. A group that is not outstanding is told by its key: nobody is judged by what is read
-        again."""
+        """Return what to do with a record. For a group that is not outstanding, only the key is used, so no worker is
+        judged by records that are read again."""
         table, group_id = self._table, self._tickets.group_answered(record.key)
         if group_id is not None and table.is_published(group_id) and not table.awaits(record.sequence, group_id):
-            return Checked(group=failed_group(group_id, worker="", error="it was here before"))
+            return Checked(group=failed_group(group_id, worker="", error="it arrived before"))
         aside = self._in_progress.aside.get(self._identity(record.sequence, record.key))
         if group_id is not None and aside is not None:
             by = f" (worker {aside.worker})" if aside.worker else ""
@@ -303,7 +304,7 @@ class TrajectoryReader:
             await self._filtered(group, self._filters)
 
     async def _filtered(self, group: TrajectoryGroup, filters: GroupFilters) -> None:
-        """Another group is generated in the place of one that is not kept, or that a filter raises on."""
+        """Apply filters. A group that is rejected, or that a filter raises on, is replaced by a new group."""
         try:
             if not filters.keep(group, since_step=self._table.lost_since_step("filtered")):
                 await self._lost(self._table.filter(group.group_id, by=filters.rejected_by))
@@ -316,7 +317,7 @@ class TrajectoryReader:
             await self._lost(self._table.reject(group.group_id, error=text))
 
     async def _failed(self, outcome: Outcome, *, worker: str, error: str) -> None:
-        """Announce a group that could not be made. Raises HopelessError when too many in a row could not."""
+        """Announce a failed group. Raises HopelessError after too many failed groups in a row."""
         await self._progress.announce(outcome)
         self._failed_of.add(worker)
         in_a_row = self._table.failed_in_a_row

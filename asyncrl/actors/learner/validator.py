@@ -1,10 +1,11 @@
-"""Which groups the learner accepts: valid ones, of workers whose logprobs are the policy's. Thin, over policies/trust.
+"""Decides which groups the learner accepts: valid groups of workers whose logprobs match the policy's. A thin layer
+over policies/trust.
 
-A worker is quarantined when the trainer's scores of its answers differ from the logprobs it sent, twice in a row
-(logprob_mismatch.py), or when it has sent ``MOST_IMPOSSIBLE`` groups that cannot be (validation.py). Nothing it made is
-trained from then on in this incarnation. It learns of that through the state ``quarantine``; a run whose every worker
-is quarantined ends with the reason. The verdict is on one life of the worker: one that is started again under the same
-name is judged anew.
+A worker is quarantined when, twice in a row, the trainer's scores of its answers differ from the logprobs it sent
+(logprob_mismatch.py), or when it has sent ``MOST_IMPOSSIBLE`` impossible groups (validation.py). From then on nothing
+it made is trained in this incarnation. The worker learns of it through the state ``quarantine``. A run in which every
+worker is quarantined ends with the reason. The verdict applies to one life of the worker: a new life under the same
+name is judged afresh.
 
 Tests: tests/actors/learner/test_validator.py.
 """
@@ -36,10 +37,11 @@ from asyncrl.protocols import Backend, Bus, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubts:
-    """What of a batch is scored before it is trained.
+    """Answers of a batch to score before it is trained.
 
-    chosen      answers that say whether a worker is honest;  own: each document with its worker's own tokens
-    taken_over  index of a document -> the document with those tokens that its worker took over (resumed_tokens.py)
+    chosen      answers that show whether a worker is honest
+    own         each document with only its worker's own tokens
+    taken_over  document index -> the document with the tokens that its worker took over (resumed_tokens.py)
     """
 
     chosen: Sequence[Chosen]
@@ -49,25 +51,25 @@ class Doubts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """guilty: workers to be quarantined, and why;  spoiled: documents that are not trained, by index, and why"""
+    """guilty: worker to quarantine -> why;  spoiled: index of a document not to train -> why"""
 
     guilty: Mapping[str, str]
     spoiled: Mapping[int, str]
 
 
 Rescore = Callable[[Callable[[Backend], Verdict]], Awaitable[Verdict]]
-"""Runs a function on the backend that trains, between two steps."""
+"""Runs a function on the training backend, between two steps."""
 
 MOST_IMPOSSIBLE: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What to make of a log record.
+    """What to do with a log record.
 
-    group     itself; a failed one if it cannot be trained; None if this run did not ask for it
-    problem   why it is not itself
-    is_news   the first of this kind from this sender
+    group     the group to use: its own, a failed one if it cannot be trained, None if this run did not ask for it
+    problem   why the group is not used as it is
+    is_news   whether this is the first such problem of this sender
     """
 
     group: TrajectoryGroup | None
@@ -76,7 +78,7 @@ class Checked:
 
 
 class Validator:
-    """One per learner. ``quarantined``: worker -> why."""
+    """One per learner. ``quarantined``: worker -> reason."""
 
     def __init__(
         self,
@@ -87,23 +89,23 @@ class Validator:
         num_dp_shards: int = 1,
         max_tokens: int = 16_384,
     ) -> None:
-        """num_dp_shards: data-parallel ranks of the backend that scores; max_tokens: of a micro-batch"""
+        """num_dp_shards: data-parallel ranks of the scoring backend; max_tokens: tokens per micro-batch"""
         self._bus = bus
         self._validation = validation or GroupValidation()
         self._rescoring = rescoring or LogprobMismatch(bound=0.0, every=1)
         self._num_dp_shards, self._max_tokens = num_dp_shards, max_tokens
         self._impossible: dict[str, tuple[int, str]] = {}
-        """worker -> how many of its groups cannot be, and what was wrong with the last"""
+        """worker -> number of its impossible groups, and the problem of the last one"""
         self.quarantined: dict[str, str] = {}
         self.lives: dict[str, str] = {}
-        """Which life of a quarantined worker the verdict is on; "" when it had ended."""
+        """Quarantined worker -> the life that the verdict applies to; "" if that life had ended."""
         self.mismatch: dict[str, float] = {}
-        """worker -> mean difference at the last look, nats per token."""
+        """worker -> mean difference at the last look, in nats per token."""
         self.routing: dict[str, float] = {}
-        """What replaying the engine's experts made of the differences at the last look (routing_mismatch)."""
+        """How replaying the engine's experts changed the differences at the last look (routing_mismatch)."""
 
     async def start(self) -> None:
-        """A new incarnation judges anew."""
+        """Forget old verdicts: a new incarnation judges afresh."""
         for worker in await self._bus.states(QUARANTINE):
             await self._bus.forget(QUARANTINE, key=worker)
 
@@ -118,13 +120,19 @@ class Validator:
         asked: Callable[[int], Asked | None] = lambda group_id: None,
         group_answered: Callable[[str], int | None] = group_id_of,
     ) -> Checked:
-        """is_published: whether this run asked for a group;  asked: for what, as far as is known;  group_answered: by a
-        record's key"""
+        """Check a record.
+
+        is_published    whether this run asked for a group
+        asked           what a group's prompt asked for, if known
+        group_answered  group id from a record's key
+        """
         group, group_id = record.message, group_answered(record.key)
         if group_id is None or not is_published(group_id):
-            problem = f"key {record.key!r} is not of a group that this run asked for"
+            problem = f"key {record.key!r} names no group that this run requested"
             if (named := group_id_of(record.key)) is not None and is_published(named):
-                problem = f"group {named} is answered without its ticket, by somebody who was not lent it"
+                problem = (
+                    f"group {named} is answered without its ticket, by a client that its prompt was not delivered to"
+                )
             is_news = self._bus.rejections.note(TRAJECTORIES.name, problem, kind="key", sender=sender_of(group))
             return Checked(group=None, problem=problem, is_news=is_news)
         problem = record.problem and f"does not decode: {record.problem}"
@@ -159,18 +167,18 @@ class Validator:
         return self._rescoring.is_on
 
     async def others(self, workers: Collection[str]) -> set[str]:
-        """Workers that are up and trusted, besides ``workers``."""
+        """Return workers that are live and trusted, except ``workers``."""
         return (await self._alive()).keys() - set(workers) - self.quarantined.keys()
 
     def too_often(self, worker: str) -> str:
-        """Why a worker should be quarantined for what it sent; "" when it need not."""
+        """Return why a worker should be quarantined for impossible groups; "" if it should not."""
         count, last = self._impossible.get(worker, (0, ""))
         if count < MOST_IMPOSSIBLE or not self.is_on or worker in self.quarantined:
             return ""
-        return f"{count} groups that cannot be, the last because {last}"
+        return f"{count} impossible groups, the last because: {last}"
 
     def doubts(self, documents: Sequence[Document], groups: Sequence[TrajectoryGroup], *, step: int) -> Doubts | None:
-        """What to score again of a batch of ``groups`` before it is trained; None for nothing."""
+        """Return what to score again before a batch of ``groups`` is trained; None if nothing."""
         if not self.is_on:
             return None
         own, taken_over = resumed_tokens.split(documents, groups)
@@ -179,7 +187,7 @@ class Validator:
         return Doubts(chosen=chosen, own=own, taken_over=taken_over) if chosen or taken_over else None
 
     def judge(self, doubts: Doubts, documents: Sequence[Document], backend: Backend) -> Verdict:
-        """Blocking: a forward pass over the documents that are in doubt."""
+        """Score the doubtful documents in a forward pass and judge them. Blocks."""
         chosen = sorted({one.document for one in doubts.chosen})
         logprobs = self._scores(sorted({*chosen, *doubts.taken_over}), documents, backend)
         if any(len(documents[index].experts) for index in chosen):
@@ -201,7 +209,7 @@ class Validator:
     def _scores(
         self, indices: Sequence[int], documents: Sequence[Document], backend: Backend
     ) -> dict[int, NDArray[np.float32]]:
-        """The trainer's logprobs f32[T] of the documents with these indices."""
+        """Return the trainer's logprobs f32[T] of the documents with these indices."""
         shards = pack_for_ranks([documents[i] for i in indices], ranks=self._num_dp_shards, max_tokens=self._max_tokens)
         logprobs: dict[int, NDArray[np.float32]] = {}
         for shard, scored in zip(shards, backend.score(shards), strict=True):
@@ -212,7 +220,7 @@ class Validator:
         return logprobs
 
     async def quarantine(self, worker: str, reason: str, *, incarnation: int) -> None:
-        """Tell the worker. Raises HopelessError when no worker is left."""
+        """Quarantine a worker and announce it. Raises HopelessError if no worker is left."""
         alive = await self._alive()
         self.quarantined[worker], self.lives[worker] = reason, alive.get(worker, "")
         verdict = Quarantine(worker=worker, incarnation=incarnation, reason=reason, life=self.lives[worker])
@@ -221,9 +229,9 @@ class Validator:
             raise HopelessError(f"every rollout worker is quarantined; the last, {worker}, for {reason}")
 
     async def is_another_life(self, worker: str) -> bool:
-        """Whether a quarantined worker was started again; then it is quarantined no longer."""
+        """Return whether a quarantined worker was restarted; if so, its quarantine ends."""
         life = (await self._alive()).get(worker, "")
-        if life in ("", self.lives[worker]):  # a late answer of the life that was judged
+        if life in ("", self.lives[worker]):  # a late answer of the judged life
             return False
         del self.quarantined[worker], self.lives[worker]
         self._impossible.pop(worker, None)
@@ -232,11 +240,11 @@ class Validator:
         return True
 
     async def _alive(self) -> dict[str, str]:
-        """worker -> life, of those that send heartbeats."""
+        """Return worker -> life for workers that send heartbeats."""
         beats = (await self._bus.states(ACTORS)).values()
         return {beat.actor: beat.life for beat in beats if beat.role == WORKER}
 
 
 def sender_of(group: TrajectoryGroup | None) -> str:
-    """The worker that a message names; "" when it names none that can be."""
+    """Return the worker that a message names; "" if the name is missing or invalid."""
     return "" if group is None or name_problem(group.worker) else group.worker

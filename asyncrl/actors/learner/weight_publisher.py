@@ -30,10 +30,10 @@ class _Version:
 
 
 class WeightPublisher:
-    """The newest version wins: a write in progress is finished, and of the versions that arrive meanwhile only the last
-    is written.
+    """The newest version wins: a write in progress is finished, and of the versions that arrive during it only the last
+    one is written.
 
-    Weights sent from memory are announced immediately, folders when they are written; both always in order.
+    Weights sent from memory are announced immediately, folders once they are written; both always in order.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class WeightPublisher:
         on_stored: Callable[[WeightVersion], Awaitable[None]] | None = None,
     ) -> None:
         """
-        waits      the learner's
-        fork       the policy version that it started from
-        on_stored  called with each version that is stored, before its folder is announced
+        waits      the learner's wait tracker
+        fork       the policy version that the learner started from
+        on_stored  called with each stored version, before its folder is announced
         """
         self._on_stored = on_stored
         self._fork = fork
@@ -61,9 +61,9 @@ class WeightPublisher:
         self._writing: asyncio.Task[None] | None = None
         self._num_engines = 0
         self.seconds = 0.0
-        """From snapshot to the folder's announcement, for the last version written."""
+        """Seconds from snapshot to the folder's announcement, for the last version written."""
         self.num_bytes = 0
-        """Bytes stored for it."""
+        """Bytes stored for the last version written."""
 
     @property
     def sends(self) -> bool:
@@ -73,9 +73,9 @@ class WeightPublisher:
     async def publish(
         self, snapshot: Snapshot, *, incarnation: int, policy_version: int, num_engines: int, group: asyncio.TaskGroup
     ) -> None:
-        """Announce a snapshot; its folder is written, hashed and announced by a task of ``group``.
+        """Announce a snapshot; a task of ``group`` writes, hashes and announces its folder.
 
-        num_engines: workers known to the learner; told with every announcement from now on
+        num_engines: number of workers known to the learner; included in every announcement from now on
         """
         self._num_engines = num_engines
         self._next = _Version(
@@ -93,11 +93,11 @@ class WeightPublisher:
             await self._writing
 
     async def restore(self) -> None:
-        """Announce the newest version anew, if the channel had to store it again. Nothing while one is written."""
+        """Announce the newest version again if the channel had to store it again. Does nothing during a write."""
         if self._writing is None or not self._writing.done():
             return
         version = await asyncio.get_running_loop().run_in_executor(self._thread, self._channel.restore)
-        if version is not None and self._writing.done():  # else a newer one is on its way
+        if version is not None and self._writing.done():  # otherwise a newer version is on its way
             await self._announce(version)
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class WeightPublisher:
             self.seconds = time.monotonic() - stored.since
 
     async def _store(self, first: _Version) -> tuple[_Version, WeightVersion]:
-        """Write ``first``, or what has come since: a disk that took nothing for a while gets the newest."""
+        """Write ``first``, or a newer version if one has arrived: after a full disk, the newest version is written."""
         taken, self._next = self._next or first, None
         store = functools.partial(
             self._channel.publish,

@@ -1,4 +1,4 @@
-"""Answers engines' requests for the newest weights, and sends them from the learner's memory during the next step."""
+"""Answers engines' requests for the newest weights and sends them from the learner's memory during the next step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WeightSender(Actor):
             await asked.answer(TransferOffer(problem=str(error)))
             return
         await asked.answer(transfer.offer)
-        if not request.has_joined:  # an engine joins: also drop those that are gone
+        if not request.has_joined:  # a joining engine: also drop engines that are gone
             await asyncio.to_thread(self._sender.forget, engines=set(await self.bus.states(ACTORS)))
         try:
             await _in_daemon_thread(transfer.send, name=f"send-{request.engine}")
@@ -45,7 +45,7 @@ class WeightSender(Actor):
 
 
 async def _in_daemon_thread(function: Callable[[], None], *, name: str) -> None:
-    """Run in a daemon thread: if an engine dies, a collective may never return, and exiting must not wait for it."""
+    """Run in a daemon thread: if an engine dies, a collective may never return, and the exit must not wait for it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -59,7 +59,7 @@ async def _in_daemon_thread(function: Callable[[], None], *, name: str) -> None:
             function()
         except Exception as error:  # re-raised in the awaiting task
             problem = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and no task waits
             loop.call_soon_threadsafe(settle, problem)
 
     threading.Thread(target=run, name=name, daemon=True).start()

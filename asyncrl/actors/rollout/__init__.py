@@ -1,1 +1,1 @@
-"""The rollout worker: one engine, the stages that use it (training first), and what keeps its weights new."""
+"""The rollout worker: one engine, the stages that use it (training first), and the follower of new weights."""

@@ -1,6 +1,6 @@
-"""How long a worker that drains waits for what may never come: weights that nobody stores again, say.
+"""Limits how long a draining worker waits for something that may never come, such as weights that are not stored again.
 
-Until it drains such a wait has no end: the learner may be away for hours. Tests: tests/actors/rollout/test_drain.py.
+Before the drain such a wait has no limit: the learner may be away for hours. Tests: tests/actors/rollout/test_drain.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from asyncrl.errors import NotNow
 
 SECONDS: Final = 10.0
-"""A load that is under way is done by then; a launcher waits for two minutes until it kills."""
+"""Enough for a load in progress; a launcher waits two minutes before it kills."""
 
 
 class DrainPatience:
@@ -31,7 +31,7 @@ class DrainPatience:
 
     @contextlib.asynccontextmanager
     async def limited(self, what: str) -> AsyncIterator[None]:
-        """Around a wait. Raises NotNow, SECONDS after the drain began."""
+        """Limit a wait. Raises NotNow, SECONDS after the drain began."""
         try:
             async with asyncio.timeout_at(self._deadline) as wait:
                 self._waits.add(wait)

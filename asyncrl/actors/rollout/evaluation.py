@@ -1,4 +1,4 @@
-"""The evaluation stage of a worker, and a worker that has this stage alone: their parts put together."""
+"""Builds the evaluation stage of a worker, and a worker with only this stage."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from asyncrl.policies.health.faults import EVALUATION_WORKER
 from asyncrl.protocols import Bus, Reward, RewardFn, RolloutFn, Sample, Tokenizer
 
 LONGEST_VOTE: Final = 64
-"""Characters of a vote; a digest stands for a longer one: votes are compared and never read."""
+"""Maximum characters of a vote. Longer votes are replaced by a digest: votes are compared and never read."""
 
 
 class DatasetRewards:
-    """The RewardFn of an evaluation: each data set's own."""
+    """The RewardFn of an evaluation: uses the reward of each data set."""
 
     def __init__(self, rewards: Mapping[str, RewardFn]) -> None:
         self._rewards = rewards
         self._log = logging.getLogger("asyncrl.evaluation")
         self._explained: set[str] = set()
-        """Data sets whose failing vote is in the log."""
+        """Data sets whose failing vote was logged."""
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
         return await self._rewards[samples[0].dataset](samples)
@@ -38,9 +38,9 @@ class DatasetRewards:
             await reward.close()
 
     async def votes(self, dataset: str, completions: Sequence[str]) -> list[str]:
-        """What each answer comes down to, by its reward; all of it where that has nothing to say (GuardedReward)."""
+        """Return each answer's vote by its data set's reward; the whole answer if it has no votes (GuardedReward)."""
         votes = getattr(self._rewards[dataset], "votes", None)
-        if votes is None:  # a row names its reward
+        if votes is None:  # rows name their own rewards
             return [completion.strip() for completion in completions]
         found: list[str]
         found, problem = await votes(completions)
@@ -65,11 +65,12 @@ def evaluation_stage(
     sample_seconds: float = 0.0,
     is_dedicated: bool = False,
 ) -> Stage:
-    """Prompts of an evaluation in, answers of exactly the evaluated version out.
+    """Return a stage that answers prompts of an evaluation with exactly the evaluated version.
 
-    rewards      of each data set, by name
-    max_running  samples in progress, besides those of other stages: training may wait for weights that an evaluation
-                 holds back, so neither takes the other's slots; a group that needs the worker alone has it over both
+    rewards      name of a data set -> its reward
+    max_running  samples in progress, in addition to those of other stages: training may wait for weights that an
+                 evaluation holds back, so neither takes the other's slots; a group that needs the worker alone has it
+                 across both
     """
     slots = SampleSlots(max_running, beside=engine.slots)
     source = EvaluationSource(
@@ -117,6 +118,6 @@ def _short(vote: str) -> str:
 
 
 class EvaluationWorker(RolloutWorker):
-    """A worker whose engine does nothing but evaluate. Its follower follows nothing: the stage holds versions."""
+    """A worker whose engine only evaluates. Its follower does not follow: the stage holds versions."""
 
     role = EVALUATION_WORKER

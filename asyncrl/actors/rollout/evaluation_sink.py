@@ -1,4 +1,4 @@
-"""The evaluation stage's sink: answers into their own log, whole where they are recorded, else without their tokens."""
+"""The evaluation stage's sink: publishes answers to their own log, with tokens only if they are recorded."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from asyncrl.policies.health.faults import LEARNER, SPACE_IN_LOG
 from asyncrl.protocols import Bus
 
 FULL_LOG_SECONDS: Final = 1.0
-"""Between two tries to publish into a full log: nobody announces that there is space again."""
+"""Delay between attempts to publish to a full log: the bus does not announce free space."""
 
 Vote = Callable[[str, TrajectoryGroup], Awaitable[Sequence[str]]]
-"""Of a data set and the answers to a prompt of it: what each comes down to."""
+"""Maps a data set and the answers to one of its prompts to a vote per answer."""
 
 
 class EvaluationSink:
@@ -40,9 +40,9 @@ class EvaluationSink:
         waits: WaitTracker,
     ) -> None:
         """
-        current       the evaluation in progress; answers to any other are not needed any more
-        held_seconds  for which the engine has had its version
-        prompt_of     of a group that is being answered
+        current       returns the evaluation in progress; answers to other evaluations are no longer needed
+        held_seconds  returns how long the engine has had the evaluated version
+        prompt_of     returns the prompt of a group that is being answered
         """
         self._bus, self._worker, self._waits = bus, worker, waits
         self._current, self._is_draining = current, is_draining
@@ -51,16 +51,16 @@ class EvaluationSink:
         self._log = logging.getLogger(f"asyncrl.{worker}")
 
     async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
-        """Also answers that other versions sampled a part of: the learner counts those, and asks again.
+        """Publish answers, even if other versions sampled part of them: the learner counts those and asks again.
 
-        Returns when they are in the log, or not needed any more. Raises EngineError when a worker that drains finds
-        the log full: another one answers then.
+        Returns once the answers are in the log or no longer needed. Raises EngineError if this worker drains and the
+        log is full: another worker answers then.
         """
         prompt = self._prompt_of(group.group_id)
         dataset = "" if prompt is None else prompt.dataset
         evaluation = self._needed_by(group.group_id)
         if evaluation is None:
-            return  # it ended without them
+            return  # the evaluation ended without these answers
         votes = await self._vote(dataset, group) if group.trajectories else ()
         answers = EvaluationAnswers(
             number=evaluation.number,
@@ -90,14 +90,14 @@ class EvaluationSink:
         return evaluation if evaluation is not None and evaluation.index(group_id) is not None else None
 
     async def _store(self, answers: EvaluationAnswers, *, group_id: int) -> None:
-        """A key of their own: what is refused is asked again, and stored beside."""
+        """Store the answers under a new key: a prompt with rejected answers is asked again and needs another key."""
         key = f"{group_id}-{uuid.uuid4().hex[:12]}"
         while self._needed_by(group_id) is not None:
             try:
                 await self._bus.publish(EVALUATION_ANSWERS, answers, key=key)
                 return
             except BusFull:
-                if answers.group is not None:  # nothing that is counted waits for what is only read
+                if answers.group is not None:  # counted answers must not wait for tokens that are only for reading
                     answers = replace(answers, group=None)
                     continue
                 if self._is_draining():
@@ -119,7 +119,7 @@ class EvaluationSink:
 
 
 def _whole(group: TrajectoryGroup) -> TrajectoryGroup:
-    """For people, who read no experts."""
+    """Return a copy for people, without the experts."""
     bare: TrajectoryGroup = replace(
         group, trajectories=tuple(replace(one, experts=NO_EXPERTS) for one in group.trajectories)
     )

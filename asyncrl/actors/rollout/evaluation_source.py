@@ -1,12 +1,13 @@
-"""The evaluation stage's source: prompts of the evaluation that this worker holds the version of.
+"""The evaluation stage's source: prompts of the evaluation whose version this worker holds.
 
-  V1 nothing is begun before the engine has exactly the evaluated version, and the engine keeps it until every answer
-     that was begun is done (WeightFollower.held)
-  V2 place = "shared": a worker holds a version only with one of the evaluation's leases, of which there are
-     ``Evaluation.num_held``; a worker that ends leaves its lease to another one
-  V3 a worker that holds an older version than the newest begins no training prompts; those in progress go on
-  V4 a group that needs the worker for itself meets no other stage: one of training does not begin while a version is
-     held, one of an evaluation not while training has samples in progress; both are put back, for no attempt
+  V1 Nothing begins before the engine has exactly the evaluated version, and the engine keeps it until every answer that
+     has begun is done (WeightFollower.held).
+  V2 place = "shared": a worker holds a version only with one of the evaluation's ``Evaluation.num_held`` leases. When a
+     worker ends, its lease goes to another one.
+  V3 A worker that holds a version older than the newest begins no training prompts; those in progress continue.
+  V4 A group that needs the worker alone never runs beside another stage. A training group does not begin while a
+     version is held; an evaluation group does not begin while training samples are in progress. Both are put back
+     without using up an attempt.
 Tests: tests/actors/test_evaluation.py.
 """
 
@@ -39,7 +40,7 @@ RETRY_SECONDS: Final = 0.5
 
 
 class EvaluationSource:
-    """A Source (stage_ports.py)."""
+    """Hands out prompts of the held evaluation. A Source (stage_ports.py)."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class EvaluationSource:
         keep_seconds: float,
         is_dedicated: bool,
     ) -> None:
-        """is_dedicated: the worker does nothing but evaluate, so it holds every version without a lease"""
+        """is_dedicated: the worker only evaluates, so it holds every version without a lease"""
         self._bus, self._worker, self._engine, self._slots = bus, worker, engine, slots
         self._max_attempts, self._keep_seconds, self._is_dedicated = max_attempts, keep_seconds, is_dedicated
         self._attempts = DeliveryAttempts(bus, worker=worker, max_attempts=max_attempts)
@@ -62,9 +63,9 @@ class EvaluationSource:
         self._changed = asyncio.Event()
         self._draining = asyncio.Event()
         self._prefetch: Prefetch | None = None
-        self._asked: dict[int, PromptGroup] = {}  # of each group in flight
+        self._asked: dict[int, PromptGroup] = {}  # prompts of groups in flight
         self.current: Evaluation | None = None
-        """Whose version the engine has and keeps."""
+        """The evaluation whose version the engine has and keeps."""
         self._held_since = 0.0
 
     @contextlib.asynccontextmanager
@@ -103,17 +104,17 @@ class EvaluationSource:
 
     @property
     def in_progress(self) -> Evaluation | None:
-        """The evaluation that answers are needed of, whether or not the engine has its version."""
+        """The evaluation that needs answers, whether or not the engine has its version."""
         newest = self._newest
         return newest if newest is not None and not newest.is_over else None
 
     @property
     def held_seconds(self) -> float:
-        """For which the engine has had the version of ``current``."""
+        """How long the engine has had the version of ``current``."""
         return 0.0 if self.current is None else time.monotonic() - self._held_since
 
     async def next(self) -> EvaluationWork | None:
-        """Raises BusError."""
+        """Return the next prompt to begin. Raises BusError."""
         assert self._prefetch is not None, "next() outside open()"
         while (prefetched := await self._prefetch.next()) is not None:
             delivery, current = prefetched.delivery, self.current
@@ -126,7 +127,7 @@ class EvaluationSource:
             elif current is None or prompt.group_id >= current.group_id(current.num_prompts):
                 await self._put_back(prefetched)
             elif prompt.group_id < current.group_id(0):
-                await self._pass_over(prefetched, delivery.ack)  # of one that is over
+                await self._pass_over(prefetched, delivery.ack)  # of an evaluation that is over
             else:
                 work = self._work(prefetched, prompt)
                 if not (work.needs_worker_alone and self._slots.num_running_beside):
@@ -136,7 +137,7 @@ class EvaluationSource:
         return None
 
     async def _put_back(self, prefetched: Prefetched) -> None:
-        """It was not begun here: that costs it no attempt."""
+        """Put back a prompt that was not begun here, without using up an attempt."""
         give_back = functools.partial(self._attempts.give_back, prefetched.delivery, delay=RETRY_SECONDS)
         await self._pass_over(prefetched, give_back)
 
@@ -144,10 +145,10 @@ class EvaluationSource:
         prefetched.release()
         await say()
         if self._prefetch is not None:
-            self._prefetch.update()  # it took no slots, so nothing else tells that another one is wanted
+            self._prefetch.update()  # no slot was taken, so no other event requests the next prompt
 
     def prompt_of(self, group_id: int) -> PromptGroup | None:
-        """Of a group that is in flight."""
+        """Return the prompt of a group in flight."""
         return self._asked.get(group_id)
 
     def _work(self, prefetched: Prefetched, prompt: PromptGroup) -> EvaluationWork:
@@ -170,19 +171,19 @@ class EvaluationSource:
     # -- which version -----------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """consumes: evaluation    waits for: one that begins or ends    woken by: the learner"""
+        """consumes: evaluation    waits for: an evaluation that begins or ends    woken by: the learner"""
         async with self._bus.watch(EVALUATION) as evaluations:
             async for evaluation in evaluations:
                 self._newest = evaluation
                 self._changed.set()
 
     async def _end(self, prefetch: Prefetch) -> None:
-        """consumes: nothing    waits for: ``drain``    woken by: it"""
+        """consumes: nothing    waits for: ``drain``    woken by: ``drain``"""
         await self._draining.wait()
         prefetch.end()
 
     async def _take_part(self, prefetch: Prefetch) -> None:
-        """consumes: nothing    waits for: an evaluation, a lease, the version, the end of it    woken by: _watch"""
+        """consumes: nothing    waits for: an evaluation, a lease, its version, its end    woken by: _watch"""
         while True:
             await self._until(lambda: self._wanted() is not None)
             if (evaluation := self._wanted()) is None:
@@ -203,18 +204,18 @@ class EvaluationSource:
                 await self._say_unable(evaluation, error)
 
     async def _say_unable(self, evaluation: Evaluation, error: WeightsError) -> None:
-        """To the learner: it need not wait for a version that nobody can load."""
+        """Tell the learner that this worker cannot load the version: it need not wait if no worker can."""
         problem = f"cannot load version {evaluation.weights.policy_version}: {error}"
         said = EvaluationAnswers(
             number=evaluation.number, group_id=None, error=problem[:LONGEST_ERROR], worker=self._worker
         )
-        with contextlib.suppress(BusFull):  # it waits for its timeout then
+        with contextlib.suppress(BusFull):  # the learner then waits for its timeout
             await self._bus.publish(EVALUATION_ANSWERS, said, key=f"{evaluation.number}-{uuid.uuid4().hex[:12]}")
 
     async def _hold(self, evaluation: Evaluation, prefetch: Prefetch) -> None:
-        """Hold its version until cancelled."""
+        """Hold the evaluated version until cancelled."""
         async with self._lease(evaluation):
-            await self._slots.unreserved()  # nothing waits between this and ``held``
+            await self._slots.unreserved()  # no await between this and ``held``
             async with self._engine.follower.held(evaluation.weights):
                 self.current, self._held_since = evaluation, time.monotonic()
                 prefetch.update()
@@ -231,7 +232,7 @@ class EvaluationSource:
         return self._bus.lease(f"evaluation-{place}", holder=self._worker)
 
     def _wanted(self) -> Evaluation | None:
-        """The evaluation to take part in."""
+        """Return the evaluation to take part in."""
         newest = self._newest
         if newest is None or newest.is_over or newest.number == self._given_up or self._draining.is_set():
             return None
@@ -241,7 +242,7 @@ class EvaluationSource:
         return self._newest is None or self._newest.number != number or self._newest.is_over
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """``condition`` depends on what ``_watch`` sets alone. One task waits at a time."""
+        """Wait until ``condition``, which depends only on state set by ``_watch``. One task waits at a time."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -263,11 +264,11 @@ class EvaluationWork:
 
     @property
     def needs_worker_alone(self) -> bool:
-        """As in training: what ended workers before is to end no other answer of the evaluation with it."""
+        """As in training: a group that ended workers must not end other answers of the evaluation."""
         return self.is_last_attempt and self.attempt > 1 and not self.problem
 
     async def begin(self) -> None:
-        """Nothing is saved of it: tokens of another attempt might be of another version."""
+        """Note the attempt. Nothing is saved: tokens of another attempt might be of another version."""
         await self.attempts.begin(self._delivery)
 
     async def finish(self) -> None:

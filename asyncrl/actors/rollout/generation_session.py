@@ -1,8 +1,8 @@
-"""A generation session: the calls of one sample to the engine.
+"""A generation session: the engine calls of one sample.
 
-A rollout function is given a session and calls it once a turn. The session decides what each call samples from: its
-seed, its token budget, weights that are new enough, and the tokens of an earlier attempt that another worker saved.
-Anything else that needs answers (an evaluation, an endpoint that an agent talks to) opens one the same way.
+A rollout function receives a session and calls it once per turn. The session decides what each call samples from: its
+seed, its token budget, weights that are new enough, and saved tokens of an earlier attempt on another worker. Other
+users of the engine (an evaluation, an endpoint that an agent talks to) open sessions in the same way.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from asyncrl.messages import SamplingParams
 from asyncrl.protocols import Generation, PartialGeneration
 
 WeightGate = Callable[[], contextlib.AbstractAsyncContextManager[None]]
-"""Entered when the engine has the weights to sample from, and left when the sampling is done."""
+"""Entered once the engine has the weights to sample from; left when sampling is done."""
 _WAITS = {"rollout": "its rollout function", "harness": "its harness"}
 SeedOfCall = Callable[[int], int]
-"""The seed of call 0, 1, 2, ...; larger numbers stand for calls that continue the same tokens as one before."""
+"""Returns the seed of call 0, 1, 2, ...; larger numbers are calls that continue the same tokens as an earlier call."""
 
 
 class GenerationSession:
@@ -42,9 +42,9 @@ class GenerationSession:
         own_seconds: float = 0.0,
     ) -> None:
         """
-        index        of the sample in its group
-        progress     of the group; None: nothing of it was saved or will be
-        own_seconds  that the rollout function may take besides its calls of this session; 0: any
+        index        index of the sample in its group
+        progress     progress of the group; None: nothing of it was or will be saved
+        own_seconds  time limit of the rollout function outside its calls of this session; 0: no limit
         """
         self._engine = engine
         self._sampling = sampling
@@ -56,9 +56,9 @@ class GenerationSession:
         self._own_time = OwnTime(own_seconds)
         self.num_calls = 0
         self.num_tokens = 0
-        """Sampled in all calls, those of earlier attempts too."""
+        """Tokens sampled in all calls, including tokens of earlier attempts."""
         self.first_version: int | None = None
-        """Policy version that its first token was sampled from, or is about to be; None: it has not begun."""
+        """Policy version of the first token, sampled or about to be; None: sampling has not begun."""
 
     @property
     def context_tokens(self) -> int:
@@ -70,7 +70,7 @@ class GenerationSession:
 
     @property
     def num_resumed(self) -> int:
-        """Of these tokens, the first ones: those that earlier attempts at the group sampled."""
+        """How many of the first tokens were sampled by earlier attempts at the group."""
         return 0 if self._progress is None else self._progress.num_resumed(self._index)
 
     async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
@@ -96,7 +96,7 @@ class GenerationSession:
         partial: PartialGeneration,
         progress: GroupProgress,
     ) -> Generation:
-        """What an earlier attempt had of this call, and the rest from the engine unless that is all of it."""
+        """Return this call's tokens of an earlier attempt, completed by the engine if they are not complete."""
         known = partial.prefix
         if known.version_spans:
             self._begin_at(min(span.policy_version for span in known.version_spans))
@@ -122,11 +122,11 @@ class GenerationSession:
 
     @contextlib.asynccontextmanager
     async def waiting(self, *, on: str = "rollout") -> AsyncIterator[None]:
-        """Inside, the worker waits for the rollout function, except while that waits for an answer of ours.
+        """While open, the worker waits for the rollout function, except while that waits for one of our answers.
 
-        on: the part of a worker that such a wait is for (policies/health/faults.py): one that keeps its samples' time
-        itself is no reason to restart the worker
-        Raises TimeoutError, and ``is_out_of_time`` says so, when it has taken ``own_seconds``.
+        on: the part of a worker that is waited for (policies/health/faults.py); a rollout function that limits its
+        samples' time itself is no reason to restart the worker.
+        Raises TimeoutError, with ``is_out_of_time`` True, once the function has taken ``own_seconds``.
         """
         with self._engine.waits.waiting(_WAITS[on], on=on) as self._user_wait:
             async with self._own_time.limited():
@@ -141,12 +141,12 @@ class GenerationSession:
 
 
 def _repeat(key: Key) -> int:
-    """Instead of its number, for a call of tokens that were continued before: an earlier attempt may have given that
-    number's seed to the same tokens, if it asked in another order."""
+    """Return a number for a call that continues tokens again, to use instead of its index. If an earlier attempt called
+    in another order, it may have used the index's seed with the same tokens."""
     _, digest, occurrence = key
     return int.from_bytes(digest[:8]) + (occurrence << 64)
 
 
 def sample_seed(run_seed: int, group_id: int, index: int, call: int) -> int:
-    """One 63-bit seed per generation, the same on every worker and attempt."""
+    """Return a 63-bit seed for one generation, the same on every worker and attempt."""
     return int(np.random.SeedSequence([run_seed, group_id, index, call]).generate_state(1, np.uint64)[0] >> 1)

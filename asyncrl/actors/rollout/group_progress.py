@@ -1,8 +1,8 @@
-"""How far one prompt group is: what each call of its samples has sampled, here and in attempts before.
+"""Progress of one prompt group: what each call of its samples has sampled, here and in earlier attempts.
 
-GroupProgress is one attempt at one group. It is cut into segments that go to the bus (partial_rollouts.py), and put
-together again from the segments of the attempt before. Every token is in one segment of an attempt; the first segment
-also holds everything that the attempt took over.
+A GroupProgress is one attempt at one group. It is written to the bus in segments (partial_rollouts.py) and restored
+from the segments of an earlier attempt. Within an attempt every token is in exactly one segment; the first segment also
+contains everything that the attempt took over.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from asyncrl.messages.topics import SEGMENTS
 from asyncrl.protocols import Bus, Generation, PartialGeneration
 
 Key = tuple[int, bytes, int]
-"""(sample, digest of the tokens that the call continues, which of the sample's calls that continue these, from 0).
+"""(sample, digest of the tokens that the call continues, index among the sample's calls that continue these tokens).
 
-Not the number of the call: calls that are under way at once may be asked for in another order the next time."""
+The call's number is not used: concurrent calls may come in another order the next time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What an earlier attempt sampled in one call."""
+    """Tokens that an earlier attempt sampled in one call."""
 
     generation: Generation
 
 
 class GroupProgress:
-    """The calls of one group: those begun in this attempt, and those recorded before and not asked for again yet."""
+    """The calls of one group: those begun in this attempt, and recorded ones that were not asked for again yet."""
 
     def __init__(
         self,
@@ -48,31 +48,31 @@ class GroupProgress:
         is_saved: bool = True,
         ticket: str = "",
     ) -> None:
-        """ticket: of the group's prompt"""
+        """ticket: ticket of the group's prompt"""
         self.group_id = group_id
         self._ticket = ticket
         self.is_saved = is_saved
-        """What its calls sample is looked at while it grows."""
+        """Whether generations are observed while they grow, so that they can be saved."""
         self._attempt = attempt
         self.num_tried = 2 if recorded else 1
-        """How often its rollout function was run, this time included, as far as is known."""
+        """How often the group's rollout function was run, including this time, as far as is known."""
         self._recorded = dict(recorded or {})
         self._begun: dict[Key, PartialGeneration] = {}
         self._occurrences: Counter[tuple[int, bytes]] = Counter()
-        self._saved: dict[Key, int] = {}  # tokens in segments of this attempt
+        self._saved: dict[Key, int] = {}  # number of tokens in segments of this attempt
         self._num_segments = 0
         self._num_taken_over = count_tokens(self._recorded)
         self._taken_over: dict[int, int] = {}
         self._is_closed = False
         self._saving = asyncio.Lock()
         self.oldest_version: int | None = None
-        """Policy version of the oldest token, as far as its calls have begun; None: none has."""
+        """Policy version of the oldest token of calls begun so far; None: no call has begun."""
         self.num_discarded = 0
-        """Recorded tokens that were not used: they are sampled anew."""
+        """Recorded tokens that were not used and are sampled again."""
 
     @property
     def num_unsaved(self) -> int:
-        """Tokens in no segment, of this attempt or of the one that it took over from."""
+        """Tokens that are in no segment of this attempt or of the attempt it took over from."""
         if not self._num_segments:
             return max(0, self._num_tokens - self._num_taken_over)
         return self._num_tokens - sum(self._saved.values())
@@ -82,10 +82,10 @@ class GroupProgress:
         return count_tokens(self._recorded) + sum(partial.num_tokens for partial in self._begun.values())
 
     def begin(self, index: int, tokens: NDArray[np.int32], sampling: SamplingParams) -> tuple[Key, PartialGeneration]:
-        """A call of sample ``index`` that continues ``tokens``, and what is recorded of it.
+        """Begin a call of sample ``index`` that continues ``tokens``; return its key and recorded tokens.
 
-        A rollout function that gets the same answers asks for the same, if perhaps in another order. What it does not
-        ask for again is kept until the group is made: then it is lost.
+        A rollout function that gets the same answers makes the same calls, though perhaps in another order. Recorded
+        calls that it does not repeat are kept until the group is done and then discarded.
         """
         digest = hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
         key = (index, digest, self._occurrences[index, digest])
@@ -101,30 +101,30 @@ class GroupProgress:
         return key, partial
 
     def sampled_from(self, policy_version: int) -> None:
-        """A call begins with this version, or has tokens of it."""
+        """Note that a call begins with this version or has tokens of it."""
         oldest = self.oldest_version
         self.oldest_version = policy_version if oldest is None else min(oldest, policy_version)
 
     def finish(self, key: Key, generation: Generation) -> None:
-        """The call is done."""
+        """Complete a call."""
         partial = self._begun[key]
         known = partial.prefix
-        if not np.array_equal(generation.tokens[: len(known.tokens)], known.tokens):  # an engine that ignores it
+        if not np.array_equal(generation.tokens[: len(known.tokens)], known.tokens):  # the engine ignored the prefix
             self._discard({key: Recorded(generation=known)})
             self._taken_over[key[0]] -= len(known.tokens)
         partial.finish(generation)
 
     def discard_unasked(self) -> None:
-        """The group is made: what is recorded and was not asked for again is of no use."""
+        """Discard recorded calls that were not repeated, once the group is done."""
         self._discard(self._recorded)
         self._recorded = {}
 
     def num_resumed(self, index: int) -> int:
-        """Tokens of sample ``index`` that earlier attempts sampled, the first of all that its calls gave."""
+        """Return how many of the first tokens of sample ``index`` were sampled by earlier attempts."""
         return self._taken_over.get(index, 0)
 
     def _discard(self, calls: Mapping[Key, Recorded]) -> None:
-        """The records of these calls are not used; the next segment holds the calls from their first token."""
+        """Discard the records of these calls. The next segment contains the calls from their first token."""
         num_tokens = count_tokens(calls)
         self.num_discarded += num_tokens
         self._num_taken_over -= num_tokens
@@ -132,7 +132,7 @@ class GroupProgress:
             self._saved.pop(key, None)
 
     async def save(self, bus: Bus, *, worker: str) -> None:
-        """Put what is new into a segment, or into several where one message has no room for it. Raises BusError."""
+        """Write new tokens to a segment, or to several if they exceed one message. Raises BusError."""
         async with self._saving:
             if self._is_closed or self.num_unsaved <= 0:
                 return
@@ -141,7 +141,7 @@ class GroupProgress:
                 await self._put(bus, calls, worker=worker)
 
     async def _put(self, bus: Bus, calls: tuple[CallSegment, ...], *, worker: str) -> None:
-        """Raises MessageTooLarge for a call that no message has room for."""
+        """Write one segment. Raises MessageTooLarge if a single call does not fit into a message."""
         segment = GroupSegment(group_id=self.group_id, worker=worker, calls=calls)
         key = _segment_key(self.group_id, self._attempt, self._num_segments)
         proven = replace(segment, proof=_proof(segment, key=key, ticket=self._ticket))
@@ -183,18 +183,18 @@ class GroupProgress:
             )
 
     async def forget(self, bus: Bus) -> None:
-        """Remove all segments of the group from the bus, after a save that is under way. Raises BusError."""
+        """Remove all segments of the group from the bus, after a save in progress. Raises BusError."""
         async with self._saving:
             if self._num_segments or self._attempt > 1:
                 await bus.forget(SEGMENTS, key=f"{self.group_id}/")
 
     def close(self) -> None:
-        """Nothing more is saved."""
+        """Save nothing more."""
         self._is_closed = True
 
 
 def assembled(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
-    """The calls in one attempt's segments, given in order. A segment that starts at 0 replaces what came before."""
+    """Return the calls in one attempt's ordered segments. A segment from token 0 replaces earlier ones of its call."""
     calls: dict[Key, Recorded] = {}
     for segment in segments:
         for new in segment.calls:
@@ -209,7 +209,7 @@ def assembled(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
             before = calls.get(key)
             if new.start > 0:
                 if before is None or len(before.generation.tokens) != new.start:
-                    continue  # no worker of ours writes this
+                    continue  # our workers never write this
                 generation = before.generation.then(generation)
             calls[key] = Recorded(generation=generation)
     return calls
@@ -218,11 +218,11 @@ def assembled(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
 def newest_attempt(
     found: Mapping[str, GroupSegment], group_id: int, *, before: int, ticket: str = ""
 ) -> list[GroupSegment]:
-    """The segments of the newest attempt below ``before`` that has any, from the first up to the first missing one.
+    """Return the segments of the newest attempt below ``before`` that has any, up to the first missing one.
 
-    Those of another worker are none of it: a prompt that the bus lost is published again, and its attempts are counted
-    anew while somebody may hold it still. Nor are those of somebody who was not lent the group: they do not fit its
-    ``ticket``.
+    Segments of a second worker are ignored: a prompt that the bus lost is published again and its attempts are counted
+    from 1, while an earlier worker may still hold it. Segments of anyone who did not receive the prompt are ignored as
+    well: their proof does not match its ``ticket``.
     """
     found = {key: one for key, one in found.items() if _is_proven(one, key=key, ticket=ticket)}
     for attempt in range(before - 1, 0, -1):
@@ -241,7 +241,7 @@ def count_tokens(calls: Mapping[Key, Recorded]) -> int:
 
 
 def _proof(segment: GroupSegment, *, key: str, ticket: str) -> str:
-    """That who wrote the segment has the ticket, without saying it: everybody on the bus may read segments."""
+    """Return a proof that the writer knows the ticket, without revealing it: anyone on the bus can read segments."""
     if not ticket:
         return ""
     return hmac.digest(bytes.fromhex(ticket), key.encode() + b" " + encode(replace(segment, proof="")), "sha256").hex()
@@ -260,5 +260,5 @@ def _segment_key(group_id: int, attempt: int, number: int) -> str:
 
 
 def _fits(generation: Generation, sampling: SamplingParams) -> bool:
-    """It may be what was asked for: it is finished, or there is room for more."""
+    """Return whether a recorded generation can be used: it is finished, or leaves room for more tokens."""
     return bool(generation.finish_reason) or len(generation.tokens) < sampling.max_new_tokens

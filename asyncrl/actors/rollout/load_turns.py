@@ -1,7 +1,7 @@
-"""How many engines of a run may load new weights at the same time: leases of the bus.
+"""Limits how many engines of a run load new weights at the same time, with leases on the bus.
 
-A turn limits how many engines are paused, and protects nothing: who has waited for much longer than those before it can
-take goes without one. So a worker that never lets go of its turn holds up the others for that long, and not for ever.
+A turn limits how many engines are paused and protects nothing. A worker that has waited much longer than the loads
+before it can take loads without a turn. So a worker that never releases its turn delays others for a limited time.
 Tests: tests/actors/rollout/test_load_turns.py.
 """
 
@@ -18,21 +18,21 @@ from typing import Final
 from asyncrl.protocols import Bus, LoadReport
 
 LOADING_SHARE: Final = 1 / 8
-"""Of the engines, rounded up: this many may be paused by a load at once."""
+"""Share of the engines, rounded up, that a load may pause at once."""
 LEAST_SECONDS: Final = 30.0
 FIRST_SECONDS: Final = 300.0
 LOADS: Final = 20
-"""Eight engines share a turn, more where their names fall so; each takes about as long as we do."""
+"""Eight engines share a turn, or more, as names are hashed to turns; each takes about as long as this one."""
 
 
 @contextlib.asynccontextmanager
 async def turn_to_load(
     bus: Bus, *, worker: str, num_engines: int, last: LoadReport | None = None
 ) -> AsyncIterator[None]:
-    """Entered when it is this worker's turn, or after our ``patience``.
+    """Entered when it is this worker's turn, or after its ``patience``.
 
-    num_engines  of the run, 0 while nobody knows
-    last         our last load; None before it
+    num_engines  number of engines in the run, 0 if unknown
+    last         this worker's last load; None before the first
     """
     turns = max(1, math.ceil(num_engines * LOADING_SHARE))
     name, seconds = f"load-{zlib.crc32(worker.encode()) % turns}", patience(last.load_seconds if last else 0.0)
@@ -48,5 +48,5 @@ async def turn_to_load(
 
 
 def patience(usual: float) -> float:
-    """How long to wait for a turn. ``usual``: what a load takes, 0 if it is not known; both in seconds."""
+    """Return how many seconds to wait for a turn. ``usual``: seconds that a load takes, 0 if unknown."""
     return max(LEAST_SECONDS, LOADS * usual) if usual else FIRST_SECONDS

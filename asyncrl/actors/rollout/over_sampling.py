@@ -1,6 +1,6 @@
-"""Over-sampling with a deadline: of the samples that were begun, those that finish first make the group.
+"""Over-sampling with a deadline: of the samples that were begun, the first to finish form the group.
 
-The samples that are cancelled are the longest, so this biases lengths: the group carries how many of them there were.
+The cancelled samples are the longest ones, which biases lengths. The group therefore carries their number.
 Tests: tests/actors/rollout/test_over_sampling.py.
 """
 
@@ -16,10 +16,10 @@ from asyncrl.errors import RolloutError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverSampling:
-    """The rule of one worker.
+    """The over-sampling rule of one worker.
 
-    extra     samples that are begun of each group besides those that its prompt asks for
-    seconds   after these the group goes with ``at_least`` samples; 0: it never goes with fewer than were asked for
+    extra     samples begun for each group in addition to the requested ones
+    seconds   deadline after which the group is complete with ``at_least`` samples; 0: no deadline
     """
 
     extra: int = 0
@@ -31,7 +31,7 @@ class OverSampling:
         return self.extra > 0 or self.seconds > 0
 
     async def cut(self, samples: Sequence[asyncio.Task[Any]], *, group_size: int) -> None:
-        """Cancel the samples that are not done once enough are made; returns when all are done or cancelled.
+        """Cancel unfinished samples once enough are made; return when all are done or cancelled.
 
         consumes: nothing    waits for: samples, the deadline    woken by: a sample that ends, the clock
         """
@@ -49,7 +49,7 @@ class OverSampling:
                 changed.clear()
                 if sum(map(_is_made, samples)) >= (self.at_least if late.is_set() else group_size):
                     for sample in samples:
-                        sample.cancel()  # nothing happens to those that are done
+                        sample.cancel()  # no effect on finished samples
                     return
                 await changed.wait()
         finally:

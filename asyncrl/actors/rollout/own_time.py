@@ -1,4 +1,4 @@
-"""The time that a rollout function takes by itself, and a limit to it."""
+"""Measures and limits the time that a rollout function itself takes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Iterator
 
 
 class OwnTime:
-    """A clock for one sample that stands while its rollout function waits for an answer of ours.
+    """A clock for one sample that pauses while its rollout function waits for one of our answers.
 
-    What counts are its tools, environments and judges; a busy engine or a load of weights costs it nothing.
+    Time in tools, environments and judges counts; a busy engine or a load of weights does not.
     """
 
     def __init__(self, seconds: float) -> None:
-        """seconds: limit; 0 for none"""
+        """seconds: time limit; 0 for none"""
         self._seconds = seconds
         self._timeout: asyncio.Timeout | None = None
         self._left = seconds
@@ -23,7 +23,7 @@ class OwnTime:
 
     @contextlib.asynccontextmanager
     async def limited(self) -> AsyncIterator[None]:
-        """Inside, the clock runs. Raises TimeoutError when it has run for too long."""
+        """Run the clock while open. Raises TimeoutError once it exceeds the limit."""
         if not self._seconds:
             yield
             return
@@ -32,16 +32,16 @@ class OwnTime:
                 yield
         finally:
             self._is_over = self._timeout is not None and self._timeout.expired()
-            self._timeout = None  # a call that its function left behind is not timed
+            self._timeout = None  # a call left running by its function is not timed
 
     @property
     def is_over(self) -> bool:
-        """Whether it was this limit that ended the sample."""
+        """Whether this limit ended the sample."""
         return self._is_over
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the clock stands; calls may overlap."""
+        """Pause the clock while open; calls may overlap."""
         timeout, loop = self._timeout, asyncio.get_running_loop()
         if timeout is None:
             yield

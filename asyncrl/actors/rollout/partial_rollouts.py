@@ -1,17 +1,17 @@
-"""Partial rollouts: unfinished groups are saved to the bus, so that the worker that takes them over resumes them.
+"""Partial rollouts: unfinished groups are saved to the bus, so that a worker that takes them over can resume them.
 
-Every ``seconds`` a worker puts what is new of each group into ``segments``: what each call of ``generate`` has sampled
-since the last save. The segments are removed when the group is published. A worker that gets a prompt that another one
-did not finish replays it: the rollout function runs anew, ``generate`` answers finished calls without the engine, and
-the engine continues the rest.
+Every ``seconds`` a worker writes new tokens of each group to ``segments``: what each call of ``generate`` has sampled
+since the last save. The segments are removed when the group is published. A worker that gets a prompt which another
+worker did not finish replays it: the rollout function runs again, ``generate`` answers finished calls without the
+engine, and the engine continues the others.
 
-  P1 a killed worker loses what it sampled within ``seconds``, and no more
-     (tests/actors/rollout/test_partial_rollouts.py, test_a_worker_killed_in_the_middle_loses_at_most_a_twentieth)
-  P2 sampled tokens keep their logprobs and versions; those that are too old to be trained, or that continue tokens
-     that the function does not ask for again, in any order, are thrown away
-  P3 each attempt writes segments of its own, the first with everything it took over: two workers on one group never mix
-  P4 the last attempt starts from nothing: the segments may hold what the others died of
-  P5 generation never waits for a save; a group that cannot be saved is reported once
+  P1 A killed worker loses only what it sampled within the last ``seconds``
+     (tests/actors/rollout/test_partial_rollouts.py, test_a_worker_killed_in_the_middle_loses_at_most_a_twentieth).
+  P2 Sampled tokens keep their logprobs and versions. Tokens that are too old to be trained are discarded, and so are
+     tokens of calls that the function does not repeat. The order of the repeated calls does not matter.
+  P3 Each attempt writes its own segments, the first with everything it took over: two workers on one group never mix.
+  P4 The last attempt starts from nothing: the segments may contain what killed the earlier workers.
+  P5 Generation never waits for a save; a group that cannot be saved is reported once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from asyncrl.protocols import Bus
 
 
 class PartialRollouts:
-    """The unfinished groups of one worker. ``seconds`` between saves; 0 saves and resumes nothing."""
+    """The unfinished groups of one worker. ``seconds``: interval between saves; 0 saves and resumes nothing."""
 
     def __init__(self, bus: Bus, *, worker: str, seconds: float, max_attempts: int, max_staleness: int | None) -> None:
-        """max_staleness: None says that nothing is too old to be continued"""
+        """max_staleness: None means that nothing is too old to be continued"""
         self._bus, self._worker, self._seconds = bus, worker, seconds
         self._max_attempts, self._max_staleness = max_attempts, max_staleness
         self._log = logging.getLogger(f"asyncrl.{worker}")
@@ -46,11 +46,11 @@ class PartialRollouts:
 
     @property
     def unsaved_tokens(self) -> int:
-        """In progress and not on the bus: lost if this process dies now."""
+        """Tokens in progress that are not on the bus: lost if this process dies now."""
         return sum(progress.num_unsaved for progress in self._groups.values())
 
     def begun(self) -> dict[str, int]:
-        """Heartbeat.begun"""
+        """Return Heartbeat.begun: group id -> oldest policy version."""
         versions = {key: progress.oldest_version for key, progress in self._groups.items()}
         return {key: version for key, version in versions.items() if version is not None}
 
@@ -68,7 +68,7 @@ class PartialRollouts:
             await self.save()
 
     async def save(self) -> None:
-        """Save all groups, side by side: far from the bus a round trip each would take too long."""
+        """Save all groups in parallel: over a slow link, one round trip after the other would take too long."""
         async with asyncio.TaskGroup() as group:
             for progress in list(self._groups.values()):
                 group.create_task(self._save(progress))
@@ -83,11 +83,11 @@ class PartialRollouts:
             self._log.warning("group %d: could not save its partial rollouts: %s", progress.group_id, error)
 
     async def open(self, prompt: PromptGroup, *, attempt: int, begun: int | None = None) -> GroupProgress:
-        """The progress of a group that begins here, with what earlier attempts saved.
+        """Open the progress of a group that begins here, with the saved tokens of earlier attempts.
 
-        attempt  number of the delivery, as the bus counts
-        begun    number of the attempt, as delivery_attempts.py counts: without deliveries that nobody began. None
-                 takes ``attempt``
+        attempt  delivery number, as the bus counts
+        begun    attempt number, as delivery_attempts.py counts, without deliveries that were never begun; None: same
+                 as ``attempt``
         """
         progress = GroupProgress(prompt.group_id, attempt=attempt, is_saved=self.is_on, ticket=prompt.ticket)
         if self.is_on and attempt > 1 and (begun or attempt) < self._max_attempts:
@@ -100,7 +100,7 @@ class PartialRollouts:
         return progress
 
     async def _resumed(self, group_id: int, *, attempt: int, ticket: str) -> GroupProgress:
-        """The calls of those samples that are fresh enough."""
+        """Return progress with the calls of those samples that are fresh enough."""
         found = await self._bus.states(SEGMENTS, under=f"{group_id}/")
         segments = newest_attempt(found, group_id, before=attempt, ticket=ticket)
         if not segments:
@@ -120,22 +120,23 @@ class PartialRollouts:
         return GroupProgress(group_id, attempt=attempt, recorded=fresh, ticket=ticket)
 
     def _is_stale(self, call: Recorded, *, policy_version: int) -> bool:
-        """Versions of a history that the learner lost may be older than they say; then the learner drops the group."""
+        """Return whether a call is too old. Versions of a lost history may be older than they say; then the learner
+        drops the group."""
         if self._max_staleness is None:
             return False
         oldest = min(span.policy_version for span in call.generation.version_spans)
         return is_stale(oldest, policy_version=policy_version, max_staleness=self._max_staleness)
 
     def close(self, key: str) -> GroupProgress | None:
-        """The group is not ours any more; its segments stay on the bus for the next worker."""
+        """Close a group that this worker no longer makes; its segments stay on the bus for the next worker."""
         progress = self._groups.pop(key, None)
         if progress is None:
             return None
         progress.close()
         if progress.num_discarded:
             self._log.warning(
-                "group %d: its rollout function asked for something else than the first time, or its engine ignored "
-                "the tokens it was given; %d tokens are lost",
+                "group %d: its rollout function made other requests than on the first attempt, or its engine ignored "
+                "the saved tokens; %d tokens are lost",
                 progress.group_id,
                 progress.num_discarded,
             )
@@ -144,11 +145,11 @@ class PartialRollouts:
         return progress
 
     async def forget(self, key: str) -> None:
-        """The group is published."""
+        """Remove the segments of a published group."""
         try:
             if (progress := self._groups.get(key)) is not None:
                 progress.discard_unasked()
             if (progress := self.close(key)) is not None:
                 await progress.forget(self._bus)
-        except BusError as error:  # they expire in some hours
+        except BusError as error:  # the segments expire after some hours
             self._log.warning("group %s: its segments stay on the bus: %s", key, error)

@@ -1,9 +1,10 @@
 """Prompt groups that a worker holds but has not begun, and how many of them it wants.
 
-  F1 no more than it begins while others travel (policies/prefetch.py): no worker starves beside a full one
-  F2 a worker that drains gives them back at once; they begin nowhere else before, and then with the newest weights
-  F3 a group that this worker holds already was issued again for others: it goes back to them
-  F4 a group that was given back before it began, or was looked at, has used up no attempt (delivery_attempts.py)
+  F1 A worker holds no more than it begins while others are on their way (policies/prefetch.py), so no worker starves
+     beside a full one.
+  F2 A draining worker returns them at once. Other workers can then begin them, with the newest weights.
+  F3 A delivery of a group that this worker already holds was reissued for other workers, so it is returned.
+  F4 A group that is returned before it begins, or without being looked at, uses up no attempt (delivery_attempts.py).
 Tests: tests/actors/rollout/test_prefetch.py.
 """
 
@@ -29,26 +30,26 @@ from asyncrl.protocols import Deliveries, Delivery
 _WINDOW_SECONDS: Final = 10.0
 _FEW: Final = 8
 RETURN_SECONDS: Final = 5.0
-"""Times the attempt: until what was issued again, and is held here already, comes again, if nobody else takes it."""
+"""Times the attempt: delay until a returned duplicate is redelivered here, if no other worker takes it."""
 _LONGEST_RETURN: Final = 60.0
 
 
 class PrefetchRate:
-    """How many groups a worker finishes, and how far away its bus is: both measured at its acks."""
+    """Measures how many groups a worker finishes and how far away its bus is, both at its acks."""
 
     def __init__(self) -> None:
         self._acks: deque[float] = deque()
         self._round_trips: deque[float] = deque(maxlen=_FEW)
 
     async def ack(self, delivery: Delivery[PromptGroup]) -> None:
-        """Of a group that is finished."""
+        """Ack a finished group and measure the round trip."""
         asked = time.monotonic()
         await delivery.ack()
         self._acks.append(time.monotonic())
         self._round_trips.append(self._acks[-1] - asked)
 
     def groups_ahead(self) -> int:
-        """Groups to hold beyond those that there are free slots for."""
+        """Return how many groups to hold beyond those that have free slots."""
         old = time.monotonic() - _WINDOW_SECONDS
         while self._acks and self._acks[0] < old:
             self._acks.popleft()
@@ -60,7 +61,7 @@ class PrefetchRate:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """A delivery that is renewed until ``release``. attempt: see delivery_attempts.py"""
+    """A delivery that is renewed until ``release``. attempt: as counted by delivery_attempts.py"""
 
     delivery: Delivery[PromptGroup]
     attempt: int
@@ -68,7 +69,7 @@ class Prefetched:
     held: set[str]
 
     def release(self) -> None:
-        """Before it is given back, and once it is done; again, for nothing."""
+        """Stop renewing: before the delivery is returned, and once it is done. A second call has no effect."""
         if not self.keeping.cancelling():
             self.keeping.cancel()
             self.held.discard(self.delivery.key)
@@ -92,11 +93,11 @@ class Prefetch:
         on: str = PROMPT_SOURCE,
     ) -> None:
         """
-        groups_ahead  groups to hold beyond those that there are free slots for
-        keep_seconds  between renewals
-        is_open       while it says no nothing is fetched or begun, and what has not begun is given back; call
-                      ``update`` when it changes its mind
-        what, on      what the worker waits for, and for whom
+        groups_ahead  returns how many groups to hold beyond those that have free slots
+        keep_seconds  interval between renewals
+        is_open       while this returns False, nothing is fetched or begun, and waiting groups are returned; call
+                      ``update`` when its result changes
+        what, on      what the worker waits for, and on whom
         """
         self._is_open, self._what, self._on = is_open, what, on
         deliveries.on_unread(attempts.note_unread)
@@ -104,15 +105,15 @@ class Prefetch:
         self._attempts, self._keep_seconds, self._owner = attempts, keep_seconds, owner
         self._log = logging.getLogger(f"asyncrl.{worker}")
         self._ready: deque[Prefetched] = deque()
-        self._group_size = slots.max_running  # until one is seen
+        self._group_size = slots.max_running  # until the first group is seen
         self._held: set[str] = set()
         self._is_over = False
         self._is_abandoned = False
-        self._closed = asyncio.Event()  # nothing is to be fetched, for now or for good
+        self._closed = asyncio.Event()  # set while nothing may be fetched, for now or for good
         self._changed = asyncio.Event()
 
     def update(self) -> None:
-        """The slots have changed."""
+        """Adapt to changed slots."""
         if self._is_over or self._is_shut:
             self._closed.set()
         else:
@@ -121,7 +122,7 @@ class Prefetch:
         self._changed.set()
 
     def end(self) -> None:
-        """Nothing more begins."""
+        """Begin nothing more."""
         self._is_over = True
         self.update()
 
@@ -130,7 +131,7 @@ class Prefetch:
     async def fetch(self, waits: WaitTracker) -> None:
         """consumes: prompts    waits for: a prompt, free slots    woken by: the prompt source, ``update``, ``end``
 
-        Gives back what has not begun when a group takes the worker for itself, when it is shut, and at the end.
+        Returns waiting groups when a group takes the worker for itself, when the queue is shut, and at the end.
         """
         while not self._is_over:
             if self._num_wanted > 0:
@@ -142,11 +143,11 @@ class Prefetch:
                 await self._give_back_all()
             with waits.waiting("a free slot"):
                 await self._until(lambda: self._is_over or self._num_wanted > 0 or self._must_give_back)
-        await self._deliveries.stop()  # what has arrived and was not asked for yet goes back as well
+        await self._deliveries.stop()  # messages that arrived without being asked for go back as well
         await self._give_back_all()
 
     async def _fetch_one(self) -> None:
-        """One, unless it is closed first."""
+        """Fetch one group, unless the queue is closed first."""
         taking = asyncio.ensure_future(anext(aiter(self._deliveries)))
         closed = asyncio.ensure_future(self._closed.wait())
         try:
@@ -163,7 +164,7 @@ class Prefetch:
             await self._attempts.give_back(delivery, delay=min(_LONGEST_RETURN, RETURN_SECONDS * delivery.attempt))
             return
         self._held.add(delivery.key)
-        attempt = await self._attempts.number(delivery)  # here, so that nothing waits between ``next`` and the slots
+        attempt = await self._attempts.number(delivery)  # here: no await between ``next`` and taking slots
         if delivery.message is not None:
             self._group_size = delivery.message.group_size
         keeping = self._owner.create_task(self._keep(delivery))
@@ -192,11 +193,11 @@ class Prefetch:
     # -- beginning ---------------------------------------------------------------------------------------------------
 
     async def next(self) -> Prefetched | None:
-        """The oldest, once a slot is free; None after ``end``."""
+        """Return the oldest group once a slot is free; None after ``end``."""
         try:
             await self._until(lambda: self._is_over or bool(self._ready and self._slots.has_free and self._is_open()))
         except asyncio.CancelledError:
-            self._is_abandoned = True  # fetch nothing for the slots that the cancelled groups leave
+            self._is_abandoned = True  # fetch nothing for the slots of cancelled groups
             raise
         return None if self._is_over else self._ready.popleft()
 
@@ -213,13 +214,13 @@ class Prefetch:
     async def _keep(self, delivery: Delivery[PromptGroup]) -> None:
         """consumes: nothing    waits for: the next renewal    woken by: the clock
 
-        Long generations outlast the bus's patience: it is told regularly that somebody works on them.
+        Long generations outlast the redelivery timer of the bus, so the delivery is renewed regularly.
         """
         while True:
             await asyncio.sleep(self._keep_seconds)
             try:
                 await delivery.keep()
-            except BusError as error:  # at worst a second worker makes the group too, and the ledger drops the copy
+            except BusError as error:  # at worst a second worker makes the same group, and the ledger drops the copy
                 self._log.warning("group %s: could not renew the delivery: %s", delivery.key, error)
 
 

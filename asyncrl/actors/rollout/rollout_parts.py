@@ -1,4 +1,4 @@
-"""What a rollout function returned, as the parts of one rollout: checked, numbered, with one reward."""
+"""Turns the result of a rollout function into the parts of one rollout: checked, numbered, with one reward."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NO_PROMPT: Final = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLimits:
-    """What a rollout function may give. One that gives something else fails its sample, and not its group.
+    """Limits on the result of a rollout function. A result beyond them fails its sample, but not its group.
 
-    max_parts     trajectories of a rollout; 0: any number
-    largest       magnitude of a reward, of its parts, and of those of turns (reward.largest)
-    needs_reward  the run's reward is the rollout function's, or has it as a part
+    max_parts     maximum trajectories of a rollout; 0: any number
+    largest       maximum magnitude of a reward, of its parts, and of turn rewards (reward.largest)
+    needs_reward  whether the run's reward is, or includes, the rollout function's reward
     """
 
     max_parts: int = 0
@@ -37,10 +37,11 @@ ANY: Final = RolloutLimits()
 def parts_of(
     made: Any, prompt: PromptGroup, *, index: int, num_resumed: int, context_tokens: int, limits: RolloutLimits = ANY
 ) -> tuple[Trajectory, ...]:
-    """The parts of rollout ``index``.  Raises RolloutError, TypeError or ValueError for what cannot be trained.
+    """Return the parts of rollout ``index``.  Raises RolloutError, TypeError or ValueError if it cannot be trained.
 
-    num_resumed: its first sampled tokens that earlier attempts sampled. Which of several parts they are in nobody can
-    say, as contexts may grow side by side: all tokens of all parts count as such then (policies/trust/resumed_tokens)
+    num_resumed: number of its first sampled tokens that earlier attempts sampled. With several parts, contexts may grow
+    in parallel, so it is unknown which parts contain these tokens. All sampled tokens of all parts then count as
+    resumed (policies/trust/resumed_tokens).
     """
     trajectories = made if isinstance(made, list | tuple) else (made,)
     if not trajectories:
@@ -52,7 +53,7 @@ def parts_of(
             raise TypeError(f"it gave a {type(one).__name__}, not a Trajectory")
         of_part = prompt.prompt_tokens if not len(one.prompt_tokens) else one.prompt_tokens
         length = len(of_part) + len(one.tokens)
-        if length > context_tokens:  # the learner would hold it against this worker
+        if length > context_tokens:  # the learner would blame this worker
             raise ValueError(f"prompt and answer have {length} tokens, the model's context {context_tokens}")
         if not one.response_mask.any():
             raise ValueError("its trajectory has no token that the model sampled: there is nothing to train")
@@ -82,8 +83,8 @@ def parts_of(
 
 
 def first_of(rollouts: Sequence[tuple[Trajectory, ...]], count: int) -> Sequence[tuple[Trajectory, ...]]:
-    """``count`` of them: of samples begun besides, more may have ended in the same moment. Such a one takes the number
-    of one that is not there."""
+    """Return the first ``count`` rollouts: with extra samples, more may end at the same moment. A chosen extra sample
+    takes the number of a missing one."""
     if all(parts[0].rollout < count for parts in rollouts):
         return rollouts
     chosen = enumerate(rollouts[:count])
@@ -91,14 +92,14 @@ def first_of(rollouts: Sequence[tuple[Trajectory, ...]], count: int) -> Sequence
 
 
 def rewarded(parts: Sequence[Trajectory], reward: Reward) -> list[Trajectory]:
-    """The parts of a rollout with its reward."""
+    """Return the parts of a rollout with its reward set."""
     return [replace(one, reward=float(reward.value), reward_parts=dict(reward.parts)) for one in parts]
 
 
 def _check_reward(given: Trajectory, *, needed: bool, largest: float) -> None:
-    """The reward that a rollout function set, or did not set.  needed: it counts. Raises RolloutError."""
+    """Check the reward that a rollout function set or left out.  needed: whether it counts. Raises RolloutError."""
     is_set = not math.isnan(given.reward)
-    if needed and not is_set and given.reward_parts.get("timeout"):  # of a harness that was ended (harnesses/limits.py)
+    if needed and not is_set and given.reward_parts.get("timeout"):  # the harness hit its limit (harnesses/limits.py)
         raise RolloutError(
             "the sample took longer than rollout.options.timeout_seconds, and nothing says its reward; set "
             'rollout.options.timeout_reward, or on_timeout = "fail"'
@@ -114,12 +115,12 @@ def _check_reward(given: Trajectory, *, needed: bool, largest: float) -> None:
 
 def _refuse(problems: Iterator[str]) -> None:
     if (problem := next(problems, "")) != "":
-        raise RolloutError(f"what the rollout function gave cannot be trained: {problem}")
+        raise RolloutError(f"the result of the rollout function cannot be trained: {problem}")
 
 
 def _given_reward(trajectories: Sequence[Trajectory]) -> Trajectory:
-    """The trajectory whose reward is that of the rollout: the last that has one. Raises ValueError if others differ."""
+    """Return the last trajectory with a reward, which is the rollout's. Raises ValueError if rewards differ."""
     given = [one for one in trajectories if not math.isnan(one.reward)]
     if any((one.reward, one.reward_parts) != (given[-1].reward, given[-1].reward_parts) for one in given):
-        raise ValueError(f"its trajectories have the rewards {[one.reward for one in given]}, and a rollout has one")
+        raise ValueError(f"its trajectories have the rewards {[one.reward for one in given]}, but a rollout has one")
     return given[-1] if given else trajectories[-1]

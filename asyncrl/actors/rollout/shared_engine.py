@@ -1,4 +1,4 @@
-"""One engine, as all stages of a worker share it: its slots, its weights, and how busy it is."""
+"""One engine shared by all stages of a worker: its slots, its weights, and how busy it is."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from asyncrl.protocols import Engine, Generation, PartialGeneration
 class SharedEngine:
     """The engine of one worker.
 
-    slots           how many samples may be in progress, over all stages
-    waits           of the worker and its stages: what the process waits for, in one list
-    context_tokens  that fit into its model, the prompt included
+    slots           limits samples in progress
+    waits           wait tracker of the worker and its stages: one list for the process
+    context_tokens  context length of its model in tokens, prompt included
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class SharedEngine:
 
     @property
     def version(self) -> tuple[int, int]:
-        """(incarnation, policy_version) of the weights that sample now."""
+        """(incarnation, policy_version) of the current weights."""
         return self.engine.version
 
     def new_enough_for(self, prompt: PromptGroup) -> contextlib.AbstractAsyncContextManager[None]:
-        """Entered when the weights are as new as the prompt asks for; inside, a generation of it runs."""
+        """Entered once the weights are as new as the prompt asks for; a generation runs while it is open."""
         return self.follower.generation(prompt.min_policy_version, incarnation=prompt.incarnation, waits=self.waits)
 
     async def sample(
         self, tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int, partial: PartialGeneration | None
     ) -> Generation:
-        """Engine.generate, counted. ``partial`` None: nothing is known of it and nobody follows it."""
+        """Call Engine.generate and count its tokens. ``partial`` None: no tokens are known, and none are followed."""
         num_known = 0 if partial is None else len(partial.prefix.tokens)
         with self._activity.running(), self._liveness.expected():
             if partial is None:
@@ -66,12 +66,12 @@ class SharedEngine:
         return generation
 
     def present_waits(self, *, is_loading: bool) -> tuple[Wait, ...]:
-        """The wait for the engine's next token, if it owes one."""
+        """Return the wait for the engine's next token, if one is due."""
         stats = self.engine.stats()
         return self._liveness.waits(stats, is_loading=is_loading or stats.is_away)
 
     def numbers(self) -> dict[str, float]:
-        """Gauges since the last call."""
+        """Return gauges since the last call."""
         stats = self.engine.stats()
         tokens_per_second, idle_ratio = self._activity.since_last()
         return {
@@ -83,7 +83,7 @@ class SharedEngine:
 
 
 class Activity:
-    """How busy an engine was between two readings."""
+    """Measures how busy an engine was between two readings."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -95,7 +95,7 @@ class Activity:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, the engine is busy."""
+        """While open, the engine is busy."""
         if self._running == 0:
             self._busy_since = time.monotonic()
         self._running += 1
@@ -107,7 +107,7 @@ class Activity:
                 self._busy += time.monotonic() - self._busy_since
 
     def since_last(self) -> tuple[float, float]:
-        """(tokens per second, share of time with nothing running) since the last call."""
+        """Return (tokens per second, share of time with nothing running) since the last call."""
         now = time.monotonic()
         busy = self._busy
         if self._running:

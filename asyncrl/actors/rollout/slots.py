@@ -1,4 +1,4 @@
-"""The sample slots of a worker: how many samples a stage has in progress, and who has the whole worker for itself."""
+"""The sample slots of a worker: how many samples a stage has in progress, and which group has the worker alone."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator
 
 
 class SampleSlots:
-    """Counted in samples, not groups: most of a group is done long before its longest sample, and the slots that it
-    frees are taken at once.
+    """Counts samples, not groups: most samples of a group end long before its longest one, and the slots that they free
+    are reused at once.
 
-    A group may take the worker for itself (``take_alone``). From then until it is done no other group gets slots, of
-    whatever stage.
+    A group may take the worker for itself (``take_alone``). From then until it is done, no other group of any stage
+    gets slots.
     """
 
     def __init__(self, max_running: int, *, max_ungraded: int = 2**31, beside: SampleSlots | None = None) -> None:
         """
-        max_ungraded  while so many groups wait for their rewards, no slot is free
-        beside        those of another stage of the same worker; each counts its own samples
+        max_ungraded  no slot is free while this many groups wait for their rewards
+        beside        slots of another stage of the same worker; each counts its own samples
         """
         self.max_running = max_running
         self._running = 0
@@ -27,7 +27,7 @@ class SampleSlots:
 
     @property
     def has_free(self) -> bool:
-        """A group may take slots. It may take more than are free: all but one of its own samples are over soon."""
+        """Whether a group may take slots. It may take more than are free, because most of its samples end soon."""
         return self.num_free > 0 and not self.is_reserved
 
     @property
@@ -36,27 +36,27 @@ class SampleSlots:
 
     @property
     def num_running_beside(self) -> int:
-        """Samples in progress of the worker's other stages."""
+        """Samples in progress in the worker's other stages."""
         return self._worker.num_running - self._running
 
     @property
     def is_reserved(self) -> bool:
-        """A group has the worker for itself, or waits until it has."""
+        """Whether a group has the worker for itself, or waits for that."""
         return self._worker.num_reservations > 0
 
     async def unreserved(self) -> None:
-        """Returns once no group has the worker for itself, or waits for it."""
+        """Wait until no group has the worker for itself or waits for that."""
         while self.is_reserved:
             await self._worker.until_changed()
 
     async def take(self, count: int) -> SlotLease:
-        """Slots for ``count`` samples, once one is free."""
+        """Take slots for ``count`` samples once one slot is free."""
         while not self.has_free:
             await self._worker.until_changed()
         return self._leased(count)
 
     async def take_alone(self, count: int) -> SlotLease:
-        """Slots for ``count`` samples, once no other sample is in progress; nothing else begins before it is done."""
+        """Take slots for ``count`` samples once no other sample is in progress; others begin only after the group."""
         self._worker.reserve(1)
         try:
             await self._worker.alone.acquire()
@@ -75,7 +75,7 @@ class SampleSlots:
 
     @contextlib.contextmanager
     def grading(self) -> Iterator[None]:
-        """Inside, a group of which everything is generated waits for its rewards. It holds no slot."""
+        """While open, a fully generated group waits for its rewards. It holds no slot."""
         self._num_ungraded += 1
         self._worker.run(0)
         try:
@@ -86,7 +86,7 @@ class SampleSlots:
 
     @contextlib.contextmanager
     def watched(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``on_change`` is called after every change, of other stages too."""
+        """While open, call ``on_change`` after every change, including those of other stages."""
         self._worker.listeners.append(on_change)
         try:
             yield
@@ -94,7 +94,7 @@ class SampleSlots:
             self._worker.listeners.remove(on_change)
 
     def change(self, count: int) -> None:
-        """The lease's: that many more samples are in progress, or fewer."""
+        """Used by leases: ``count`` more samples are in progress, or fewer if negative."""
         self._running += count
         self._worker.run(count)
 
@@ -109,7 +109,7 @@ class SampleSlots:
 
 
 class _Worker:
-    """What the slots of all stages have in common."""
+    """State shared by the slots of all stages of a worker."""
 
     def __init__(self) -> None:
         self.num_running = 0
@@ -137,7 +137,7 @@ class _Worker:
 
 
 class SlotLease:
-    """The slots of one group: given back one by one as its samples end, what is left when it is done."""
+    """The slots of one group: released one by one as its samples end, the rest when the group is done."""
 
     def __init__(self, slots: SampleSlots, *, on_close: Callable[[], None] = lambda: None) -> None:
         self._slots, self._on_close = slots, on_close
@@ -149,11 +149,11 @@ class SlotLease:
         self._slots.change(count)
 
     def release(self) -> None:
-        """One sample is done."""
+        """Release the slot of a finished sample."""
         self.add(-1)
 
     def close(self) -> None:
-        """The group is done."""
+        """Release the slots that are left when the group is done."""
         if not self._is_closed:
             self._is_closed = True
             self.add(-self._count)

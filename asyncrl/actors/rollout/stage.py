@@ -1,8 +1,8 @@
-"""A stage: prompt groups from a source, made into trajectory groups, into a sink.
+"""A stage: takes prompt groups from a source, makes trajectory groups, and passes them to a sink.
 
-A worker has one stage for each use of its engine, and all of them share its slots. Training is one: prompts from the
-bus (training_source.py), trajectories into the log (training_sink.py). Another use is a source and a sink of its own:
-an evaluation that takes prompts from its own topic, or an endpoint whose sessions are the "prompts" of agents.
+A worker has one stage for each use of its engine; all stages share the engine's slots. Training reads prompts from the
+bus (training_source.py) and publishes trajectories to the log (training_sink.py). Other uses bring their own source and
+sink: evaluation reads prompts from its own topic, and the agent endpoint treats each session as a prompt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_EXPLAINED: Final = 100
 
 
 class Stage:
-    """Makes the groups of one source, as many side by side as there are slots for."""
+    """Makes the groups of one source, as many in parallel as slots allow."""
 
     def __init__(
         self,
@@ -62,13 +62,14 @@ class Stage:
         slots: SampleSlots | None = None,
     ) -> None:
         """
-        seed            of the run: with group, sample and call it is the seed of each generation
-        sample_seconds  that a rollout function may take for a sample besides its generations; 0: any
-        min_group       fewest samples of a group that goes without those that failed; 0: it fails with one of them
-        limits          of what the rollout function gives
+        seed            seed of the run; combined with group, sample and call index to seed each generation
+        sample_seconds  time limit of a rollout function per sample, without its generations; 0: no limit
+        min_group       fewest successful samples with which a group is published despite failed ones; 0: one failed
+                        sample fails the group
+        limits          limits on the results of the rollout function
         weights         entered around each generation, once the engine may sample for this group; None: once its
                         weights are as new as the prompt asks for
-        slots           of its own; None shares those of the engine
+        slots           slots of this stage; None shares those of the engine
         """
         self.name = name
         self._worker = worker
@@ -87,10 +88,10 @@ class Stage:
         self._waits_on = "harness" if getattr(rollout, "has_harness", False) else "rollout"
         self._patience = DrainPatience()
         self._explained: set[str] = set()
-        """Reasons whose traceback is in the log."""
+        """Reasons whose traceback is already in the log."""
 
     async def run(self) -> None:
-        """consumes: what its source hands out    waits for: a group, a free slot    woken by: the source, the slots
+        """consumes: groups of its source    waits for: a group, a free slot    woken by: the source, the slots
 
         Returns when the source has ended and every group is done. Raises EngineDied and BusError.
         """
@@ -102,13 +103,13 @@ class Stage:
                 group.create_task(self._process(item, slots), name=name)
 
     def drain(self) -> None:
-        """Begin nothing more, and do not wait for ever for the weights of what has begun."""
+        """Begin nothing more, and limit the wait of begun groups for their weights."""
         self._source.drain()
         self._patience.drain()
 
     async def close(self) -> None:
         await self._reward.close()
-        closed = getattr(self._rollout, "close", lambda: None)()  # of a class with children, or a server
+        closed = getattr(self._rollout, "close", lambda: None)()  # a class with child processes or a server
         if inspect.isawaitable(closed):
             await closed
 
@@ -129,7 +130,7 @@ class Stage:
     # -- one group ---------------------------------------------------------------------------------------------------
 
     async def _process(self, item: WorkItem, slots: SlotLease) -> None:
-        """One group, from its source to its sink."""
+        """Take one group from its source to its sink."""
         try:
             ticket = "" if item.prompt is None else item.prompt.ticket
             await self._sink.publish(await self._make(item, slots), ticket=ticket)
@@ -147,7 +148,7 @@ class Stage:
             slots.close()
 
     async def _make(self, item: WorkItem, slots: SlotLease) -> TrajectoryGroup:
-        """Raises EngineError if the group is to be tried again."""
+        """Make one group. Raises EngineError if it should be retried."""
         prompt = item.prompt
         if prompt is None or item.problem:
             return failed_group(item.group_id, worker=self._worker, error=item.problem, prompt=prompt)
@@ -185,8 +186,8 @@ class Stage:
     async def _generate(
         self, prompt: PromptGroup, slots: SlotLease, progress: GroupProgress | None
     ) -> list[tuple[Trajectory, ...] | RolloutError]:
-        """The parts of each sample of a group, made side by side, without those that were cut off. The first failure
-        cancels the others, unless the group goes without samples that failed: then it is in a sample's place."""
+        """Return the parts of each sample of a group, made in parallel, without cut samples. The first failure cancels
+        the others, unless the group may go without failed samples: then the error takes the sample's place."""
         count = prompt.group_size + self._over_sampling.extra
         sessions = [self._session(prompt, index, progress) for index in range(count)]
         try:
@@ -196,7 +197,7 @@ class Stage:
                     for index, session in enumerate(sessions)
                 ]
                 if self._stragglers is not None:
-                    asked_at = prompt.min_policy_version or prompt.policy_version  # 0: published again, or at the start
+                    asked_at = prompt.min_policy_version or prompt.policy_version  # 0: republished, or at the start
                     versions = functools.partial(_first_versions, sessions)
                     group.create_task(self._stragglers.cut(tasks, versions, asked_at=asked_at))
                 if self._over_sampling.is_on:
@@ -204,7 +205,7 @@ class Stage:
         except ExceptionGroup as error:
             died, other = error.split(EngineDied)
             first = (died or other or error).exceptions[0]
-            raise first from first.__cause__  # not from the group: the log is to show where it was raised
+            raise first from first.__cause__  # not from the group: the log should show where it was raised
         if self._stragglers is None and not self._over_sampling.is_on and any(task.cancelled() for task in tasks):
             raise RolloutError("the rollout function cancelled itself")
         if not (ended := [task.result() for task in tasks if not task.cancelled()]):
@@ -214,7 +215,7 @@ class Stage:
     async def _sample_or_error(
         self, prompt: PromptGroup, index: int, session: GenerationSession, slots: SlotLease
     ) -> tuple[Trajectory, ...] | RolloutError:
-        """The error is raised where a group does not go without samples that failed."""
+        """Make one sample. Its error is raised unless the group may go without failed samples."""
         try:
             return await self._sample(prompt, index, session, slots)
         except RolloutError as error:
@@ -225,13 +226,15 @@ class Stage:
     def _without_failed(
         self, prompt: PromptGroup, samples: Sequence[tuple[Trajectory, ...] | RolloutError]
     ) -> list[tuple[Trajectory, ...]]:
-        """Raises RolloutError, the first one, when too few are left."""
+        """Return the samples that did not fail. Raises the first RolloutError if too few are left."""
         made = [sample for sample in samples if not isinstance(sample, RolloutError)]
         failed = [sample for sample in samples if isinstance(sample, RolloutError)]
         if failed and len(made) < self._min_group:
             raise failed[0] from failed[0].__cause__
         for error in failed:
-            self._log.warning("group %d goes without a sample: %s", prompt.group_id, error, extra={REASON: str(error)})
+            self._log.warning(
+                "group %d continues without a failed sample: %s", prompt.group_id, error, extra={REASON: str(error)}
+            )
             self._explain(error)
         return made
 
@@ -248,7 +251,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def _weighted(self, prompt: PromptGroup) -> AsyncIterator[None]:
-        """The weights that its sessions sample from. Raises NotNow."""
+        """Wait for the weights that the group's sessions sample from. Raises NotNow."""
         async with contextlib.AsyncExitStack() as stack:
             async with self._patience.limited(f"weights of version {prompt.min_policy_version}"):
                 await stack.enter_async_context(self._weights(prompt))
@@ -271,7 +274,7 @@ class Stage:
             )
         except (EngineError, RolloutError, asyncio.CancelledError):
             raise
-        except Exception as error:  # a user's function: whatever it raises is data, not a crash
+        except Exception as error:  # user code may raise anything, which must fail the sample and not the worker
             if session.is_out_of_time:
                 limit = f"rollout.timeout_seconds = {self._sample_seconds:g}"
                 raise RolloutError(f"the rollout function took longer than {limit} for a sample") from error
@@ -301,7 +304,8 @@ class Stage:
         return [rewarded(parts, reward) for parts, reward in zip(rollouts, rewards, strict=True)]
 
     async def _rewards(self, samples: Sequence[Sample]) -> Sequence[Reward]:
-        """Raises NotNow where this worker drains and the reward workers, who may be gone, do not answer soon."""
+        """Reward samples. Raises NotNow if this worker drains and the reward workers, perhaps gone, do not answer
+        soon."""
         if not getattr(self._reward, "is_elsewhere", False):
             with self._engine.waits.waiting("its reward function", on="reward"):
                 return await self._reward(samples)
@@ -310,7 +314,7 @@ class Stage:
                 return await self._reward(samples)
 
     def _explain(self, error: Exception) -> None:
-        """The traceback of a user's function into the log, once a reason."""
+        """Log the traceback of a user's function, once per reason."""
         reason, cause = str(error), error.__cause__
         if cause is not None and reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
             self._explained.add(reason)

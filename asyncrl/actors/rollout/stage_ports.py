@@ -1,7 +1,7 @@
-"""What a stage is given: a source of prompt groups, and a sink for what becomes of them.
+"""Ports of a stage: a source of prompt groups, and a sink for the results.
 
-A new use of a worker's engine is one file with a source and a sink, and a Stage made of them where the worker is built.
-The training stage's are in training_source.py and training_sink.py; tests/actors/rollout/test_stage.py has small ones.
+A new use of a worker's engine is one file with a source and a sink, combined in a Stage where the worker is built.
+Training has training_source.py and training_sink.py; tests/actors/rollout/test_stage.py has small examples.
 """
 
 from __future__ import annotations
@@ -21,72 +21,72 @@ class WorkItem(Protocol):
 
     @property
     def prompt(self) -> PromptGroup | None:
-        """None only with a ``problem``."""
+        """The prompt; None only if there is a ``problem``."""
         ...
 
     @property
     def problem(self) -> str:
-        """Why the group cannot be made: it is published as failed. Empty: it can."""
+        """Why the group cannot be made and is published as failed; "" if it can."""
         ...
 
     @property
     def attempt(self) -> int:
-        """From 1."""
+        """Attempt number, from 1."""
         ...
 
     @property
     def is_last_attempt(self) -> bool:
-        """An engine that fails now fails the group; else the group is made again."""
+        """Whether an engine failure fails the group instead of a retry."""
         ...
 
     @property
     def needs_worker_alone(self) -> bool:
-        """Nothing else may run on the engine meanwhile."""
+        """Whether nothing else may run on the engine with this group."""
         ...
 
     async def begin(self) -> GroupProgress | None:
-        """Called before anything is generated. What earlier attempts sampled; None: nothing is saved of this group."""
+        """Begin, before anything is generated. Return the tokens of earlier attempts; None: the group is not saved."""
         ...
 
     async def finish(self) -> None:
-        """The result is published: nobody needs to make the group again."""
+        """The result is published, so the group need not be made again."""
         ...
 
     async def retry(self) -> None:
-        """This attempt failed: somebody (perhaps us) is to make the group again, soon."""
+        """This attempt failed: any worker may make the group again soon."""
         ...
 
     async def give_back(self) -> None:
-        """It is no attempt: this worker leaves. Somebody else is to make the group."""
+        """This worker leaves: another one should make the group, and this does not count as an attempt."""
         ...
 
     def close(self) -> None:
-        """Always called last, also after a cancel; without ``finish`` the group is still to be made."""
+        """Always called last, even after a cancel. Without ``finish`` the group must still be made."""
         ...
 
 
 class Source(Protocol):
-    """Where a stage's groups come from."""
+    """Supplies a stage's groups."""
 
     def open(self) -> AbstractAsyncContextManager[None]:
-        """Inside, ``next`` may be called. Leaving gives up whatever is not finished."""
+        """While open, ``next`` may be called. Leaving abandons everything unfinished."""
         ...
 
     async def next(self) -> WorkItem | None:
-        """The next group, best once the slots have a free one; None when no more will come."""
+        """Return the next group, preferably once a slot is free; None if no more will come."""
         ...
 
     def drain(self) -> None:
-        """Hand out nothing more: ``next`` returns None soon. May come before ``open``."""
+        """Hand out nothing more: ``next`` returns None soon. May be called before ``open``."""
         ...
 
 
 class Sink(Protocol):
-    """Where a stage's results go."""
+    """Receives a stage's results."""
 
     async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
-        """Returns when the group cannot be lost any more: then the source forgets it. Failed groups come too.
+        """Publish a group, even a failed one. Return once it cannot be lost any more; the source then forgets it.
 
-        ticket  of its prompt; "" of one that cannot be read
+        ticket  ticket of its prompt; "" if the prompt could not be read
         """
         ...

@@ -1,13 +1,14 @@
-"""Cuts stragglers: before a group gets too old to be trained, its finished samples go without the others.
+"""Cuts stragglers: before a group gets too old to be trained, its finished samples are published without the others.
 
-Only the worker knows how far each sample is, and the learner's progress says how old the group would be. The learner
-takes the batch of version v + 1 the moment the step from v ends, and the group must be in the log by then; so
-samplers.group_action is asked about that next batch. A group whose oldest token is of version v goes, with at least
-``min_group`` samples, once the learner is at v + max_staleness - 1. While fewer are done it waits for them, even beyond
-the bound: a group that will be dropped should not hold an engine for its last sample.
+Only the worker knows how far each sample is; the learner's progress shows how old the group would be. The learner takes
+the batch of version v + 1 as soon as the step from v ends, and the group must be in the log by then. Therefore
+samplers.group_action is asked about that next batch. A group whose oldest token is of version v is published, with at
+least ``min_group`` samples, once the learner is at v + max_staleness - 1. While fewer samples are done, the worker
+waits for them even beyond the bound, but no longer: a group that will be dropped should not hold an engine for its last
+sample.
 
-The samples that are cut are the longest. The group carries their number: each is an event, and they add up to
-staleness/cancelled of the step. Tests: tests/actors/rollout/test_stragglers.py.
+The cut samples are the longest ones. The group carries their number: each cut group is an event, and the numbers add up
+to staleness/cancelled of the step. Tests: tests/actors/rollout/test_stragglers.py.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from asyncrl.policies.staleness.samplers import group_action
 
 
 class Stragglers:
-    """For all groups of one worker."""
+    """Cuts stragglers of all groups of one worker."""
 
     def __init__(self, *, max_staleness: int, min_group: int, are_waited_for: bool = False) -> None:
-        """are_waited_for: the learner waits for groups in progress (staleness.eviction = "wait"). Until it hears which
-        version began one it counts from the version at which it was asked for, and so must the worker, or each might
-        wait for the other."""
+        """are_waited_for: the learner waits for groups in progress (staleness.eviction = "wait"). Until it learns which
+        version began a group, it counts from the version that the prompt asked for. The worker must do the same, or
+        worker and learner might wait for each other."""
         self._max_staleness = max_staleness
         self._min_group = min_group
         self._are_waited_for = are_waited_for
@@ -40,10 +41,10 @@ class Stragglers:
     async def cut(
         self, samples: Sequence[asyncio.Task[Any]], versions: Callable[[], Iterable[int]], *, asked_at: int = 0
     ) -> None:
-        """Cancel the samples that are not done once the others must go; returns when all are done or cancelled.
+        """Cancel unfinished samples once the finished ones must go; return when all are done or cancelled.
 
-        versions  gives the policy version that each sample began at, of those that have begun
-        asked_at  oldest version that the learner takes the group to be of
+        versions  returns the policy versions at which the begun samples started
+        asked_at  oldest version that the learner assumes for the group
         consumes: nothing    waits for: samples, the learner    woken by: a sample that ends, ``learner_is_at``
         """
         changed = asyncio.Event()
@@ -55,7 +56,7 @@ class Stragglers:
                 changed.clear()
                 if self._must_go(samples, self._counted(versions(), asked_at)):
                     for sample in samples:
-                        sample.cancel()  # nothing happens to those that are done
+                        sample.cancel()  # no effect on finished samples
                     return
                 await changed.wait()
         finally:

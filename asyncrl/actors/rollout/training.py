@@ -1,4 +1,4 @@
-"""The training stage, and a rollout worker that has this stage alone: their parts put together."""
+"""Builds the training stage, and a rollout worker with only this stage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def training_stage(
     min_group: int = 0,
     groups_ahead: Callable[[], int] | None = None,
 ) -> Stage:
-    """Prompt groups in, rewarded trajectory groups out. See ``training_worker``."""
+    """Return a stage that turns prompt groups into rewarded trajectory groups. See ``training_worker``."""
     source = TrainingSource(
         bus,
         worker=worker,
@@ -87,20 +87,21 @@ def training_worker(
     partial_rollouts: PartialRollouts | None = None,
     groups_ahead: Callable[[], int] | None = None,
 ) -> RolloutWorker:
-    """A worker that only trains.
+    """Return a worker that only trains.
 
-    max_running       samples in progress
-    max_attempts      a group that was begun this often without a result fails
-    keep_seconds      between two renewals of a delivery
-    max_ungraded      while so many groups wait for their rewards, none begins
-    context_tokens    that fit into the engine's model, the prompt included
-    sample_seconds    that a rollout function may take for a sample besides its generations; 0: any
-    min_group         fewest samples of a group that goes without those that failed; 0: it fails with one of them
-    limits            of what the rollout function gives
+    max_running       maximum samples in progress
+    max_attempts      a group begun this often without a result fails
+    keep_seconds      interval between renewals of a delivery
+    max_ungraded      no group begins while this many wait for their rewards
+    context_tokens    context length of the engine's model in tokens, prompt included
+    sample_seconds    time limit of a rollout function per sample, without its generations; 0: no limit
+    min_group         fewest successful samples with which a group is published despite failed ones; 0: one failed
+                      sample fails the group
+    limits            limits on the results of the rollout function
     stragglers        None waits for every sample of a group
-    over_sampling     None begins as many samples as are asked for, and has no deadline
+    over_sampling     None begins only the requested samples, without a deadline
     partial_rollouts  None saves and resumes nothing
-    groups_ahead      groups to hold beyond those that there are free slots for; None measures how many
+    groups_ahead      returns how many groups to hold beyond those with free slots; None measures it
     """
     if partial_rollouts is None:
         partial_rollouts = PartialRollouts(bus, worker=name, seconds=0, max_attempts=max_attempts, max_staleness=0)

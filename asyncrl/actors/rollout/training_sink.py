@@ -1,4 +1,4 @@
-"""The training stage's sink: trajectory groups into the log that the learner reads."""
+"""The training stage's sink: publishes trajectory groups to the log that the learner reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.policies.health.faults import LEARNER, SPACE_IN_LOG
 from asyncrl.protocols import Bus
 
 FULL_LOG_SECONDS = 1.0
-"""Between two tries to publish into a full log: nobody announces that there is space again."""
+"""Delay between attempts to publish to a full log: the bus does not announce free space."""
 
 
 class TrainingSink:
@@ -25,7 +25,7 @@ class TrainingSink:
         self._log = logging.getLogger(f"asyncrl.{worker}")
 
     async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
-        """Returns when the group is in the log. A full log means that the learner is behind: wait, as one wait."""
+        """Publish a group; return once it is in the log. A full log means that the learner is behind: wait for it."""
         if (left := await self._unpublished(group, ticket)) is None:
             return
         with self._waits.waiting(SPACE_IN_LOG, on=LEARNER):
@@ -34,7 +34,7 @@ class TrainingSink:
                 left = await self._unpublished(left, ticket)
 
     async def _unpublished(self, group: TrajectoryGroup, ticket: str) -> TrajectoryGroup | None:
-        """Publish; the group to try again if the log is full. A group over bus.max_group_bytes can only fail."""
+        """Publish a group. Return the group to try again if the log is full. A group over bus.max_group_bytes fails."""
         try:
             await self._bus.publish(TRAJECTORIES, group, key=answer_key(group.group_id, ticket=ticket))
         except BusFull:

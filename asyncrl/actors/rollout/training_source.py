@@ -1,4 +1,4 @@
-"""The training stage's source: prompt groups from the topic ``prompts``, redelivered until somebody acks them."""
+"""The training stage's source: prompt groups from the topic ``prompts``, redelivered until a worker acks them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class TrainingSource:
         groups_ahead: Callable[[], int] | None = None,
     ) -> None:
         """
-        max_attempts  a group that was begun this often without a result fails
-        keep_seconds  between two renewals of a delivery
-        groups_ahead  groups to hold beyond those that there are free slots for; None measures how many
+        max_attempts  a group begun this often without a result fails
+        keep_seconds  interval between renewals of a delivery
+        groups_ahead  returns how many groups to hold beyond those with free slots; None measures it
         """
         self._bus, self._worker = bus, worker
         self._slots, self._waits, self._follower = engine.slots, engine.waits, engine.follower
@@ -69,7 +69,7 @@ class TrainingSource:
                 yield
 
     async def _end(self, prefetch: Prefetch) -> None:
-        """consumes: nothing    waits for: ``drain``    woken by: it"""
+        """consumes: nothing    waits for: ``drain``    woken by: ``drain``"""
         await self._draining.wait()
         prefetch.end()
 
@@ -77,25 +77,25 @@ class TrainingSource:
         self._draining.set()
 
     async def next(self) -> PromptWork | None:
-        """Raises BusError."""
+        """Return the next group to begin. Raises BusError."""
         assert self._prefetch is not None, "next() outside open()"
         while (prefetched := await self._prefetch.next()) is not None:
             delivery = prefetched.delivery
             group_id = group_id_of(delivery.key)
             problem = self._problem(delivery, group_id)
             if group_id is None:
-                await delivery.ack()  # no group that anybody waits for
+                await delivery.ack()  # not a group that any learner waits for
             else:
                 work = self._work(prefetched, group_id=group_id, problem=problem)
                 if not (work.needs_worker_alone and self._follower.is_held):
                     return work
-                await self._attempts.give_back(delivery, delay=RETRY_SECONDS)  # the evaluation would never end
+                await self._attempts.give_back(delivery, delay=RETRY_SECONDS)  # waiting here would block the evaluation
             prefetched.release()
-            self._prefetch.update()  # it took no slots, so nothing else tells that another one is wanted
+            self._prefetch.update()  # no slot was taken, so no other event requests the next prompt
         return None
 
     def _problem(self, delivery: Delivery[PromptGroup], group_id: int | None) -> str:
-        """Why the message is not the prompt of this group; empty: it is."""
+        """Return why the message is not the prompt of this group; "" if it is."""
         prompt = delivery.message
         if prompt is not None and prompt.group_id == group_id:
             return ""
@@ -139,7 +139,7 @@ class PromptWork:
 
     @property
     def needs_worker_alone(self) -> bool:
-        """On the last attempt of several: what ended the workers before is to end no other group with it."""
+        """Whether this is the last of several attempts: a group that ended workers must not end other groups."""
         return self.is_last_attempt and self.attempt > 1 and not self.problem
 
     async def begin(self) -> GroupProgress:

@@ -1,4 +1,4 @@
-"""Asks the learner for weights from its memory, as a receiver's next transfer."""
+"""Asks the learner for a receiver's next transfer of weights from memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NONCE_BYTES: Final = 16
 
 
 async def offered(bus: Bus, receiver: Receiver) -> TransferOffer:
-    """Raises WeightsError: nobody answers, or the learner sends nothing."""
+    """Return the learner's offer. Raises WeightsError if no learner answers or it sends nothing."""
     request = replace(receiver.request, nonce=secrets.token_bytes(NONCE_BYTES))
     offer = await bus.ask(TRANSFERS, request, seconds=ANSWER_SECONDS)
     if offer is None:
-        raise WeightsError("no learner answers that it sends weights")
+        raise WeightsError("no learner answers the request for weights")
     if offer.problem:
         await receiver.leave()
         raise WeightsError(f"the learner sends no weights: {offer.problem}")

@@ -1,4 +1,4 @@
-"""An engine that has its GPUs only while it samples or loads: it shares them with the learner (run.colocated)."""
+"""An engine that shares its GPUs with the learner and holds them only while it samples or loads (run.colocated)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.protocols import Engine, EngineStats, Generation, LoadReport, PartialGeneration, SharesGpus
 
 QUIET_SECONDS: Final = 0.1
-"""Without work before the GPUs are handed over: the next prompt is often there at once."""
+"""Idle time before the GPUs are released: the next prompt often arrives at once."""
 
 
 class TurnTakingEngine:
     """See Engine in protocols/engine.py.
 
-    Its memory leaves the GPUs before the last of the answers that it has to give is given: whoever has them all finds
-    the GPUs free. Weights come from folders alone.
+    The engine leaves the GPUs before it returns its last pending answer, so a caller that has all answers finds the
+    GPUs free. Weights come only from folders.
     """
 
     intake = None
 
     def __init__(self, engine: Engine, *, memory: SharesGpus, turn: GpuTurn) -> None:
-        """memory: the engine's"""
+        """memory: moves the engine's memory"""
         self._engine = engine
         self._memory = memory
         self._turn = turn
@@ -88,7 +88,7 @@ class TurnTakingEngine:
                 await asyncio.shield(self._rest())
 
     async def _rest(self) -> None:
-        """Hand the GPUs over, unless more is asked of the engine meanwhile."""
+        """Release the GPUs unless the engine is needed again within QUIET_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(QUIET_SECONDS):
                 await self._used.wait()

@@ -1,7 +1,7 @@
-"""What loads of new weights cost the answers in progress: tokens that were lost, or sampled twice.
+"""What loads of new weights cost the answers in progress: tokens that were lost or sampled twice.
 
-Before each load it is noted how many tokens each generation has, and its newest ones. When the generation ends, a token
-that was there before a load and is missing was lost; one that is another now was sampled twice. In flight both are 0.
+Before each load, the length of each generation and its newest tokens are recorded. When a generation ends, a token that
+existed before a load but is missing was lost; a token that differs was sampled twice. With in_flight loads both are 0.
 Tests: tests/actors/rollout/test_update_account.py.
 """
 
@@ -19,31 +19,31 @@ from asyncrl.errors import EngineError
 from asyncrl.protocols import Generation, PartialGeneration
 
 _TAIL: Final = 16
-"""Tokens of a generation that are compared: what is sampled anew begins behind the last token that was kept."""
+"""Number of compared tokens of a generation: resampling begins after the last token that was kept."""
 
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """A generation in progress. marks: at each load, how many tokens it had, and the last of them"""
+    """A generation in progress. marks: at each load, its number of tokens and the last of them"""
 
     partial: PartialGeneration
     marks: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
 
     def mark(self) -> int:
-        """Returns how many tokens it has."""
+        """Record the current tokens; return their number."""
         count = self.partial.num_tokens
         tail = self.partial.so_far(max(0, count - _TAIL)).tokens
-        count = max(0, count - _TAIL) + len(tail)  # without the newest, which may not count
+        count = max(0, count - _TAIL) + len(tail)  # without the newest token, which may be invalid
         self.marks.append((count, tail))
         return count
 
 
 class UpdateAccount:
-    """Of one engine, since its process started.
+    """Counts for one engine since its process started.
 
-    carried    tokens of answers in progress, at each load
-    lost       of these, that the answer lacked in the end, or that went with a generation that failed in a load
-    resampled  of these, that were others when it ended
+    carried    tokens of answers in progress, summed over loads
+    lost       of these, tokens missing in the final answer, or of generations that failed during a load
+    resampled  of these, tokens that differ in the final answer
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class UpdateAccount:
 
     @contextlib.contextmanager
     def load(self) -> Iterator[None]:
-        """Inside, the engine loads other weights."""
+        """While open, the engine loads other weights."""
         for followed in self._running:
             self.carried += followed.mark()
         self._is_loading = True
@@ -64,7 +64,7 @@ class UpdateAccount:
 
     @contextlib.contextmanager
     def following(self, partial: PartialGeneration) -> Iterator[list[Generation]]:
-        """Inside, a generation runs; what it gave is put into the list."""
+        """While open, a generation runs; the caller appends its result to the list."""
         followed, ended = Followed(partial), list[Generation]()
         self._running.add(followed)
         try:

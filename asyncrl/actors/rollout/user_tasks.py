@@ -1,6 +1,6 @@
-"""Tasks that a user's function makes: one that exits fails like one that raises, and ends no event loop.
+"""Tasks created by user functions: a task that exits fails like one that raises, and does not end the event loop.
 
-asyncio raises SystemExit and KeyboardInterrupt of a task through the loop, past whoever waits for the task.
+asyncio raises SystemExit and KeyboardInterrupt of a task through the loop, past any code that awaits the task.
 Tests: tests/actors/rollout/test_rollout_functions.py.
 """
 
@@ -14,7 +14,7 @@ from asyncrl.config import plugins
 
 
 def contain_exits() -> None:
-    """From now on, in the running loop, for tasks made inside ``plugins.exits_contained``."""
+    """From now on, contain exits of tasks of the running loop that are made inside ``plugins.exits_contained``."""
     loop = asyncio.get_running_loop()
     made_by = loop.get_task_factory()
     if not isinstance(made_by, _TaskFactory):
@@ -22,7 +22,7 @@ def contain_exits() -> None:
 
 
 class _TaskFactory:
-    """make: the factory that the loop had, or asyncio's own"""
+    """make: the loop's previous factory, or asyncio's own"""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self._make = make
@@ -36,7 +36,7 @@ def _plain(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> a
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that cannot exit."""
+    """A coroutine whose exits are contained."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner

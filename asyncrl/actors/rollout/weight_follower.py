@@ -1,4 +1,4 @@
-"""Keeps one engine on the newest weights, without a barrier: no engine waits for another's load."""
+"""Keeps one engine on the newest weights without a barrier: no engine waits for another's load."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ ATTEMPTS = 5
 RETRY_SECONDS = 1.0
 LAST_RETRY_SECONDS = 10.0
 STARVED_SECONDS = 10.0
-"""An idle engine whose only groups are of a lost history begins them after this long without a new version."""
+"""An idle engine whose only groups belong to a lost history begins them after this long without a new version."""
 
 
 class WeightFollower(Actor):
     """Watches ``weights`` and loads the newest version when the policy of ``load`` allows.
 
-    in_flight  at once, between two tokens; generations in progress go on with the new weights
+    in_flight  at once, between two tokens; generations in progress continue with the new weights
     drain      as soon as nothing runs; new generations wait for the load
     on_demand  when a prompt asks for newer weights than the engine has, and nothing runs
 
-    Versions published during a load are skipped. What the learner sends from memory is preferred to its folder; if
-    sending fails, the folder is loaded as soon as it is there. A folder that cannot be read is waited for: the learner
-    may store it again, and a newer one may come. One that the engine does not load ends the worker after ATTEMPTS.
-    In flight, engines take turns by leases of the bus: at most an eighth of them are paused at any instant.
-    Whoever needs one version for a while, an evaluation, holds it (``held``): nothing newer is loaded meanwhile.
+    Versions published during a load are skipped. Weights sent from the learner's memory are preferred to its folder; if
+    sending fails, the folder is loaded once it exists. While a folder cannot be read, the follower waits: the learner
+    may store it again, or publish a newer one. If the engine fails to load a folder ATTEMPTS times, the worker ends.
+    In flight, engines take turns with leases of the bus: at most an eighth of them are paused at any instant.
+    An evaluation needs one version for a while and holds it (``held``): nothing newer is loaded during that time.
     """
 
     role = "weight-follower"
@@ -65,9 +65,9 @@ class WeightFollower(Actor):
         follows: bool = True,
     ) -> None:
         """
-        verify, progress, receiver_of  the WeightChannel's
-        max_staleness                  the run's (admission.version_to_begin)
-        follows                        False loads nothing but what is held
+        verify, progress, receiver_of  methods of the WeightChannel
+        max_staleness                  of the run (admission.version_to_begin)
+        follows                        False loads only held versions
         """
         super().__init__(name, bus)
         self._engine = engine
@@ -80,18 +80,18 @@ class WeightFollower(Actor):
         self._follows = follows
         self._held: WeightVersion | None = None
         self._held_problem = ""
-        self._is_loading = False  # the engine's version may change at any moment
+        self._is_loading = False  # while True, the engine's version may change at any moment
         self._listeners: list[Callable[[], None]] = []
         self._forks: dict[int, int] = {}  # incarnation -> version that it started from, as announced
-        self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
-        self._running = self._demanded = self._failures = 0  # failures: of sending, in a row
+        self._newest: dict[str, WeightVersion] = {}  # by key: SENT or "" (folders)
+        self._running = self._demanded = self._failures = 0  # _failures: consecutive failures of sending
         self._starved_at = (-1, -1)
         self._changed = asyncio.Condition()
         self.account, self.last_load = UpdateAccount(), LoadReport(pause_seconds=0.0, load_seconds=0.0)
         self.loads, self.loaded_at, self.failed_reads = 0, 0.0, 0
 
     async def start(self) -> None:
-        """Meet the learner, if it is there, before anything runs: the first collective of a group takes longer."""
+        """Join the learner, if it is up, before anything runs: the first collective of a group takes longer."""
         if (intake := self._engine.intake) is not None:
             self._receiver = self._receiver_of(intake)
         if self._receiver is not None and SENT in await self.bus.states(WEIGHTS):
@@ -101,7 +101,7 @@ class WeightFollower(Actor):
                 self.log.warning("%s; it is tried again with the next version", error)
 
     async def run(self) -> None:
-        """consumes: weights    waits for: a newer version, and quiet unless in_flight    woken by: learner publishes"""
+        """consumes: weights    waits for: a newer version, and idleness unless in_flight    woken by: the learner"""
         async with asyncio.TaskGroup() as group:
             keys = ("", SENT) if self._receiver else ("",)
             for key in keys if self._follows else ():
@@ -116,10 +116,10 @@ class WeightFollower(Actor):
     async def generation(
         self, min_policy_version: int, *, incarnation: int = 0, waits: WaitTracker | None = None
     ) -> AsyncIterator[None]:
-        """Entered when the engine's weights are new enough and no load waits for quiet; inside, a generation runs.
+        """Entered once the engine's weights are new enough and no load waits for idleness; a generation runs inside.
 
         min_policy_version, incarnation  of the prompt group
-        waits                            of the actor that waits here; None: this one's own
+        waits                            wait tracker of the waiting actor; None: the follower's own
         """
 
         def is_new_enough() -> bool:
@@ -142,16 +142,16 @@ class WeightFollower(Actor):
             yield
         finally:
             self._running -= 1
-            if self._running == 0:  # only a load waits for the end of generations: hundreds may wait for weights
+            if self._running == 0:  # only a load waits for the end of generations; hundreds may wait for weights
                 await asyncio.shield(self._notify())
 
     @contextlib.asynccontextmanager
     async def held(self, weights: WeightVersion) -> AsyncIterator[None]:
-        """Entered when the engine has exactly this version, newer or older than before; it keeps it inside.
+        """Entered once the engine has exactly this version, newer or older than before. The engine keeps it inside.
 
-        One at a time. Raises WeightsError if it cannot be loaded.
+        One at a time. Raises WeightsError if the version cannot be loaded.
         """
-        self._held, self._held_problem = weights, ""  # before anything waits: see ``is_held``
+        self._held, self._held_problem = weights, ""  # before the first await: see ``is_held``
         try:
             async with self._changed:
                 self._tell()
@@ -169,9 +169,9 @@ class WeightFollower(Actor):
 
     @contextlib.asynccontextmanager
     async def exactly(self, order: tuple[int, int]) -> AsyncIterator[None]:
-        """Inside, a generation runs that begins with this version. Raises EngineError if the engine has another."""
+        """Run a generation inside that begins with this version. Raises EngineError if the engine has another one."""
         if self._engine.version != order:
-            raise EngineError(f"the engine has version {self._engine.version}, and {order} is evaluated")
+            raise EngineError(f"the engine has version {self._engine.version}, but the evaluation needs {order}")
         self._running += 1
         try:
             yield
@@ -182,17 +182,17 @@ class WeightFollower(Actor):
 
     @property
     def is_held(self) -> bool:
-        """Somebody holds a version, or waits for the one to hold."""
+        """Whether a version is held, or waited for to be held."""
         return self._held is not None
 
     @property
     def is_held_back(self) -> bool:
-        """There are newer weights, and the engine may not load them now."""
+        """Whether newer weights exist that the engine may not load now."""
         return self._held is not None and self._newest_announced > self._held.order
 
     @contextlib.contextmanager
     def watched(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``on_change`` is called whenever ``is_held_back`` may have changed."""
+        """While open, call ``on_change`` whenever ``is_held_back`` may have changed."""
         self._listeners.append(on_change)
         try:
             yield
@@ -204,9 +204,9 @@ class WeightFollower(Actor):
             on_change()
 
     async def _wait_for_change(self) -> None:
-        """Call with ``_changed`` held. An idle engine that stays at one version for too long begins groups of a lost
-        history: those that would bring the learner to what they ask for may be lost, and too old is better than never.
-        """
+        """Wait for a change; call with ``_changed`` held. An idle engine that stays at one version for too long begins
+        groups of a lost history. Groups that would bring the learner to the requested version may be lost, and too old
+        is better than never."""
         version = self._engine.version
         try:
             async with asyncio.timeout(STARVED_SECONDS):
@@ -222,7 +222,7 @@ class WeightFollower(Actor):
             min_policy_version,
             incarnation=incarnation,
             engine_incarnation=engine_incarnation,
-            fork=self._forks.get(engine_incarnation, version),  # of an unknown incarnation: no newer than its weights
+            fork=self._forks.get(engine_incarnation, version),  # for an unknown incarnation, at most its weights
             max_staleness=self._max_staleness,
         )
 
@@ -244,7 +244,7 @@ class WeightFollower(Actor):
 
     @property
     def _newest_order(self) -> tuple[int, int]:
-        """Of the version that the engine should have."""
+        """Order of the version that the engine should have."""
         return self._newest_announced if self._held is None else self._held.order
 
     @property
@@ -255,18 +255,18 @@ class WeightFollower(Actor):
         return not self._is_loading and self._engine.version == weights.order
 
     def _is_newer(self) -> bool:
-        """Or another one than the version that is held."""
+        """Return whether a newer version exists; if one is held, whether the engine has another version."""
         if self._held is not None:
             return self._engine.version != self._held.order
         return self._newest_order > self._engine.version
 
     def _wants_quiet(self) -> bool:
-        """A load is due that must not happen while something runs."""
+        """Return whether a load is due that must not happen while something runs."""
         if not self._is_newer() or self._load == "in_flight":
             return False
         if self._held is not None:
             return True
-        is_new_history = self._newest_order[0] > self._engine.version[0]  # its numbers do not compare with ours
+        is_new_history = self._newest_order[0] > self._engine.version[0]  # version numbers are not comparable
         return self._load == "drain" or is_new_history or self._demanded > self._engine.version[1]
 
     def _may_load(self) -> bool:
@@ -283,13 +283,13 @@ class WeightFollower(Actor):
                 return
             except WeightsError as error:
                 self.failed_reads = attempt
-                # A slow worker may find that a version was collected meanwhile: it takes the next one.
+                # A slow worker may find that a version was removed before it could load it, and takes the next one.
                 level = logging.INFO if self._newest_order > order else logging.WARNING
                 if str(error) != self.problem or attempt <= ATTEMPTS:
                     self.log.log(level, "version %d, attempt %d: %s", order[1], attempt, error)
                 self.problem = str(error)
                 is_held = self._held is not None and self._held.order == order
-                if attempt >= ATTEMPTS and is_held:  # the learner evaluates it elsewhere
+                if attempt >= ATTEMPTS and is_held:  # the learner evaluates the version on another worker
                     self._held, self._held_problem = None, str(error)
                     self._tell()
                     return
@@ -300,7 +300,7 @@ class WeightFollower(Actor):
                     return
 
     async def _take(self) -> None:
-        """The newest version, from the learner's memory or else from its folder. Raises WeightsError."""
+        """Load the newest version, from the learner's memory or else from its folder. Raises WeightsError."""
         held = self._held
         sent = self._newest.get(SENT) if held is None else None
         is_newest = sent is not None and sent.order == self._newest_order
@@ -311,11 +311,11 @@ class WeightFollower(Actor):
                 return
             except WeightsError as error:
                 self._failures += 1
-                self.log.warning("%s; version %d is taken from its folder", error, sent.policy_version)
+                self.log.warning("%s; loading version %d from its folder instead", error, sent.policy_version)
                 if self._newest[SENT] is sent or self._failures == ATTEMPTS:
                     del self._newest[SENT]
                 if self._failures == ATTEMPTS:
-                    self.log.warning("sending failed %d times in a row: folders from now on", ATTEMPTS)
+                    self.log.warning("transfers failed %d times in a row; using weight folders from now on", ATTEMPTS)
         stored = held or self._newest.get("")
         if stored is None or (held is None and stored.order <= self._engine.version):
             return  # the folder is still being written
@@ -350,7 +350,7 @@ class WeightFollower(Actor):
 
     @contextlib.contextmanager
     def _loading(self, held: WeightVersion | None) -> Iterator[bool]:
-        """Whether the version to load is still wanted: not if another is held since. None is held meanwhile."""
+        """Yield whether the version to load is still wanted: not if another is held by now. ``held``: held so far."""
         self._is_loading = self._held is held
         try:
             with self.account.load():
@@ -364,7 +364,7 @@ class WeightFollower(Actor):
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """A turn to load. Only engines that generate take turns: a pause of a quiet one holds up nothing."""
+        """Take a turn to load. Only generating engines take turns: the pause of an idle engine delays nothing."""
         if self._load != "in_flight" or not self._follows:
             yield
             return
@@ -383,11 +383,11 @@ class WeightFollower(Actor):
 
     @property
     def _wanted(self) -> Mapping[str, WeightVersion]:
-        """What there is to load, by key."""
+        """Versions that can be loaded, by key."""
         return dict(self._newest) if self._held is None else {"held": self._held}
 
     async def _superseded(self, tried: Mapping[str, WeightVersion], *, seconds: float) -> bool:
-        """Whether another version, or the same one at another place, is wanted within ``seconds``."""
+        """Return whether another version, or the same one at another place, is wanted within ``seconds``."""
         try:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(lambda: self._wanted != tried)
@@ -397,4 +397,4 @@ class WeightFollower(Actor):
 
 
 class _Unreadable(WeightsError):
-    """A version's folder or objects are not there, or not what was announced. No other worker could read them."""
+    """A version's folder or objects are missing or not as announced. No other worker could read them."""

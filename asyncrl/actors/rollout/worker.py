@@ -1,14 +1,14 @@
-"""The rollout worker: one engine, the stages that use it, and when it leaves.
+"""The rollout worker: one engine, the stages that use it, and the rules for when it leaves.
 
 Invariants (tests/actors/test_loop.py):
-  W1 publish, then ack: a worker that dies in between repeats the group, and the learner's ledger makes the repeat
-     harmless. It never loses one.
-  W2 every prompt group becomes exactly one trained, dropped, filtered or failed group: what cannot be made is published
-     as failed, so that its place in the window comes free.
-  W3 draining takes no new prompt and finishes what is held; asked twice, it hands that over
+  W1 It publishes, then acks: a worker that dies in between repeats the group, and the learner's ledger makes the repeat
+     harmless. A group is never lost.
+  W2 Every prompt group becomes exactly one trained, dropped, filtered or failed group. A group that cannot be made is
+     published as failed, so that its place in the window becomes free.
+  W3 A draining worker takes no new prompts and finishes those it holds. After a second drain it hands them over
      (tests/actors/rollout/test_handover.py).
-  W4 a group on its last attempt has the worker to itself: what kills workers takes no other group with it.
-The stages keep W1, W2 and W4 (stage.py). Unfinished groups are saved to the bus (partial_rollouts.py).
+  W4 A group on its last attempt has the worker to itself, so a group that kills workers takes no other group with it.
+The stages ensure W1, W2 and W4 (stage.py). Unfinished groups are saved to the bus (partial_rollouts.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RolloutWorker(Actor):
         stages: Sequence[Stage],
         partial_rollouts: PartialRollouts,
     ) -> None:
-        """``partial_rollouts``: of those stages that save theirs."""
+        """``partial_rollouts``: of the stages that save their groups"""
         super().__init__(name, bus)
         self.waits = engine.waits  # one list for the process
         self._engine = engine
@@ -63,13 +63,13 @@ class RolloutWorker(Actor):
             await stage.close()
 
     def drain(self) -> None:
-        """Take no more prompts and finish those that are held; asked again, hand them over as far as they are."""
+        """Take no more prompts and finish those held. On a second call, hand over held groups as they are."""
         if self.draining.is_set():
             self._handing_over.set()
         super().drain()
 
     async def run(self) -> None:
-        """Work until drained, or until the learner says that the run is finished: what is held then is not needed."""
+        """Work until drained, or until the learner reports that the run is finished and needs no held groups."""
         async with asyncio.TaskGroup() as group:
             joined = group.create_task(self._say_joined(), name=f"{self.name}.say-joined")
             work = group.create_task(self._work(), name=f"{self.name}.work")
@@ -78,14 +78,14 @@ class RolloutWorker(Actor):
             quarantined = group.create_task(self._until_quarantined(), name=f"{self.name}.until-quarantined")
             handed_over = group.create_task(self._until_handed_over(), name=f"{self.name}.until-handed-over")
             await asyncio.wait((work, finished, quarantined, handed_over), return_when=asyncio.FIRST_COMPLETED)
-            work.cancel()  # what it holds goes back to the bus
+            work.cancel()  # held groups go back to the bus
             if quarantined.done() and not finished.done():
                 await self._sit_out(quarantined.result(), finished, owner=group)
             for task in (joined, handed_over, quarantined, finished, saving):
                 task.cancel()
 
     async def _work(self) -> None:
-        """All stages, until each has ended."""
+        """Run all stages until each has ended."""
         async with asyncio.TaskGroup() as group:
             draining = group.create_task(self._drain_stages(), name=f"{self.name}.drain-stages")
             running = [group.create_task(stage.run(), name=f"{self.name}.{stage.name}") for stage in self._stages]
@@ -93,13 +93,13 @@ class RolloutWorker(Actor):
             draining.cancel()
 
     async def _drain_stages(self) -> None:
-        """consumes: nothing    waits for: ``drain``    woken by: it"""
+        """consumes: nothing    waits for: ``drain``    woken by: ``drain``"""
         await self.draining.wait()
         for stage in self._stages:
             stage.drain()
 
     async def _sit_out(self, reason: str, finished: asyncio.Task[None], *, owner: asyncio.TaskGroup) -> None:
-        """Quarantined: stay up without work, so that nobody starts the worker again before the run ends."""
+        """Stay up without work after a quarantine, so that no launcher restarts the worker before the run ends."""
         self.phase, self.problem = "quarantined", reason
         drained = owner.create_task(self.draining.wait())
         with self.waiting(f"the end of the run: quarantined by the learner, {reason}"):
@@ -107,15 +107,15 @@ class RolloutWorker(Actor):
         drained.cancel()
 
     async def _say_joined(self) -> None:
-        """The engine is up. The learner says "first_trained" when it has trained a group of this worker."""
+        """Report that the engine is up. The learner reports "first_trained" when it has trained this worker's group."""
         event = Event(kind="joined", actor=self.name, time=time.time(), data={"host": socket.gethostname()})
         try:
             await self.bus.publish(EVENTS, event, key=f"{self.name}-joined-{uuid.uuid4().hex}")
         except BusError as error:
-            self.log.warning("could not say that it has joined: %s", error)
+            self.log.warning("could not report that it has joined: %s", error)
 
     async def _until_quarantined(self) -> str:
-        """Until the learner says that it trains nothing of this worker, and why.
+        """Return the reason once the learner reports that it trains nothing more of this worker.
 
         consumes: quarantine    waits for: a verdict on this life of the worker    woken by: the learner
         """
@@ -127,7 +127,7 @@ class RolloutWorker(Actor):
         return verdict.reason
 
     async def _until_handed_over(self) -> None:
-        """Until ``drain`` is called twice and everything held is saved to the bus."""
+        """Return once ``drain`` was called twice and all held groups are saved to the bus."""
         await self._handing_over.wait()
         await self._partial_rollouts.save()
 
@@ -137,7 +137,7 @@ class RolloutWorker(Actor):
         async with self.bus.watch(PROGRESS) as states:
             async for progress in states:
                 if progress.incarnation < incarnation:
-                    problem = f"of incarnation {progress.incarnation}, and {incarnation} was there already"
+                    problem = f"of incarnation {progress.incarnation}, after incarnation {incarnation} was seen"
                     self.bus.rejections.note(PROGRESS.name, problem, kind="incarnation")
                     continue
                 incarnation = progress.incarnation
@@ -157,14 +157,14 @@ class RolloutWorker(Actor):
         return self._engine.engine.stats()
 
     def heartbeat(self) -> Heartbeat:
-        """Its follower's problem too: a process has one heartbeat."""
+        """Include the follower's problem: a process has one heartbeat."""
         beat = super().heartbeat()
         problem = beat.problem or self._engine.follower.problem
         said: Heartbeat = messages.replace(beat, problem=problem, begun=self._partial_rollouts.begun())
         return said
 
     def present_waits(self) -> tuple[Wait, ...]:
-        """Also what its follower waits for, and its engine's next token: without either nothing is generated."""
+        """Include the waits of its follower and for its engine's next token: without either nothing is generated."""
         loading = tuple(wait for wait in self._engine.follower.present_waits() if wait.on)
         return (
             *self._engine.present_waits(is_loading=bool(loading)),

@@ -1,1 +1,1 @@
-"""Families of models that the megatron backend trains: one file each, and what they share."""
+"""Model families that the megatron backend trains, one file each, and the code they share."""

@@ -1,6 +1,6 @@
-"""DeepSeek-V3: latent attention, experts chosen by sigmoid scores and a bias.
+"""DeepSeek-V3: latent attention, and experts chosen by sigmoid scores plus a bias.
 
-Layers that predict further tokens are left as they are: neither trained nor exported.
+Multi-token-prediction layers are ignored: neither trained nor exported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shape(config: Any) -> ModelShape:
 
 
 def _score_scale(rope: dict[str, Any]) -> float:
-    """YaRN's, as DeepSeek wrote it: the square of 0.1 x mscale_all_dim x ln(factor) + 1."""
+    """Return YaRN's score scale as in DeepSeek's code: the square of 0.1 x mscale_all_dim x ln(factor) + 1."""
     if rope.get("rope_type", "default") == "default" or not rope.get("mscale_all_dim"):
         return 1.0
     return float((0.1 * rope["mscale_all_dim"] * math.log(max(rope["factor"], 1.0)) + 1.0) ** 2)
@@ -38,6 +38,6 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     models="DeepSeek-V3, DeepSeek-R1 and Kimi-K2, once `asyncrl import-model` has turned their weights to bfloat16",
     shape=shape,
-    # transformers takes 1e-6 for the norms in attention whatever the model says, engines take what it says
+    # transformers always uses 1e-6 for the norms in attention; engines use the value in config.json
     only={**SIGMOID_ONLY, "rms_norm_eps": (1e-6,)},
 )

@@ -1,4 +1,4 @@
-"""What a family says of itself, and how most of them read config.json."""
+"""The description of a model family, and the config.json parsing that most families share."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ DENSE_ONLY: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention_dropout": (0.0, None),
     "quantization_config": (None,),
 }
-"""What is the same in most families; see Family.only."""
+"""Supported values that most families have in common; see Family.only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One architecture of transformers.
 
-    architecture  as in config.json
-    models        published ones, for people
-    shape         of a config; raises Unsupported
-    only          keys of config.json, and the values of each that we map; others would be silently wrong
+    architecture  name in config.json
+    models        published models, for messages and documentation
+    shape         function from a config to its shape; raises Unsupported
+    only          keys of config.json with the supported values of each; other values would be silently wrong
     layer         the weights of one layer
     """
 
@@ -43,7 +43,7 @@ class Family:
 
 
 class Unsupported(ValueError):
-    """A feature of a model that we do not map; its text goes on after "does not support QwenX with"."""
+    """An unsupported feature of a model. Its text continues the sentence "does not support QwenX with"."""
 
 
 def decoder_shape(
@@ -55,10 +55,10 @@ def decoder_shape(
     experts: Experts | None = None,
     rotary: tuple[torch.Tensor, float] | None = None,
 ) -> ModelShape:
-    """The shape of a decoder with grouped-query attention, by the names that most families use in config.json.
+    """Return the shape of a decoder with grouped-query attention, from the keys that most families use in config.json.
 
-    is_partly_rotated  its code in transformers reads partial_rotary_factor; that of other families ignores it
-    rotary             frequencies and scale, where config.json says them in another way
+    is_partly_rotated  the model's code in transformers reads partial_rotary_factor; other families ignore this key
+    rotary             frequencies and scale, for families with other keys for them
     """
     frequencies, rope_scale = rotary or rope(config, is_partial=is_partly_rotated)
     return ModelShape(
@@ -82,10 +82,10 @@ def decoder_shape(
 
 
 def sigmoid_experts(config: Any) -> Experts:
-    """Experts as in DeepSeek-V3, by its names in config.json. Raises Unsupported."""
+    """Return experts like DeepSeek-V3's, from its keys in config.json. Raises Unsupported."""
     chosen, groups, best_groups = config.num_experts_per_tok, config.n_group, config.topk_group
     has_groups = groups > best_groups
-    if has_groups and chosen != 2 * best_groups:  # transformers scores a group by its best two experts, always
+    if has_groups and chosen != 2 * best_groups:  # transformers always scores a group by its best two experts
         raise Unsupported(
             f"num_experts_per_tok = {chosen} of topk_group = {best_groups} groups: Megatron scores a group by its best "
             f"{chosen} // {best_groups} experts and engines by its best 2"
@@ -111,7 +111,7 @@ SIGMOID_ONLY: Final[Mapping[str, tuple[Any, ...]]] = {
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }
-"""Family.only of ``sigmoid_experts``."""
+"""Family.only for families that use ``sigmoid_experts``."""
 
 
 def head_size(config: Any) -> int:
@@ -119,7 +119,7 @@ def head_size(config: Any) -> int:
 
 
 def rope(config: Any, *, is_partial: bool = False) -> tuple[torch.Tensor, float]:
-    """Frequencies and scale, computed by transformers, so that they match the engine's. Raises Unsupported."""
+    """Return frequencies and scale, computed by transformers so that they match the engine. Raises Unsupported."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters
@@ -136,5 +136,5 @@ def rope(config: Any, *, is_partial: bool = False) -> tuple[torch.Tensor, float]
 
 
 def plain_rope(theta: float, size: int) -> torch.Tensor:
-    """f32[size / 2]: radians per position of rotary embeddings without scaling (arXiv:2104.09864)."""
+    """Return f32[size / 2]: radians per position of rotary embeddings without scaling (arXiv:2104.09864)."""
     return torch.as_tensor(1.0 / theta ** (torch.arange(0, size, 2).float() / size))

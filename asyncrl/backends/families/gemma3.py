@@ -1,5 +1,7 @@
-"""Gemma 3 (text): most layers see a window of tokens and have rotary angles of their own; norms before and behind
-attention and feed-forward part, all zero-centred; the gate is a GELU; embeddings are scaled.
+"""Gemma 3 (text).
+
+Most layers see a window of tokens and have their own rotary frequencies. Attention and feed-forward part have norms
+before and after them, all zero-centred. The gate is a GELU. Embeddings are scaled.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def shape(config: Any) -> ModelShape:
 
 
 def _rope_of(config: Any, kind: str) -> torch.Tensor:
-    """Frequencies of one kind of layers; both kinds are default or linear, neither of which has a scale."""
+    """Return the frequencies of one kind of layer. Supports default and linear rope, which have no scale."""
     parameters = config.rope_parameters[kind]
     if parameters["rope_type"] not in ("default", "linear"):
         raise Unsupported(f"rope type {parameters['rope_type']!r}; supported: default, linear")

@@ -1,5 +1,7 @@
-"""GLM-4 of April 2025: norms behind attention and feed-forward part, too, and half of every head is rotated in pairs of
-neighbours. A layer's norms have other names than elsewhere, gate and up are one tensor.
+"""GLM-4 of April 2025.
+
+Attention and feed-forward part also have a norm after them. Half of every head is rotated, in pairs of neighbours. The
+names of a layer's norms differ from other families, and gate and up are one tensor.
 """
 
 from __future__ import annotations

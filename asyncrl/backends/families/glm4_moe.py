@@ -1,6 +1,6 @@
-"""GLM-4.5: half of every head is rotated, experts are chosen as in DeepSeek-V3.
+"""GLM-4.5: half of every head is rotated, and experts are chosen as in DeepSeek-V3.
 
-Layers that predict further tokens are left as they are: neither trained nor exported.
+Multi-token-prediction layers are ignored: neither trained nor exported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make which of a layer's parameters, and how Megatron cuts those over ranks."""
+"""Maps Hugging Face tensors to the parameters of a layer, and tells how Megatron splits these over ranks."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ _OfWeights = Literal[
     "whole", "vocabulary", "rows", "heads", "qkv", "gate_up", "gate_then_up", "expert_rows", "expert_gate_up"
 ]
 Cut = _OfWeights | Literal["stacked", "stacked_rows", "expert_stacked"]
-"""How a parameter is split over tensor-parallel ranks, those of experts over expert-tensor-parallel ones.
+"""How a parameter is split over tensor-parallel ranks (experts: over expert-tensor-parallel ranks).
 
 whole           replicated
 vocabulary      by rows, with the vocabulary padded to a multiple of the ranks
 rows            by columns (Megatron's row-parallel)
-heads           by rows, which are those of one head after the other
-qkv             by key-value groups, each being its queries, its key, its value
+heads           by rows, which are grouped by head
+qkv             by key-value groups; each group is its queries, its key, its value
 gate_up         gate and up by rows; a shard is its gate rows, then its up rows
-gate_then_up    the same, of one tensor that is gate, then up
+gate_then_up    like gate_up, from one tensor that holds gate, then up
 expert_rows     rows of every expert, stacked: [experts, H, F]
 expert_gate_up  gate_up of every expert, stacked: [experts, 2 F, H]; its tensors are gate, up, gate, up, ...
-stacked, stacked_rows, expert_stacked  of adapters: tensors of one shape, stacked; replicated, by their last dimension,
-                and of every expert
+stacked, stacked_rows, expert_stacked  adapter tensors of one shape, stacked: replicated; split by their last
+                dimension; those of every expert
 """
 
 Row = tuple[str, Cut, tuple[str, ...]]
-"""A parameter, its cut, and the Hugging Face tensors that it is made of; names within the layer."""
+"""A parameter, its cut, and the Hugging Face tensors it is made of. Names are relative to the layer."""
 
 
 class LayerWeights(Protocol):
     def __call__(self, shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
-        """Every parameter of ``layer`` on a rank that holds ``experts``."""
+        """Yield every parameter of ``layer`` on a rank that holds ``experts``."""
 
 
 def decoder_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
-    """By the names that most families use."""
+    """Yield the parameters of a layer under the names that most families use."""
     yield from latent_attention(shape.latent) if shape.latent else attention(shape)
     if shape.experts and shape.has_experts(layer):
         yield ("pre_mlp_layernorm.weight", "whole", ("post_attention_layernorm.weight",))
@@ -72,13 +72,13 @@ def latent_attention(latent: LatentAttention) -> Iterator[Row]:
 
 
 def feed_forward(name: str) -> Iterator[Row]:
-    """SwiGLU; ``name`` is the same on both sides."""
+    """Yield the weights of a SwiGLU; ``name`` is the same in both naming schemes."""
     yield (f"{name}.linear_fc1.weight", "gate_up", (f"{name}.gate_proj.weight", f"{name}.up_proj.weight"))
     yield (f"{name}.linear_fc2.weight", "rows", (f"{name}.down_proj.weight",))
 
 
 def mixture(experts: Experts, held: range) -> Iterator[Row]:
-    """The router and the rank's experts, all of which are two parameters. A router's bias is Megatron's buffer."""
+    """Yield the router and the rank's experts, which form two parameters. The router's bias is a Megatron buffer."""
     yield ("mlp.router.weight", "whole", ("mlp.gate.weight",))
     if experts.has_bias:
         yield ("mlp.router.expert_bias", "whole", ("mlp.gate.e_score_correction_bias",))

@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers; its first model, whose attention has a window, is refused."""
+"""Mistral: the layers of Llama. Its first model, whose attention has a window, is refused."""
 
 from asyncrl.backends.families.family import DENSE_ONLY, Family, decoder_shape
 

@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts: Qwen3 whose feed-forward parts are many small ones with a softmax router."""
+"""Qwen3's mixtures of experts: Qwen3 with many small feed-forward parts and a softmax router."""
 
 from __future__ import annotations
 

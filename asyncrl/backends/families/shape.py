@@ -1,4 +1,4 @@
-"""What a decoder is made of, whatever family it is from."""
+"""The shape of a decoder, independent of its family."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The feed-forward part of sparse layers: a router sends each token to a few of many experts, SwiGLUs all.
+    """The feed-forward part of sparse layers: a router sends each token to a few of many experts, all SwiGLUs.
 
-    feed_forward_size  of one expert
-    shared_size        of the expert that every token visits besides; 0: none
-    scores             of the experts for a token: softmax over all of them, or a sigmoid of each
-    is_normalized      the chosen scores are divided by their sum
-    scale              and multiplied by this
-    has_bias           a bias takes part in the choice, not in the score (arXiv:2408.15664)
+    feed_forward_size  intermediate size of one expert
+    shared_size        intermediate size of the shared expert that also sees every token; 0 if there is none
+    scores             scores of the experts for a token: a softmax over all experts, or a sigmoid of each
+    is_normalized      whether the chosen scores are divided by their sum
+    scale              factor for the chosen scores, applied last
+    has_bias           whether a bias is added for the choice but not for the score (arXiv:2408.15664)
     num_groups, groups_per_token  experts are chosen from the best groups; 1: no groups
-    dense_layers       layers with a plain feed-forward part instead
+    dense_layers       layers that have a plain feed-forward part instead
     """
 
     num_experts: int
@@ -39,11 +39,11 @@ class Experts:
 class LatentAttention:
     """Multi-head latent attention (arXiv:2405.04434): keys and values of all heads come from a few numbers per token.
 
-    query_rank      numbers that queries come from; 0: the hidden state itself
-    key_value_rank  numbers that keys and values come from
-    plain_size, rotary_size  parts of a head's query and key, of which the second is rotated; its key is all heads'
-    value_size      of a head
-    score_scale     the scores are multiplied by this / sqrt(plain_size + rotary_size); YaRN has one
+    query_rank      latent size of queries; 0 if queries come from the hidden state itself
+    key_value_rank  latent size of keys and values
+    plain_size, rotary_size  parts of a head's query and key; the second is rotated, and its key is shared by all heads
+    value_size      size of a head's value
+    score_scale     scores are multiplied by this / sqrt(plain_size + rotary_size); differs from 1 with YaRN
     """
 
     query_rank: int
@@ -56,10 +56,10 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalAttention:
-    """Attention of some ``layers`` reaches back only so far (arXiv:2004.05150).
+    """Sliding-window attention in some ``layers`` (arXiv:2004.05150).
 
-    window            tokens that a query sees, itself and those before it
-    rope_frequencies  of these layers, as ModelShape's
+    window            tokens that a query sees: itself and those before it
+    rope_frequencies  frequencies of these layers; see ModelShape
     """
 
     layers: frozenset[int]
@@ -75,7 +75,7 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     feed_forward_size: int
-    """Of layers without experts."""
+    """Intermediate size of layers without experts."""
     num_heads: int
     num_key_value_heads: int
     head_size: int
@@ -86,29 +86,29 @@ class ModelShape:
     has_qk_norm: bool
     dtype: torch.dtype
     rope_frequencies: torch.Tensor
-    """f32[size / 2]: radians per position, of the first ``size`` numbers of a head."""
+    """f32[size / 2]: radians per position, for the first ``size`` numbers of a head."""
     rope_scale: float = 1.0
-    """Cosines and sines are multiplied by it: YaRN's."""
+    """Factor for cosines and sines; YaRN sets it."""
     is_interleaved: bool = False
-    """Pairs that are rotated are (2 i, 2 i + 1), not (i, i + size / 2)."""
+    """Whether rotation pairs (2 i, 2 i + 1) instead of (i, i + size / 2)."""
     has_norms_behind: bool = False
-    """Attention and feed-forward part have a norm behind them, too."""
+    """Whether attention and feed-forward part also have a norm after them."""
     has_zero_centered_norms: bool = False
-    """Norms multiply by 1 + weight."""
+    """Whether norms multiply by 1 + weight."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Of the gate."""
+    """Activation of the gate."""
     embedding_scale: float = 1.0
-    """Embeddings are multiplied by it."""
+    """Factor for embeddings."""
     query_scale: float = 1.0
-    """Scores are multiplied by this / sqrt(head_size); latent attention has its own."""
+    """Scores are multiplied by this / sqrt(head_size). Latent attention has its own scale."""
     local: LocalAttention | None = None
     experts: Experts | None = None
     latent: LatentAttention | None = None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the feed-forward part of ``layer`` is a mixture of experts."""
+        """Return whether the feed-forward part of ``layer`` is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def window(self, layer: int) -> int:
-        """Tokens that a query of ``layer`` sees at most; 0: all before it."""
+        """Return how many tokens a query of ``layer`` sees at most; 0 if it sees all tokens before it."""
         return self.local.window if self.local and layer in self.local.layers else 0

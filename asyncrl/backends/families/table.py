@@ -1,4 +1,4 @@
-"""The families, by architecture."""
+"""All families by architecture."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tokens as the experts of a mixture take them, one expert's after the other's, and back: gathers alone.
+"""Sorts tokens by expert for a mixture, and back, using gathers only.
 
-A token of k experts has k rows. Its gradient is the sum of theirs, and so is its result; adding rows up where they
-belong (index_add) takes ten times as long on CUDA as finding them.
+A token with k experts becomes k rows. Its result and its gradient are sums over these rows. On CUDA, scatter-adding
+rows (index_add) takes ten times as long as gathering them.
 Tests: tests/unit/backends/kernels/test_expert_rows.py.
 """
 
@@ -15,9 +15,9 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRows:
-    """Where tokens are among the experts' rows. Made without waiting for the device.
+    """Positions of tokens among the experts' rows. Created without waiting for the device.
 
-    order   i64[n k]: which choice (token x k + number) each row is
+    order   i64[n k]: the choice (token x k + number) that each row belongs to
     places  i64[n, k]: the row of each choice
     counts  i64[experts]: rows of each expert
     """
@@ -28,7 +28,7 @@ class ExpertRows:
 
     @classmethod
     def of(cls, experts: torch.Tensor, num_experts: int) -> ExpertRows:
-        """experts i64[n, k], all different for a token"""
+        """experts: i64[n, k], distinct for each token"""
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -38,11 +38,11 @@ class ExpertRows:
         return cls(order=order, places=places.view(experts.shape), counts=counts)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, H] -> [n k, H]: each token for each of its experts"""
+        """[n, H] -> [n k, H]: copy each token to the rows of its experts."""
         return _Spread.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """[n k, H] -> [n, H]: the sum of each token's rows"""
+        """[n k, H] -> [n, H]: sum the rows of each token."""
         return _Gathered.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     @property
@@ -74,7 +74,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def sums_of_rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """x [N, H], places i64[n, k] -> [n, H]: the sum of the k rows of each, in float32"""
+    """x [N, H], places i64[n, k] -> [n, H]: for each token the sum of its k rows, in float32"""
     if x.is_cuda:
         from asyncrl.backends.kernels import triton_expert_rows
 

@@ -1,8 +1,8 @@
 """Operations between matrix products: eager PyTorch on a CPU, fused kernels on CUDA.
 
-All of them are memory-bound. Those of every layer are Triton kernels of our own: starting one takes a fifth of the
-host's time that a compiled function does, and a model of another size in the same process does not make them slow.
-torch.compile makes the rest, one kernel of each function and one of its gradient. Computation is in float32.
+All of them are memory-bound. Operations of every layer are our own Triton kernels: launching one takes a fifth of the
+host time of a compiled function, and another model size in the same process does not slow them down. torch.compile
+handles the other operations, with one kernel for each function and one for its gradient. Computation is in float32.
 ``torch.compiler.set_stance("force_eager")`` disables the compiler.
 Tests: tests/unit/backends/kernels/test_fused.py.
 """
@@ -28,7 +28,7 @@ R = TypeVar("R")
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Compile ``function`` on first use if its first argument is on CUDA, once for any number of rows.
 
-    If compilation fails (torch's compiler has bugs at some shapes), warn once and run it eagerly.
+    If compilation fails (torch's compiler has bugs at some shapes), warn once and run the function eagerly.
     """
 
     @functools.cache
@@ -57,7 +57,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_triton(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """On CUDA the function of the same name in ``module``; ``fused`` elsewhere, and for what that gives None for."""
+    """On CUDA, call the function of the same name in ``module``. Otherwise, or if it returns None, use ``fused``."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         otherwise = fused(function)
@@ -91,7 +91,7 @@ def on_rows(compiled: Callable[P, R]) -> Callable[P, R]:
 
 @in_triton("triton_norm")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool = False) -> torch.Tensor:
-    """[..., H] x [H] -> [..., H]. A zero-centred weight is multiplied by as 1 + weight, in float32."""
+    """[..., H] x [H] -> [..., H]. A zero-centred weight multiplies as 1 + weight, in float32."""
     return _normed(x, weight, eps, is_zero_centered)
 
 
@@ -103,21 +103,21 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered:
 
 @in_triton("triton_swiglu")
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """Gate and up, concatenated [..., 2 F] -> silu(gate) x up [..., F]"""
+    """Concatenated gate and up [..., 2 F] -> silu(gate) x up [..., F]"""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 @fused
 def geglu(x: torch.Tensor) -> torch.Tensor:
-    """Gate and up, concatenated [..., 2 F] -> gelu(gate) x up [..., F], with tanh's approximation (arXiv:1606.08415)"""
+    """Concatenated gate and up [..., 2 F] -> gelu(gate) x up [..., F], by the tanh approximation, arXiv:1606.08415"""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 @in_triton("triton_swiglu")
 def scored_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Each row of ``swiglu`` times its score f32[N]: [N, 2 F] -> [N, F]"""
+    """``swiglu`` with each row multiplied by its score f32[N]: [N, 2 F] -> [N, F]"""
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up * scores[:, None]).to(x.dtype)
 
@@ -142,7 +142,7 @@ def heads(
     is_zero_centered: bool = False,
     query_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention's inputs from one projection: split, normalised if there are weights [d], rotated.
+    """Inputs of attention from one projection: split, normalise if there are weights [d], and rotate.
 
     mixed [N, groups x (queries + 2) x d], d = ``size``; a group is its queries, its key, its value
     -> query [N, groups x queries, d], key and value [N, groups, d]
@@ -157,8 +157,8 @@ def heads(
 
 
 def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    """The first d numbers of each head. Pairs are (i, i + d / 2), as in most Hugging Face models, or interleaved
-    (2 i, 2 i + 1), which come out as the others do: scores do not see the order."""
+    """Rotate the first d numbers of each head. Pairs are (i, i + d / 2), as in most Hugging Face models, or interleaved
+    (2 i, 2 i + 1). Interleaved pairs are returned in the order of the others; scores do not depend on the order."""
     half = cosines.shape[-1]
     if is_interleaved:
         first, second = x[..., 0 : 2 * half : 2].float(), x[..., 1 : 2 * half : 2].float()
@@ -169,7 +169,7 @@ def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_int
 
 
 def _turned(first: torch.Tensor, second: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Two halves of pairs [N, heads, d / 2] -> [N, heads, d]"""
+    """Rotate the two halves of pairs [N, heads, d / 2] -> [N, heads, d]"""
     cosines, sines = cosines[:, None], sines[:, None]
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 
@@ -185,10 +185,10 @@ def latent_heads(
     is_interleaved: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs of latent attention. Of every head a part of ``plain_size`` is left as it is and one of r is rotated.
+    """Inputs of latent attention. In every head, the part of ``plain_size`` is unchanged and a part of r is rotated.
 
     queries [N, heads, plain + r], keys_and_values [N, heads, plain + v], shared_key [N, 1, r]
-    -> query (times ``scale``) and key [N, heads, plain + r], value [N, heads, plain + r], 0 behind v
+    -> query (times ``scale``) and key [N, heads, plain + r], value [N, heads, plain + r], padded with 0 after v
     """
     query, key = (_rotated(x, cosines, sines, is_interleaved) for x in (queries[..., plain_size:], shared_key))
     query = torch.cat([queries[..., :plain_size], query], dim=-1)
@@ -243,7 +243,7 @@ def logits_gradient_with_entropy(
 
 @contextmanager
 def remade(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """Computations inside save ``make`` for their backward pass in place of ``tensor``, which is then recomputed."""
+    """Operations inside save ``make`` for the backward pass instead of ``tensor``, which is then recomputed."""
     address, shape = tensor.data_ptr(), tensor.shape
 
     def keep(saved: torch.Tensor) -> Any:

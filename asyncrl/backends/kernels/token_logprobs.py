@@ -1,9 +1,9 @@
 """The output layer: token logprobs and entropies from hidden states, without materialising all logits.
 
-Logits of a whole micro-batch would be the largest tensor of all (16k rows of 152k: 5 GB in 16 bits, twice that in
-float32). Rows are processed in chunks: a matrix product, then a few float32 numbers per row. The backward pass turns
-each chunk's logits into gradients immediately. It recomputes them (a third more work in this layer), but those of the
-first chunks if asked to keep them.
+The logits of a whole micro-batch would be the largest tensor of all (16k rows of 152k: 5 GB in 16 bits, twice that in
+float32). So rows are processed in chunks: a matrix product, then a few float32 numbers per row. The backward pass turns
+the logits of each chunk into gradients immediately. It recomputes the logits, which is a third more work in this layer;
+optionally, the logits of the first chunks are kept instead.
 Tests: test_logprobs_and_entropy_over_a_split_vocabulary, test_logits_that_are_kept_give_the_same_gradient.
 """
 
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from asyncrl.backends.kernels import fused
 
 _CHUNK_NUMBERS = {"cuda": 2**29, "cpu": 2**26}
-"""Logits per chunk: 1 GiB in 16 bits; on a CPU 256 MiB in float32, as its float32 operations are not fused."""
+"""Logits per chunk: 1 GiB in 16 bits; on a CPU 256 MiB in float32, because float32 operations are not fused there."""
 
 _KEPT_NUMBERS = {"cuda": 3 * 2**30, "cpu": 2**26}
-"""Logits that the backward pass finds again, where they are kept: 6 GiB in 16 bits."""
+"""Logits to keep for the backward pass, if requested: 6 GiB in 16 bits."""
 
 
 def linear_logprobs(
@@ -78,7 +78,7 @@ class _LinearLogprobs(torch.autograd.Function):
             left -= logits.numel()
             if left >= 0:
                 ctx.kept[rows.start] = logits
-            del logits  # before the next are made
+            del logits  # before the next chunk is computed
         logprobs, log_total, mean = _normalised(statistics, group)
         ctx.save_for_backward(hidden, weight, columns, log_total, mean)
         ctx.temperature, ctx.num_valid, ctx.group = temperature, num_valid, group
@@ -105,7 +105,7 @@ class _LinearLogprobs(torch.autograd.Function):
             del logits
             of_hidden[rows] = of_logits @ valid
             _add_product(of_weight[: ctx.num_valid], of_logits.t(), hidden[rows])
-            del of_logits  # before the next logits are made
+            del of_logits  # before the next logits are computed
         if ctx.group is not None:
             of_hidden = _reduced(of_hidden, dist.ReduceOp.SUM, ctx.group)
         return of_hidden, of_weight.to(weight.dtype), None, None, None, None, None
@@ -148,7 +148,7 @@ def _adds_to_float32(dtype: torch.dtype) -> bool:
 
 
 def _chunks(hidden: torch.Tensor, width: int) -> Iterator[slice]:
-    """Equal parts of the rows, each small enough for its logits to stay below the limit."""
+    """Split the rows into equal parts, each small enough for its logits to stay below the limit."""
     rows = hidden.shape[0]
     parts = -(-rows * width // _CHUNK_NUMBERS["cuda" if hidden.is_cuda else "cpu"])
     step = -(-rows // max(1, parts))

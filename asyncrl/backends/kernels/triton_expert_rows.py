@@ -1,10 +1,10 @@
-"""Sums of chosen rows on CUDA: one kernel that reads each of them once.
+"""Sums of chosen rows on CUDA, in one kernel that reads each chosen row once.
 
-Imported on CUDA only, where torch brings Triton. A program makes one row of the result, in float32.
+Imported only on CUDA, where torch includes Triton. A program computes one row of the result, in float32.
 Test: test_a_kernel_computes_what_the_plain_function_does, in Triton's interpreter.
 """
 
-# A kernel's arguments are pointers and numbers of Triton's, which has no types to name them by.
+# Kernel arguments are Triton pointers and numbers, for which Triton has no type names.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Attention's inputs on CUDA: one kernel, and one of its gradient, that read and write each number once.
+"""Inputs of attention on CUDA: one kernel, and one for its gradient. Both read and write each number once.
 
-Imported on CUDA only, where torch brings Triton. A program takes tokens one after the other: all heads of one are a
-table of rows, each in two halves because rotation pairs (i, i + d / 2). Everything inside is float32.
+Imported only on CUDA, where torch includes Triton. A program processes tokens one at a time. The heads of a token form
+a table of rows, each split into two halves because rotation pairs (i, i + d / 2). Computation is in float32.
 Test: test_a_kernel_computes_what_the_plain_function_does, in Triton's interpreter.
 """
 
-# A kernel's arguments are pointers and numbers of Triton's, which has no types to name them by.
+# Kernel arguments are Triton pointers and numbers, for which Triton has no type names.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 _STEPS = 8
-"""Tokens of one program of the gradient: many enough that the programs' parts of the weights' gradient are small."""
+"""Tokens per program of the gradient: enough to keep the per-program parts of the weight gradient small."""
 
 
 def heads(
@@ -33,8 +33,11 @@ def heads(
     is_zero_centered: bool = False,
     query_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """See kernels.fused. None unless a token's heads fit into a program's registers, are turned whole and in pairs
-    (i, i + size / 2), and have plain weights or none; queries must not be scaled."""
+    """See kernels.fused. Returns None for inputs that the kernel does not support.
+
+    It needs the heads of a token to fit into a program's registers, rotation of whole heads in pairs (i, i + size / 2),
+    plain weights or none, and unscaled queries.
+    """
     is_plain = not is_interleaved and not is_zero_centered and query_scale == 1.0
     is_whole = size == 2 * cosines.shape[1] and (query_weight is None) == (key_weight is None)
     if not is_plain or not is_whole or not 0 < mixed.numel() <= 16_384 * mixed.shape[0]:
@@ -94,7 +97,7 @@ class _Heads(torch.autograd.Function):
 
 @triton.jit
 def _places(groups: tl.constexpr, queries: tl.constexpr, half: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
-    """Of one token: which rows are queries, keys, values, and where their first halves stand in each tensor."""
+    """For one token: which rows are queries, keys and values, and where their first halves are in each tensor."""
     row = tl.arange(0, rows)[:, None]
     column = tl.arange(0, columns)[None, :]
     group, slot = row // (queries + 2), row % (queries + 2)
@@ -107,7 +110,7 @@ def _places(groups: tl.constexpr, queries: tl.constexpr, half: tl.constexpr, row
 
 @triton.jit
 def _weight(query_weight, key_weight, slot, start, queries: tl.constexpr, half: tl.constexpr, columns: tl.constexpr):
-    """One half of each row's weight: the queries' or the keys'."""
+    """Load one half of the weight of each row: that of queries or of keys."""
     column = tl.arange(0, columns)[None, :]
     of_query = tl.load(query_weight + start + column, mask=column < half, other=0.0).to(tl.float32)
     of_key = tl.load(key_weight + start + column, mask=column < half, other=0.0).to(tl.float32)
@@ -116,7 +119,7 @@ def _weight(query_weight, key_weight, slot, start, queries: tl.constexpr, half: 
 
 @triton.jit
 def _scale(first, second, half: tl.constexpr, eps: tl.constexpr):
-    """1 / root mean square of each row."""
+    """1 / root mean square of each row"""
     squares = tl.sum(first * first + second * second, axis=1)[:, None]
     return tl.rsqrt(squares / (2 * half) + eps)
 
@@ -188,8 +191,8 @@ def _backward(
     columns: tl.constexpr,
     steps: tl.constexpr,
 ):
-    """With r = 1 / rms(x), h = r x, g the gradient by the normalised row, turned back, times w:
-    of x: r (g - h mean(g h));  of w: the sum of (gradient turned back) x h over rows and tokens.
+    """With r = 1 / rms(x), h = r x, b the output gradient rotated back, g = b w:
+    the gradient of x is r (g - h mean(g h)); the gradient of w is the sum of b h over rows and tokens.
     """
     slot, is_here, in_mixed, in_query, in_key = _places(groups, queries, half, rows, columns)
     is_query, is_key, is_value = is_here & (slot < queries), is_here & (slot == queries), is_here & (slot > queries)

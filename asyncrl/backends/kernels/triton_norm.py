@@ -1,11 +1,11 @@
-"""RMSNorm on CUDA: one kernel, and one of its gradient, that read and write each number once.
+"""RMSNorm on CUDA: one kernel, and one for its gradient. Both read and write each number once.
 
-Imported on CUDA only, where torch brings Triton. A program of the forward pass takes one row; one of the backward pass
-takes many, and adds up its part of the weight's gradient in registers. Everything inside is float32.
+Imported only on CUDA, where torch includes Triton. A program of the forward pass processes one row. A program of the
+backward pass processes several rows, and sums its part of the weight gradient in registers. Computation is in float32.
 Test: test_a_kernel_computes_what_the_plain_function_does, in Triton's interpreter.
 """
 
-# A kernel's arguments are pointers and numbers of Triton's, which has no types to name them by.
+# Kernel arguments are Triton pointers and numbers, for which Triton has no type names.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 
 _STEPS = 8
-"""Rows of one program of the gradient."""
+"""Rows per program of the gradient."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool = False) -> torch.Tensor | None:
-    """See kernels.fused. None unless rows fit into a program's registers and the weight is plain and of their type."""
+    """See kernels.fused. Returns None unless rows fit into registers and the weight is plain and of the same dtype."""
     if x.shape[-1] > 16_384 or x.dtype != weight.dtype or x.numel() == 0 or is_zero_centered:
         return None
     return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
@@ -79,7 +79,9 @@ def _backward(
     columns: tl.constexpr,
     steps: tl.constexpr,
 ):
-    """With r = 1 / rms(x), h = r x, g = gradient x weight: of x, r (g - h mean(g h)); of the weight, gradient x h."""
+    """With r = 1 / rms(x), h = r x, b the output gradient, g = b x weight:
+    the gradient of x is r (g - h mean(g h)); the gradient of the weight is the sum of b h over rows.
+    """
     column = tl.arange(0, columns)
     is_here = column < width
     factor = tl.load(weight + column, mask=is_here, other=0.0).to(tl.float32)

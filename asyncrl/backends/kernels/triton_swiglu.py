@@ -1,11 +1,11 @@
-"""SwiGLU on CUDA, with or without a score for each row: one kernel, and one of its gradient.
+"""SwiGLU on CUDA, with or without a score for each row: one kernel, and one for its gradient.
 
-Imported on CUDA only, where torch brings Triton. A program takes one row, some columns at a time. Everything inside is
-float32.
+Imported only on CUDA, where torch includes Triton. A program processes one row, some columns at a time. Computation is
+in float32.
 Test: test_a_kernel_computes_what_the_plain_function_does, in Triton's interpreter.
 """
 
-# A kernel's arguments are pointers and numbers of Triton's, which has no types to name them by.
+# Kernel arguments are Triton pointers and numbers, for which Triton has no type names.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _COLUMNS = 1024
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor | None:
-    """See kernels.fused. None without rows, on which no kernel starts."""
+    """See kernels.fused. Returns None if there are no rows, because an empty grid cannot be launched."""
     return None if x.numel() == 0 else _Swiglu.apply(x, None)  # type: ignore[no-untyped-call]
 
 
 def scored_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor | None:
-    """See kernels.fused. None without rows."""
+    """See kernels.fused. Returns None if there are no rows."""
     return None if x.numel() == 0 else _Swiglu.apply(x, scores)  # type: ignore[no-untyped-call]
 
 
@@ -69,7 +69,9 @@ def _forward(x, scores, out, half: tl.constexpr, columns: tl.constexpr, is_score
 
 @triton.jit
 def _backward(x, scores, of_out, of_x, of_scores, half: tl.constexpr, columns: tl.constexpr, is_scored: tl.constexpr):
-    """With s = sigmoid(gate), g = gradient x score: of gate, g up s (1 + gate (1 - s)); of up, g gate s."""
+    """With s = sigmoid(gate), g = output gradient x score:
+    the gradient of gate is g up s (1 + gate (1 - s)); the gradient of up is g gate s.
+    """
     row = tl.program_id(0).to(tl.int64)
     score = tl.load(scores + row).to(tl.float32) if is_scored else 1.0
     total = tl.zeros((columns,), tl.float32)

@@ -1,9 +1,9 @@
-"""Low-rank adapters beside Megatron's linear layers and our experts; which ones there are is in backends/lora.py.
+"""Low-rank adapters next to Megatron's linear layers and our experts. backends/lora.py decides which ones exist.
 
-The narrow side of an adapter is whole on every tensor-parallel rank; what goes over ranks between its two products are
-``rank`` numbers a token. Gradients are right as the base's are: an adapter's input and output are cut like the base's,
-``down`` of a column-parallel layer and ``up`` of a row-parallel one are replicated, and with sequence parallelism their
-gradients are added up as those of norms are.
+Every tensor-parallel rank has the whole narrow side of an adapter, so between its two products ranks exchange only
+``rank`` numbers a token. Gradients are correct in the same way as the base's: the input and output of an adapter are
+cut like those of its base. ``down`` of a column-parallel layer and ``up`` of a row-parallel layer are replicated; with
+sequence parallelism their gradients are summed like those of norms.
 Tests: tests/unit/backends/megatron/test_lora.py.
 """
 
@@ -32,16 +32,16 @@ with quiet(), cpu_shim.without_compilation():
     )
 
 Share = Callable[[torch.Tensor], torch.Tensor]
-"""What tensor-parallel ranks do with the narrow side of an adapter."""
+"""How tensor-parallel ranks exchange the narrow side of an adapter."""
 
 
 class Adapter(torch.nn.Module):
-    """Of a parameter [out, in], or of experts [experts, out, in]; shapes in lora.adapters_of."""
+    """An adapter of a parameter [out, in], or of experts [experts, out, in]. See lora.adapters_of for shapes."""
 
     scales: torch.Tensor
 
     def __init__(self, base: torch.Tensor, matrices: torch.Tensor, settings: Lora) -> None:
-        """``matrices``: which Hugging Face matrix each row of ``base`` (of an expert) is of, i64[out]."""
+        """``matrices``: the Hugging Face matrix that each row of ``base`` (of an expert) belongs to, i64[out]."""
         super().__init__()
         *experts, _out, inputs = base.shape
         count = int(matrices.max()) + 1
@@ -52,30 +52,30 @@ class Adapter(torch.nn.Module):
         self.register_buffer("scales", scales.to(base.device, base.dtype), persistent=False)
 
     def forward(self, x: torch.Tensor, share: Share = lambda narrow: narrow) -> torch.Tensor:
-        """What is added to the output of a linear layer, [..., in] -> [..., out]."""
+        """Return the term added to the output of a linear layer, [..., in] -> [..., out]."""
         return F.linear(share(F.linear(x, self._down())), self._up())
 
     def of_experts(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """What is added to the output of experts, [N, in] -> [N, out]; tokens of the first one end at ends[0]."""
+        """Return the term added to the output of experts, [N, in] -> [N, out]. Tokens of expert i end at ends[i]."""
         narrow = F.grouped_mm(x, self._down().transpose(1, 2), offs=ends)
         return F.grouped_mm(narrow, self._up().transpose(1, 2), offs=ends)
 
     @torch.no_grad()
     def merged(self, base: torch.Tensor) -> torch.Tensor:
-        """``base`` plus the adapter, computed in float32 and rounded once."""
+        """Return ``base`` plus the adapter, computed in float32 and rounded once."""
         return (base.float() + self._up().float() @ self._down().float()).to(base.dtype)
 
     def _down(self) -> torch.Tensor:
-        """[matrices x rank, in], or that of every expert."""
+        """Return [matrices x rank, in], for experts one per expert."""
         return self.down.flatten(-3, -2)
 
     def _up(self) -> torch.Tensor:
-        """[out, matrices x rank], with the scale: every row has numbers for its own matrix only."""
+        """Return [out, matrices x rank], scaled. Each row is nonzero only for its own matrix."""
         return (self.up.unsqueeze(-2) * self.scales.unsqueeze(-1)).flatten(-2)
 
 
 class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron's, with a place for an adapter."""
+    """Megatron's column-parallel layer with an optional adapter."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -88,14 +88,14 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
         return output, bias
 
     def _share(self, narrow: torch.Tensor) -> torch.Tensor:
-        """Every rank needs all tokens, and its part of the output sends back its part of their gradient."""
+        """Give every rank all tokens; in the backward pass, sum the gradients of the ranks' output parts."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True)  # type: ignore[no-any-return]
         return copy_to_tensor_model_parallel_region(narrow)  # type: ignore[no-any-return]
 
 
 class RowLinear(RowParallelLinear):  # type: ignore[misc]
-    """Megatron's, with a place for an adapter."""
+    """Megatron's row-parallel layer with an optional adapter."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -108,14 +108,14 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]
         return output, bias
 
     def _share(self, narrow: torch.Tensor) -> torch.Tensor:
-        """A rank's part of the input makes a part of the sum."""
+        """Sum over the ranks: each rank computes a partial sum from its part of the input."""
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(narrow)  # type: ignore[no-any-return]
         return reduce_from_tensor_model_parallel_region(narrow)  # type: ignore[no-any-return]
 
 
 class WholeLinear(torch.nn.Linear):
-    """Every rank has all of it, with a place for an adapter."""
+    """A linear layer replicated on every rank, with an optional adapter."""
 
     def __init__(self, inputs: int, outputs: int, *, dtype: torch.dtype, is_sequence_parallel: bool) -> None:
         super().__init__(inputs, outputs, bias=False, dtype=dtype)
@@ -132,7 +132,7 @@ class WholeLinear(torch.nn.Linear):
 def attach(
     stage: torch.nn.Module, maps: list[Mapping], settings: Lora, shape: ModelShape, *, is_sequence_parallel: bool
 ) -> Iterator[tuple[Mapping, Adapter]]:
-    """Give a stage the adapters of ``maps``; yields each with what it adapts."""
+    """Add the adapters in ``maps`` to a stage. Yields each adapter with the map of the parameter that it adapts."""
     names = {entry.megatron for entry in maps}
     for entry in maps:
         down, up = lora.adapters_of(entry)
@@ -153,7 +153,7 @@ def attach(
 
 @torch.no_grad()
 def initialise(parameter: torch.Tensor, entry: Mapping, *, shards: int, shard: int) -> None:
-    """Give an adapter's parameter what it starts as; ``shard`` of ``shards`` is this rank's."""
+    """Set the initial values of an adapter's parameter on shard ``shard`` of ``shards``."""
     parameter.zero_()
     if entry.megatron.endswith(".down"):
         inputs = parameter.shape[-1] * (shards if entry.cut == "stacked_rows" else 1)

@@ -1,8 +1,7 @@
-"""Whether what went wrong on one rank went wrong on all that it meets in a layer: only then they are at the same place.
+"""Lets a failed rank find out whether all ranks that it meets in every layer failed at the same place.
 
-Ranks that share layers, rows or experts meet in every layer. One that fails alone leaves its peers in a collective
-which nothing else may be paired with, so they cannot tell each other there; they do so through the store they joined
-by.
+Ranks that share layers, rows or experts meet in collectives in every layer. If one rank fails alone, its peers wait in
+a collective that must not be paired with any other. So ranks report failures through the store that they joined by.
 Tests: tests/unit/backends/megatron/test_agreement.py, test_ranks.py.
 """
 
@@ -18,14 +17,14 @@ from torch.distributed.distributed_c10d import Store
 from asyncrl.backends.megatron.rank_commands import Place
 
 WAIT_SECONDS: Final = 60.0
-"""Peers fail with the same data within moments of one another, and long before a collective's wait for us fails."""
+"""Peers fail on the same data within moments of one another, long before their collectives time out."""
 
 
 class Agreement:
-    """One per rank. Every failure on which its peers do not agree must end it: they count them alike."""
+    """One instance per rank. Failures are matched by number, so a rank must end if its peers do not share a failure."""
 
     def __init__(self, store: Store, place: Place, *, peers: Sequence[int]) -> None:
-        """peers: the ranks that meet in every layer; the place's own may be among them."""
+        """peers: the ranks that meet in every layer; may include this rank."""
         self._store = store
         self._rank = place.rank
         self._peers = [rank for rank in peers if rank != place.rank]
@@ -33,7 +32,7 @@ class Agreement:
         self._failures = 0
 
     def all_failed(self) -> bool:
-        """This rank failed. Whether all of its peers did, too."""
+        """Report that this rank failed. Returns whether all of its peers failed as well."""
         if not self._peers:
             return True
         self._failures += 1
@@ -41,8 +40,8 @@ class Agreement:
         self._store.set(own, "")
         try:
             self._store.wait(peers, self._wait)
-        except RuntimeError:  # nobody came, or the leader is gone
+        except RuntimeError:  # a peer did not report, or the leader is gone
             with contextlib.suppress(RuntimeError):
-                self._store.delete_key(own)  # a peer whose wait for us fails later does not agree with us
+                self._store.delete_key(own)  # so that a peer that fails later does not agree with us
             return False
         return True

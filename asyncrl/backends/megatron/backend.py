@@ -1,6 +1,6 @@
-"""The Megatron-Core backend: rank 0 runs in the learner's process and leads the others.
+"""The Megatron-Core backend: rank 0 runs in the learner's process and leads the other ranks.
 
-Cheap to import: Megatron is imported in ``start``. A rank's work is in rank.py, the follower processes in followers.py.
+Cheap to import: ``start`` imports Megatron. rank.py implements the work of a rank, followers.py the other processes.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class Options:
     distributed_optimizer: bool = True
     """With several ranks, shard the float32 weights and AdamW's moments over them."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation. selective: only cheap ones (norms and gates), saves a fifth of the memory at almost no
-    cost. full: all but one per layer, a third more work.
+    """Activation recomputation. selective: only cheap activations (norms and gates); saves a fifth of the memory at
+    almost no cost. full: all but one activation per layer; a third more work.
     """
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between steps: 8 bytes a parameter, copied both ways every step."""
     timeout_seconds: float = 600.0
-    """How long ranks wait for one another, in seconds; if one takes longer, the learner fails."""
+    """Timeout for ranks waiting for one another, in seconds. If a rank takes longer, the learner fails."""
 
 
 class MegatronBackend(BackendAdapter):
     """Rank 0 runs in the caller's process. At most one instance per process, because Megatron's state is global.
 
-    ``layout`` says how ranks share the model; copies of it train different data.
+    ``layout`` defines how ranks share the model; copies of the model train different data.
     """
 
     options_type = Options
@@ -150,10 +150,10 @@ class MegatronBackend(BackendAdapter):
         common: Mapping[str, object] | None = None,
     ) -> None:
         """
-        transformer  fields of Megatron's TransformerConfig besides ours
+        transformer  extra fields of Megatron's TransformerConfig
         is_fp8       whether exports are quantized
-        seat         of this process, where the other ranks are started by somebody else and join
-        common       settings that they must have as we do, by name
+        seat         place of this process if the other ranks are started externally and join
+        common       settings by name that all ranks must share
         """
         layout = layout or Layout()
         policy = AuxiliaryModel(path=model_path, objective=algorithm, optimizer=optimizer)
@@ -178,7 +178,7 @@ class MegatronBackend(BackendAdapter):
         self._followers: Followers | None = None
         self._own: MegatronRank | None = None
         self._exports = 0
-        self._parts: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # that somebody still has
+        self._parts: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # parts that are still in use
 
     def start(self) -> None:
         if dist.is_initialized():
@@ -215,7 +215,7 @@ class MegatronBackend(BackendAdapter):
 
     def serve(self) -> None:
         if self._seat is None or self._seat.rank == 0:
-            raise BackendError("this process is the learner, and no other rank of it")
+            raise BackendError("this process is the learner; only its other ranks serve")
         joined_ranks.serve(self._job, self._seat, self._common, timeout_seconds=self._timeout_seconds)
 
     def step(
@@ -243,7 +243,7 @@ class MegatronBackend(BackendAdapter):
     def _commands(
         self, name: str, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str, learning_rate: float = 0.0
     ) -> list[Command]:
-        """One command per rank; all ranks of one copy of the model get the same share."""
+        """Return one command per rank. All ranks of a copy of the model get the same share."""
         copies = self._layout.data_parallel
         if len(dp_shards) != copies:
             raise BackendError(f"{copies} data-parallel learner ranks need as many shards, got {len(dp_shards)}")
@@ -259,7 +259,7 @@ class MegatronBackend(BackendAdapter):
         ]
 
     def _speed(self, dp_shards: Sequence[Sequence[MicroBatch]], seconds: float) -> dict[str, float]:
-        """Throughput of one step over all ranks; MFU only on a device whose peak is known."""
+        """Return the throughput of one step over all ranks; MFU only on a device whose peak is known."""
         lengths = np.concatenate(
             [np.diff(row.boundaries) for shard in dp_shards for row in shard] or [np.zeros(0, int)]
         )
@@ -300,7 +300,7 @@ class MegatronBackend(BackendAdapter):
         self.finish_save(folder, wait=True)
 
     def begin_save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)  # once, and before other ranks look
+        folder.mkdir(parents=True, exist_ok=True)  # once, and before other ranks access it
         self._together([Command(name="save", folder=str(folder))] * self._layout.ranks)
 
     def finish_save(self, folder: Path, *, wait: bool) -> Mapping[Path, str] | None:
@@ -317,7 +317,7 @@ class MegatronBackend(BackendAdapter):
     def restore(self, folder: Path) -> None:
         trained = [name for name, model in self._job.models.items() if model.is_trained]
         models.require_saved(folder, trained)
-        for name in trained:  # before a follower is told, which would end with a traceback of the user's mistake
+        for name in trained:  # before followers get the command: a user's mistake would end them with a traceback
             saved = models.saved_in(folder, name)
             if optimizer_state.format_of(saved) != optimizer_state.DISTRIBUTED_FORMAT:
                 optimizer_state.saved_ranks(saved, tensor_parallel=self._layout.tensor)
@@ -334,7 +334,7 @@ class MegatronBackend(BackendAdapter):
             self._followers = None
 
     def _together(self, commands: Sequence[Command | None]) -> Any:
-        """Run commands[i] on rank i, if it has one; returns the result of rank 0, which must."""
+        """Run commands[i] on rank i unless it is None, and return rank 0's result. Rank 0 must have a command."""
         own = commands[0]
         assert own is not None
         if self._followers and self._own:
@@ -347,7 +347,7 @@ class MegatronBackend(BackendAdapter):
                 raise self._failed(own.name, next(filter(None, problems), "")) from error
 
     def _failed(self, doing: str, problem: str) -> BackendError:
-        """All ranks are as they were; unless one of them is gone."""
+        """Return a StepFailed, after which all ranks are unchanged; a BackendError if a rank is gone."""
         if self._followers and (obituary := self._followers.obituary()):
             return BackendError(f"{doing} failed on learner rank 0: {obituary}")
         return StepFailed(problem)
@@ -356,7 +356,7 @@ class MegatronBackend(BackendAdapter):
     def _explaining(self, doing: str) -> Iterator[None]:
         """Turn torch's RuntimeError (lost peer, timeout, out of memory) into a BackendError that names the cause.
 
-        Any other exception leaves the ranks at different places too.
+        Any other exception is converted as well, because it also leaves the ranks at different places.
         """
         try:
             yield
@@ -373,13 +373,13 @@ class MegatronBackend(BackendAdapter):
 
 
 def _of_one_length(dp_shards: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
-    """Shares with empty micro-batches behind them: copies that share experts exchange tokens in every layer."""
+    """Pad shares with empty micro-batches to one length: copies that share experts exchange tokens in every layer."""
     count = max(map(len, dp_shards))
     return [[*share, *(empty() for _ in range(count - len(share)))] for share in dp_shards]
 
 
 def _common(run: RunConfig) -> dict[str, object]:
-    """Settings that all ranks must have alike; folders may differ between machines."""
+    """Return the settings that all ranks must share. Folders may differ between machines."""
     names = [field.name for field in dataclasses.fields(run.learner) if field.name != "gpus"]
     own = {f"learner.{name}": getattr(run.learner, name) for name in names}
     shared = {

@@ -1,11 +1,12 @@
-"""A rank's part of a checkpoint, written to disk beside the next step.
+"""Writes a rank's part of a checkpoint to disk while the next step runs.
 
-``BackgroundSave`` copies what is to be saved to the host, where no step changes it; that is all that training waits
-for. A thread of every rank then writes a file of its own. When all are done the leader puts them together
-(``complete``): until then it is no checkpoint. The thread meets no other rank, so it can stand in no collective's way.
+``BackgroundSave`` copies the state to the host, where no step changes it. Training waits only for this copy. A thread
+of every rank then writes the rank's own file. When all ranks are done, the leader completes the checkpoint
+(``complete``); before that the files are not a checkpoint. The thread takes part in no collective, so it cannot block
+one.
 
-Megatron's own forks a process for each write, with the learner's threads and connections in it; torch.save to a stream
-leaves the interpreter free, so a thread does.
+Megatron's own writer forks a process for each write, which inherits the learner's threads and connections. A thread is
+enough, because torch.save to a stream releases the GIL.
 Tests: tests/unit/backends/megatron/test_background_save.py.
 """
 
@@ -31,14 +32,14 @@ _RANDOM: Final = "asyncrl.random"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What a rank has of a trained model: ``chunks`` go to ``folder``. steps: AdamW's, by the key of the weights."""
+    """A rank's state of a trained model: ``chunks`` go to ``folder``. steps: AdamW's step counts by weight key."""
 
     folder: Path
     chunks: Sequence[Chunk]
     steps: Mapping[str, float] = field(default_factory=dict)
 
     def staged(self) -> RankState:
-        """A copy on the host, of which some may still be on its way there."""
+        """Return a copy on the host. Copies may still be in flight."""
         chunks = [dataclasses.replace(chunk, data=_on_host(chunk.data)) for chunk in self.chunks]
         return dataclasses.replace(self, chunks=chunks)
 
@@ -49,19 +50,19 @@ def _on_host(data: torch.Tensor) -> torch.Tensor:
 
 
 class BackgroundSave:
-    """The states of one rank, on their way to disk from the moment that this is made."""
+    """The states of one rank. Writing to disk begins in the constructor."""
 
     def __init__(self, states: Iterable[RankState], *, rank: int) -> None:
         self._rank = rank
         self._is_cancelled = threading.Event()
         self.problem = ""
-        """Why it could not be written; known when it is done."""
+        """Why the state could not be written; known when the save is done."""
         self._staged: list[RankState] = []
         try:
             self._staged = [state.staged() for state in states]
             if any(chunk.data.is_pinned() for state in self._staged for chunk in state.chunks):
                 torch.cuda.current_stream().synchronize()
-        except (RuntimeError, MemoryError) as error:  # too little memory on the host: told when all ranks have ended
+        except (RuntimeError, MemoryError) as error:  # too little host memory: reported when all ranks are done
             self.problem = f"{type(error).__name__}: {error}"
         self._thread = threading.Thread(target=self._write, name="checkpoint")
         self._thread.start()
@@ -74,7 +75,7 @@ class BackgroundSave:
         self._thread.join()
 
     def cancel(self) -> None:
-        """Leave what is not written, and wait for the chunk that is being written."""
+        """Skip the remaining chunks, and wait for the chunk being written."""
         self._is_cancelled.set()
         self._thread.join()
 
@@ -82,14 +83,14 @@ class BackgroundSave:
         try:
             while self._staged and not self.problem:
                 self._write_state(self._staged.pop(0))
-        except Exception as error:  # a thread's own end would be silent
+        except Exception as error:  # an exception in a thread would go unnoticed
             self.problem = f"{type(error).__name__}: {error}"
         finally:
             self._staged.clear()
 
     def _write_state(self, state: RankState) -> None:
         folder = state.folder
-        folder.mkdir(exist_ok=True)  # of a model besides the policy
+        folder.mkdir(exist_ok=True)  # for models other than the policy
         stored, sha256 = torch_dist.write_chunks(folder / torch_dist.file_name(self._rank), self._wanted(state.chunks))
         report = {"chunks": [dataclasses.asdict(one) for one in stored], "steps": dict(state.steps), "sha256": sha256}
         _report(folder, self._rank).write_text(json.dumps(report))
@@ -106,7 +107,10 @@ def _report(folder: Path, rank: int) -> Path:
 
 
 def complete(folder: Path, *, ranks: int) -> dict[str, str]:
-    """Make the files of all ranks in ``folder`` a checkpoint. SHA-256 of each, by its name. Raises CheckpointError."""
+    """Turn the files of all ranks in ``folder`` into a checkpoint. Returns their SHA-256 by name.
+
+    Raises CheckpointError.
+    """
     name: Path | str = "the ranks' parts"
     try:
         reports = [json.loads(_report(folder, rank).read_text()) for rank in range(ranks)]
@@ -122,19 +126,19 @@ def complete(folder: Path, *, ranks: int) -> dict[str, str]:
 
 
 class SavedModel(TorchDist):
-    """A trained model's checkpoint in ``folder``. Raises CheckpointError."""
+    """Reads a trained model's checkpoint in ``folder``. Raises CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         try:
             index: dict[str, Any] = json.loads((folder / INDEX).read_text())
             self.steps: Mapping[str, float] = index["steps"]
-            """Of AdamW, by the key of the weights; of those that it has not updated, none."""
+            """AdamW's step counts by weight key; weights that AdamW has not updated are absent."""
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{folder}: not a backend checkpoint: {error}") from error
 
     def restore_random_states(self, rank: int) -> None:
-        """This rank's random generators; rank 0's where fewer ranks wrote the checkpoint."""
+        """Restore this rank's random generators, or rank 0's if fewer ranks wrote the checkpoint."""
         of = rank if f"{_RANDOM}.{rank}.cpu" in self else 0
         torch.set_rng_state(self.read(f"{_RANDOM}.{of}.cpu"))
         if torch.cuda.is_available() and f"{_RANDOM}.{of}.cuda" in self:
@@ -142,7 +146,7 @@ class SavedModel(TorchDist):
 
 
 def random_states(rank: int) -> Iterator[Chunk]:
-    """Of this rank's generators."""
+    """Yield the states of this rank's random generators."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

@@ -1,4 +1,4 @@
-"""How a learner's rank is talked to."""
+"""Interface of the message channel to a learner's rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Channel(Protocol):
-    """A pipe's end, or tcp_link.TcpLink."""
+    """Implemented by the end of a pipe, and by tcp_link.TcpLink."""
 
     def send_bytes(self, data: bytes, /) -> None:
         """Raises OSError."""

@@ -1,7 +1,7 @@
 """Lets megatron-core 0.16 to 0.19 train on a CPU. On CUDA nothing is replaced.
 
-No maths changes, and torch is unchanged for all other code: only Megatron's modules get a ``torch`` in which the names
-below use the CPU as the device. Comments name the file in megatron/core that needs each.
+Computations are unchanged, and all other code sees the original torch. Only Megatron's modules get a ``torch`` in which
+the names below use the CPU as the device. Comments name the file in megatron/core that needs each name.
 Tests: test_the_shim_leaves_torch_alone, test_the_shim_answers_megatron_with_the_cpu.
 """
 
@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 
 
 def use_device(device: torch.device) -> None:
-    """Make Megatron's already imported modules run on ``device``: give them the CPU torch, or the real one."""
+    """Make Megatron's imported modules run on ``device`` by giving them the CPU torch, or the real torch."""
     modules = [module for name, module in sys.modules.items() if name.startswith("megatron.core")]
     wanted = torch if device.type == "cuda" else _torch_without_cuda()
     for module in modules:
@@ -35,7 +35,7 @@ def use_device(device: torch.device) -> None:
 
 
 def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Sizes that an exchange of tokens splits by. The original makes numbers only of those on a GPU."""
+    """Convert the sizes of a token exchange to numpy. The original converts only tensors on a GPU."""
 
     @functools.wraps(original)
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -45,7 +45,7 @@ def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _setting_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
-    """Setter used by recomputation. The original queues every state until CUDA is initialised: a leak on a CPU."""
+    """Replace the setter used by recomputation. The original queues states until CUDA is initialised: a leak on CPU."""
 
     @functools.wraps(original)
     def set_state(state: torch.Tensor, *_device: object, **_options: object) -> None:
@@ -68,7 +68,7 @@ class _Namespace:
 def _torch_without_cuda() -> _Namespace:
     cuda = _Namespace(
         torch.cuda,
-        # distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py, tensor_parallel/layers.py allocate there
+        # distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py, tensor_parallel/layers.py allocate here
         current_device=lambda: _CPU,
         # tensor_parallel/random.py keeps a generator state per region and swaps states around recomputation
         manual_seed=lambda seed: torch.default_generator.manual_seed(int(seed)),
@@ -79,7 +79,7 @@ def _torch_without_cuda() -> _Namespace:
         # transformer/moe/token_dispatcher.py copies the tokens per expert to the host on a stream of its own
         Stream=_Stream,
         stream=lambda stream: stream,
-        # pipeline_parallel/p2p_communication.py waits for the lengths that it has received
+        # pipeline_parallel/p2p_communication.py waits for the lengths that it received
         synchronize=lambda: None,
     )
     # optimizer/{clip_grads,optimizer}.py hard-code device="cuda" for one-element tensors
@@ -101,7 +101,7 @@ def _random_state(device: object = None) -> torch.Tensor:
 
 
 class _Stream:
-    """A no-op stream, and its events."""
+    """A stream without effect that also serves as its events."""
 
     def wait_stream(self, _other: Any) -> None:
         pass
@@ -123,7 +123,7 @@ class _Stream:
 def cuda_type_names(device: torch.device) -> Iterator[None]:
     """Use around optimizer construction: optimizer/*.py sort parameters by names such as "torch.cuda.FloatTensor".
 
-    Tensor.type is patched globally meanwhile, but only callers in optimizer/ see the changed result.
+    Tensor.type is patched globally inside the context, but only callers in optimizer/ see the changed result.
     """
     if device.type == "cuda":
         yield
@@ -147,7 +147,7 @@ def cuda_type_names(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def without_compilation() -> Iterator[None]:
-    """Use around Megatron's imports: jit.py decorates functions we never call with torch.compile, which costs 2 s."""
+    """Use around Megatron's imports: jit.py applies torch.compile to functions we never call, which takes 2 s."""
     original = torch.compile
     torch.compile = lambda model=None, **_options: model or (lambda function: function)  # type: ignore[assignment]
     try:

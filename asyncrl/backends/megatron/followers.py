@@ -1,13 +1,13 @@
-"""Processes of a Megatron learner: rank 0 leads, the others follow.
+"""Processes of a Megatron learner: rank 0 leads, the other ranks follow.
 
-A command is a message, encoded by our codec, on each follower's channel; all ranks then meet in Megatron's collectives.
-Scores come back over the channels, from the ranks that have them. A follower exits when its channel closes. What is to
-be done with its part of the weights comes over a second one, beside what it trains (held_parts.py).
+The leader sends a command, encoded by our codec, over the channel of each follower. All ranks then meet in Megatron's
+collectives. Ranks that have scores return them over their channels. A follower exits when its channel closes. Orders
+for a follower's part of the weights use a second channel, so they run while the rank trains (held_parts.py).
 
-The leader starts its followers itself (ChildRanks): their channels are pipes, they exit when their parent dies, and on
-a CPU they are forked from a server that has imported Megatron once. The leader detects a dead one while waiting for it
-to become ready, or when a collective fails. Or each rank was started as a process of its own, on any machine, and joins
-the leader over TCP: joined_ranks.py.
+The leader may start its followers itself (ChildRanks). Their channels are pipes, and they exit when their parent dies.
+On a CPU they are forked from a server that has imported Megatron once. The leader detects a dead follower while waiting
+for it to become ready, or when a collective fails. Alternatively, each rank is started as its own process on any
+machine, and joins the leader over TCP (joined_ranks.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncrl.messages import codec
 from asyncrl.os_process import signal_on_parent_death
 
 GOODBYE: Final = b""
-"""What a leader that ends says last to those that would not know why their channel closed."""
+"""Last message of a leader that ends, for followers that cannot otherwise know why their channel closed."""
 _GOODBYE_SECONDS = 5.0
 
 
@@ -51,7 +51,7 @@ class Followers:
     """Ranks 1 and up, as seen by the leader."""
 
     def __init__(self, links: Sequence[tuple[Place, Channel]], parts: Sequence[Channel]) -> None:
-        """links: for commands.  parts: of the same ranks, for what is done with their parts of the weights"""
+        """links: channels for commands.  parts: second channels of the same ranks, for their parts of the weights"""
         self._links = list(links)
         self.parts = {
             place.rank: PartLink(place.rank, channel) for (place, _), channel in zip(links, parts, strict=True)
@@ -65,7 +65,7 @@ class Followers:
             self._received(place, channel)
 
     def send(self, commands: Sequence[Command | None]) -> None:
-        """Send commands[i] to the i-th follower, if there is one. Raises BackendError when one has died."""
+        """Send commands[i] to the i-th follower unless it is None. Raises BackendError if a follower has died."""
         for (place, channel), command in zip(self._links, commands, strict=True):
             if command is None:
                 continue
@@ -75,11 +75,11 @@ class Followers:
                 raise BackendError(self.obituary() or f"learner rank {place.rank} is gone: {error}") from None
 
     def scores(self, ranks: Collection[int]) -> list[Scores]:
-        """What these ranks have to say. Raises BackendError."""
+        """Receive the scores of these ranks. Raises BackendError."""
         return [self._answer(place, channel) for place, channel in self._links if place.rank in ranks]
 
     def problems(self) -> list[str]:
-        """What went wrong on each follower in a step that failed on all ranks. Raises BackendError."""
+        """Receive each follower's error in a step that failed on all ranks. Raises BackendError."""
         return [self._answer(place, channel).problem for place, channel in self._links]
 
     def _answer(self, place: Place, channel: Channel) -> Scores:
@@ -94,7 +94,7 @@ class Followers:
             raise BackendError(self.obituary() or f"learner rank {place.rank} closed its channel") from None
 
     def obituary(self) -> str:
-        """Which followers have ended, and how; empty if none. Waits up to a second for one that is about to."""
+        """Name the followers that have ended, and how; "" if none. Waits up to a second for one that is ending."""
         raise NotImplementedError
 
     def close_channels(self) -> None:
@@ -102,12 +102,12 @@ class Followers:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Wait for followers to exit; kill those that do not."""
+        """Wait for followers to exit, and kill those that do not."""
         raise NotImplementedError
 
 
 class ChildRanks(Followers):
-    """Processes that the leader starts beside itself."""
+    """Follower processes that the leader starts on its own machine."""
 
     def __init__(self, job: Job, places: Sequence[Place]) -> None:
         self._pipes: list[Connection] = []
@@ -116,7 +116,7 @@ class ChildRanks(Followers):
         context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         if job.device == "cpu":
             context = multiprocessing.get_context("forkserver")
-            # To read a config imports transformers' models, and with them torch's compiler: here it is once for all.
+            # Reading a config imports transformers' models and torch's compiler. The fork server does it once for all.
             context.set_forkserver_preload(["asyncrl.backends.megatron.rank", "transformers.models.auto.modeling_auto"])
         for place in places:
             (ours, theirs), (our_parts, their_parts) = context.Pipe(), context.Pipe()
@@ -159,10 +159,10 @@ class ChildRanks(Followers):
 
 
 def follow(job: Job, place: Place, connection: Connection, parts: Connection) -> None:
-    """Main function of a child rank: runs commands from its pipe until the leader closes it."""
+    """Main function of a child rank: runs commands from its pipe until the leader closes the pipe."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader handles Ctrl-C and stops us
-    from asyncrl.backends.megatron.rank import MegatronRank  # takes five seconds, unless the fork server has it already
+    from asyncrl.backends.megatron.rank import MegatronRank  # takes five seconds, unless the fork server imported it
 
     connection.send_bytes(b"ready")
     rank: Rank = MegatronRank(job, place)
@@ -171,7 +171,7 @@ def follow(job: Job, place: Place, connection: Connection, parts: Connection) ->
 
 
 def obey(rank: Rank, channel: Channel, parts: Channel) -> bool:
-    """Run commands from the channel until it closes; whether the leader said goodbye before."""
+    """Run commands from the channel until it closes. Returns whether the leader said goodbye."""
     threading.Thread(target=rank.parts.serve, args=(parts,), name="weights-parts", daemon=True).start()
     while True:
         try:
@@ -189,7 +189,7 @@ def obey(rank: Rank, channel: Channel, parts: Channel) -> bool:
 
 
 def _die_with_parent() -> None:
-    """Linux: get SIGKILL when our parent dies.
+    """On Linux, arrange for SIGKILL when our parent dies.
 
     The parent is the fork server, which dies with the leader, or the leader's thread that called start.
     """

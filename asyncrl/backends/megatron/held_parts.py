@@ -1,7 +1,7 @@
-"""Parts of an export in the ranks that made them, and the leader's way to have a channel work on them there.
+"""Parts of an export stay in the ranks that made them; the leader sends orders to process them there.
 
-Orders and answers have a channel of their own to each rank, and threads at both ends: a rank that trains answers. A
-part is held until nobody in the leader has it any more, of which a rank hears with the next export.
+Orders and answers use a separate channel to each rank, with threads at both ends, so a rank answers while it trains. A
+rank keeps a part until the leader drops its last handle; the rank learns this with the next export.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.tensors.snapshot import PartWorker, Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOrder:
-    """export: which one the part is of;  worker: MODULE:CLASS of a PartWorker"""
+    """export: number of the export that the part belongs to;  worker: MODULE:CLASS of a PartWorker"""
 
     number: int
     export: int
@@ -40,7 +40,7 @@ class PartAnswer:
 
 
 class HeldParts:
-    """A rank's parts of the exports that somebody still works on."""
+    """A rank's parts of the exports that are still in use."""
 
     def __init__(self) -> None:
         self._parts: dict[int, Snapshot] = {}
@@ -49,7 +49,7 @@ class HeldParts:
         self._workers: dict[str, PartWorker] = {}
 
     def forget(self, *, but: Collection[int]) -> None:
-        """Of exports that nobody has any more: before another is made, so that it takes their memory."""
+        """Drop parts of exports not in ``but``. Called before the next export, so it can reuse their memory."""
         with self._changed:
             self._parts = {export: part for export, part in self._parts.items() if export in but}
 
@@ -59,16 +59,16 @@ class HeldParts:
             self._changed.notify_all()
 
     def serve(self, channel: Channel) -> None:
-        """Work on orders from the channel until it closes."""
+        """Execute orders from the channel until it closes."""
         sending = threading.Lock()
 
         def answer(order: PartOrder) -> None:
             try:
                 answered = PartAnswer(number=order.number, answer=self._obey(order))
-            except Exception as error:  # whatever a channel's own code raises: its other end says it
+            except Exception as error:  # raised by a weight channel's code; the leader raises it again
                 problem = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
                 answered = PartAnswer(number=order.number, problem=problem)
-            with sending, contextlib.suppress(OSError):  # the leader is gone, of which commands tell
+            with sending, contextlib.suppress(OSError):  # if the leader is gone, the command channel reports it
                 channel.send_bytes(codec.encode(answered))
 
         while True:
@@ -76,7 +76,7 @@ class HeldParts:
                 data = channel.recv_bytes()
             except (EOFError, OSError):
                 return
-            # Nobody waits for it at our end: a collective with an engine that has died may never return.
+            # No thread waits for the answer here: a collective with an engine that has died may never return.
             order = codec.decode(data, PartOrder)
             threading.Thread(target=answer, args=(order,), name=f"weights-part-{order.number}", daemon=True).start()
 
@@ -88,12 +88,12 @@ class HeldParts:
                 self._workers[order.worker] = _worker(order.worker)
             worker = self._workers[order.worker]
         if part is None:
-            raise WeightsError(f"this rank holds nothing of export {order.export} any more")
+            raise WeightsError(f"this rank no longer holds a part of export {order.export}")
         return worker(part, order.order)
 
 
 def _worker(address: str) -> PartWorker:
-    """Raises WeightsError for what is none: nothing else is called."""
+    """Create the PartWorker at ``address``. Raises WeightsError for anything else, without calling it."""
     module, _, name = address.partition(":")
     found = getattr(importlib.import_module(module), name, None)
     if not (isinstance(found, type) and issubclass(found, PartWorker)):
@@ -114,7 +114,7 @@ class PartLink:
         threading.Thread(target=self._listen, name=f"weights-rank-{rank}", daemon=True).start()
 
     def ask(self, export: int, worker: type[PartWorker], order: bytes) -> bytes:
-        """Raises WeightsError, or BackendError when the rank is gone."""
+        """Send an order and wait for its answer. Raises WeightsError, or BackendError when the rank is gone."""
         address = f"{worker.__module__}:{worker.__qualname__}"
         answer: Future[bytes] = Future()
         with self._lock:
@@ -148,7 +148,7 @@ class PartLink:
 
 
 class RemotePart:
-    """See tensors.parts.Part."""
+    """See tensors.snapshot.Part."""
 
     def __init__(self, link: PartLink, export: int) -> None:
         self._link = link

@@ -1,9 +1,9 @@
-"""Ranks that join the learner over TCP, from this or other machines: how they prove who they are, and their end.
+"""Ranks that join the learner over TCP, from this machine or others: authentication, joining, and ending.
 
-Both ends prove, by an HMAC over what the other has just drawn, that they hold the same secret; nothing is sent that
-could run. Each rank builds its job from its own run file, so what ranks must have in common is compared when they join:
-a rank with another secret, other code or other settings is refused and told why, and the learner goes on waiting.
-What is sent afterwards is not signed, no more than what torch.distributed sends: both belong on a network of their own.
+Each end proves that it holds the same secret, by an HMAC over a nonce that the other end has just drawn. Nothing sent
+can be executed. Each rank builds its job from its own run file, so settings that all ranks must share are compared when
+a rank joins. The learner refuses a rank with another secret, other code or other settings, tells it why, and goes on
+waiting. Later messages are not signed, and neither are those of torch.distributed: both need a private network.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from asyncrl.os_process import exit_within
 _HANDSHAKE_SECONDS: Final = 10.0
 _LARGEST: Final = 1 << 16
 _RETRY_SECONDS: Final = 0.5
-"""Between tries to reach a learner that does not listen yet."""
+"""Delay between attempts to reach a learner that does not listen yet."""
 _GRACE_SECONDS: Final = 2.0
-"""How long a collective may take to fail by itself once a rank is gone."""
+"""Time for a collective to fail by itself after a rank is gone."""
 _END_SECONDS: Final = 5.0
-"""How long a rank may take to notice that the learner is gone."""
+"""Time for a rank to react by itself after the learner's connection is gone."""
 _LEAVE_SECONDS: Final = 60.0
-"""How long it may take to end once it was told to."""
+"""Time for a rank to exit after the learner said goodbye."""
 
 log = logging.getLogger("asyncrl.learner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What a rank says of itself. ``common``: digests of what all ranks must have alike, by name."""
+    """How a rank introduces itself.  common: digests of what all ranks must share, by name"""
 
     rank: int
     host: str
@@ -62,7 +62,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """``problem``: why it is refused, empty if not; ``port`` of the ranks' store."""
+    """The learner's reply.  problem: why the rank is refused, or "";  port: port of the ranks' store"""
 
     problem: str = ""
     port: int = 0
@@ -70,7 +70,7 @@ class Welcome:
 
 
 class JoinedRanks(Followers):
-    """Ranks 1 and up, as seen by the learner; one that is gone ends it, even out of a collective that would hang."""
+    """Ranks 1 and up, as seen by the learner. If one is gone, the learner ends, even from a collective that hangs."""
 
     def __init__(
         self, joined: Mapping[int, tuple[Place, Hello, TcpLink]], *, end: Callable[[int], object] = os._exit
@@ -86,7 +86,7 @@ class JoinedRanks(Followers):
             threading.Thread(target=self._watch, args=(name, link), name="rank-watch", daemon=True).start()
 
     def obituary(self) -> str:
-        deadline = time.monotonic() + 1.0  # one may be about to
+        deadline = time.monotonic() + 1.0  # a rank may be ending
         while not self._lost and (left := deadline - time.monotonic()) > 0:
             self._members[0][1].gone.wait(min(left, 0.05))
         if self._lost:
@@ -101,7 +101,7 @@ class JoinedRanks(Followers):
             link.close()
 
     def close(self) -> None:
-        """They end by themselves."""
+        """Do nothing: joined ranks end by themselves."""
 
     def _watch(self, name: str, link: TcpLink) -> None:
         link.gone.wait()
@@ -110,13 +110,13 @@ class JoinedRanks(Followers):
             return
         print(f"asyncrl learner: {self._lost[0]}", file=sys.stderr, flush=True)
         log.error("%s", self._lost[0])
-        self._end(1)  # from the last checkpoint nothing is lost; a collective of a GPU may never return
+        self._end(1)  # a collective on a GPU may never return; nothing before the last checkpoint is lost
 
 
 def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds: float) -> JoinedRanks:
-    """Wait until every other rank has joined. Raises BackendError that says which have not.
+    """Wait until every other rank has joined. Raises a BackendError that names the missing ranks.
 
-    common  what they must have as we do;  port: of the store by which they find each other
+    common  digests that the ranks must share;  port: port of the store by which the ranks find each other
     """
     joined: dict[int, tuple[Place, Hello, TcpLink]] = {}
     deadline = time.monotonic() + timeout_seconds
@@ -146,7 +146,7 @@ def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds:
 
 
 def _listen(seat: Seat, deadline: float) -> socket.socket:
-    """At a port that a connection of somebody else may have for a while."""
+    """Listen at the port. Retries until the deadline, because another process's connection may use the port."""
     while True:
         left = deadline - time.monotonic()
         try:
@@ -166,7 +166,7 @@ def _admit(
     welcome: Welcome,
     joined: Mapping[int, tuple[Place, Hello, TcpLink]],
 ) -> Hello | None:
-    """The rank at the other end; None if it is refused, and told why."""
+    """Return the rank at the other end. If the rank is refused, tell it why and return None."""
     nonce = secrets.token_bytes(32)
     try:
         connection.settimeout(_HANDSHAKE_SECONDS)
@@ -177,7 +177,7 @@ def _admit(
             log.warning(
                 "a connection from %s is refused: it has another ASYNCRL_LEARNER_SECRET", connection.getpeername()[0]
             )
-            send(connection, nonce)  # signed with nothing: it learns that we have another one
+            send(connection, nonce)  # not signed, so the rank learns that the secrets differ
             return None
         hello = codec.decode(said, Hello)
         problem = _problem(hello, seat, common, joined)
@@ -195,23 +195,27 @@ def _admit(
 def _problem(
     hello: Hello, seat: Seat, common: Mapping[str, str], joined: Mapping[int, tuple[Place, Hello, TcpLink]]
 ) -> str:
-    """Why a rank cannot be one of us."""
+    """Return why a rank cannot join, or ""."""
     if not 0 < hello.rank < seat.ranks:
-        return f"there is no rank {hello.rank} beside the learner's, of {seat.ranks}"
+        return f"rank {hello.rank} is the learner's or does not exist; there are {seat.ranks} ranks"
     if (before := joined.get(hello.rank)) is not None and not before[2].gone.is_set():
         return f"{_name(before[1])} has joined already"
     others = sorted(name for name in {*common, *hello.common} if common.get(name) != hello.common.get(name))
-    return f"it differs from the learner's in {', '.join(others)}; start both from the same" if others else ""
+    return (
+        f"it differs from the learner in {', '.join(others)}; start both with the same code, packages and settings"
+        if others
+        else ""
+    )
 
 
 def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> None:
-    """Be a rank until the learner says goodbye.
+    """Run as a rank until the learner says goodbye.
 
-    Raises ConfigError when the learner refuses it, BackendError when it does not come or is gone.
+    Raises ConfigError when the learner refuses the rank, BackendError when the learner does not come or is gone.
     """
     link, place = _join(seat, common, timeout_seconds=timeout_seconds)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the learner drains, for which it needs us
+        signal.signal(number, signal.SIG_IGN)  # the learner needs this rank to drain
     is_over = threading.Event()
     threading.Thread(target=_end_with, args=(link, is_over), name="learner-watch", daemon=True).start()
     from asyncrl.backends.megatron.rank import MegatronRank  # takes five seconds
@@ -222,7 +226,7 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
         if obey(HeardRank(rank, link, patience=timeout_seconds), link, link.parts):
             is_over.set()
     except Exception:
-        # Another rank may be what is gone: then the learner hears of that one first, and not of us.
+        # Another rank may be gone. Wait, so that the learner hears of that rank first, not of this one.
         if not link.gone.wait(_GRACE_SECONDS):
             raise
     if not is_over.is_set():
@@ -231,8 +235,11 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
 
 
 class HeardRank:
-    """A rank that is heard while it computes. Files are read and written in calls that hold Python's lock: for these
-    the learner is to have ``patience``, in seconds."""
+    """Wraps a rank and tells the learner how long it may be silent while it runs a command.
+
+    Some calls hold the GIL while they read or write files. During commands with such calls, the learner waits for
+    ``patience`` seconds.
+    """
 
     def __init__(self, rank: Rank, link: TcpLink, *, patience: float) -> None:
         self._rank, self._link, self._patience = rank, link, patience
@@ -256,7 +263,7 @@ class HeardRank:
 
 
 def _end_with(link: TcpLink, is_over: threading.Event) -> None:
-    """A rank that waits in a collective for a learner that is gone would wait long."""
+    """End this process once the learner is gone; otherwise it might wait in a collective for long."""
     link.gone.wait()
     if is_over.wait(_END_SECONDS):
         exit_within(_LEAVE_SECONDS, 0)
@@ -265,7 +272,7 @@ def _end_with(link: TcpLink, is_over: threading.Event) -> None:
 
 
 def _join(seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> tuple[TcpLink, Place]:
-    """Wait for the learner and be admitted."""
+    """Connect to the learner, with retries, and be admitted."""
     deadline = time.monotonic() + timeout_seconds
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -275,7 +282,7 @@ def _join(seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> t
             continue
         try:
             welcome = _introduce(connection, seat, common)
-        except (OSError, MessageError):  # of a learner that has just ended, or somebody else's port
+        except (OSError, MessageError):  # the learner has just ended, or another program has the port
             connection.close()
             time.sleep(_RETRY_SECONDS)
             continue
@@ -315,7 +322,7 @@ def _introduce(connection: socket.socket, seat: Seat, common: Mapping[str, str])
 
 
 def common(secret: str, settings: Mapping[str, object]) -> dict[str, str]:
-    """Digests of our code, its packages and ``settings``, keyed so that they tell nobody else anything."""
+    """Return digests of our code, its packages and ``settings``, keyed by the secret so that they reveal nothing."""
     values = {"the code of asyncrl": _code(), "torch": metadata.version("torch")}
     values["megatron-core"] = metadata.version("megatron-core")
     values |= {name: repr(value) for name, value in settings.items()}

@@ -1,4 +1,7 @@
-"""Multi-head latent attention on packed rows, of Megatron's linear layers; its own needs Transformer Engine."""
+"""Multi-head latent attention on packed rows with Megatron's linear layers.
+
+Megatron's own latent attention needs Transformer Engine.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer.module import MegatronModule
 
 _EPS: Final = 1e-6
-"""Of the norms in here; the model's own is for the others."""
+"""Epsilon of the norms in this module. The model's epsilon is for its other norms."""
 
 
 class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
-    """Ranks share the heads; what all heads come from, every rank computes."""
+    """Splits the heads over ranks. Every rank computes the latents that all heads share."""
 
     def __init__(self, config: TransformerConfig, *_: Any, latent: LatentAttention, **__: Any) -> None:
         super().__init__(config=config)
@@ -66,7 +69,7 @@ class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
         low = self.query_norm(self.query_down(hidden)) if latent.query_rank else hidden
         queries, _bias = self.query_up(low)
         low, shared_key = self.key_value_down(hidden).split([latent.key_value_rank, latent.rotary_size], dim=-1)
-        if self.config.sequence_parallel:  # heads of every rank use it: their gradients are summed
+        if self.config.sequence_parallel:  # the heads of every rank use it, so its gradients are summed
             shared_key = gather_from_sequence_parallel_region(shared_key)
         keys_and_values, _bias = self.key_value_up(self.key_value_norm(low))
         query, key, value = fused.latent_heads(

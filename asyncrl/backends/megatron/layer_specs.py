@@ -1,4 +1,4 @@
-"""Which layers a model is made of: Megatron's specification, with our modules in it."""
+"""The layers of a model: Megatron's layer specification with our modules."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _add(_training: bool, _fused: bool) -> Any:
 
 
 def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
-    """Layer specification: Megatron's parallel linears with our kernels.
+    """Return the layer specification: Megatron's parallel linears with our kernels.
 
-    Transformer Engine's layers would need another function like this one (its modules take cu_seqlens instead of a
-    PackedRow, and it fuses norms into linears under the same parameter names); untested, so not offered.
+    Transformer Engine's layers would need another function like this one: its modules take cu_seqlens instead of a
+    PackedRow, and it fuses norms into linears under the same parameter names. This is untested, so it is not offered.
     """
     common: dict[str, Any] = {"self_attn_bda": _add, "mlp_bda": _add}
     if shape.latent:
@@ -62,7 +62,7 @@ def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubm
 
 
 def _attention(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
-    """The norm before it is in its first linear layer."""
+    """Return attention whose first linear layer includes the norm before it."""
     return ModuleSpec(
         module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "shape": shape},
@@ -83,5 +83,8 @@ def _feed_forward(last: type) -> Any:
 
 
 def _swiglu(first: type, last: type) -> MLPSubmodules:
-    """The activation is the identity because GatedLinear applies it; this is the only way to override Megatron's."""
+    """Return an MLP whose activation is the identity, because GatedLinear applies the activation.
+
+    Megatron's activation can only be overridden in this way.
+    """
     return MLPSubmodules(linear_fc1=first, linear_fc2=last, activation_func=IdentityOp)

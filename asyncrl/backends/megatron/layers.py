@@ -1,6 +1,6 @@
 """Megatron-Core's layers with our kernels between their matrix products: norms, SwiGLU, attention on packed rows.
 
-Linear layers and blocks are Megatron's; the rest comes from kernels/fused.py and packed_attention.py.
+Linear layers and blocks are Megatron's. The kernels are in kernels/fused.py and packed_attention.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowParameters(PackedSeqParams):  # type: ignore[misc]
     row: RowPart | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of layers whose attention is local."""
+    """Rotary embeddings of layers with local attention."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Norm(torch.nn.Module):
 
 
 class NormedLinear(ColumnLinear):
-    """A column-parallel linear layer preceded by its norm, like Transformer Engine's."""
+    """A column-parallel linear layer with a norm before it, like Transformer Engine's."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
@@ -69,7 +69,7 @@ class NormedLinear(ColumnLinear):
 
 
 class GatedLinear(RowLinear):
-    """A row-parallel linear layer preceded by SwiGLU or GEGLU; its input is gate and up, concatenated."""
+    """A row-parallel linear layer with SwiGLU or GEGLU before it. Its input is gate and up, concatenated."""
 
     def forward(self, x: torch.Tensor) -> Any:
         activation = fused.geglu if self.config.activation_func is F.gelu else fused.swiglu
@@ -79,7 +79,7 @@ class GatedLinear(RowLinear):
 
 
 class NormBehind(RowLinear):
-    """A row-parallel linear layer with a norm behind it."""
+    """A row-parallel linear layer with a norm after it."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
@@ -92,7 +92,7 @@ class NormBehind(RowLinear):
 
 
 class GatedLinearNormBehind(NormBehind, GatedLinear):
-    """SwiGLU or GEGLU, a row-parallel linear layer, a norm."""
+    """SwiGLU or GEGLU, then a row-parallel linear layer, then a norm."""
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]

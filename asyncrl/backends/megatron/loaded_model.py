@@ -34,7 +34,7 @@ from asyncrl.tensors.snapshot import Snapshot
 
 
 class LoadedModel:
-    """One of the job's models; frozen unless it is a TrainedModel."""
+    """One of the job's models. It is frozen unless it is a TrainedModel."""
 
     def __init__(self, name: str, job: Job, device: torch.device, agreement: Agreement) -> None:
         self._model = job.models[name]
@@ -59,24 +59,24 @@ class LoadedModel:
             stage.requires_grad_(self._model.is_trained)
             self._name_parameters(stage)
         if (settings := self._model.optimizer) is not None:
-            for name, entry in self._maps.items():  # of several tensors in one parameter all are trained, or none
+            for name, entry in self._maps.items():  # a parameter's tensors are all trained, or none
                 is_free = is_trained(entry.huggingface[0], freeze=settings.freeze, train_only=settings.train_only)
                 is_free = entry.is_adapter if self._lora else is_free and not entry.is_bias_of_choice
                 self._parameters[name].requires_grad_(is_free)
         self._load_weights()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that it holds on the device between two calls, but ``gradients``."""
+        """Yield all tensors kept on the device between two calls, except ``gradients``."""
         for stage in self._stages:
             yield from stage.parameters()
             yield from stage.buffers()
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """What every step overwrites before it reads it."""
+        """Yield the tensors that every step overwrites before it reads them."""
         yield from ()
 
     def _name_parameters(self, stage: PackedGPT) -> None:
-        """Name the stage's parameters, and say what they are made of, by their layers' place in the whole model."""
+        """Register the stage's parameters and their maps, by names that number layers within the whole model."""
         maps = {entry.megatron: entry for entry in weight_map(self._shape, head=self._model.head, part=stage.part)}
         parameters: dict[str, torch.Tensor] = {**dict(stage.named_parameters()), **biases(stage)}
         if maps.keys() != parameters.keys() - {models.VALUE_HEAD}:
@@ -106,7 +106,7 @@ class LoadedModel:
         with huggingface.open_weights(self._model.path, where=self._where) as read:
             for name, entry in self._maps.items():
                 ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
-                if entry.is_of_experts:  # each is on one rank
+                if entry.is_of_experts:  # experts are not cut
                     ranks, rank = 1, 0
                 parameter: Any = self._parameters[name]
                 if entry.is_adapter:
@@ -120,16 +120,16 @@ class LoadedModel:
                 parameter.tensor_model_parallel = not entry.is_replicated
 
     def _require_shape(self, entry: Mapping, found: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Raises ConfigError: copy_ would spread a smaller one."""
+        """Raise ConfigError if the shapes differ: copy_ would broadcast a smaller tensor."""
         if parameter.shape != found.shape:
             raise ConfigError(
-                f"{self._where}: {self._model.path}: {entry.huggingface[0]} makes {list(found.shape)} here, and by "
-                f"config.json it is {list(parameter.shape)}"
+                f"{self._where}: {self._model.path}: {entry.huggingface[0]} gives the shape {list(found.shape)} here, "
+                f"but config.json requires {list(parameter.shape)}"
             )
 
     @torch.no_grad()
     def score(self, share: Sequence[MicroBatch]) -> Scores:
-        """f32[N] per micro-batch on the rank that scores the share, see Backend.score; or what went wrong on this one.
+        """Return f32[N] per micro-batch on the rank that scores the share (see Backend.score), or this rank's error.
 
         Synchronises with the device once, at the end.
         """
@@ -150,7 +150,7 @@ class LoadedModel:
         return self._row(micro_batch, rows)
 
     def _scored(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """f32[N], on the device; its first part is no loss."""
+        """Return a pair: a tensor for the schedule, not a loss, and scores f32[N] on the device."""
         num_tokens = len(row.row.tokens)
         if self._model.head == "values":
             (values,) = self._outputs(row, hidden)
@@ -170,25 +170,30 @@ class LoadedModel:
         )
 
     def _outputs(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Logprobs and entropy f32[M] of ``row.row.rows``, or the value after every token of the filled row f32[N]."""
+        """Return logprobs and entropy f32[M] of ``row.row.rows``, or the value after every token of the filled row
+        f32[N]."""
         if self._model.head == "values":
             return (self._stages[-1].values(hidden, row),)
         return self._stages[-1].logprobs(hidden, row, self._temperature)
 
     def _inputs(self, row: RowPart, outputs: tuple[torch.Tensor, ...]) -> LossInputs | ValueInputs:
-        """The objective's inputs, from ``_outputs``."""
+        """Return the objective's inputs, from ``_outputs``."""
         return row.row.value_inputs(*outputs) if self._model.head == "values" else row.row.loss_inputs(*outputs)
 
     def export(self) -> Snapshot:
-        """See Backend: this rank's part. Beside the copy, a bucket of gathered tensors is held, and one parameter."""
+        """Export this rank's part; see Backend.
+
+        Memory besides the copy: a bucket of gathered tensors and one parameter.
+        """
         return Snapshot.of(fp8.quantized(self.exported()) if self._is_fp8 else self.exported())
 
     @torch.no_grad()
     def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor in the folder's type) of what this rank exports, one parameter after the other.
+        """Yield (Hugging Face name, tensor in the folder's dtype) of what this rank exports, one parameter at a time.
 
-        Every parameter of a stage is exported by one of its ranks: experts by the one that has them, the others by the
-        one that ``_exporters`` names, which gathers them from its tensor-parallel ranks. No stage hears of another.
+        One rank of a stage exports each of its parameters. Experts are exported by a rank that has them. Other
+        parameters are exported by the rank in ``_exporters``, which gathers them from its tensor-parallel ranks. Stages
+        do not communicate.
         """
         exporters = self._exporters()
         for name, entry in self._maps.items():
@@ -200,14 +205,15 @@ class LoadedModel:
                 yield from ((theirs, one.to(dtype)) for theirs, one in zip(entry.huggingface, tensors, strict=True))
 
     def _exporters(self) -> dict[str, int]:
-        """By parameter which rank of the stage exports it: of those that can, the one with the fewest bytes by then.
+        """Return the rank of the stage that exports each parameter: the eligible rank with the fewest bytes so far.
 
-        Of experts these are the ranks that hold the same ones as this rank; others deal theirs alike.
+        Experts go to one of the ranks that hold the same experts as this rank. Ranks with other experts assign theirs
+        in the same way.
         """
         tensor_parallel, experts = self._tensor_parallel.size(), self._layout.expert
         own = self._rank - self._first_of_stage
         loads = [0] * self._layout.exporters_of_stage
-        gathering = range(len(loads) - len(loads) % tensor_parallel)  # ranks all of whose peers export, too
+        gathering = range(len(loads) - len(loads) % tensor_parallel)  # ranks whose tensor-parallel peers all export
         maps = {name: entry for name, entry in self._maps.items() if self._is_exported(entry)}
         found: dict[str, int] = {}
         for name, entry in sorted(maps.items(), key=lambda one: not one[1].is_of_experts):  # experts have less choice
@@ -223,20 +229,20 @@ class LoadedModel:
         return found
 
     def _is_exported(self, entry: Mapping) -> bool:
-        """Adapters alone, or all but them. A tied output layer is the embedding's, on another stage."""
+        """Export only adapters, or all but them. A tied output layer is exported as the embedding, by another stage."""
         has_adapters = self._lora is not None and not self._lora.is_merged
         return entry.is_adapter == has_adapters and not entry.is_copy_of_embedding
 
     def _own_shard(self, entry: Mapping, name: str) -> torch.Tensor:
-        """This rank's part of what is exported.  name: of the parameter in the whole model"""
+        """Return this rank's part of an exported parameter.  name: the parameter's name in the whole model"""
         parameter = self._parameters[name].detach()
-        if entry.is_adapter:  # with its scale, so that a folder needs to know of none
+        if entry.is_adapter:  # scaled, so that the folder need not specify a scale
             return parameter * self._lora.scale if self._lora and name.endswith(".up") else parameter
         adapter = self._adapters.get(name)
         return parameter if adapter is None else adapter.merged(parameter)
 
     def _gathered(self, entry: Mapping, name: str, exporter: int) -> list[torch.Tensor]:
-        """All shards of a parameter on the rank of the stage that exports it; empty on the others."""
+        """Return all shards of a parameter on the rank of the stage that exports it; [] on other ranks."""
         group, own = self._tensor_parallel, self._rank - self._first_of_stage
         if entry.is_of_experts or entry.is_replicated or group.size() == 1:
             return [self._own_shard(entry, name)] if own == exporter else []
@@ -249,7 +255,7 @@ class LoadedModel:
 
 
 def _in_model(name: str, first_layer: int) -> str:
-    """A parameter's name with its layer's number in the whole model."""
+    """Return a parameter's name with its layer's number in the whole model."""
     before, layers, after = name.partition("decoder.layers.")
     if not layers:
         return name

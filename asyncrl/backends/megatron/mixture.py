@@ -26,7 +26,7 @@ with quiet(), cpu_shim.without_compilation():
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Megatron's choice of experts, from logits in float32. (Megatron 0.16's own logits need Transformer Engine.)"""
+    """Megatron's choice of experts, from float32 logits. (Megatron 0.16's own logits need Transformer Engine.)"""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -36,14 +36,14 @@ class Router(TopKRouter):  # type: ignore[misc]
         return F.linear(hidden.float(), self.weight.float())
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
-        """A cast of the model leaves the bias in float32: 16 bits would choose other experts."""
+        """Keep the bias in float32 when the model is cast: 16 bits would choose other experts."""
         super()._apply(*arguments, **options)
         self._maintain_float32_expert_bias()
         return self
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
-    """The experts of this rank, SwiGLUs without biases, in two products whatever their number.
+    """The experts of this rank, SwiGLUs without biases, in two matrix products for any number of experts.
 
     gate_up [experts, 2 F, H], down [experts, H, F]
     """
@@ -59,15 +59,17 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
 
     def _weights(self, *sizes: int) -> torch.nn.Parameter:
         weights: Any = torch.nn.Parameter(torch.empty(*sizes, dtype=self.config.params_dtype))
-        config = self.config  # False: Megatron adds up gradients over the ranks with these experts, not over replicas
+        config = self.config  # False: Megatron sums gradients over the ranks with these experts, not over replicas
         weights.allreduce = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1
         return weights  # type: ignore[no-any-return]
 
     def forward(
         self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, scores: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """hidden [N, H], the tokens of the first expert first; scores f32[N] -> [N, H]. The router's score goes in
-        between the two products, where a token has fewer numbers."""
+        """hidden [N, H], sorted by expert; scores f32[N] -> [N, H].
+
+        The router's scores are applied between the two products, where a token has fewer numbers.
+        """
         ends = tokens_per_expert.cumsum(0).to(torch.int32).to(hidden.device)
         mixed = _through(hidden, self.gate_up, self.gate_up_adapter, ends)
         gated = fused.scored_swiglu(mixed, scores)
@@ -81,8 +83,11 @@ def _through(x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, en
 
 
 class Mixture(MoELayer):  # type: ignore[misc]
-    """Megatron's layer, whose dispatcher keeps no scores of the last pass: they hold the pass's graph, that holds the
-    parameters' hooks, these hold the model, and Python collects no cycle through a graph."""
+    """Megatron's layer, except that the dispatcher drops the scores of the last pass.
+
+    The scores would hold the pass's graph, which holds the parameters' hooks, which hold the model. Python cannot
+    collect a cycle through a graph.
+    """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
@@ -96,12 +101,12 @@ class Mixture(MoELayer):  # type: ignore[misc]
 
 
 def mixture(of_shared_expert: MLPSubmodules) -> ModuleSpec:
-    """Specification of a layer's feed-forward part."""
+    """Return the specification of a layer's feed-forward part."""
     shared = ModuleSpec(module=SharedExpertMLP, submodules=of_shared_expert)
     experts = ModuleSpec(module=GroupedExperts)
     return ModuleSpec(module=Mixture, submodules=MoESubmodules(router=Router, experts=experts, shared_experts=shared))
 
 
 def biases(network: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Biases of the routers' choice, by name: weights of the model that are no parameters."""
+    """Return the biases of the routers' choice by name: weights of the model that are not parameters."""
     return {name: buffer for name, buffer in network.named_buffers() if name.endswith(".expert_bias")}

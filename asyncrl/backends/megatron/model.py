@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel on packed rows: a stage of it, assembled of layers.py; never materialises all logits."""
+"""Megatron-Core's GPTModel on packed rows: a stage assembled from layers.py. Never materialises all logits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with quiet(), cpu_shim.without_compilation():
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
-    """A stage of Megatron's GPTModel, or one of its interleaved parts, on a rank's part of one row of documents."""
+    """A stage of Megatron's GPTModel, or one of its interleaved parts, on a rank's part of a packed row."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         head: Head,
         chunk: int | None = None,
     ) -> None:
-        """chunk: which of the stage's interleaved parts; None: it is one."""
+        """chunk: index among the stage's interleaved parts; None if the stage has one part"""
         self.part = _part(config, shape, chunk)
         submodules = layers(config, shape)
         submodules.layer_specs = [submodules.layer_specs[layer] for layer in self.part.layers]
@@ -68,9 +68,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             torch.nn.init.zeros_(self.value_head.weight)
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Mark the weights that the first and the last stage share, as Megatron's does.
+        """Mark the weights that the first and the last stage share, as Megatron does.
 
-        Its all-reduce, which makes them equal, is not needed: both stages read them from the folder.
+        Megatron's all-reduce, which makes them equal, is not needed: both stages read them from the folder.
         """
         if self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
@@ -79,17 +79,17 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         if self.share_embeddings_and_output_weights and self.pre_process != self.post_process:
             weight = self.shared_embedding_or_output_weight()
             weight.shared_embedding = True
-            weight.shared = self.post_process  # a copy, for whoever counts every weight once
+            weight.shared = self.post_process  # marks the copy, for code that counts every weight once
 
     def forward(self, row: RowPart) -> torch.Tensor:
-        """Hidden states of the row's part after these layers, [n, 1, H]; sequence-parallel ranks share it."""
+        """Return hidden states of the row's part after these layers, [n, 1, H], split over sequence-parallel ranks."""
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=row.tokens[None], position_ids=row.positions[None])
             if self._embedding_scale != 1.0:
                 hidden = hidden * self._embedding_scale
             if torch.is_grad_enabled() and not hidden.requires_grad:
-                hidden.requires_grad_()  # of frozen embeddings: recomputed layers need a gradient at their input
+                hidden.requires_grad_()  # frozen embeddings: recomputed layers need a gradient at their input
         rotary = fused.rotary(row.positions, self._frequencies, self._rope_scale)
         local = None if self._local_frequencies is None else fused.rotary(row.positions, self._local_frequencies)
         after: torch.Tensor = self.decoder(
@@ -100,11 +100,11 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         return after
 
     def has_input_for(self, row: RowPart) -> bool:
-        """Whether what came from the stage before is of that length."""
+        """Return whether the input from the previous stage has the length of ``row``."""
         return self.pre_process or len(self.decoder.input_tensor) == self._num_hidden(row)
 
     def shorten_input(self, row: RowPart) -> None:
-        """Make what came from the stage before as long as that row needs it. The values do not matter."""
+        """Resize the input from the previous stage to the length of ``row``. Its values do not matter."""
         if not self.pre_process:
             first = self.decoder.input_tensor[:1]
             self.set_input_tensor(first.expand(self._num_hidden(row), -1, -1).contiguous())
@@ -114,9 +114,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         return len(row.tokens) // (self.config.tensor_model_parallel_size if is_shared else 1)
 
     def logprobs(self, hidden: torch.Tensor, row: RowPart, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob and entropy of the tokens at ``row.row.rows``, f32[M] each, from the last stage's hidden states.
+        """Return logprob and entropy of the tokens at ``row.row.rows``, f32[M] each, from last-stage hidden states.
 
-        Every context-parallel rank has all of them, and in the backward pass the gradients of its own part.
+        Every context-parallel rank returns all of them; in the backward pass it computes the gradients of its own part.
         """
         is_tied = self.share_embeddings_and_output_weights
         logprobs, entropy = linear_logprobs(
@@ -135,10 +135,10 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         return tuple(reduce_from_tensor_model_parallel_region(both, group=context_parallel_group()).unbind())
 
     def values(self, hidden: torch.Tensor, row: RowPart) -> torch.Tensor:
-        """The value after each token, f32[N]; see ``logprobs``.
+        """Return the value after each token, f32[N]; see ``logprobs``.
 
-        Every tensor-parallel rank has the whole head and the same hidden states, hence the full gradient of both: do
-        not sum it over these ranks.
+        Every tensor-parallel rank has the whole head and the same hidden states, hence the full gradient of both. Do
+        not sum this gradient over these ranks.
         """
         own = self._gathered(hidden).float() @ self.value_head.weight[0].float()
         if row.kept is None:
@@ -147,14 +147,14 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         return reduce_from_tensor_model_parallel_region(values, group=context_parallel_group())  # type: ignore[no-any-return]
 
     def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, H] of the whole part, which every tensor-parallel rank goes on to use in the same way."""
+        """Return hidden states [n, H] of the whole part, which all tensor-parallel ranks use in the same way."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden.flatten(0, 1)
 
 
 def _part(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> Part:
-    """What this rank holds of the model."""
+    """Return the part of the model that this rank holds."""
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     experts = (shape.experts.num_experts if shape.experts else 0) // config.expert_model_parallel_size
     first_expert = parallel_state.get_expert_model_parallel_rank() * experts
@@ -167,7 +167,7 @@ def _part(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> Pa
 
 
 def build_stages(job: Job, shape: ModelShape, device: torch.device, *, head: Head) -> list[PackedGPT]:
-    """This rank's part of the model without its weights: one module, or several that are interleaved."""
+    """Build this rank's part of the model without its weights: one module, or several interleaved ones."""
     config = transformer_config(job, shape, job.torch_dtype)
     chunks = [None] if job.layout.virtual_pipeline == 1 else range(job.layout.virtual_pipeline)
     stages = [PackedGPT(config, shape, device, head=head, chunk=chunk) for chunk in chunks]

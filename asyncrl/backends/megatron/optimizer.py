@@ -26,11 +26,11 @@ with quiet(), cpu_shim.without_compilation():
 
 
 def with_gradient_buffers(stages: Sequence[PackedGPT], job: Job) -> list[DistributedDataParallel]:
-    """Megatron's wrappers: a float32 main_grad per parameter, which every backward pass adds to but a step's first.
+    """Wrap stages in Megatron's DistributedDataParallel, with a float32 main_grad per parameter.
 
-    That one overwrites what is there: to zero the buffers and to add to zeros moves 8 bytes more for each parameter,
-    which a mixture feels. The last backward pass of a schedule adds up what the ranks that hold the same parameters
-    have.
+    The first backward pass of a step overwrites main_grad; later ones add to it. Zeroing the buffers and adding to
+    zeros would move 8 more bytes for each parameter, which is noticeable for mixtures. The last backward pass of a
+    schedule sums the gradients of the ranks that hold the same parameters.
     """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -50,7 +50,7 @@ def with_gradient_buffers(stages: Sequence[PackedGPT], job: Job) -> list[Distrib
 
 
 def begin_gradients(buffers: Sequence[DistributedDataParallel]) -> None:
-    """Before a step's first backward pass. Megatron's zero_grad_buffer, but for the zeros."""
+    """Prepare for the first backward pass of a step. Like Megatron's zero_grad_buffer, but without writing zeros."""
     for parameter in _parameters(buffers):
         parameter.awaits_first_gradient = True
     for wrapper in buffers:
@@ -63,7 +63,7 @@ def reduce_gradients(buffers: Sequence[DistributedDataParallel]) -> None:
     for parameter in _parameters(buffers):
         if (
             parameter.awaits_first_gradient
-        ):  # no backward pass came by; where ranks share gradients, Megatron refuses it
+        ):  # no backward pass reached it; where ranks share gradients, Megatron raises an error
             parameter.main_grad.zero_()
     finalize_model_grads(list(buffers))
 
@@ -73,7 +73,7 @@ def _parameters(buffers: Sequence[DistributedDataParallel]) -> Iterator[Any]:
 
 
 def _overwrite_first(parameter: Any) -> None:
-    """Called before Megatron's own hook, which adds the gradient unless it is told that it was added."""
+    """Copy the first gradient. Runs before Megatron's hook, which adds the gradient unless told it was added."""
     parameter.grad_added_to_main_grad = parameter.awaits_first_gradient
     if parameter.awaits_first_gradient:
         parameter.main_grad.copy_(parameter.grad)
@@ -82,10 +82,10 @@ def _overwrite_first(parameter: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOptimizer:
-    """Megatron's optimizer of some weights, around torch's AdamW.
+    """Megatron's optimizer for some of the weights, around torch's AdamW.
 
-    replicas       the ranks that hold the same ones
-    is_of_experts  they are experts that ranks share otherwise than other weights
+    replicas       the ranks that hold the same weights
+    is_of_experts  whether these are experts that are distributed over ranks differently from other weights
     """
 
     megatron: Any
@@ -99,14 +99,14 @@ class PartOptimizer:
 
     @property
     def weights(self) -> list[Any]:
-        """What it updates."""
+        """The weights that this optimizer updates."""
         return list(self.megatron.get_parameters())
 
 
 def build_optimizers(
     job: Job, settings: OptimizerSettings, buffers: Sequence[DistributedDataParallel], device: torch.device
 ) -> list[PartOptimizer]:
-    """One, or two where experts are shared otherwise; the learning rate is set every step."""
+    """Build one optimizer, or two if experts are distributed differently. Every step sets the learning rate."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=0.0,

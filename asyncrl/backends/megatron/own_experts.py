@@ -1,6 +1,6 @@
-"""Tokens to experts and back where a rank has all of a mixture's experts: nothing travels.
+"""Token dispatch where a rank has all experts of a mixture, so no token moves between ranks.
 
-Megatron's dispatchers copy the number of each expert's tokens to the host, and wait for it in every layer; here nothing
+Megatron's dispatchers copy the token count of each expert to the host, and wait for it in every layer. This one never
 waits for the device.
 Test: test_tokens_reach_their_experts_and_come_back_without_a_wait.
 """
@@ -18,19 +18,19 @@ with quiet(), cpu_shim.without_compilation():
 
 
 class OwnExperts(MoETokenDispatcher):  # type: ignore[misc]
-    """Megatron's steps of a dispatcher, in its order."""
+    """Implements the steps of Megatron's dispatchers, in Megatron's order."""
 
     def __init__(self, experts_per_token: int) -> None:
-        """Megatron's own would ask for groups of ranks."""
+        """Does not call Megatron's constructor, which requires process groups."""
         self._experts_per_token = experts_per_token
 
     def dispatch_preprocess(
         self, hidden: torch.Tensor, routing_map: torch.Tensor, scores: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [..., H], routing_map bool[n, experts], scores f32[n, experts] -> rows [n k, H], their scores"""
+        """hidden [..., H], routing_map bool[n, experts], scores f32[n, experts] -> rows [n k, H] and their scores"""
         self._shape = hidden.shape
         num_experts = routing_map.shape[1]
-        numbers = torch.arange(num_experts, 0, -1, device=hidden.device)  # all different: ties would have no order
+        numbers = torch.arange(num_experts, 0, -1, device=hidden.device)  # distinct, because topk does not order ties
         experts = (routing_map * numbers).topk(self._experts_per_token, dim=1).indices
         self._rows = ExpertRows.of(experts, num_experts)
         chosen = scores.gather(1, experts).flatten().index_select(0, self._rows.order)

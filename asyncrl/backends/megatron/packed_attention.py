@@ -1,7 +1,8 @@
-"""Causal attention within each document of a packed row, of which a rank may have a part.
+"""Causal attention within each document of a packed row. A rank may hold only a part of the row.
 
-In 16 bits on CUDA this is torch's variable-length FlashAttention; otherwise scaled_dot_product_attention, over a few
-rectangles of documents (micro_batches.Rectangles) or document by document. Never synchronises with the device.
+In 16 bits on CUDA this uses torch's variable-length FlashAttention. Otherwise it uses scaled_dot_product_attention,
+over a few rectangles of documents (micro_batches.Rectangles) or document by document. Never synchronises with the
+device.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ with quiet(), cpu_shim.without_compilation():
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Queries that follow one another, and the keys that they see: some runs, each of one document.
+    """Consecutive queries and the keys that they see, as runs within one document each.
 
-    queries, keys  slices of the rank's queries, and of the row's keys: from the start of the first query's document on
+    queries, keys  slices of the rank's queries, and of the row's keys; keys begin with the first query's document
     query_boundaries, key_boundaries  i32[runs + 1]: run r is [boundaries[r], boundaries[r + 1]) of the slice
     longest_query, longest_key  tokens of the longest run
     runs           the boundaries as slices on the host, for attention without variable-length support
 
-    A run's last query is its last key, so queries are counted from the ends where there are fewer of them than keys.
+    A run's last query is at its last key. If a run has fewer queries than keys, the two are aligned at their ends.
     """
 
     queries: slice
@@ -50,8 +51,8 @@ class Piece:
 class Pieces:
     """All of a rank's queries, in order.
 
-    order  i64[N]: where each token of the row is in the parts of all context-parallel ranks, one after the other; None
-           where one rank has the whole row
+    order  i64[N]: position of each token of the row in the concatenated parts of all context-parallel ranks; None if
+           one rank has the whole row
     """
 
     pieces: Sequence[Piece]
@@ -59,7 +60,7 @@ class Pieces:
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """FlashAttention supports only 16-bit dtypes on CUDA."""
+    """Return whether variable-length FlashAttention can be used: it supports only 16-bit dtypes on CUDA."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -69,7 +70,7 @@ def attention(
     """query [n, heads, d], key and value [n, key-value heads, d] of a rank's part -> [n, heads, d].
 
     Scores are scaled by 1 / sqrt(d).
-    window: tokens that a query sees at most, itself and those before it; 0: all before it
+    window: most tokens that a query sees, itself and those before it; 0 for all tokens before it
     """
     if isinstance(how, Rectangles):
         return _rectangular(query, key, value, how, window)
@@ -81,7 +82,7 @@ def attention(
 
 
 def _of_the_row(key: torch.Tensor, value: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the whole row, in one collective; the backward pass adds up what all ranks' queries ask."""
+    """Gather keys and values of the whole row in one collective. The backward pass sums the gradients of all ranks."""
     size = key[0].numel()
     both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
     gathered = gather_from_sequence_parallel_region(both, group=context_parallel_group())
@@ -104,7 +105,7 @@ def _by_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: 
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor | None:
-    """bool[queries, keys]: what each of the last queries sees; None: all up to itself, in a square."""
+    """Return bool[queries, keys], what each of the last queries sees; None for plain causal attention in a square."""
     earlier = keys - queries
     is_local = 0 < window < keys
     if earlier == 0 and not is_local:
@@ -134,7 +135,7 @@ def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: 
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, window: int) -> torch.Tensor:
-    """Options differ: torch 2.10 has is_causal, 2.11 window_size, 2.12 enable_gqa."""
+    """Call varlen_attn. Its options differ: torch 2.10 has is_causal, 2.11 window_size, 2.12 enable_gqa."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = _parameters()
@@ -165,9 +166,9 @@ def _parameters() -> frozenset[str]:
 
 @functools.cache
 def _takes_fewer_key_heads(dtype: torch.dtype) -> bool:
-    """Whether FlashAttention supports grouped-query attention, forward and backward.
+    """Return whether FlashAttention supports grouped-query attention, forward and backward.
 
-    The kernel does, but torch before 2.12 does not tell whether it exposes it, so compare with repeated heads.
+    The kernel does, but torch before 2.12 does not tell whether it exposes this. So compare with repeated heads.
     """
     random = torch.Generator("cuda").manual_seed(0)
     boundaries = torch.tensor([0, 48, 64], dtype=torch.int32, device="cuda")

@@ -1,9 +1,9 @@
-"""Forward and backward passes of micro-batches through a rank's stages of a model, by Megatron's schedules.
+"""Runs micro-batches forward and backward through a rank's stages of a model, with Megatron's schedules.
 
-Every rank of a copy of the model is given the same micro-batches and makes its part of their rows itself; only hidden
-states travel between stages. What goes wrong with a micro-batch must not keep a stage from its neighbours, who wait for
-it: it goes on with an empty row, and so does every later stage, which sees it by the length of what it receives. The
-ranks tell each other when the passes are over.
+Every rank of a copy of the model gets the same micro-batches and builds its part of their rows itself. Only hidden
+states move between stages. A failed micro-batch must not keep a stage from its neighbours, which wait for it. So the
+stage continues with an empty row. Later stages recognise this by the length of what they receive, and do the same. The
+ranks exchange their errors when the passes are over.
 Tests: tests/contracts/test_backend_failures.py, tests/unit/backends/megatron/test_layouts.py.
 """
 
@@ -29,14 +29,14 @@ with quiet(), cpu_shim.without_compilation():
 
 T = TypeVar("T")
 Finish = Callable[[RowPart, torch.Tensor], tuple[torch.Tensor, T]]
-"""On the last stage, of a row and its hidden states: what backward is called on, and the micro-batch's result."""
+"""Called on the last stage with a row and its hidden states. Returns the loss for backward, and the result."""
 
 
 class Passes(Generic[T]):
-    """One batch's passes.
+    """The passes of one batch.
 
-    problem   what went wrong first on this rank, and on all that meet it in every layer
-    is_alone  something went wrong here and not on them: they wait for this rank in a collective
+    problem   first error on this rank, which all ranks that it meets in every layer share
+    is_alone  an error occurred on this rank but not on those ranks, so they wait for it in a collective
     begun     micro-batches whose forward pass has begun
     """
 
@@ -57,12 +57,12 @@ class Passes(Generic[T]):
         self.begun = 0
 
     def run(self, share: Sequence[MicroBatch], *, is_scoring: bool = False) -> list[T]:
-        """Results of the micro-batches that went well; none but on the last stage.
+        """Return the results of the micro-batches that succeeded; only the last stage has any.
 
-        is_scoring: forward passes alone. Raises what went wrong in a backward pass, and on this rank alone.
+        is_scoring: run forward passes only. Raises errors of a backward pass, and errors on this rank alone.
         """
         is_interleaved = len(self._stages) > 1
-        filling = -len(share) % pipeline_group().size() if is_interleaved else 0  # interleaved parts take turns
+        filling = -len(share) % pipeline_group().size() if is_interleaved else 0  # interleaving needs full rounds
         filled = [*share, *[empty()] * filling]
         rows = [iter(filled) for _ in self._stages]
         results = get_forward_backward_func()(
@@ -70,14 +70,14 @@ class Passes(Generic[T]):
             data_iterator=rows if is_interleaved else rows[0],
             model=self._stages if is_interleaved else self._stages[0],
             num_microbatches=len(filled),
-            seq_length=1,  # not used, nor is the next: lengths travel with the hidden states
+            seq_length=1,  # unused, like micro_batch_size: lengths travel with the hidden states
             micro_batch_size=1,
             forward_only=is_scoring,
         )
         return [result for result in results[: len(share)] if result is not None]
 
     def _forward(self, rows: Iterator[MicroBatch], stage: PackedGPT) -> Any:
-        """Megatron's forward step: this stage's hidden states, and what makes a loss of the last stage's."""
+        """Megatron's forward step: returns this stage's hidden states, and a function for the last stage's loss."""
         micro_batch = next(rows)
         if stage is self._stages[0]:
             self.begun += 1
@@ -91,7 +91,7 @@ class Passes(Generic[T]):
                 row = self._make_row(micro_batch)
                 if stage.has_input_for(row):
                     return row, stage(row)
-            except Exception as error:  # a kernel's, an assertion's, too little memory: whatever the data did
+            except Exception as error:  # a kernel error, an assertion, out of memory: anything the data may cause
                 self._note(error)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -106,13 +106,13 @@ class Passes(Generic[T]):
                 loss, result = self._finish(row, hidden)
         except Exception as error:
             self._note(error)
-            # The schedule wants a gradient of the hidden states, and gradient buffers one of every parameter.
+            # The schedule needs a gradient of the hidden states, and gradient buffers need one of every parameter.
             loss = sum(tensor.flatten()[:0].sum() for tensor in (hidden, *stage.parameters()))
         return loss, torch.zeros((), dtype=torch.int), result
 
     def _note(self, error: Exception) -> None:
-        """Keep it for later, if this rank's peers are at the same place."""
+        """Keep the error for later if all peers failed at the same place; otherwise raise it."""
         if not self._agreement.all_failed():
             self.is_alone = True
             raise error
-        self.problem = self.problem or error.with_traceback(None)  # its frames hold what it ran out of memory with
+        self.problem = self.problem or error.with_traceback(None)  # its frames may hold the memory that ran out

@@ -1,4 +1,4 @@
-"""Megatron-Core's process groups: who holds which part of a model."""
+"""Megatron-Core's process groups: which ranks hold which part of a model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def join(place: Place, layout: Layout) -> None:
         distributed_timeout_minutes=place.timeout_seconds / 60,
         create_gloo_process_groups=False,
     )
-    model_parallel_cuda_manual_seed(1)  # nothing draws from it, but recomputation needs it to exist
+    model_parallel_cuda_manual_seed(1)  # nothing draws from this generator, but recomputation needs it to exist
 
 
 def leave() -> None:
-    """Destroy Megatron's process groups: they are global, and a later rank in this process needs new ones."""
+    """Destroy Megatron's process groups. They are global, and a later rank in this process needs new ones."""
     parallel_state.destroy_model_parallel()
 
 

@@ -1,6 +1,6 @@
 """One rank of the Megatron-Core learner: joins the others, holds its part of every model, runs the leader's commands.
 
-Operations on a model are in loaded_model.py (score, export) and trained_model.py (step, restore, a checkpoint's parts).
+loaded_model.py (score, export) and trained_model.py (step, restore, checkpoint parts) implement the operations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("asyncrl.learner")
 
 
 class MegatronRank:
-    """One process of the learner: its copy or shard of the models, its shard of the batch."""
+    """One process of the learner: its copy or shard of the models, and its shard of the batch."""
 
     @quiet()
     def __init__(self, job: Job, place: Place, *, store: Store | None = None) -> None:
@@ -66,7 +66,7 @@ class MegatronRank:
 
     @quiet()
     def obey(self, command: Command) -> Any:
-        """Run a command together with the other ranks; returns this rank's result."""
+        """Run a command together with the other ranks. Returns this rank's result."""
         trained = {name: model for name, model in self._loaded.items() if isinstance(model, TrainedModel)}
         if command.name in ("step", "rehearse"):
             return self._step(trained[command.model], command)
@@ -87,7 +87,7 @@ class MegatronRank:
         return None
 
     def _step(self, model: TrainedModel, command: Command) -> StepResult | Scores | None:
-        """Of a follower what it thought of recorded tokens, if it speaks for its copy of the model."""
+        """Run a step. A follower returns scores of recorded tokens if it reports for its copy of the model."""
         is_rehearsal = command.name == "rehearse"
         result = model.step(command.micro_batches, learning_rate=command.learning_rate, is_rehearsal=is_rehearsal)
         if self._is_leader:
@@ -97,7 +97,7 @@ class MegatronRank:
         return Scores(documents=tuple(result.tokens), rows=tuple(result.tokens.values()))
 
     def _export(self, command: Command) -> Snapshot:
-        """This rank's part. A follower's stays here."""
+        """Export this rank's part. A follower's part stays in this process."""
         self.parts.forget(but=command.held)
         part = self._loaded[command.model].export()
         if not self._is_leader:
@@ -105,23 +105,23 @@ class MegatronRank:
         return part
 
     def _save(self, trained: Mapping[str, TrainedModel], folders: Mapping[str, Path]) -> None:
-        """Copy what is to be saved; it is written while other commands are obeyed, until ``_saved`` says so."""
+        """Copy the state to be saved. It is written while later commands run; ``_saved`` tells when it is done."""
         self._stop_saving()
         states = [model.saved(folders[name]) for name, model in trained.items()]
         self._saving = BackgroundSave(states, rank=dist.get_rank())
 
     def _saved(self, folders: Mapping[str, Path], *, wait: bool) -> dict[str, str] | None:
-        """Agree that all ranks have written their files; then the leader completes them, and says what they are.
+        """Agree that all ranks have written their files. Then the leader completes the checkpoint and returns SHA-256s.
 
-        None on followers, and where some rank is not done. Raises CheckpointError on the leader when one rank could not
-        write; all can try again together.
+        Returns None on followers, and while any rank is not done. Raises CheckpointError on the leader if a rank could
+        not write; all ranks can then try again together.
         """
         saving = self._saving
         if saving is None:
             raise CheckpointError("nothing is being saved")
         if wait:
             saving.wait()
-        is_done = saving.is_done  # asked once: it may change
+        is_done = saving.is_done  # read once, because it may change
         told = torch.tensor([float(is_done), float(is_done and bool(saving.problem))], device=self._device)
         dist.all_reduce(told)
         done, failed = (int(number) for number in told.tolist())
@@ -138,7 +138,7 @@ class MegatronRank:
         if not self._is_leader:
             return None
         files = {}
-        for folder in folders.values():  # last, and alone: nobody waits for it where this fails
+        for folder in folders.values():  # last, and on the leader alone: if this fails, no other rank waits
             sums = complete(folder, ranks=dist.get_world_size())
             files.update({str(folder / file): sha256 for file, sha256 in sums.items()})
         return files
@@ -149,12 +149,12 @@ class MegatronRank:
             saving.cancel()
 
     def close(self) -> None:
-        """Destroy the process groups; they are global, and a later rank in this process needs new ones."""
+        """Destroy the process groups. They are global, and a later rank in this process needs new ones."""
         self._stop_saving()
         process_groups.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
-            if self._is_leader:  # the others' processes end now
+            if self._is_leader:  # the processes of other ranks end now
                 gc.collect()  # gloo's sockets are in cycles: 70 descriptors a backend
 
 
@@ -162,13 +162,13 @@ def _device(kind: str, place: Place) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     number = place.rank if place.local_rank < 0 else place.local_rank
-    device = torch.device("cuda", number % torch.cuda.device_count())  # a launcher may show each only its own
+    device = torch.device("cuda", number % torch.cuda.device_count())  # a launcher may show each rank only its own GPU
     torch.cuda.set_device(device)
     return device
 
 
 def _join(place: Place, device: torch.device, store: Store | None) -> Store:
-    """Initialise torch.distributed; returns the store by which the ranks found each other."""
+    """Initialise torch.distributed. Returns the store by which the ranks found each other."""
     timeout = timedelta(seconds=place.timeout_seconds)
     store = store or dist.TCPStore(place.host, place.port, None, False, timeout)  # type: ignore[attr-defined]
     assert store is not None

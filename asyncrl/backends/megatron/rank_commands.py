@@ -17,9 +17,9 @@ from asyncrl.protocols.adapter import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One rank of ``ranks``; host and port are the leader's torch.distributed.TCPStore.
+    """The place of one rank among ``ranks``. host and port are those of the leader's torch.distributed.TCPStore.
 
-    local_rank  among those of its machine, whose GPU of that number it takes; -1: all are on one machine
+    local_rank  index among the ranks of its machine, and of its GPU; -1 if all ranks are on one machine
     """
 
     rank: int
@@ -32,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every rank needs to build the same models and optimizers."""
+    """Everything a rank needs to build the same models and optimizers as the others."""
 
     models: Mapping[str, AuxiliaryModel]
     temperature: float
@@ -55,11 +55,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A collective operation: step, rehearse, score, export, save, saved, restore,
-    offload or onload.
+    """A collective operation: step, rehearse, score, export, save, saved, restore, offload or onload.
 
     micro_batches  the receiver's shard
-    waits          of "saved": until what "save" began is on disk
+    waits          for "saved": wait until the state from "save" is on disk
     """
 
     name: str
@@ -69,23 +68,23 @@ class Command:
     folder: str = ""
     waits: bool = False
     export: int = 0
-    """Number of an export."""
+    """Number of the export."""
     held: tuple[int, ...] = ()
     """Earlier exports whose parts are still needed."""
 
     @property
     def has_recorded(self) -> bool:
-        """Whether somebody will read what the step thought of tokens of the shard."""
+        """Whether the step must return logprobs and entropy of recorded documents in the shard."""
         return self.name == "step" and self.model == POLICY and any(one.recorded for one in self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """A follower's reply to "score".
+    """A follower's reply to "score", to a step with recorded documents, or to a failed step.
 
-    rows       f32[N] per micro-batch of its share; none where another rank has them
-    documents  of a step with recorded ones: these, and f32[2, M] of each as ``rows`` (StepResult.tokens)
-    problem    why there are none; so it answers to a step that failed too, with "" when that was not here
+    rows       f32[N] per micro-batch of its share; empty if another rank has them
+    documents  for a step with recorded documents: these; ``rows`` has f32[2, M] of each (StepResult.tokens)
+    problem    error on this rank; for a failed step "" if the error was on another rank
     """
 
     rows: tuple[NDArray[np.float32], ...] = ()

@@ -1,4 +1,4 @@
-"""Selective recomputation: cheap results are made again in the backward pass instead of being kept."""
+"""Selective recomputation: the backward pass recomputes cheap results instead of keeping them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from asyncrl.backends.kernels import fused
 def forgetting(
     config: Any, result: torch.Tensor, function: Callable[..., torch.Tensor], *arguments: Any
 ) -> AbstractContextManager[Any]:
-    """With selective recomputation, the backward pass of what follows recomputes ``result`` instead of keeping it."""
+    """With selective recomputation, recompute ``result`` in the backward pass of the operations inside.
+
+    Otherwise they keep it as usual.
+    """
     if config.recompute_granularity != "selective" or not torch.is_grad_enabled():
         return nullcontext()
     return fused.remade(result, lambda: function(*arguments))

@@ -1,4 +1,4 @@
-"""Models and layouts of ranks that the Megatron backend refuses before it starts. Cheap to import."""
+"""Models and rank layouts that the Megatron backend refuses before it starts. Cheap to import."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from asyncrl.tensors import fp8
 from asyncrl.tensors.model_tensors import check_layout, read_shapes, trained_shapes
 
 _UNEVEN: Final = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-"""Fields of Megatron's that make stages of different lengths; it checks them itself."""
+"""Megatron's fields for stages of different lengths. Megatron checks their values."""
 
 
 def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: Mapping[str, Any]) -> ModelShape:
-    """The model's shape. Raises ConfigError if the backend cannot train it in that layout.
+    """Return the model's shape. Raises ConfigError if the backend cannot train the model in that layout.
 
-    where: the run file's key for the folder.  transformer: fields of Megatron's TransformerConfig besides ours
+    where: the run file's key for the folder.  transformer: extra fields of Megatron's TransformerConfig
     """
     shape = huggingface.read_shape(folder, where=where)
     weight_cuts.require_divisible(shape, layout.tensor, where=where)
@@ -39,7 +39,7 @@ def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: 
 
 
 def require_quantizable(shape: ModelShape) -> None:
-    """Raises ConfigError for a model of which engines in 8 bits were not tried, or whose blocks SGLang cannot cut."""
+    """Raise ConfigError for models not tested with 8-bit engines, or whose blocks SGLang cannot split."""
     if shape.experts or shape.latent:
         what = "experts" if shape.experts else "latent attention"
         raise ConfigError(f'weights.quantization: "fp8" was not tried with {what}; remove it')
@@ -56,7 +56,7 @@ def require_quantizable(shape: ModelShape) -> None:
 
 
 def require_tensors_of_engines(folder: Path, shape: ModelShape) -> None:
-    """Engines load exactly the tensors of the model's folder. Raises ConfigError unless the learner exports these."""
+    """Raise ConfigError unless the learner exports exactly the tensors in the model's folder, which engines load."""
     named = {name for entry in weight_map(shape) for name in entry.huggingface}
     try:
         shapes = read_shapes(folder)
@@ -65,7 +65,9 @@ def require_tensors_of_engines(folder: Path, shape: ModelShape) -> None:
         optional = frozenset({"lm_head.weight"}) if shape.is_tied else frozenset()
         check_layout(found, expected=expected, optional=optional, where="what the learner exports")
     except (OSError, ValueError, WeightsError) as error:
-        raise ConfigError(f"model.path: {folder}: engines load other tensors than are trained: {error}") from None
+        raise ConfigError(
+            f"model.path: {folder}: the learner's tensors are not those that engines load: {error}"
+        ) from None
 
 
 def _require_experts(shape: ModelShape, layout: Layout, whose: str) -> None:
@@ -79,7 +81,8 @@ def _require_experts(shape: ModelShape, layout: Layout, whose: str) -> None:
         raise ConfigError(f"learner.expert_parallel: {layout.expert} does not divide {whose}'s experts, {number}")
     if layout.expert_tensor > 1:
         raise ConfigError(
-            "learner.expert_tensor_parallel: experts are not cut; remove it, and share them with expert_parallel"
+            "learner.expert_tensor_parallel: an expert cannot be split among ranks; remove it, and "
+            "distribute whole experts with expert_parallel"
         )
     if layout.tensor > 1 and not layout.is_sequence_parallel:
         raise ConfigError(

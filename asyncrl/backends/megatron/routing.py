@@ -1,9 +1,9 @@
-"""Routing replay: a mixture's router sends tokens to the experts that the engine sent them to (arXiv:2510.11370).
+"""Routing replay: a mixture's router sends tokens to the experts that the engine chose (arXiv:2510.11370).
 
-The row carries the engine's choice through Megatron's layers, and each layer hands it to its router in every forward
-pass, so it is the right one in a pass that is recomputed, with several rows in flight, and on any stage. Scores are the
-learner's own, of those experts, so that the router learns. What Megatron has for this (RouterReplay) is one list of all
-models' routers in the process, and needs to be told which pass is which.
+The row carries the engine's choice through Megatron's layers, and each layer gives it to its router in every forward
+pass. So the choice is correct in recomputed passes, with several rows in flight, and on any stage. The learner computes
+its own scores for these experts, so that the router learns. Megatron's RouterReplay is not used: it keeps one list of
+all routers in the process, across models, and must be told which pass is which.
 Tests: tests/unit/backends/megatron/test_routing_replay.py.
 """
 
@@ -24,9 +24,9 @@ with quiet(), cpu_shim.without_compilation():
 
 
 class Chosen:
-    """What a router asks for its choice; Megatron calls it ``router_replay``.
+    """Supplies a router's choice of experts; Megatron calls this object ``router_replay``.
 
-    experts  i64[n, k] of the tokens that come next; negative where the router chooses itself. None: everywhere
+    experts  i64[n, k] of the next tokens; negative where the router chooses; None if it chooses everywhere
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Chosen:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable[..., Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and numbers of the experts, [n, k] each.  scores [n, experts]"""
+        """Return scores and numbers of the chosen experts, [n, k] each.  scores: [n, experts]"""
         values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.experts is None:
             return values, own

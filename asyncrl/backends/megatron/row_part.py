@@ -1,8 +1,8 @@
-"""The part of a packed row that one rank computes, and where in the row its results belong.
+"""The part of a packed row that one rank computes, and where its results belong in the row.
 
-Context parallelism cuts the whole row, not its documents: into two pieces per rank, of which rank r of R has pieces r
-and 2R - 1 - r, so that all have as much attention to compute. A rank has the queries of its pieces and gathers the keys
-and values of the row; positions travel with the tokens. Nothing is padded but the row's end, by one document.
+Context parallelism cuts the whole row, not its documents, into two pieces per rank. Rank r of R has pieces r and
+2R - 1 - r, so that all ranks compute the same amount of attention. A rank has the queries of its pieces and gathers the
+keys and values of the row. Positions travel with the tokens. Only the end of the row is padded, by one document.
 Tests: tests/unit/backends/megatron/test_row_part.py, test_layouts.py.
 """
 
@@ -25,18 +25,18 @@ from asyncrl.protocols.adapter import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPart:
-    """A packed row, filled up to a length N that ranks can share, and the n tokens of it that this rank has.
+    """A packed row, padded to a length N that ranks can share, and the n tokens of it that this rank holds.
 
     tokens, positions  i64[n]
-    attention          which keys each of them sees
-    sources            i64[m]: where in the part the hidden states are that predict tokens of ``row.rows``
-    targets            i64[m]: these tokens
-    places             i64[m]: which of ``row.rows`` they are, other ranks having the others; None: all of them
-    kept               i64[n]: where in the filled row the part's tokens are; None: everywhere
-    experts            i16[layers, n, k] that the engine chose, -1 where the router is to; None: everywhere
+    attention          the keys that each token sees
+    sources            i64[m]: indices in the part of the hidden states that predict tokens of ``row.rows``
+    targets            i64[m]: the predicted tokens
+    places             i64[m]: their indices in ``row.rows``; other ranks have the others; None: all of them
+    kept               i64[n]: positions of the part's tokens in the padded row; None: all of them
+    experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None if it always does
     length             N
-    row                the row as it came: the objective's inputs
-    micro_batch        the same on the host
+    row                the unpadded row: the objective's inputs
+    micro_batch        the same data on the host
     """
 
     tokens: torch.Tensor
@@ -65,7 +65,7 @@ class RowPart:
     ) -> RowPart:
         """
         rows       i64[M]: tokens that need a logprob
-        is_routed  by the engine, where the micro-batch says how
+        is_routed  whether to use the engine's experts, if the micro-batch has them
         """
         chosen = _by_layers(micro_batch.experts) if is_routed and len(micro_batch.experts) else None
         if layout.row_multiple == 1:
@@ -116,13 +116,13 @@ class RowPart:
 
 
 def _by_layers(experts: ExpertArray) -> NDArray[np.int16]:
-    """[n, layers, k] -> [layers, n, k], -1 where nobody chose"""
+    """[n, layers, k] -> [layers, n, k], with -1 for unrouted tokens"""
     by_layers = experts.astype(np.int16).transpose(1, 0, 2)
     return np.where(experts.transpose(1, 0, 2) == unrouted(experts), np.int16(-1), by_layers)
 
 
 def _whole(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | None) -> RowPart:
-    """All of a row."""
+    """Return a part that holds the whole row."""
     how: Rectangles | Pieces | None = row.layout
     if how is None:
         everything = slice(0, len(row.tokens))
@@ -154,7 +154,7 @@ def _whole(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | None
 
 
 def spans(rank: int, *, length: int, ranks: int) -> list[tuple[int, int]]:
-    """Begin and end of the pieces of a row that a context-parallel rank has."""
+    """Return begin and end of the pieces of a row that a context-parallel rank holds."""
     if ranks == 1:
         return [(0, length)]
     size = length // (2 * ranks)
@@ -162,18 +162,18 @@ def spans(rank: int, *, length: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def kept_by(rank: int, *, length: int, ranks: int) -> NDArray[np.int64]:
-    """i64[length / ranks]: the tokens that a rank has, rising."""
+    """Return i64[length / ranks]: the tokens that a rank holds, in rising order."""
     return np.concatenate([np.arange(*span) for span in spans(rank, length=length, ranks=ranks)])
 
 
 def order(*, length: int, ranks: int) -> NDArray[np.int64]:
-    """i64[length]: where each token of the row is in the parts of all ranks, one after the other."""
+    """Return i64[length]: the position of each token of the row in the concatenated parts of all ranks."""
     return np.argsort(np.concatenate([kept_by(rank, length=length, ranks=ranks) for rank in range(ranks)]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """A piece [begin, end) of a row: a run of each document in it, with the keys from that document's start on."""
+    """A piece [begin, end) of a row: a run for each document in it, with the keys from the document's start on."""
 
     begin: int
     end: int
@@ -194,7 +194,7 @@ class _Cut:
         )
 
     def piece(self, query_boundaries: torch.Tensor, key_boundaries: torch.Tensor, offset: int) -> Piece:
-        """offset: where its queries start in the rank's part"""
+        """offset: where the piece's queries begin in the rank's part"""
         return Piece(
             queries=slice(offset, offset + self.end - self.begin),
             keys=slice(self.first_key, self.end),

@@ -1,9 +1,9 @@
-"""Messages between two ranks over TCP, in two lanes. Either end knows within seconds that the other is gone, however.
+"""Messages between two ranks over TCP, in two lanes. Each end notices within seconds that the other end is gone.
 
-A process that ends closes its connection; a machine that vanishes leaves keep-alives unanswered, which the kernel sends
-and counts: a process that computes, imports, or waits in a collective need not do anything for it. A process that is
-stopped, or whose Python hangs, is known by its silence: a thread of each end says every second that it is there, and
-for how long it may not be heard, since some calls hold Python's lock for minutes.
+When a process ends, its connection closes. When a machine vanishes, TCP keep-alives go unanswered. The kernel sends and
+counts them, so a process that computes, imports, or waits in a collective need not do anything. A stopped process, or
+one whose Python hangs, is detected by its silence: a thread at each end sends a sign of life every second. The sign
+includes how long that end may be silent, since some calls hold the GIL for minutes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections.abc import Callable
 from typing import Final
 
 SILENT_SECONDS: Final = 8
-"""A machine that has not answered for so long is gone."""
+"""A machine that has not answered for this long is gone."""
 HUNG_SECONDS: Final = 6
-"""A process that has said nothing for so long hangs, where it has not announced that it may."""
+"""A process that has been silent for this long hangs, unless it has announced a longer silence."""
 TICK_SECONDS: Final = 1.0
 _HEAD: Final = struct.Struct("<Q")
 _SIGN: Final = 1 << 63
-"""In the place of a size: no message follows, the other end is there. The other bits are how many seconds it may not be
-heard."""
+"""Flag in the size field: a sign of life without a message. The other bits are the seconds for which the sender may be
+silent."""
 
 _PARTS: Final = 1 << 62
-"""Added to the size of a message of the second lane."""
+"""Flag added to the size of a message in the second lane."""
 
 
 class _Inbox:
-    """Messages of one lane that nobody has read yet; there will be no other ones once it is ``gone``."""
+    """Unread messages of one lane. No more messages arrive once ``gone`` is set."""
 
     def __init__(self) -> None:
         self.gone = threading.Event()
@@ -39,12 +39,12 @@ class _Inbox:
         self._messages: deque[bytes] = deque()
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether there is a message, or will never be another one, within ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds. Returns whether there is a message, or no more can arrive."""
         with self._taken:
             return self._taken.wait_for(lambda: bool(self._messages) or self.gone.is_set(), timeout)
 
     def recv_bytes(self) -> bytes:
-        """The next message. Raises EOFError when there is none any more."""
+        """Return the next message. Raises EOFError if no more messages can arrive."""
         self.poll(None)
         with self._taken:
             if not self._messages:
@@ -63,7 +63,7 @@ class _Inbox:
 
 
 class _SecondLane(_Inbox):
-    """For what is not to wait behind commands."""
+    """The lane for messages that must not wait behind commands."""
 
     def __init__(self, send_bytes: Callable[[bytes], None]) -> None:
         super().__init__()
@@ -71,13 +71,14 @@ class _SecondLane(_Inbox):
 
 
 class TcpLink(_Inbox):
-    """Whole messages, taken as they come, so that no buffer fills while somebody computes. ``parts``: the second lane.
+    """Sends and receives whole messages. A thread reads them on arrival, so no buffer fills while a process computes.
 
-    ``gone`` is set once the other end has closed, does not answer, or is silent; ``problem`` says which.
+    ``parts`` is the second lane. ``gone`` is set once the other end has closed, does not answer, or is silent;
+    ``problem`` tells which.
     """
 
     def __init__(self, connection: socket.socket, *, patience: float, tick_seconds: float = TICK_SECONDS) -> None:
-        """patience: seconds for which the other end may not be heard, until it says another number"""
+        """patience: seconds for which the other end may be silent, until it announces another number"""
         super().__init__()
         self.parts = _SecondLane(self._send_parts)
         self.problem = "its connection has ended"
@@ -101,14 +102,14 @@ class TcpLink(_Inbox):
             self._socket.sendall(_HEAD.pack(_PARTS | len(data)) + data)
 
     def may_be_silent(self, seconds: float) -> None:
-        """From now on the other end is to wait so long before it takes us for hung."""
+        """Announce that this end may be silent for ``seconds`` before it counts as hung."""
         self._may_be_silent = int(seconds)
         with contextlib.suppress(OSError), self._sending:
             self._socket.sendall(_HEAD.pack(_SIGN | self._may_be_silent))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reading thread
         self._socket.close()
 
     def _take(self) -> None:
@@ -133,15 +134,17 @@ class TcpLink(_Inbox):
             self.tick()
 
     def tick(self) -> None:
-        """Say that we are here, and count for how long nothing was heard: in our own ticks, since while we are stopped
-        ourselves nobody is heard."""
-        if self._sending.acquire(blocking=False):  # else something is being sent, which says the same
+        """Send a sign of life, and count the time of silence.
+
+        Silence is counted in our own ticks: while our process is stopped, it receives nothing.
+        """
+        if self._sending.acquire(blocking=False):  # otherwise a message is being sent, which is a sign of life itself
             with contextlib.suppress(OSError):
                 self._socket.sendall(_HEAD.pack(_SIGN | self._may_be_silent))
             self._sending.release()
         self._silence += self._tick_seconds
         if self._silence > self._patience:
-            self.problem = f"it hangs: it has said nothing for {self._patience:g} s"
+            self.problem = f"it hangs: no sign of life for {self._patience:g} s"
             self.close()
 
 
@@ -150,7 +153,7 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def receive(connection: socket.socket, *, largest: int) -> bytes:
-    """One message. Raises OSError when the connection ends before it does, or it is larger than ``largest`` bytes."""
+    """Receive one message. Raises OSError if the connection ends early, or for more than ``largest`` bytes."""
     (size,) = _HEAD.unpack(_exactly(connection, _HEAD.size))
     if size > largest:
         raise OSError(f"a message of {size} bytes where at most {largest} are expected")
@@ -158,7 +161,7 @@ def receive(connection: socket.socket, *, largest: int) -> bytes:
 
 
 def _exactly(connection: socket.socket, size: int, heard: Callable[[], None] = lambda: None) -> bytes:
-    """``heard`` is called whenever something comes."""
+    """Receive ``size`` bytes. Calls ``heard`` whenever data arrive."""
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -177,7 +180,7 @@ def _keep_alive(connection: socket.socket) -> None:
         ("TCP_KEEPIDLE", 2),
         ("TCP_KEEPINTVL", 2),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", SILENT_SECONDS * 1000),  # data under way counts like a keep-alive
+        ("TCP_USER_TIMEOUT", SILENT_SECONDS * 1000),  # unacknowledged data count like keep-alives
     ):
         if hasattr(socket, name):  # Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

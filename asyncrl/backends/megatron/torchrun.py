@@ -1,7 +1,8 @@
-"""A rank that is a process of its own, on this or another machine: what torchrun says to it.
+"""A rank that is its own process, on this machine or another: reads the environment that torchrun sets.
 
-torchrun, or whoever stands in for it, gives every process RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-At the master's port the first rank listens itself, unless torchrun has a store there: then its port is in the store.
+torchrun, or a launcher like it, gives every process RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The
+first rank listens at the master's port itself. If torchrun already has a store there, the first rank listens at another
+port and publishes it in the store.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One of several processes of a learner.
+    """The place of a process among the several processes of a learner.
 
-    rank        of ``ranks``; 0 is the learner
-    local_rank  among those on its machine: the number of its GPU
-    host, port  the master's
-    store_key   where torchrun's store at that port holds the port of the first rank; empty: that listens there itself
-    secret      that all of them were given
+    rank        index among ``ranks``; 0 is the learner
+    local_rank  index among the ranks on its machine, and of its GPU
+    host, port  address of the master
+    store_key   key in torchrun's store at that port for the port of the first rank; "": the first rank listens there
+    secret      secret shared by all processes
     """
 
     rank: int
@@ -41,14 +42,14 @@ class Seat:
     secret: str = field(default="", repr=False)
 
     def listen(self, *, timeout_seconds: float) -> socket.socket:
-        """Where the other ranks join. Raises OSError."""
+        """Listen for the other ranks to join. Raises OSError."""
         listener = socket.create_server(("", 0 if self.store_key else self.port), backlog=self.ranks)
         if self.store_key:
             self._store(timeout_seconds).set(self.store_key, str(listener.getsockname()[1]))
         return listener
 
     def connect(self, *, timeout_seconds: float) -> socket.socket:
-        """Raises OSError while nobody listens."""
+        """Connect to the first rank. Raises OSError while it does not listen."""
         port = self.port
         if self.store_key:
             try:
@@ -64,13 +65,13 @@ class Seat:
 
 
 def seat(environment: Mapping[str, str] = os.environ, *, ranks: int, secret: str) -> Seat | None:
-    """Ours; None where this process is the only one that was started. Raises ConfigError."""
+    """Return the place of this process; None if it is the only one. Raises ConfigError."""
     started = _number(environment, "WORLD_SIZE", 1)
     if started == 1:
         return None
     if started != ranks:
         raise ConfigError(
-            f"learner.ranks: {ranks}, and torchrun has started {started} (WORLD_SIZE); start as many as there are ranks"
+            f"learner.ranks: {ranks}, and torchrun has started {started} (WORLD_SIZE); start one process per rank"
         )
     rank = _number(environment, "RANK", -1)
     if not 0 <= rank < ranks or not environment.get("MASTER_ADDR") or not _number(environment, "MASTER_PORT", 0):
@@ -80,8 +81,8 @@ def seat(environment: Mapping[str, str] = os.environ, *, ranks: int, secret: str
         )
     if not secret:
         raise ConfigError(
-            "learner.ranks: processes that join one another share a secret: set ASYNCRL_LEARNER_SECRET to the same "
-            "long random word for all of them"
+            "learner.ranks: ranks that join over the network must share a secret: set ASYNCRL_LEARNER_SECRET to the "
+            "same long random word for all of them"
         )
     has_store = environment.get(_HAS_STORE) == "True"
     return Seat(
@@ -96,7 +97,7 @@ def seat(environment: Mapping[str, str] = os.environ, *, ranks: int, secret: str
 
 
 def environments(*, ranks: int, machines: int, port: int) -> list[dict[str, str]]:
-    """What torchrun would give each process, if ``machines`` groups of them were started on this machine."""
+    """Return the environment of each process as torchrun sets it, for ``machines`` groups of them on this machine."""
     each = ranks // machines
     return [
         {

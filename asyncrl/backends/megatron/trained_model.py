@@ -1,8 +1,8 @@
 """One rank's part of training a model with Megatron: gradients of its shard of the batch, its part of the optimizer.
 
 Gradients are the *sum* over data-parallel ranks and micro-batches of loss x weight, because the weights already include
-the whole batch's denominators; metrics are reduced over the same ranks. The host does not synchronise with the device
-between the first micro-batch and the gradient norm.
+the denominators of the whole batch. Metrics are reduced over the same ranks. The host does not synchronise with the
+device between the first micro-batch and the gradient norm.
 Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/backends/megatron/test_megatron.py.
 """
 
@@ -40,7 +40,7 @@ from asyncrl.protocols import StepResult
 from asyncrl.tensors.torch_dist import Chunk, TorchDist
 
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
-"""What the output layer of a last stage is a copy of, when embeddings are tied."""
+"""With tied embeddings, the weight that the output layer of a last stage is a copy of."""
 _STATE: Final = "optimizer.state."
 _MAIN: Final = "param."
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -72,15 +72,15 @@ class TrainedModel(LoadedModel):
 
     def gradients(self) -> Iterator[torch.Tensor]:
         for part in self._optimizers:
-            part.megatron.zero_grad()  # else copies of them stay
+            part.megatron.zero_grad()  # otherwise copies of the gradients stay in memory
         for wrapper in self._buffers:
             yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
 
     def step(self, share: Sequence[MicroBatch], *, learning_rate: float, is_rehearsal: bool = False) -> StepResult:
-        """One optimizer step. All ranks see the same reduced loss and norm, so either all take it or all skip it.
+        """Run one optimizer step. All ranks see the same reduced loss and norm, so all of them update or all skip.
 
-        is_rehearsal: all but the update. Raises StepFailed on every rank if one copy of the model could not compute its
-        share. What leaves ranks in different collectives is raised as it is, on the rank that it happened to.
+        is_rehearsal: skip the update. Raises StepFailed on every rank if a copy of the model could not compute its
+        share. An error that leaves ranks in different collectives is raised unchanged, on the rank where it occurred.
         """
         optimizer.begin_gradients(self._buffers)
         for part in self._optimizers:
@@ -89,7 +89,7 @@ class TrainedModel(LoadedModel):
         totals, problem = self._accumulated(share or (empty(),))
         with record_function("learner: reduce"):
             optimizer.reduce_gradients(self._buffers)
-            for group in (self._data_parallel, self._pipeline):  # only a last stage has any
+            for group in (self._data_parallel, self._pipeline):  # only a last stage has nonzero sums
                 _reduce(totals.sums, group)
                 _reduce(totals.maxima, group, dist.ReduceOp.MAX)
             for part in self._optimizers:
@@ -118,12 +118,12 @@ class TrainedModel(LoadedModel):
         return StepResult(metrics=metrics, tokens=self._recorded.on_host())
 
     def _accumulated(self, share: Sequence[MicroBatch]) -> tuple[diagnostics.Sums, Exception | None]:
-        """The gradients of all micro-batches in Megatron's buffers, summed over ranks as the last one's come; the sums
-        of the metrics on the last stage.
+        """Accumulate the gradients of all micro-batches in Megatron's buffers. Returns metric sums and the error.
 
-        What goes wrong on this rank is returned: the others wait for it in their sums, so it takes part with nothing.
-        It cannot, and raises, when a rank that it meets in every layer did not fail, and in a backward pass that others
-        wait for: another stage, or replicas in the last one.
+        The last backward pass sums gradients over ranks. Only the last stage has metric sums. An error on this rank is
+        returned, and the rank contributes zeros to the sums that other ranks wait for. The error is raised if that is
+        impossible: a rank that this one meets in every layer did not fail, or the error is in a backward pass that
+        other ranks wait for (another stage, or replicas in the last micro-batch).
         """
         passes = Passes(self._stages, self._agreement, make_row=self._trained_row, finish=self._loss)
         try:
@@ -133,22 +133,22 @@ class TrainedModel(LoadedModel):
             if passes.is_alone or is_awaited or not self._agreement.all_failed():
                 raise
             passes.problem, sums = error.with_traceback(None), []
-            passes.run((empty(),))  # in which replicas add up their gradients
+            passes.run((empty(),))  # replicas sum their gradients in this pass
         return sum(sums, start=self._objective.zero(self._device)), passes.problem
 
     def _trained_row(self, micro_batch: MicroBatch) -> RowPart:
         return self._row(micro_batch, micro_batches.response_rows(micro_batch))
 
     def _loss(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:
-        """A micro-batch's loss and what its metrics are made from."""
+        """Return a micro-batch's loss and the sums for its metrics."""
         outputs = self._outputs(row, hidden)
         self._recorded.note(row.micro_batch, outputs)
         if len(row.row.rows):
             return self._objective.objective(self._inputs(row, outputs))
-        return outputs[0][:0].sum(), self._objective.zero(self._device)  # the buffers expect gradients all the same
+        return outputs[0][:0].sum(), self._objective.zero(self._device)  # the buffers still expect gradients
 
     def _grad_norm(self) -> torch.Tensor:
-        """Norm of all ranks' gradients, f64 scalar. Megatron's own synchronises once per parameter."""
+        """Return the norm of all ranks' gradients, f64 scalar. Megatron's own synchronises once per parameter."""
         counted = [weight.grad for part in self._optimizers for weight in part.weights if self._counts(weight, part)]
         gradients = [gradient for gradient in counted if gradient is not None]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -158,13 +158,13 @@ class TrainedModel(LoadedModel):
         return total.sqrt()
 
     def _counts(self, weight: Any, part: optimizer.PartOptimizer) -> bool:
-        """Whether this rank counts the weight's gradient, of which others may have a copy."""
+        """Return whether this rank counts the weight's gradient in the norm; other ranks may hold copies of it."""
         is_cut = part.is_of_experts or getattr(weight, "tensor_model_parallel", False)
         is_first_shard = is_cut or self._tensor_parallel.rank() == 0
         return is_first_shard and self._is_writer(part.replicas) and not _is_copy(weight)
 
     def _is_writer(self, replicas: dist.ProcessGroup) -> bool:
-        """Whether this rank speaks for what it holds of weights that all of ``replicas`` hold."""
+        """Return whether this rank is responsible for its part of weights that all of ``replicas`` hold."""
         return self._is_distributed or replicas.rank() == 0
 
     def _scale_gradients(self, scale: float) -> None:
@@ -185,7 +185,7 @@ class TrainedModel(LoadedModel):
                 part.megatron.step_with_ready_grads()
 
     def saved(self, folder: Path) -> RankState:
-        """What this rank writes of a checkpoint in ``folder``: views of what the next step changes."""
+        """Return what this rank writes to the checkpoint in ``folder``: views of tensors that the next step changes."""
         chunks, steps = list(random_states(dist.get_rank())), dict[str, float]()
         for held in self._held_parameters():
             if not held.is_written:
@@ -214,7 +214,7 @@ class TrainedModel(LoadedModel):
             key = held.place.key
             _read(saved, key, held.place, held.parameter)
             if not held.parameter.requires_grad:
-                continue  # its value is there, and it has no moments
+                continue  # it is restored, and has no moments
             main = _STATE + _MAIN + key if _STATE + _MAIN + key in saved else key
             for piece in self._pieces(held):
                 _read(saved, main, held.place, piece.main, start=piece.start)
@@ -228,13 +228,13 @@ class TrainedModel(LoadedModel):
         saved.restore_random_states(dist.get_rank())
 
     def _restore_format_2(self, folder: Path) -> None:
-        """A checkpoint of an older version, which names tensor-parallel ranks' parts and cannot be put together."""
+        """Restore a checkpoint of an older version, which stores tensor-parallel shards that cannot be recombined."""
         ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
         with optimizer_state.open_state(folder, tensor_parallel=ranks) as saved:
             for held in self._held_parameters():
                 parameter, first, size = held.parameter, 0, held.parameter.numel()
                 name = _EMBEDDING if _is_copy(parameter) else held.name
-                if held.is_of_experts:  # by their place among all of the layer's
+                if held.is_of_experts:  # their place among all experts of the layer
                     one = math.prod(held.place.whole[1:])
                     first, size = self._stages[0].part.experts.start * one, math.prod(held.place.whole)
                 elif ranks > 1:
@@ -251,11 +251,11 @@ class TrainedModel(LoadedModel):
             saved.restore_random_states(dist.get_rank())
 
     def _held_parameters(self) -> Iterator[_Held]:
-        """This rank's parameters as a checkpoint has them."""
+        """Yield this rank's parameters with their place in a checkpoint."""
         ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
         for name, parameter in self._parameters.items():
             if self._lora is not None and not parameter.requires_grad:
-                continue  # it is in the model's folder
+                continue  # a frozen base weight, which is in the model's folder
             cut = self._maps[name].cut if name in self._maps else "whole"  # a value head is in no folder
             is_of_experts = cut.startswith("expert_")
             replicas = expert_replicas_group() if is_of_experts else self._replicas
@@ -277,12 +277,14 @@ class TrainedModel(LoadedModel):
             )
 
     def _adamw(self, held: _Held) -> torch.optim.Optimizer:
-        """What updates it."""
+        """Return the optimizer that updates the parameter."""
         return self._optimizers[-1 if held.is_of_experts else 0].adamw
 
     def _pieces(self, held: _Held) -> Iterator[_Piece]:
-        """What this rank's optimizer updates of a parameter, or all of a frozen one. main_param is Megatron's float32
-        copy of a 16-bit parameter."""
+        """Yield the parts of a parameter that this rank's optimizer updates, or all of a frozen one.
+
+        main_param is Megatron's float32 copy of a 16-bit parameter.
+        """
         parameter, megatron = held.parameter, self._optimizers[-1 if held.is_of_experts else 0].megatron
         if not parameter.requires_grad:
             yield _Piece(start=0, weights=parameter, main=parameter)
@@ -299,10 +301,10 @@ class TrainedModel(LoadedModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """A parameter of this rank as a checkpoint has it.
+    """A parameter of this rank with its place in a checkpoint.
 
-    name        with its layer's number in the whole model
-    is_written  whether this rank writes it, and no other that has the same one or the original
+    name        numbers the layer by its place in the whole model
+    is_written  whether this rank writes it; no other rank writes the same parameter or its original
     """
 
     name: str
@@ -332,7 +334,7 @@ def _read(saved: TorchDist, key: str, place: weight_places.Place, into: torch.Te
 
 
 def _is_copy(weight: Any) -> bool:
-    """Whether it is the output layer of a last stage, of which the first has the original."""
+    """Return whether the weight is the output layer of a last stage whose original is on the first stage."""
     return bool(getattr(weight, "shared", False))
 
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's TransformerConfig for a model and a job, and what of it users may set (learner.megatron)."""
+"""Megatron-Core's TransformerConfig for a model and a job, and the fields that users may set (learner.megatron)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with quiet(), cpu_shim.without_compilation():
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": []},  # what is made again is our layers'
+    "selective": {"recompute_granularity": "selective", "recompute_modules": []},  # our layers recompute by themselves
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
@@ -49,14 +49,14 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu if shape.activation == "silu" else F.gelu,
-        use_te_activation_func=True,  # means: the layer specification names the activation
+        use_te_activation_func=True,  # means that the layer specification provides the activation
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,  # gradients are summed over ranks, not averaged
-        perform_initialization=False,  # the folder's weights come next
+        perform_initialization=False,  # weights are loaded from the folder
         # These need kernels of Transformer Engine or Apex:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -76,15 +76,15 @@ def _mixture_fields(shape: ModelShape, experts: Experts) -> dict[str, Any]:
         moe_ffn_hidden_size=experts.feed_forward_size,
         moe_router_topk=experts.experts_per_token,
         moe_router_score_function=experts.scores,
-        moe_router_pre_softmax=not experts.is_normalized,  # a softmax over the chosen ones alone is normalised
+        moe_router_pre_softmax=not experts.is_normalized,  # a softmax over the chosen experts alone is normalised
         moe_router_topk_scaling_factor=experts.scale if experts.scale != 1.0 else None,
         moe_router_enable_expert_bias=experts.has_bias,
-        moe_router_bias_update_rate=0.0,  # the bias stays as it is: balance is pretraining's concern
+        moe_router_bias_update_rate=0.0,  # the bias is frozen: load balance is a matter of pretraining
         moe_router_num_groups=experts.num_groups if experts.num_groups > 1 else None,
         moe_router_group_topk=experts.groups_per_token if experts.num_groups > 1 else None,
         moe_shared_expert_intermediate_size=experts.shared_size or None,
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",  # Megatron's losses for balance are pretraining's
+        moe_router_load_balancing_type="none",  # Megatron's balancing losses are for pretraining
     )
 
 
@@ -100,8 +100,8 @@ def _parallel_fields(layout: Layout) -> dict[str, Any]:
         expert_tensor_parallel_size=layout.expert_tensor,
         variable_seq_lengths=layout.pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # ranks may have rows of different lengths
-        # With two stages the one before is the one after, and a batched call mixes up both directions: silently where
-        # all rows have one length. Megatron takes overlap only where stages are interleaved.
+        # With two stages the previous stage is also the next one, and a batched call mixes up both directions, silently
+        # if all rows have one length. Megatron allows overlap only with interleaved stages.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
         batch_p2p_sync=False,
@@ -112,12 +112,12 @@ _NOT_OURS: Final = re.compile(
     "pipeline_|.*_parallel|moe_|num_moe|expert_|fp8|fp4|cuda_graph|enable_cuda_graph|cpu_offloading|mtp_|multi_latent|"
     "inference_|flash_decode|tp_comm_|recompute_|.*_func$|timers|hierarchical_|heterogeneous"
 )
-"""Fields for what our model does not have, or for what is an option of ours: ranks, learner.options."""
+"""Fields for features that our model does not have, or that asyncrl sets by options: ranks, learner.options."""
 
 
 def refuse_options(job: Job, shape: ModelShape) -> None:
-    """Raises ConfigError unless ``job.transformer`` are fields of TransformerConfig that are not ours, of values that
-    Megatron takes."""
+    """Raise ConfigError unless ``job.transformer`` holds valid values for fields of TransformerConfig that users may
+    set."""
     known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     own = _own_fields(job, shape, job.torch_dtype)
     for name, value in job.transformer.items():
@@ -128,7 +128,10 @@ def refuse_options(job: Job, shape: ModelShape) -> None:
         if name in own:
             raise ConfigError(f"learner.megatron: {name} is set by asyncrl, from the model or other keys; remove it")
         if _NOT_OURS.match(name):
-            raise ConfigError(f"learner.megatron: {name} is for what asyncrl's model does not do; remove it")
+            raise ConfigError(
+                f"learner.megatron: {name} is for a feature that asyncrl does not support or sets by another key; "
+                "remove it"
+            )
         default = known[name]
         if isinstance(default, bool | int | float) and isinstance(default, bool) != isinstance(value, bool):
             expected = "true or false" if isinstance(default, bool) else "a number"

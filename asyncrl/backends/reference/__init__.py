@@ -1,1 +1,1 @@
-"""The reference backend: plain PyTorch, one process; other backends are tested against it."""
+"""The reference backend: plain PyTorch, one process. Other backends are tested against it."""

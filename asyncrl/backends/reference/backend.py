@@ -108,7 +108,7 @@ class ReferenceBackend(BackendAdapter):
         self._memory.come_back()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 def _only(dp_shards: Sequence[Sequence[MicroBatch]]) -> Sequence[MicroBatch]:

@@ -1,7 +1,8 @@
-"""Models of the reference backend in plain PyTorch: a frozen one that only scores, and a trained one.
+"""Models of the reference backend in plain PyTorch: a frozen model that only scores, and a trained model.
 
-A step: logprobs or values of the response tokens, the objective per micro-batch, gradients summed over micro-batches in
-float32 and clipped by global norm, AdamW on float32 weights, which are then rounded to the model's dtype.
+A step computes logprobs or values of the response tokens, and the objective of each micro-batch. Gradients are summed
+over micro-batches in float32 and clipped by global norm. AdamW updates float32 weights, which are then rounded to the
+model's dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from asyncrl.tensors.transformers_lock import LOADING
 
 
 class LoadedModel:
-    """A Hugging Face folder's model, with its output layer or a value head."""
+    """The model in a Hugging Face folder, with its output layer or a value head."""
 
     def __init__(
         self, name: str, model: AuxiliaryModel, *, temperature: float, device: torch.device, dtype: torch.dtype
@@ -60,7 +61,7 @@ class LoadedModel:
             self.parameters = {**dict(decoder), models.VALUE_HEAD: self._value_head}
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that it holds on the device between two calls."""
+        """Yield all tensors that the model keeps on the device between calls."""
         yield from self.parameters.values()
         yield from self._all_buffers
 
@@ -79,14 +80,14 @@ class LoadedModel:
         return PackedRow.of(micro_batch, rows, device=self._device, in_rectangles=True)
 
     def _outputs(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
-        """Logprobs and entropy f32[M] of ``row.rows``, or the value after every token f32[N]."""
+        """Return logprobs and entropy f32[M] of ``row.rows``, or the value after every token f32[N]."""
         return self._token_logprobs(row) if self._value_head is None else (self._values(row),)
 
     def _inputs(self, row: PackedRow, outputs: tuple[torch.Tensor, ...]) -> LossInputs | ValueInputs:
         return row.loss_inputs(*outputs) if self._value_head is None else row.value_inputs(*outputs)
 
     def _hidden(self, row: PackedRow) -> torch.Tensor:
-        """The last hidden state of every token, [N, H]."""
+        """Return the last hidden state of every token, [N, H]."""
         assert row.layout is not None
         rectangles = [
             self._decoder(input_ids=row.tokens[indices], use_cache=False).last_hidden_state.flatten(0, 1)
@@ -95,12 +96,12 @@ class LoadedModel:
         return torch.cat(rectangles)[row.layout.order]
 
     def _values(self, row: PackedRow) -> torch.Tensor:
-        """The value after each token, f32[N]."""
+        """Return the value after each token, f32[N]."""
         assert self._value_head is not None
         return self._hidden(row).float() @ self._value_head[0].float()
 
     def _token_logprobs(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob and entropy of the tokens at ``row.rows``, f32[M] each, from the hidden state before each."""
+        """Return logprob and entropy of the tokens at ``row.rows``, f32[M] each, from the hidden state before each."""
         assert self._output_layer is not None
         logits = self._output_layer(self._hidden(row)[row.rows - 1]).float() / self._temperature
         distribution = torch.log_softmax(logits, dim=-1)
@@ -123,10 +124,10 @@ class TrainedModel(LoadedModel):
         self._settings: OptimizerSettings = model.optimizer
         for name, parameter in self.parameters.items():
             settings = self._settings
-            in_file = next(iter(by_names_in_files({name: parameter})))  # of experts all train, or none
+            in_file = next(iter(by_names_in_files({name: parameter})))  # fused experts are all trained, or none
             parameter.requires_grad_(is_trained(in_file, freeze=settings.freeze, train_only=settings.train_only))
         self._trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        # AdamW updates these. For a float32 model they are its parameters; bfloat16 would round small updates away.
+        # AdamW updates these. In a float32 model they are the parameters; bfloat16 would round away small updates.
         self._weights: dict[str, torch.Tensor] = {
             name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self._trained.items()
         }
@@ -150,7 +151,7 @@ class TrainedModel(LoadedModel):
             yield from (one for one in state.values() if isinstance(one, torch.Tensor))
 
     def step(self, share: Sequence[MicroBatch], *, learning_rate: float, is_rehearsal: bool = False) -> StepResult:
-        """``is_rehearsal``: all but the update. What goes wrong does so before that, and leaves gradients alone."""
+        """Run a step. ``is_rehearsal`` skips the update. Errors occur before the update, and change only gradients."""
         for weight in self._weights.values():
             weight.grad = torch.zeros_like(weight)
         totals, recorded = self._objective.zero(self._device), RecordedTokens()
@@ -164,7 +165,7 @@ class TrainedModel(LoadedModel):
             learning_rate *= self._objective.learning_rate_share(totals)
             try:
                 self._update(learning_rate)
-            except RuntimeError as error:  # too little memory for AdamW's moments: some weights may be new by now
+            except RuntimeError as error:  # AdamW's moments may not fit into memory; some weights may be new already
                 raise BackendError(f"the optimizer's update failed: {error}") from error
         metrics = step_metrics(
             self._objective.metrics(totals),
@@ -176,7 +177,7 @@ class TrainedModel(LoadedModel):
         return StepResult(metrics=metrics, tokens=recorded.on_host())
 
     def _accumulate(self, micro_batch: MicroBatch, recorded: RecordedTokens) -> diagnostics.Sums:
-        """Accumulate a micro-batch's gradients."""
+        """Add the gradients of a micro-batch to those of the weights."""
         rows = micro_batches.response_rows(micro_batch)
         if not len(rows):
             return self._objective.zero(self._device)
@@ -219,6 +220,6 @@ class TrainedModel(LoadedModel):
         self._round_weights()
 
     def _pieces(self) -> list[optimizer_state.Piece]:
-        """All weights, so that what is frozen later, or no longer, is what it was."""
+        """Return all weights. Frozen ones are included, because a resumed run may freeze other parameters."""
         weights = self.parameters | self.buffers | self._weights
         return [optimizer_state.Piece(name=name, start=0, value=weight) for name, weight in weights.items()]

@@ -1,4 +1,4 @@
-// One prompt group: its answers as text, coloured per token. Whatever a model wrote stays text.
+// One prompt group: its answers as text, coloured per token. Model output is only ever inserted as text.
 import { el, number, showTip } from "./dom.js";
 
 const MODES = [
@@ -11,7 +11,7 @@ const MODES = [
 const NOT_RECORDED = "not recorded: known of trained groups in samples.jsonl";
 let mode = "version";
 
-// Whether this is known of a token of the group.
+// Whether the group has this value for its tokens.
 function isKnown(group, name) {
   if (name === "trainer") return group.answers.some((answer) => answer.trainer_logprobs.length);
   if (name === "entropy") return group.answers.some((answer) => answer.entropies.length);
@@ -51,7 +51,7 @@ function heading(group) {
   return parts.join(" · ");
 }
 
-// "answer 2", or "answer 2, part 1 of 3" where a rollout has several trajectories.
+// "answer 2", or "answer 2, part 1 of 3" if the rollout has several trajectories.
 function titleOf(group, answer, index) {
   const count = answer.rollout >= 0 ? group.answers.filter((other) => other.rollout === answer.rollout).length : 1;
   return `answer ${(answer.rollout >= 0 ? answer.rollout : index) + 1}` + (count > 1 ? `, part ${answer.part + 1} of ${count}` : "");
@@ -71,7 +71,7 @@ function answerBox(group, answer, index) {
   return box;
 }
 
-// "turn 2, reward +0.5: tool call add({})" of turn 2, "tool result" of what a tool wrote; "" of an answer's only turn.
+// Label of a turn: "turn 2, reward +0.5: tool call add({})", or "tool result" for tool output; "" for an answer's only turn.
 function turnLabel(answer, turn, by) {
   if (answer.titles.length < 2 && by === "policy") return "";
   const pieces = answer.pieces.filter((piece) => piece.turn === turn && piece.kind !== "text");
@@ -79,7 +79,7 @@ function turnLabel(answer, turn, by) {
   return by === "policy" ? [answer.titles[turn], kinds].filter(Boolean).join(": ") : kinds || by;
 }
 
-// What a turn is called stands beside its text, not in it: copied text is the model's alone.
+// The label of a turn is an attribute, so that copied text contains only model output.
 function labelled(label) {
   return label ? el("span", { class: "turn", "data-label": label }) : "";
 }
@@ -119,7 +119,7 @@ function advantageAt(answer, index) {
   return answer.advantages.length ? answer.advantages[index] : answer.advantage;
 }
 
-// trainer − engine logprob of a token; null where the step trained nothing.
+// trainer − engine logprob of a token; null if the step did not train it.
 function differenceAt(answer, index) {
   const trainer = answer.trainer_logprobs[index] ?? null;
   return trainer === null ? null : trainer - answer.logprobs[index];
@@ -136,14 +136,14 @@ function tip(answer, texts, index) {
 
 const VERSIONS = ["#4477aa55", "#ee667755", "#22883355", "#ccaa2255", "#66ccee55", "#aa337755", "#ee886655", "#77777755"];
 
-const MOST_DIFFERENCE = 0.5, MOST_ENTROPY = 4; // nats, drawn fully
+const MOST_DIFFERENCE = 0.5, MOST_ENTROPY = 4; // nats at which a colour is fully saturated
 
 function signed(value, most) {
   if (value === null) return "";
   return `rgb(${value < 0 ? "200 60 40" : "40 150 70"} / ${Math.min(0.85, 0.1 + (0.75 * Math.abs(value)) / most).toFixed(3)})`;
 }
 
-// The colour of a token by its index.
+// Return a function from token index to colour.
 function painter(answer) {
   if (mode === "version") {
     const found = [...new Set(answer.versions.map(([, , version]) => version))];

@@ -1,4 +1,4 @@
-// Curves over steps: one chart a row of CHARTS, with a line for each run and metric.
+// Curves over steps: one chart per row of CHARTS, with a line for each run and metric.
 import { byId, colour, el, fetched } from "./dom.js";
 
 const CHARTS = [
@@ -19,7 +19,7 @@ const CHARTS = [
 ];
 const DASHES = [[], [6, 4], [2, 3]];
 const MOST_OF_EVALUATION = 12;
-const JUDGED = /^evaluation\/([^[\]]+)\/((?:mean@|majority@|pass@(?!1$))[^/]+)$/; // of a whole data set; the others by their names
+const JUDGED = /^evaluation\/([^[\]]+)\/((?:mean@|majority@|pass@(?!1$))[^/]+)$/; // metrics of a whole data set; others can be added by name
 
 export class Charts {
   constructor() {
@@ -154,7 +154,7 @@ export class Charts {
   }
 }
 
-// The legend shows the newest step while the pointer is nowhere.
+// While the pointer is outside the chart, the legend shows the newest step.
 function showLast(plot) {
   if (plot.cursor.idx == null) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
 }
@@ -163,12 +163,12 @@ function isBound(name) {
   return name.startsWith("evaluation/") && /\/(low|high)$/.test(name);
 }
 
-// A metric of an evaluation with the bounds of its interval.
+// An evaluation metric and the bounds of its interval.
 function bounded(name) {
   return [name, `${name}/low`, `${name}/high`];
 }
 
-// The interval of each run, between the lines of its bounds.
+// Fill the interval of each run between its bounds.
 function bands(lines) {
   const at = (number, end) => lines.findIndex((line) => line.number === number && isBound(line.name) && line.name.endsWith(end)) + 1;
   return [...new Set(lines.map((line) => line.number))].filter((number) => at(number, "/high")).map((number) => ({

@@ -1,4 +1,4 @@
-// The page is built here and nowhere else: text goes in as text, never as HTML.
+// All elements of the page are built here. Text is inserted as text, never as HTML.
 
 export const COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccaa22", "#66ccee", "#aa3377", "#ee8866", "#777777"];
 
@@ -6,7 +6,7 @@ export function colour(run) {
   return COLOURS[run % COLOURS.length];
 }
 
-// el("p", {class: "dim"}, "text", child): an element; a key that begins with "on" is a listener.
+// el("p", {class: "dim"}, "text", child) creates an element; a key that begins with "on" is a listener.
 export function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -37,7 +37,7 @@ export function clock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString("en-GB");
 }
 
-// A canvas of so many CSS pixels, sharp on any screen; returns its context, cleared.
+// Resize a canvas to CSS pixels at the screen's resolution; return its cleared context.
 export function prepared(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
@@ -57,7 +57,7 @@ export function themed(name) {
 
 const tip = el("div", { class: "tip", hidden: "" });
 
-// Beside the pointer; "" hides it.
+// Show a tooltip next to the pointer; "" hides it.
 export function showTip(event, text) {
   if (!tip.isConnected) document.body.append(tip);
   tip.hidden = !text;

@@ -1,4 +1,4 @@
-// The newest prompt groups of a run as a table that filters, and one of them opened.
+// The newest prompt groups of a run as a table with filters, and one opened group.
 import { openGroup } from "./answers.js";
 import { byId, el, fetched, number } from "./dom.js";
 
@@ -51,7 +51,7 @@ export class Groups {
     const query = new URLSearchParams({ text: this.text.value, fate: this.fate.value, order: this.order.value, has_text: this.hasText.checked ? "1" : "", limit: "100" });
     try {
       const { rows, total } = await fetched(`/api/runs/${this.run}/groups?${query}`);
-      if (asked !== this.asked) return; // somebody typed on
+      if (asked !== this.asked) return; // the filter has changed since
       this.info.textContent = total || !this.hasText.checked ? `${rows.length} of ${number(total)} groups` : "no group that matches has its text; untick “with text” for the others";
       const columns = query.get("fate") === "evaluated" ? OF_EVALUATION : COLUMNS;
       this.head.replaceChildren(el("tr", {}, ...columns.map(([title, , isNumber]) => el("th", { class: isNumber ? "number" : null }, title))));

@@ -1,7 +1,7 @@
-// Staleness over steps as a map of shares, and lengths of trained against dropped answers as bars.
+// Staleness over steps as a heat map, and lengths of trained and dropped answers as bars.
 import { byId, colour, el, number, prepared, showTip, themed } from "./dom.js";
 
-const MOST_COLUMNS = 800; // in the browser; the server sends coarser ones when the page is loaded again
+const MOST_COLUMNS = 800; // in the browser; after a reload the server sends coarser columns
 const NAMES = ["staleness/histogram", "length/trained", "length/dropped"];
 
 export class Histograms {

@@ -1,4 +1,4 @@
-// What each actor does: a lane of coloured segments, with faults and restarts on the same time axis.
+// Activity of each actor: a lane of coloured segments, with faults and restarts on the same time axis.
 import { byId, clock, el, fetched, prepared, showTip, themed } from "./dom.js";
 
 const FILLS = {
@@ -9,13 +9,13 @@ const ROW = 18, LEFT = 190, TOP = 22, PAGE = 40, MOST_SHOWN_MARKS = 100;
 const WORST_FIRST = ["silent", "quarantined", "starting", "draining", "waiting", "loading", "writing", "rewarding", "working", "training", "generating"];
 
 export class Lanes {
-  // states: the names behind the numbers
+  // states: names of the state indices
   constructor(states) {
     this.states = states;
     this.runs = [];
     this.chosen = 0;
     this.page = 0;
-    this.shownTimes = null; // [begin, end] that the wheel chose
+    this.shownTimes = null; // [begin, end] chosen with the wheel
     this.filter = el("input", { placeholder: "filter by name, role or state", oninput: () => this.turn(-this.page) });
     this.order = el("select", { onchange: () => this.turn(-this.page) },
       ...["trouble first", "by name", "oldest version first"].map((text) => el("option", {}, text)));
@@ -71,13 +71,13 @@ export class Lanes {
     this.draw();
   }
 
-  // A change of kind "lanes".
+  // Handle a change of kind "lanes".
   heard(number, change) {
     const run = this.runs[number];
     run.end = change.end;
     run.totals = change.totals;
     if (!run.isLoaded) return;
-    if (run.source !== "heartbeats") { // it was not up when they were loaded
+    if (run.source !== "heartbeats") { // the run was not up when the lanes were loaded
       run.isLoaded = false;
       return;
     }
@@ -152,7 +152,7 @@ export class Lanes {
     this.drawTimes(context, width, height);
   }
 
-  // [begin, end] of what is drawn.
+  // [begin, end] of the drawn time range.
   get times() {
     return this.shownTimes ?? [this.run.begin, Math.max(this.run.begin + 1, this.run.end)];
   }
@@ -167,7 +167,7 @@ export class Lanes {
     return begin + ((event.offsetX - LEFT) / (this.canvas.clientWidth - LEFT)) * (end - begin);
   }
 
-  // The wheel zooms around the pointer.
+  // Zoom around the pointer with the wheel.
   zoom(event) {
     if (event.offsetX < LEFT) return;
     event.preventDefault();
@@ -230,7 +230,7 @@ export class Lanes {
   }
 }
 
-// The window, or what there is of it.
+// Begin of the window, or of the recorded part of it.
 function begun(run) {
   const first = Math.min(run.end - 30, ...[...run.lanes.values()].map((lane) => lane.segments[0]?.[0] ?? run.end));
   return Math.max(run.end - run.window, first);

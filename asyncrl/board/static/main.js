@@ -1,4 +1,4 @@
-// Begins with an overview of the runs, then follows the stream of what is new.
+// Load an overview of the runs, then follow the stream of changes.
 import { Charts } from "./charts.js";
 import { byId, colour, el, fetched, number } from "./dom.js";
 import { Groups } from "./groups.js";
@@ -60,7 +60,7 @@ const CHANGES = {
   restart: () => beginAnew(),
 };
 
-// What is said while the overview is on its way waits: it may be in it already, which does no harm.
+// Changes that arrive while the overview loads are queued. Applying a change that the overview already has is harmless.
 let waiting = null;
 
 async function beginAnew() {
@@ -87,7 +87,7 @@ function apply(change) {
 
 const CLOSED_SECONDS = 5;
 
-// A browser connects again by itself, unless it was refused: too many look, say.
+// The browser reconnects automatically unless it was refused, for example because too many are connected.
 function follow() {
   const stream = new EventSource("/api/stream");
   stream.onopen = () => beginAnew();

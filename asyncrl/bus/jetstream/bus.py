@@ -1,12 +1,13 @@
 """The bus on NATS JetStream.
 
-Names and configurations are in layout.py; connection.py and ordered_consumer.py handle server restarts.
+layout.py defines names and configurations. connection.py and ordered_consumer.py handle server restarts.
 
-1. A ``publish`` repeated by us or by a restarted worker stores once (test_a_key_is_published_once).
-2. Messages of a consumer that leaves ``consume`` are redelivered at once, those of one that dies after ack_seconds
+1. A repeated ``publish``, by this process or a restarted worker, stores once (test_a_key_is_published_once).
+2. The messages of a consumer that leaves ``consume`` are redelivered at once. The messages of a consumer that dies are
+   redelivered after ack_seconds
    (test_a_lost_consumer_gives_its_messages_back, test_a_silent_consumer_loses_its_messages).
 3. A reader sees every entry of the log once, in order (test_a_restarted_server_is_transparent).
-4. Bytes that do not decode are delivered with a ``problem`` (test_undecodable_bytes_are_delivered_as_a_problem).
+4. Undecodable bytes are delivered with a ``problem`` (test_undecodable_bytes_are_delivered_as_a_problem).
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ A = TypeVar("A")
 
 _STORE_FAILED: Final = 10077
 _FEW: Final = 8
-"""Up to this many states are read one by one."""
+"""Up to this many states are read with one request each."""
 
 
 class JetStreamBus:
-    """See ``protocols.Bus``. One connection; any number of actors of one event loop may share it."""
+    """See ``protocols.Bus``. Uses one connection. Any number of actors of one event loop may share it."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class JetStreamBus:
         most: int = 2**30,
         signatures: Signatures = UNSIGNED,
     ) -> None:
-        """most: bytes of a message in pieces"""
+        """most: largest message in pieces, in bytes"""
         self._connection, self._layout, self._objects = connection, layout, objects
         self._role, self._creates_consumers = access.role, access.creates_consumers
         self._signatures, self._kept = signatures, KeptStates(signatures)
@@ -99,10 +100,10 @@ class JetStreamBus:
         connect_seconds: float = 10.0,
         signatures: Signatures = UNSIGNED,
     ) -> JetStreamBus:
-        """The bus of one run on a server. Raises ConfigError.
+        """Connect to the bus of one run. Raises ConfigError.
 
-        access: our credentials; ``token`` is shorthand for a token only. The learner's role creates missing streams,
-        workers wait until it has, observers and operators fail if the run does not exist.
+        access: our credentials; ``token`` is a shorthand for credentials that are only a token. The learner's role
+        creates missing streams. Workers wait for the learner. Observers and operators fail if the run does not exist.
         """
         access = access or Credentials(token=token)
         connection = Connection(url)
@@ -135,7 +136,7 @@ class JetStreamBus:
     async def publish(self, topic: Topic[M], message: M, *, key: str, again: bool = False) -> bool:
         data = await self._pieces.sealed(topic, message, key=key)
         subject, stream = self._layout.subject(topic, key), await self._stream(topic)
-        # The server remembers the id of a message that it lost; a log has room for a key that is not in it.
+        # The server remembers the id of a lost message, so ``again`` needs a new id. A log accepts any key not in it.
         identity = subject if topic.kind == "work" and not again else uuid.uuid4().hex
         headers = {"Nats-Msg-Id": identity, "Nats-Expected-Stream": stream}
         answer = await self._connection.store(subject, data, headers=headers)
@@ -259,9 +260,9 @@ class JetStreamBus:
 
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
         found: dict[str, M] = {}
-        seen = self._signatures.seen()  # what is heard meanwhile may be newer than the answers to come
+        seen = self._signatures.seen()  # before the reads: a watcher may see newer states before our replies arrive
         subjects = await self._subjects(topic, under=under)
-        # In a cluster a consumer may be on a server that lags, which does not matter for states that expire in seconds
+        # In a cluster the consumer may run on a server that lags. States that expire in seconds tolerate this
         # (see _last).
         if len(subjects) > _FEW and topic.seconds_to_live and self._creates_consumers:
             stream = await self._stream(topic)
@@ -281,10 +282,10 @@ class JetStreamBus:
         return found
 
     async def _last(self, topic: Topic[Any], subject: str) -> StoredMessage | None:
-        """The last message of a subject; None if there is none.
+        """Return the last message of a subject; None if there is none.
 
-        States without expiry are requested from the leader: a cluster's other servers may lag, and a starting process
-        must not see a finished run or an older incarnation (test_a_server_that_is_behind_...).
+        States without expiry are read from the stream's leader. Other servers of a cluster may lag, and a starting
+        process must not see a finished run or an older incarnation (test_a_server_that_is_behind_...).
         """
         stream = await self._stream(topic)
         if topic.seconds_to_live and self._role in ("learner", "rollout-worker"):
@@ -298,7 +299,7 @@ class JetStreamBus:
         await self._kept.forget(topic, key, lambda: self._remove(topic, key))
 
     async def _remove(self, topic: Topic[Any], key: str) -> None:
-        # No purge: a role that may purge a part of a stream may purge all of it.
+        # No purge: permission to purge a part of a stream includes permission to purge all of it.
         keys = [key]
         if key.endswith("/"):
             keys = [self._layout.key(topic, subject) for subject in await self._subjects(topic, under=key)]
@@ -310,7 +311,7 @@ class JetStreamBus:
         return encoded(message, topic=topic, key=key, limit=self.max_message_bytes, signatures=self._signatures)
 
     def _value(self, topic: Topic[M], key: str, data: bytes, headers: Collection[str], seen: Seen) -> M | None:
-        """None if the state was removed or does not decode."""
+        """Decode a state; None if it was removed or does not decode."""
         if is_removed(headers):
             return None
         content = opened(data, topic, key=key, signatures=self._signatures, seen=seen)
@@ -319,7 +320,7 @@ class JetStreamBus:
         return content.message
 
     async def _set(self, topic: Topic[Any], key: str, data: bytes, headers: Mapping[str, str]) -> None:
-        # An id of its own: a request that the connection repeats is stored once, and not over what came after it.
+        # Unique id: a request that the connection repeats is stored once and does not overwrite a newer message.
         headers = {**headers, "Nats-Expected-Stream": await self._stream(topic), "Nats-Msg-Id": uuid.uuid4().hex}
         found = (await self._connection.store(self._layout.subject(topic, key), data, headers=headers)).found
         if "error" in found:
@@ -345,7 +346,7 @@ class JetStreamBus:
             line.add(message.data, send)
 
         subscription = await self._connection.subscribe(self._layout.service(service), on_message)
-        await self._connection.api("INFO")  # once it is answered, our subscription is active
+        await self._connection.api("INFO")  # once the server replies, our subscription is active
         try:
             yield Each(line.take)
         finally:

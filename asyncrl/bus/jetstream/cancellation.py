@@ -1,6 +1,6 @@
-"""Works around Python 3.11's ``wait_for``, used by nats-py, which swallows a cancellation that races a reply.
+"""Workaround for ``wait_for`` of Python 3.11, which nats-py uses: it swallows a cancellation that races with a reply.
 
-Remove with support for Python 3.11. Tests: test_a_cancellation_is_never_lost,
+Remove this file with support for Python 3.11. Tests: test_a_cancellation_is_never_lost,
 test_the_guard_notices_a_swallowed_cancellation.
 """
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def guarded(call: Awaitable[T]) -> T:
-    """``await call``; raises CancelledError if a cancellation arrived meanwhile, even if the call swallowed it."""
+    """``await call``. Raises CancelledError if a cancellation arrived during the call, even if the call lost it."""
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()

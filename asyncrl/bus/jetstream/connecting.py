@@ -1,4 +1,4 @@
-"""What connection.py needs to know of connecting: errors for a person, the oldest server, TCP timeouts."""
+"""Helpers of connection.py for connecting: readable errors, the oldest supported server, TCP timeouts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from asyncrl.errors import ConfigError
 
 _OLDEST: Final = (2, 10)
 _DEAD_SECONDS: Final = 15
-"""TCP_USER_TIMEOUT: the kernel drops a connection if nothing, pings included, is acknowledged for this long."""
+"""TCP_USER_TIMEOUT: the kernel drops a connection if data or pings stay unacknowledged for this long."""
 
 
 def connect_error(name: str, error: Exception) -> ConfigError:
-    """Why a server could not be connected to. ``name``: its address, without secrets."""
+    """Explain why connecting failed. ``name``: the server's address, without secrets."""
     if isinstance(error, ssl.SSLError):
         return ConfigError(f"bus.url {name}: TLS: {error.reason or error}; see bus.tls_ca")
     if isinstance(error, ValueError) or isinstance(error.__context__, ValueError):  # may quote a password
@@ -26,13 +26,13 @@ def connect_error(name: str, error: Exception) -> ConfigError:
 
 
 def require_version(name: str, version: Any) -> None:
-    """Raise ConfigError for a server that is too old."""
+    """Raise ConfigError if the server is too old."""
     if (version.major, version.minor) < _OLDEST:
         raise ConfigError(f"bus.url {name}: nats-server {version} is too old; asyncrl needs 2.10")
 
 
 def expect_signs_of_life(client: Any) -> None:
-    """Set TCP timeouts, as a dead host just goes silent (Linux; elsewhere pings detect it, later)."""
+    """Set TCP timeouts, because a dead host sends no error. Linux only; elsewhere pings detect a dead host, later."""
     option = getattr(socket, "TCP_USER_TIMEOUT", None)
     writer = getattr(client._transport, "_io_writer", None)
     way = writer.get_extra_info("socket") if writer is not None else None
@@ -41,10 +41,10 @@ def expect_signs_of_life(client: Any) -> None:
 
 
 async def drained(client: Any, subscription: Any) -> None:
-    """Drain it. Raises what nats-py does, which waits ten seconds for the server.
+    """Drain a subscription. Raises the errors of nats-py, which waits ten seconds for the server.
 
-    Of a flush that timed out it keeps the cancelled future, and the PONG that comes after all, from a server that was
-    frozen, would end its read loop for good. Another takes its place, as PONGs come in the order of PINGs.
+    If a flush times out, nats-py keeps the cancelled future. When a frozen server resumes and sends the late PONG, that
+    future would end nats-py's read loop permanently. So a new future takes its place: PONGs come in the order of PINGs.
     """
     try:
         await subscription.drain()

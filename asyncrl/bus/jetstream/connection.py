@@ -3,15 +3,15 @@
 The only file that imports nats.
 
 1. A cancellation is never lost: every nats call goes through ``guarded`` (cancellation.py).
-2. While the server is down every call waits; when it is back, unanswered requests are sent again
+2. While the server is down every call waits. When it is back, unanswered requests are sent again
    (test_a_restarted_server_is_transparent). Message ids make repetition harmless. The same holds while a cluster elects
    a new leader for a stream, which takes four to ten seconds (tests/integration/cluster/test_nats_cluster.py).
    A slow link is not mistaken for a dead server: repeated requests get time to arrive, and a connection that still
    transfers data is kept (test_a_slow_way_is_given_the_time_that_a_message_takes).
 3. No call waits forever for a server that is up but does not answer: BusError after a minute.
-4. A call about a stream that somebody deleted waits until the learner has made it again, where ``awaits_streams``
+4. With ``awaits_streams``, a call about a deleted stream waits until the learner has created the stream again
    (test_whoever_needs_a_stream_that_is_gone_waits_for_it).
-5. An acked call has taken effect on the server when it returns: acks are requests that the server confirms.
+5. Acks are requests that the server confirms, so an ack has taken effect when its call returns.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from asyncrl.errors import BusError, ConfigError, Forbidden, NoAnswer, Unanswere
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS: Final = 5.0
-"""Time until a request is repeated: the server may be dead, and another may lead its streams by now."""
+"""Time until a request is repeated: the server may be dead, and another server may lead its streams by now."""
 _SLOW_BYTES_PER_SECOND: Final = 32 * 2**10
-"""Slowest link that is tolerated: the time to send the unanswered bytes at this rate is added to the above."""
+"""Slowest tolerated link. The time to send all unanswered bytes at this rate is added to _ANSWER_SECONDS."""
 _PING_SECONDS: Final = 5
 _FROZEN_SECONDS: Final = 60
-"""For a server whose kernel acknowledges but which is silent; longer, because pings queue behind messages."""
+"""Limit for a silent server whose kernel still acknowledges. It is long because pings queue behind messages."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 60.0
 _NOBODY_SECONDS: Final = 30.0
-"""How long a request without a responder is repeated: a server that just started may still be opening its streams, or a
-cluster electing their leaders."""
+"""How long a request without a responder is repeated. A server that just started may still be opening its streams, and
+a cluster may be electing their leaders."""
 _LEAVE_SECONDS: Final = 5.0
 _FORBIDDEN: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 _PASSING: Final = (
@@ -76,14 +76,14 @@ _PASSING: Final = (
 
 
 class Connection:
-    """A nats client that waits and repeats requests. Implements ``ordered_consumer.Wire``."""
+    """A nats client that waits for the server and repeats requests. Implements ``ordered_consumer.Wire``."""
 
     def __init__(self, url: str) -> None:
         self._client: Any = Client()
         self.name = without_secrets(url)
         self.generation = 0
         self.awaits_streams = False
-        """Whether a stream that is not there is waited for: of whoever takes part in a run."""
+        """Whether to wait for a missing stream. True for roles that take part in a run."""
         self._online = asyncio.Event()
         self._over = asyncio.Event()
         self._is_starting = True
@@ -99,8 +99,8 @@ class Connection:
     async def open(
         self, url: str, *, options: Mapping[str, Any], inbox: str, answers: str = "", seconds: float
     ) -> None:
-        """``options``, ``inbox``, ``answers``: from credentials.py. Raises ConfigError if the server is unreachable or
-        too old, the token is wrong or JetStream is off; BusError if a cluster has no quorum."""
+        """Connect. ``options``, ``inbox``, ``answers``: from credentials.py. Raises ConfigError if the server is
+        unreachable or too old, the token is wrong or JetStream is off; BusError if a cluster has no quorum."""
         addresses = servers(url)
         try:
             async with asyncio.timeout(seconds):
@@ -115,7 +115,7 @@ class Connection:
                         closed_cb=self._on_close,
                         max_reconnect_attempts=-1,
                         reconnect_time_wait=0.25,
-                        connect_timeout=seconds / (len(addresses) + 1),  # leaves time for the others if one is down
+                        connect_timeout=seconds / (len(addresses) + 1),  # leaves time for the others if one fails
                         ping_interval=_PING_SECONDS,
                         max_outstanding_pings=_FROZEN_SECONDS // _PING_SECONDS,
                     )
@@ -155,10 +155,10 @@ class Connection:
         if not self._client.servers:
             return  # invalid url: nothing was opened
         self._is_closing = True
-        # TypeError: asyncio of Python 3.12 writes to a transport that the server's end is just closing
+        # TypeError: asyncio of Python 3.12 writes to a transport while the server closes its end
         with contextlib.suppress(nats.errors.Error, OSError, TypeError):
             await guarded(self._client.close())
-        # A drain still under way waits for messages that nobody takes any more. There is no read loop left to harm.
+        # A drain in progress waits for messages that no task takes any more. No read loop is left to harm.
         if leaving := tuple(self._leaving):
             for task in leaving:
                 task.cancel()
@@ -175,9 +175,9 @@ class Connection:
         only_in: int | None = None,
         patience: float = _PATIENCE_SECONDS,
     ) -> Reply:
-        """The reply, repeating the request until a restarted server is back. Raises BusError.
+        """Return the reply. Repeat the request until a restarted server is back. Raises BusError.
 
-        only_in   a connection generation: after a reconnect no reply can come, which raises Unanswered
+        only_in   connection generation of the request; raises Unanswered after a reconnect, as no reply can come then
         patience  seconds that a running server may take before Unanswered is raised
         """
         pause, asked = _FIRST_PAUSE_SECONDS, 0
@@ -198,20 +198,20 @@ class Connection:
             if not self._over.is_set() and waited >= min(patience, self._nobody_seconds if is_nobody else patience):
                 if is_nobody and stream:
                     is_there = not await self._is_gone(stream)
-                    if not (is_there and was_there):  # gone, or made again since we asked
+                    if not (is_there and was_there):  # missing, or created again since the last check
                         was_there, since = is_there, time.monotonic()
                         continue
                 if is_nobody:
                     raise Nobody(f"bus {self.name}: no responder for {subject}; was the server's store deleted?")
                 raise Unanswered(
                     f"bus {self.name}: no answer at {subject} for {waited:.0f} s; "
-                    f"is the server's disk full? See its log"  # it answers nothing then
+                    f"is the server's disk full? See its log"  # with a full disk the server does not answer
                 )
-            await self._rest(pause)  # back off to not load a busy server further
+            await self._rest(pause)  # back off, so as not to load a busy server further
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
     async def ask(self, subject: str, data: bytes, *, seconds: float) -> bytes | None:
-        """Another client's reply, requested once; None if nobody listens there or it takes too long."""
+        """Send one request to another client. Return its reply; None if no client listens or the reply is late."""
         try:
             async with asyncio.timeout(seconds):
                 await self.online()
@@ -226,7 +226,7 @@ class Connection:
         return bytes(message.data)
 
     async def _is_gone(self, stream: str) -> bool:
-        """Whether there is no such stream."""
+        """Whether the stream does not exist."""
         try:
             await self.api(f"STREAM.INFO.{stream}", awaits_stream=False)
         except Refused as refused:
@@ -241,9 +241,9 @@ class Connection:
         patience: float = _PATIENCE_SECONDS,
         awaits_stream: bool = True,
     ) -> dict[str, Any]:
-        """One request of the JetStream API. Raises Refused, and Unanswered as ``request``.
+        """Send one request of the JetStream API. Raises Refused, and Unanswered as ``request`` does.
 
-        awaits_stream  False: a stream that is not there is an error
+        awaits_stream  False: a missing stream is an error
         """
         data = json.dumps(body).encode() if body else b""
         answer = await self.store(f"$JS.API.{verb}", data, patience=patience, awaits_stream=awaits_stream)
@@ -260,10 +260,10 @@ class Connection:
         patience: float = _PATIENCE_SECONDS,
         awaits_stream: bool = True,
     ) -> PublishAck:
-        """JetStream's reply, which may be an error; temporary errors are retried for a minute, and a stream that is
-        gone is waited for.
+        """Return JetStream's reply, which may be an error. Temporary errors are retried for a minute; a missing stream
+        is waited for.
 
-        Raises Busy after that, and Unanswered as ``request`` does.
+        Raises Busy after that minute, and Unanswered as ``request`` does.
         """
         pause, since, in_doubt, is_slow = _FIRST_PAUSE_SECONDS, time.monotonic(), False, False
         try:
@@ -291,20 +291,20 @@ class Connection:
             self._num_busy -= is_slow
 
     async def _rest(self, seconds: float) -> None:
-        """waits for: the clock, the end of the connection"""
+        """waits for: the clock     woken by: the end of the connection"""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._over.wait()
 
     async def send(self, subject: str, data: bytes, *, reply: str) -> None:
-        """Send a message that may be lost; the sender must notice if no reply comes."""
+        """Send a message that may be lost. The sender must notice a missing reply."""
         with contextlib.suppress(nats.errors.Error, OSError):
             await guarded(self._client.publish(subject, data, reply=reply))
 
     async def _ask(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None, *, seconds: float = 0.0, inbox: str = ""
     ) -> Any:
-        """The reply, or None if it was late or the connection was lost.  seconds: 0 takes the default timeout"""
+        """Return the reply; None if it is late or the connection is lost. ``seconds``: 0 takes the default timeout."""
         pending = self._pending
         try:
             with pending.added(subject, num_bytes=len(data), inbox=inbox or pending.inbox) as (reply, answer):
@@ -313,7 +313,7 @@ class Connection:
                     return await answer
         except _PASSING:
             return None
-        except nats.errors.Error as error:  # such as too large for a reconfigured server: repeating does not help
+        except nats.errors.Error as error:  # e.g. too large for a reconfigured server; repeating does not help
             raise BusError(f"bus {self.name}: {subject}: {error}") from error
 
     # -- listening ------------------------------------------------------------------------------------------------
@@ -322,12 +322,12 @@ class Connection:
         return self._pending.new_inbox()
 
     async def subscribe(self, subject: str, on_message: Callable[[Any], Awaitable[None]], *, queue: str = "") -> Any:
-        """``queue``: queue group; each message goes to one of its subscribers."""
+        """``queue``: name of a queue group. Each message goes to one subscriber of the group."""
         await self.online()
         return await guarded(self._client.subscribe(subject, queue=queue, cb=on_message))
 
     async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
-        """Unsubscribe; with ``drain``, messages in flight still arrive. Cancelling the caller does not cancel this."""
+        """Unsubscribe. With ``drain``, messages in flight still arrive. Cancelling the caller does not cancel this."""
         is_here = drain and self._online.is_set() and not self._over.is_set()
         leaving = asyncio.ensure_future(drained(self._client, subscription) if is_here else subscription.unsubscribe())
         self._leaving.add(leaving)
@@ -350,8 +350,8 @@ class Connection:
         return lambda: self._listeners.discard(on_change)
 
     async def _on_error(self, error: Exception) -> None:
-        """Also stops the client's attempts to connect: they can lose a cancellation (through asyncio.wait_for) and
-        would then go on forever, after ``close`` or after the time for ``open``."""
+        """Handle an error of nats-py. Cancelled connection attempts also end here: asyncio.wait_for can lose their
+        cancellation, and they would go on forever after ``close`` or after the time limit of ``open``."""
         task = asyncio.current_task()
         if (self._is_closing or self._is_starting) and task is not None and task.cancelling():
             raise asyncio.CancelledError
@@ -388,7 +388,7 @@ class Connection:
 
     async def _on_close(self) -> None:
         self._over.set()
-        self._online.set()  # wake all waiters so they see it
+        self._online.set()  # wake all waiters, so they notice the end
         self._tell()
 
     def _tell(self) -> None:

@@ -1,6 +1,6 @@
-"""Authentication to a nats-server by token, password, NKEY or credentials file, and of the server by TLS.
+"""Authenticates the client by token, password, NKEY or credentials file, and the server by TLS.
 
-A secret is in a separate file named in the run file, or in the environment (ASYNCRL_BUS_TOKEN); it appears in no
+A secret is in a separate file named in the run file, or in the environment (ASYNCRL_BUS_TOKEN). It appears in no
 message, log or error (tests/integration/security/test_secrets.py).
 """
 
@@ -22,22 +22,22 @@ _SEED_CHARACTERS: Final = 58
 
 
 def inbox(role: str, *, run: str) -> str:
-    """Subject prefix of JetStream's replies; the server's configuration gives each role its own."""
+    """Subject prefix of JetStream's replies. The server's configuration gives each role its own prefix."""
     return f"_INBOX.{run}.{role}"
 
 
 def answers(role: str, *, run: str) -> str:
-    """Subject prefix of replies from other processes. A role that serves may publish here, but not to ``inbox``."""
+    """Subject prefix of replies from other processes. A role that serves may publish here, but not under ``inbox``."""
     return f"asyncrl-answer.{run}.{role}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Paths may contain ``{role}``, replaced by our role.
+    """How one process authenticates. Paths may contain ``{role}``, which is replaced by our role.
 
     credentials      a file with one line USER:PASSWORD, an NKEY seed (SU...), or a .creds file written by `nsc`
-    tls_ca           PEM file of the CA of the server's certificate; empty: the system's CAs, if the url is tls://
-    tls_certificate  our client certificate, for a server that requires one, and its key
+    tls_ca           PEM file of the CA of the server's certificate; if empty, a tls:// url uses the system's CAs
+    tls_certificate  our client certificate, with ``tls_key``, for a server that requires one
     """
 
     role: str = "learner"
@@ -52,11 +52,11 @@ class Credentials:
 
     @property
     def creates_consumers(self) -> bool:
-        """On a server with roles only the learner may. Workers never do: many consumers slow the server down."""
+        """On a server with roles only the learner may. Workers never do: many consumers slow down the server."""
         return self.role == "learner" or (self.role != "rollout-worker" and not self.credentials)
 
     def options(self) -> dict[str, Any]:
-        """Arguments for nats-py's ``connect``. Raises ConfigError, which contains no secrets."""
+        """Return arguments for nats-py's ``connect``. Raises ConfigError without secrets in its text."""
         found: dict[str, Any] = {"token": self.token or None}
         if self.credentials:
             found = self._credentials(self._path("credentials"))
@@ -91,7 +91,7 @@ class Credentials:
     def _tls(self) -> ssl.SSLContext:
         try:
             context = ssl.create_default_context(cafile=str(self._path("tls_ca")) if self.tls_ca else None)
-        except OSError as error:  # ssl.SSLError too
+        except OSError as error:  # includes ssl.SSLError
             raise ConfigError(f"bus.tls_ca: cannot read {self._path('tls_ca')}: {error}") from None
         if self.tls_certificate:
             certificate, key = self._path("tls_certificate"), self._path("tls_key") if self.tls_key else None

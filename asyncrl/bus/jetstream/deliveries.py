@@ -1,4 +1,4 @@
-"""Work messages in flight to one connection: delivered, kept, acked, returned."""
+"""Work messages in flight to one connection: delivered, kept, acked, or given back."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M")
 
 _WORD_SECONDS: Final = 5.0
-"""Timeout of an ack, nak or keep: after an election the new leader may not know of the delivery."""
+"""Timeout of an ack, nak or keep. After an election the new leader may not know the delivery."""
 _SURE_SHARE: Final = 0.8
-"""Part of ack_seconds in which a nak is sent: the server counts from when it sends a message, which on a busy machine
-arrives noticeably later, and applies a late nak to the next consumer's delivery."""
+"""Share of ack_seconds during which a nak is sent. The server's timer starts when it sends a message, which arrives
+noticeably later on a busy machine. The server would apply a late nak to the next consumer's delivery."""
 
 
 class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
@@ -75,7 +75,7 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
         await self._consumer.stop()
 
     async def end(self) -> None:
-        """Return all unacknowledged messages."""
+        """Stop the consumer and return all unacknowledged messages."""
         try:
             await self._consumer.stop()
         finally:
@@ -88,7 +88,7 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
         return JetStreamDelivery(self._connection, item, self._topic, self._layout, content)
 
     async def _give_back(self, item: Arrival) -> None:
-        """What has arrived and was not taken."""
+        """Return a message that arrived but was not taken."""
         try:
             if self._tell_unread is not None:
                 await self._tell_unread(self._delivery(item))
@@ -99,9 +99,9 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
 class JetStreamDelivery(Generic[M]):
     """A message in flight to one connection.
 
-    No keep is sent after ack_seconds, and no nak from shortly before its end: the message then comes again by itself.
-    A server that was killed may have forgotten the delivery, and a cluster's new leader may never have known it; an ack
-    then gets no reply, so the message is deleted instead.
+    No keep is sent after ack_seconds, and no nak from shortly before that: the server redelivers the message anyway.
+    A killed server may have forgotten the delivery, and a cluster's new leader may never have known it. An ack then
+    gets no reply, so the message is deleted instead.
     Acks, naks and keeps are serialised: a keep that overtakes a retry would delay redelivery by ack_seconds
     (test_a_retry_is_not_undone_by_a_keep_in_the_same_moment).
     """
@@ -130,11 +130,11 @@ class JetStreamDelivery(Generic[M]):
         return time.monotonic() < self._until
 
     def is_surely_ours(self) -> bool:
-        """The server thinks so, too."""
+        """Whether the server also still considers the message ours."""
         return time.monotonic() < self._until - (1 - _SURE_SHARE) * self._ack_seconds
 
     async def ack(self) -> None:
-        """Valid even if it has been redelivered meanwhile: the work is done."""
+        """Acknowledge, even if the message was redelivered in between: the work is done."""
         async with self._speaking:
             try:
                 await self._ask(b"+ACK")
@@ -156,7 +156,7 @@ class JetStreamDelivery(Generic[M]):
                 self._until = kept + self._ack_seconds
 
     async def give_back(self) -> None:
-        """Return it without waiting for a reply. If the nak is lost, the message is redelivered after ack_seconds."""
+        """Return the message without waiting for a reply. If the nak is lost, redelivery follows after ack_seconds."""
         if self.is_surely_ours():
             self._until = 0.0
             await self._tell(GIVE_BACK)
@@ -171,4 +171,4 @@ class JetStreamDelivery(Generic[M]):
         try:
             await self._ask(word)
         except Unanswered:
-            await self._tell(word)  # in case the server knows the delivery; if not, it redelivers anyway
+            await self._tell(word)  # the server may know the delivery; if not, it redelivers anyway

@@ -10,20 +10,20 @@ from typing import Any, Final
 from asyncrl.errors import BusError, Unanswered
 
 IN_PROCESS: Final = 10158
-"""A message with this id is being stored."""
+"""A message with this id is being stored right now."""
 LEADERLESS: Final = {10004, 10008, 10009, IN_PROCESS}
-"""Errors of a cluster without a leader (election, or too few servers): incomplete results; temporarily unavailable; no
-longer leader; a message stuck being stored."""
+"""Errors of a cluster without a leader (during an election, or with too few servers). In order: incomplete results;
+temporarily unavailable; no longer the leader; a message stuck while being stored."""
 IS_GONE: Final = "not found", "no message found", "stream store EOF"
-"""Descriptions of errors 10043 and 10057 (which has other meanings too); the last: the stream never had so many."""
+"""Descriptions of errors 10043 and 10057, which have other meanings too. The last: the stream has no such sequence."""
 BUSY: Final = {*LEADERLESS, 10012, 10167}
-"""Temporary JetStream errors: also a consumer's store that cannot be created while one of that name is being removed,
-and too many requests."""
+"""Temporary JetStream errors. Besides LEADERLESS: a consumer's store cannot be created while a consumer of the same
+name is being removed; too many requests."""
 
 NO_STREAM: Final = 10059
 STREAM_GONE: Final = {NO_STREAM, 10054, 10060, 10109}
-"""No such stream; one that takes no message of ours, as somebody altered it: too large, of another stream's name,
-sealed."""
+"""The stream does not exist, or was altered so that it rejects our messages. In order: missing; message too large;
+expected stream differs; sealed."""
 
 _ABOUT_STREAM: Final = re.compile(
     r"\$JS\.API\.(?:STREAM\.(?:MSG\.)?[A-Z]+|DIRECT\.GET|CONSUMER\.(?:MSG\.)?[A-Z]+)\.([^.]+)"
@@ -40,7 +40,7 @@ class Refused(BusError):
 
 
 def stream_of(subject: str, headers: Mapping[str, str]) -> str:
-    """The stream that a request is about; "" for one that is about none."""
+    """Return the stream that a request concerns; "" if it concerns none."""
     if "Nats-Expected-Stream" in headers:
         return headers["Nats-Expected-Stream"]
     if (found := _ABOUT_STREAM.match(subject)) is None:
@@ -49,7 +49,7 @@ def stream_of(subject: str, headers: Mapping[str, str]) -> str:
 
 
 class Busy(BusError):
-    """JetStream was temporarily unavailable for a minute; retrying later may succeed. ``code``: its error code."""
+    """JetStream was temporarily unavailable for a minute. Retrying later may succeed."""
 
     def __init__(self, what: str, error: Mapping[str, Any]) -> None:
         code = int(error.get("err_code", 0))
@@ -58,7 +58,7 @@ class Busy(BusError):
 
 
 class Nobody(Unanswered):
-    """No responders at this subject."""
+    """No responder listens at this subject."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
-"""Looks whether the run's streams and the workers' consumer are what they were, and makes them again.
+"""Detects changes of the run's streams and of the workers' consumers, and repairs them.
 
-Somebody with the server's own password may delete, purge, alter or replace a stream in the middle of a run, and a
-server may come back without its store. Only the learner's role repairs: it owns JetStream. What cannot be altered back
-(a sealed stream, one of another storage) is deleted and made anew: nothing is on a stream that cannot be published
-again.
+A client with the server's own password may delete, purge, alter or replace a stream during a run, and a server may lose
+its store. Only the learner's role repairs, because it owns JetStream. A stream that no update can restore (sealed, or
+with another storage) is deleted and created again. Everything on a stream can be published again.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from asyncrl.protocols import Loss
 
 _NO_CONSUMER: Final = 10014
 _REMOVAL_SECONDS: Final = 0.5
-"""The server reports a deletion before it removes the files, and would remove those of what is created meanwhile."""
+"""The server reports a deletion before it removes the files. Files created in between would be removed as well."""
 _FIXED: Final = ({*OTHER_SETTINGS} | STREAM_GONE) - {NO_STREAM, NAME_IN_USE, OTHER_SUBJECTS}
-"""Refusals of an update that deleting the stream helps against."""
+"""Errors of an update for which deleting and creating the stream helps."""
 
 
 class StreamKeeper:
-    """``made``: the streams that are known to exist, as the server described them then."""
+    """``made``: streams known to exist, with the server's description at that time."""
 
     def __init__(
         self, connection: Connection, layout: Layout, *, made: Mapping[str, Mapping[str, Any]], role: str
@@ -41,14 +40,14 @@ class StreamKeeper:
         self._consumers: dict[str, StreamState | None] = {}  # by stream
         self._trimmed: dict[str, int] = {}
         self.has_objects = False
-        """Whether this process made the object store."""
+        """Whether this process created the object store."""
 
     def trims(self, stream: str, through: int) -> None:
-        """We are about to take a log's entries up to this sequence off it."""
+        """Note that we are about to remove a log's entries up to sequence ``through``."""
         self._trimmed[stream] = max(through, self._trimmed.get(stream, 0))
 
     async def look(self, *, repairs: bool) -> list[Loss]:
-        """What changed since the last look, or since the streams were made. Raises BusError."""
+        """Return what changed since the last look, or since the streams were created. Raises BusError."""
         topics: dict[str, list[Topic[Any]]] = {}
         for topic in (*ALL, Lease.TOPIC):
             topics.setdefault(self._layout.stream(topic), []).append(topic)
@@ -69,7 +68,7 @@ class StreamKeeper:
                 if stream in gone:
                     continue
                 loss = await self._workers(topic, repairs=repairs)
-                if loss is not None and stream not in lost_streams:  # without its stream the consumer is gone, too
+                if loss is not None and stream not in lost_streams:  # a lost stream takes its consumer with it
                     losses.append(loss)
         return losses
 
@@ -80,12 +79,12 @@ class StreamKeeper:
         if topics[0].seconds_to_live:
             kind = "aged" if kind == "log" else ""
         if (kind == "log" and not repairs) or topics[0] is PIECES:
-            kind = ""  # the learner trims it, and who only looks does not hear of it; pieces leave one by one
+            kind = ""  # an observer does not know what the learner trims; pieces leave one at a time
         config = self._layout.stream_config(topics[0])
         return await self._compared(name, config, tuple(t.name for t in topics), kind=kind, repairs=repairs)
 
     async def _objects(self, *, repairs: bool) -> Loss | None:
-        """Another process may have made the store; who wrote what is in it, the weight channel knows."""
+        """Check the object store, which another process may have created. The weight channel checks its contents."""
         name = self._layout.objects_stream
         if name not in self._seen:
             if (now := await self._info(name)) is not None:
@@ -107,7 +106,7 @@ class StreamKeeper:
         before, now = self._seen.get(name), await self._info(name)
         if now is None:
             problem = "was deleted"
-        elif before is None:  # it was gone when we came
+        elif before is None:  # it was missing when we started
             self._seen[name] = now
             return None
         else:
@@ -121,7 +120,7 @@ class StreamKeeper:
                 return Loss(name=name, topics=topics, problem=problem, is_repaired=True) if problem else None
         if not repairs:
             if now is not None and before is not None:
-                self._seen[name] = replace(now, config=before.config)  # said until somebody has repaired it
+                self._seen[name] = replace(now, config=before.config)  # reported until it is repaired
             return Loss(name=name, topics=topics, problem=problem, is_gone=now is None)
         try:
             self._seen[name] = StreamState.of(await self._made_again(config, is_gone=now is None))
@@ -136,7 +135,7 @@ class StreamKeeper:
             self._trimmed.pop(name, None)
 
     async def _info(self, name: str) -> StreamState | None:
-        """None if it is gone."""
+        """Return the state of a stream; None if it does not exist."""
         try:
             return StreamState.of(await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False))
         except Refused as refused:
@@ -157,10 +156,10 @@ class StreamKeeper:
     # -- the workers' consumer -----------------------------------------------------------------------------------------
 
     async def _workers(self, topic: Topic[Any], *, repairs: bool) -> Loss | None:
-        """shared_consumer.py makes it again as soon as it is deleted; here also one that was altered."""
+        """Check the workers' consumer. shared_consumer.py recreates a deleted one; this also repairs an altered one."""
         stream = self._layout.stream(topic)
         before, now = self._consumers.get(stream), await self._consumer_info(stream)
-        if before is None and now is not None:  # of an earlier incarnation perhaps, and altered or paused since
+        if before is None and now is not None:  # perhaps from an earlier incarnation, and altered or paused since
             before = StreamState(now.created, self._layout.workers())
         name = f"{stream} {WORKERS}"
         problem = "was deleted" if now is None or before is None else altered(before, now)
@@ -183,7 +182,7 @@ class StreamKeeper:
         return StreamState.of(info)
 
     async def _make_consumer(self, stream: str, *, is_there: bool) -> None:
-        """Anew: the server takes some changes back in an update, and others, such as a pause, not."""
+        """Delete and create the consumer: an update undoes some changes, but not others, such as a pause."""
         if is_there:
             await self._connection.api(f"CONSUMER.DELETE.{stream}.{WORKERS}", awaits_stream=False)
         await asyncio.sleep(_REMOVAL_SECONDS)

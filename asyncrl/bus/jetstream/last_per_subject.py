@@ -1,7 +1,7 @@
-"""The last message of each of many subjects, without a round trip per subject.
+"""Reads the last message of each of many subjects without a round trip per subject.
 
-A temporary consumer delivers them all and is removed. If it is lost with its server before that, another one is
-created. Tests: tests/unit/bus/test_last_per_subject.py, tests/integration/cluster/test_nats_cluster.py.
+A temporary consumer delivers all of them and is removed. If its server is lost before that, a new consumer is created.
+Tests: tests/unit/bus/test_last_per_subject.py, tests/integration/cluster/test_nats_cluster.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATIENCE_SECONDS: Final = 60.0
 
 
 async def last_of_each(wire: Wire, *, stream: str, subjects: str) -> list[Arrival]:
-    """The last message of each subject that matches ``subjects``, in sequence order. Raises BusError."""
+    """Return the last message of each subject that matches ``subjects``, in sequence order. Raises BusError."""
     since, pause = time.monotonic(), 0.0
     while True:
         try:
@@ -35,7 +35,7 @@ async def last_of_each(wire: Wire, *, stream: str, subjects: str) -> list[Arriva
 
 
 async def _collected(wire: Wire, *, stream: str, subjects: str) -> list[Arrival]:
-    """One attempt. Raises Unanswered or TimeoutError if the consumer's server is gone."""
+    """Make one attempt. Raises Unanswered or TimeoutError if the consumer's server is gone."""
     collection = _Collection(wire)
     subscription = await wire.subscribe(f"{collection.inbox}.*", collection.on_message)
     name = f"last-of-each-{uuid.uuid4().hex}"
@@ -63,7 +63,7 @@ class _Collection:
         self.found: list[Arrival] = []
 
     async def until_told(self, count: int) -> None:
-        """Wait until ``count`` messages have arrived in all, or the server reports that there are no more. Raises
+        """Wait until ``count`` messages have arrived in total, or the server reports that no more exist. Raises
         TimeoutError if the server is silent or reports that the consumer is gone."""
         self._is_over = False
         while not self._is_over and len(self.found) < count:

@@ -1,16 +1,16 @@
-"""How topics map to JetStream: names, subjects, and the configuration of every stream and consumer. Pure.
+"""Maps topics to JetStream: names, subjects, and the configuration of every stream and consumer. Pure.
 
 topic       stream                     subject                              kept
-work        asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until acked; so many: Topic.most_messages
+work        asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until acked; at most Topic.most_messages
 log         asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until trimmed or too old; max_log_bytes
-state       KV_asyncrl-RUN-state       $KV.asyncrl-RUN-state.TOPIC.KEY      the last of each key
+state       KV_asyncrl-RUN-state       $KV.asyncrl-RUN-state.TOPIC.KEY      the last message of each key
 state, TTL  KV_asyncrl-RUN-TOPIC       $KV.asyncrl-RUN-TOPIC.TOPIC.KEY      the last of each key, seconds_to_live
 objects     OBJ_asyncrl-RUN-weights    $O.asyncrl-RUN-weights.>             until removed (objects.py)
 
-State streams are key-value buckets for the `nats kv` command. A state's key a/b is a.b in its subject, so everything
-under a/ can be queried and removed together. A work or log topic refuses a key it holds (one message per subject) or
-held in the last ten minutes (Nats-Msg-Id). All workers share the durable consumer ``workers``: a work-queue stream
-allows no second one.
+State streams are key-value buckets for the `nats kv` command. The key a/b of a state is a.b in its subject, so all keys
+under a/ can be queried and removed together. A work or log topic refuses a key that it holds (one message per subject).
+It also refuses a key that it held in the last ten minutes (Nats-Msg-Id). All workers share the durable consumer
+``workers``, because a work-queue stream allows only one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ HEADER_BYTES: Final = 1024
 """Room for headers in the server's max_payload."""
 
 REMOVED: Final = {"KV-Operation": "PURGE"}
-"""Header of a message that says that there is none: of each key the last one is kept."""
+"""Header of a message that marks its key as removed. Needed because the stream keeps the last message of each key."""
 _MARKER: Final = "Nats-Marker-Reason"
-"""Header of what the server itself puts in the place of a message that has expired."""
+"""Header of the message that the server puts in place of an expired one."""
 GONE_SOON: Final = {"Nats-TTL": "1s"}
-"""It goes by itself, where the stream's messages do (nats-server 2.11; before, with the others of the stream)."""
+"""Lets a removal marker expire after a second, in streams with expiry. Before nats-server 2.11 it lives as long as the
+stream's other messages."""
 WORKERS: Final = "workers"
 
 _MAX_KEY_CHARACTERS: Final = 256
 _NANOSECONDS: Final = 10**9
 _MANY_WAITING: Final = 16_384
-"""Maximum pull requests waiting on the shared consumer: one per rollout worker."""
+"""Maximum of pull requests waiting at the shared consumer: one per rollout worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +52,18 @@ class Layout:
     replicas: int = 1
 
     def service(self, service: Service[Any, Any]) -> str:
-        """Subject of a service's requests; stored in no stream."""
+        """Subject of a service's requests. No stream stores them."""
         return f"asyncrl-ask.{self.run}.{service.name}" + (f".{token(service.key)}" if service.key else "")
 
     def freed(self, lease: str, *, role: str) -> str:
-        """Subject that announces a released lease; stored in no stream."""
+        """Subject that announces a released lease. No stream stores it."""
         return f"asyncrl-freed.{self.run}.{role}.{token(lease)}"
 
     def stream(self, topic: Topic[Any]) -> str:
         return f"KV_{self._bucket(topic)}" if topic.kind == "state" else f"asyncrl-{self.run}-{topic.name}"
 
     def prefix(self, topic: Topic[Any]) -> str:
-        """The part of a subject before the key."""
+        """Part of a subject before the key."""
         if topic.kind == "state":
             return f"$KV.{self._bucket(topic)}.{topic.name}."
         return f"asyncrl.{self.run}.{topic.name}."
@@ -72,7 +73,7 @@ class Layout:
         return self.prefix(topic) + ".".join(map(token, parts))
 
     def told(self, topic: Topic[Any], key: str) -> str:
-        """Subject on which a state's stream republishes what it stored under ``key``; stored in no stream."""
+        """Subject on which a state's stream republishes the messages of ``key``. No stream stores it."""
         return f"asyncrl-told.{self.subject(topic, key).removeprefix('$KV.')}"
 
     def under(self, topic: Topic[Any], under: str) -> str:
@@ -138,7 +139,8 @@ class Layout:
         }
 
     def workers(self) -> dict[str, Any]:
-        """The consumer shared by all workers. No max_deliver: workers fail a group after too many attempts."""
+        """Configuration of the consumer that all workers share. It sets no max_deliver: workers fail a group themselves
+        after too many attempts."""
         return {
             "name": WORKERS,
             "durable_name": WORKERS,
@@ -153,12 +155,12 @@ class Layout:
 
 
 def reader(name: str, *, after: int) -> dict[str, Any]:
-    """A reader's consumer, from sequence ``after`` + 1 on."""
+    """Configuration of a reader's consumer that starts at sequence ``after`` + 1."""
     return _ephemeral(name) | {"deliver_policy": "by_start_sequence", "opt_start_seq": after + 1}
 
 
 def everything(name: str, *, subjects: str) -> dict[str, Any]:
-    """A consumer of the last message of each of ``subjects``."""
+    """Configuration of a consumer of the last message of each of ``subjects``."""
     return _ephemeral(name) | {"deliver_policy": "last_per_subject", "filter_subject": subjects}
 
 
@@ -174,12 +176,12 @@ def _ephemeral(name: str) -> dict[str, Any]:
 
 
 def is_removed(headers: Collection[str]) -> bool:
-    """Whether a message with these headers says that there is none."""
+    """Whether a message with these headers marks its key as removed."""
     return _MARKER in headers or any(name in headers for name in REMOVED)
 
 
 def token(key: str) -> str:
-    """The key as one token of a subject: letters, digits, - and _ unchanged, other bytes as =XX, "" as =."""
+    """Encode a key as one token of a subject: letters, digits, - and _ unchanged, other bytes as =XX, "" as =."""
     text = re.sub(rb"[^A-Za-z0-9_-]", lambda match: b"=%02X" % match[0][0], key.encode())
     if len(text) > _MAX_KEY_CHARACTERS:
         raise BusError(f"key {key[:40]!r}...: {len(text)} characters on the bus, at most {_MAX_KEY_CHARACTERS} allowed")
@@ -187,7 +189,7 @@ def token(key: str) -> str:
 
 
 def key_of(text: str) -> str:
-    """The inverse of ``token``; a foreign token is its own key."""
+    """Invert ``token``. A token that ``token`` did not make is returned as it is."""
     if text == "=":
         return ""
     plain = re.sub(rb"=([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), text.encode())

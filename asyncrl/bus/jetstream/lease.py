@@ -1,16 +1,16 @@
-"""A lease on JetStream: a key with one message, the holder's, which expires unless it is renewed.
+"""A lease on JetStream: a key with one message, the holder's record, which expires unless it is renewed.
 
-acquired  stored if there is none (expected revision 0) or over a release mark (its revision): one round trip when it
-          is free, three if it was released within the last second and nobody told us
-renewed   overwritten every third of its time to live
+acquired  stored if there is no message (expected revision 0) or over a release mark (its revision). Takes one round
+          trip if the lease is free, three if it was released within the last second without our noticing
+renewed   overwritten after every third of its time to live
 released  a mark that expires after a second is stored over our message, then announced to waiters with its revision
-lost      expired after LEASE_SECONDS, possibly held by another process by now
+lost      expired after LEASE_SECONDS; another process may hold it by now
 
-Nothing is purged: a role that may purge a stream may purge all of it. The learner's leases and the workers' have
-different subjects, so a worker cannot take the learner's.
+No message is purged: permission to purge a part of a stream includes permission to purge all of it. Leases of the
+learner and of workers have different subjects, so a worker cannot take a lease of the learner.
 
-A release is announced to one waiter, which tries to acquire it; otherwise a whole fleet would try at once. Each also
-tries by itself after LEASE_SECONDS, when a dead holder's lease has expired. Waiters keep no state on the server
+A release is announced to one waiter, which tries to acquire the lease; otherwise a whole fleet would try at once. Each
+waiter also tries after LEASE_SECONDS, when the lease of a dead holder has expired. Waiters keep no state on the server
 (benchmarks/fleet.py counts the messages).
 """
 
@@ -37,18 +37,18 @@ LEASE_SECONDS: Final = 5.0
 
 _WRONG_REVISION: Final = {10071, 10164}
 _LEAVE_SECONDS: Final = 1.0
-"""Timeout of a release; after that the lease is left to expire."""
+"""Timeout of a release. A lease that is not released in time expires."""
 _EXPIRY_SECONDS: Final = 0.25
 """How late the server may remove an expired message."""
 _WAITING: Final = "waiting"
-"""NATS delivers a message to one member of a queue group."""
+"""Queue group of the waiters: NATS delivers each message to one member."""
 
 
 class Lease:
-    """``stream``: that of ``Lease.TOPIC``. Call ``take``, then ``release``, once each."""
+    """Call ``take``, then ``release``, once each. ``stream``: the stream of ``Lease.TOPIC``."""
 
     TOPIC: ClassVar[Topic[str]] = Topic("leases", "state", str, seconds_to_live=LEASE_SECONDS)
-    """Its values end with the holders' names in plain text: `nats kv watch` shows who is loading."""
+    """A value ends with the holder's name in plain text: `nats kv watch` shows which worker is loading."""
 
     def __init__(
         self,
@@ -63,7 +63,10 @@ class Lease:
         signatures: Signatures = UNSIGNED,
         rejected: Callable[[str], object] = lambda problem: None,
     ) -> None:
-        """is_namesakes: only a process with our key may hold it;  rejected: told of a record that does not count"""
+        """
+        is_namesakes  only a process with our key may hold the lease
+        rejected      called with the reason when a record is rejected
+        """
         self._connection, self._stream, self._name = connection, stream, name
         self._signatures, self._is_namesakes, self._rejected = signatures, is_namesakes, rejected
         self._subject = lease_prefix(layout, role=role) + token(name)
@@ -83,7 +86,7 @@ class Lease:
         self._keeping = asyncio.ensure_future(self._keep())
 
     async def release(self) -> None:
-        """Release it if the server answers in time; otherwise it expires."""
+        """Release the lease if the server answers in time; otherwise it expires."""
         self._releasing.set()
         try:
             if self._keeping is not None:
@@ -113,7 +116,7 @@ class Lease:
         self._news.set()
 
     async def _try(self) -> bool:
-        """Try to acquire it. A cancellation waits for the reply, so that an acquired lease is released."""
+        """Try to acquire the lease. A cancellation waits for the reply, so that an acquired lease is released."""
         storing = asyncio.ensure_future(self._store_where_free())
         try:
             await asyncio.wait((storing,))
@@ -134,7 +137,7 @@ class Lease:
         return await self._store(0 if last is None else last.sequence)
 
     def _is_held(self, record: StoredMessage) -> bool:
-        """Not by a record that its holder did not sign, or not lately: that is stored over."""
+        """Whether a record holds the lease. A record without its holder's signature, or an old one, is overwritten."""
         if is_removed(record.headers):
             return False
         found = self._signatures.open_held(self.TOPIC, self._name, record.data, is_namesakes=self._is_namesakes)
@@ -143,13 +146,13 @@ class Lease:
         return not found.problem
 
     async def _store(self, revision: int) -> bool:
-        """Acquire or renew it. False if another process holds it, or it expired."""
+        """Acquire or renew the lease. Return False if another process holds it, or our hold expired."""
         record = self._signatures.seal(self.TOPIC, self._name, self._holder)
         self._revision = await self._stored(record, over=revision)
         return self._revision > 0
 
     async def _stored(self, data: bytes, *, over: int, **headers: str) -> int:
-        """Store over the message of revision ``over``: the new revision, or 0 if that is not the last message."""
+        """Store over the message of revision ``over``. Return the new revision; 0 if another message is the last."""
         headers |= {
             "Nats-Expected-Stream": self._stream,
             "Nats-Expected-Last-Subject-Sequence": str(over),
@@ -180,12 +183,12 @@ class Lease:
         if not self._revision:
             return
         ours, self._revision = self._revision, 0
-        with contextlib.suppress(BusError, TimeoutError):  # then it expires
+        with contextlib.suppress(BusError, TimeoutError):  # the lease then expires
             async with asyncio.timeout(_LEAVE_SECONDS):
                 if released := await self._stored(b"", over=ours, **(REMOVED | GONE_SOON)):
                     await self._connection.send(self._freed, b"%d" % released, reply="")
 
 
 def lease_prefix(layout: Layout, *, role: str) -> str:
-    """What precedes a lease's name in its subject; each role has its own."""
+    """Prefix of a lease's name in its subject; each role has its own."""
     return f"{layout.prefix(Lease.TOPIC)}{role}."

@@ -1,7 +1,7 @@
-"""Reads a log: through a consumer, or by requesting its entries, several at a time.
+"""Reads a log, either through a consumer or by requesting several entries at a time.
 
-A consumer delivers to any subject its creator names, so on a server with roles only the learner may create one. The
-others read at a third to a half of its speed.
+A consumer delivers to any subject that its creator names, so on a server with roles only the learner may create one.
+Other roles read by requests, at a third to a half of that speed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from asyncrl.protocols import LogMark, LogState
 _READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 64 MiB behind
 _READ_AHEAD: Final = 4096
 _LOOK_SECONDS: Final = 0.5
-"""How often a reader at the end of the log looks for new entries."""
+"""How often a reader at the end of the log polls for new entries."""
 
 
 async def opened_log(
     connection: Connection, *, stream: str, after: int, by_consumer: bool, mark: LogMark | None = None
 ) -> OrderedConsumer | LogReader:
-    """A source of the entries after sequence ``after``, in order, to be stopped. Raises LogChanged, as its ``take``."""
+    """Return a source of the entries after sequence ``after``, in order. The caller stops it. Raises LogChanged, as
+    ``take`` does."""
     if not by_consumer:
         return LogReader(connection, stream=stream, after=after)
 
@@ -59,13 +60,14 @@ async def opened_log(
 
 
 async def log_state(wire: Wire, stream: str, mark: LogMark) -> LogState:
-    """The log now. A stream that lost its end counts on from there: the entry of the mark is then another, or none."""
+    """Return the log's state. A stream that lost its end continues numbering from there, so ``mark`` then names a
+    different entry, or none."""
     info = await wire.api(f"STREAM.INFO.{stream}")
     last = int(info["state"]["last_seq"])
-    identity, first = str(info["created"]), max(1, int(info["state"]["first_seq"]))  # 0 while it has had no entry
+    identity, first = str(info["created"]), max(1, int(info["state"]["first_seq"]))  # 0 before the first entry
     problem = ""
     if mark.log and mark.log != identity:
-        problem = f"it was made anew at {identity}"
+        problem = f"it was created again at {identity}"
     elif last < mark.sequence:
         problem = f"it ends at entry {last}, and entry {mark.sequence} was read"
     elif mark.stored and (found := await leaders_message(wire, stream, {"seq": mark.sequence})) is not None:
@@ -74,9 +76,10 @@ async def log_state(wire: Wire, stream: str, mark: LogMark) -> LogState:
 
 
 async def trim_log(connection: Connection, stream: str, *, through: int, log: str, note: Callable[[int], None]) -> bool:
-    """See Bus.trim; whether it is the log that is meant. ``note`` is told up to where, before it is done.
+    """See Bus.trim. Return False if the stream is missing or is a different log. ``note`` is called before trimming,
+    with the last sequence to trim.
 
-    A stream that is gone is not waited for, as it would be elsewhere: what is made in its place has other entries.
+    Unlike elsewhere, a missing stream is not waited for: the stream created in its place has other entries.
     """
     try:
         info = await connection.api(f"STREAM.INFO.{stream}", awaits_stream=False)
@@ -94,7 +97,7 @@ async def trim_log(connection: Connection, stream: str, *, through: int, log: st
 
 
 class LogReader:
-    """Entries after sequence ``after``. Call ``take`` for each, then ``stop``."""
+    """Reads the entries after sequence ``after``. Call ``take`` for each entry, then ``stop``."""
 
     def __init__(self, wire: Wire, *, stream: str, after: int) -> None:
         self._wire, self._stream = wire, stream
@@ -113,7 +116,7 @@ class LogReader:
             if not self._asked:
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
-            await asyncio.wait((self._asked[0],))  # cancelling us must not cancel it
+            await asyncio.wait((self._asked[0],))  # cancelling us must not cancel the request
             if (stored := self._asked.popleft().result()) is not None:
                 return stored
 
@@ -128,7 +131,7 @@ class LogReader:
         self._next, self._last = max(self._next, int(state["first_seq"])), int(state["last_seq"])
 
     async def _ask(self, sequence: int) -> StoredMessage | None:
-        """None if it was trimmed meanwhile."""
+        """Request one entry; None if it was trimmed."""
         clock = asyncio.get_running_loop().time
         asked = clock()
         stored = await leaders_message(self._wire, self._stream, {"seq": sequence})

@@ -1,12 +1,12 @@
-"""Large objects on JetStream in the format of the NATS object store (ADR-20): chunks, then their metadata.
+"""Stores large objects on JetStream in the format of the NATS object store (ADR-20): chunks, then their metadata.
 
 stream OBJ_asyncrl-RUN-weights    chunks on $O.BUCKET.C.ID, in order;  JSON on $O.BUCKET.M.base64url(NAME)
 
-`nats object ls asyncrl-RUN-weights` lists them. An object exists once its JSON does, which is stored last. The JSON
-also lists its chunks' sequences, so a reader requests chunks individually: many concurrently over a long link, and a
-lost one again. Any replica of the stream may answer; a chunk missing on a lagging replica is requested from the leader
-(test_what_a_copy_that_is_behind_does_not_have_is_asked_of_the_leader). Objects use a connection and a thread of their
-own, so prompts and heartbeats do not queue behind gigabytes.
+`nats object ls asyncrl-RUN-weights` lists the objects. An object exists once its JSON is stored, which is stored last.
+The JSON also lists the sequences of the chunks, so a reader requests chunks individually: many concurrently over a long
+link, and a lost chunk again. Any replica of the stream may answer. A chunk missing on a lagging replica is requested
+from the leader (test_what_a_copy_that_is_behind_does_not_have_is_asked_of_the_leader). Objects use their own connection
+and thread, so prompts and heartbeats do not queue behind gigabytes.
 
 Tests: tests/contracts/test_object_store.py.
 """
@@ -37,7 +37,7 @@ from asyncrl.protocols import ObjectInfo
 T = TypeVar("T")
 
 CHUNK_BYTES: Final = 128 * 2**10
-"""The NATS object store's default. On a slow link a chunk must not delay the connection's pings."""
+"""Default of the NATS object store. On a slow link a chunk must not delay the connection's pings."""
 _MOST_IN_FLIGHT: Final = 128
 _SLOW_SECONDS: Final = 1.0
 _MOST_KNOWN: Final = 64
@@ -50,7 +50,7 @@ class JetStreamObjects:
     def __init__(
         self, dial: Callable[[], Awaitable[Connection]], layout: Layout, *, elsewhere: tuple[str, bytes] = ("", b"")
     ) -> None:
-        """``dial``: opens a connection on the awaiting event loop. ``elsewhere``: see ObjectStore."""
+        """``dial`` opens a connection on the awaiting event loop. ``elsewhere``: see ObjectStore."""
         self.elsewhere = elsewhere
         self._dial, self._layout = dial, layout
         self._bucket, self._stream = layout.objects_bucket, layout.objects_stream
@@ -59,9 +59,9 @@ class JetStreamObjects:
         self._connecting: asyncio.Task[Connection] | None = None
         self._thread: threading.Thread | None = None
         self._known: dict[str, dict[str, Any]] = {}
-        """What ``info`` found of objects that were not read since: over a long link asking again takes as long as
-        reading. If one was removed meanwhile, so were its chunks."""
-        self.is_made = False  # the stream, by this process
+        """Results of ``info`` for objects not read since. Over a long link a second request would take as long as
+        reading. If such an object is removed in between, so are its chunks."""
+        self.is_made = False  # whether this process created the stream
         self._is_closed = False
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class JetStreamObjects:
         }
 
     def _make(self) -> None:
-        """Create the stream; remove what a killed writer left in it."""
+        """Create the stream. Remove what a killed writer left in it."""
         if self.is_made:
             return
         config = self._layout.objects_config()
@@ -140,7 +140,7 @@ class JetStreamObjects:
         return list(self._counts(f"{kind}.>"))
 
     def _counts(self, under: str) -> dict[str, int]:
-        """Subjects and their numbers of messages."""
+        """Return the subjects and the number of messages of each."""
 
         async def ask() -> dict[str, int]:
             return await subjects(await self._connected(), self._stream, matching=f"$O.{self._bucket}.{under}")
@@ -221,7 +221,7 @@ class JetStreamObjects:
         thread.join()
 
     def _in_order(self, calls: Iterator[Coroutine[Any, Any, T]]) -> Iterator[T]:
-        """Results of the calls, in order; runs as many concurrently as ChunkWindow allows."""
+        """Yield the results of the calls, in order. Run as many calls concurrently as ChunkWindow allows."""
         pace, waiting = ChunkWindow(), deque[concurrent.futures.Future[T]]()
         is_over = False
         try:
@@ -271,9 +271,9 @@ class JetStreamObjects:
         return await asyncio.shield(self._connecting)
 
     async def _disconnect(self) -> None:
-        """Fail all waiters with a closed connection: on a stopped loop they would wait forever."""
+        """Close the connection so that all waiters fail. On a stopped loop they would wait forever."""
         if self._connecting is not None:
-            self._connecting.cancel()  # no effect if it is done
+            self._connecting.cancel()  # no effect if already done
             (connecting,) = await asyncio.gather(self._connecting, return_exceptions=True)
             if isinstance(connecting, Connection):
                 await connecting.close()
@@ -285,9 +285,9 @@ class JetStreamObjects:
 
 
 class ChunkWindow:
-    """How many chunks to have in flight: grows while replies are quick, halves when one is slow.
+    """How many chunks to keep in flight: grows while replies are quick, halves when a reply is slow.
 
-    A slow link then has about _SLOW_SECONDS of data in flight, and a long fast one is filled.
+    A slow link then has about _SLOW_SECONDS of data in flight, and a long fast link is filled.
     """
 
     def __init__(self) -> None:
@@ -295,17 +295,17 @@ class ChunkWindow:
         self._settled = 0.0
 
     def note(self, *, asked: float, answered: float) -> None:
-        """Monotonic seconds of one chunk."""
+        """Note the request and reply times of one chunk, in monotonic seconds."""
         if answered - asked <= _SLOW_SECONDS:
             self.in_flight = min(self.in_flight + 1, _MOST_IN_FLIGHT)
-        elif asked >= self._settled:  # requests from before the last cut tell nothing new
+        elif asked >= self._settled:  # a request from before the last cut says nothing about the new window
             self.in_flight = max(self.in_flight // 2, 1)
             self._settled = answered
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
-    loop.run_until_complete(loop.shutdown_asyncgens())  # also one more iteration, in which transports close
+    loop.run_until_complete(loop.shutdown_asyncgens())  # also runs one more iteration, in which transports close
     loop.close()
 
 
@@ -321,7 +321,7 @@ async def _awaited(dial: Callable[[], Awaitable[Connection]]) -> Connection:
 
 
 def _chunks(blocks: Iterable[bytes | memoryview], size: int) -> Iterator[bytes]:
-    """The same bytes in chunks of ``size``."""
+    """Return the same bytes in chunks of ``size``."""
     rest = bytearray()
     for block in blocks:
         rest += memoryview(block).cast("B")
@@ -334,7 +334,7 @@ def _chunks(blocks: Iterable[bytes | memoryview], size: int) -> Iterator[bytes]:
 
 
 def _as_ranges(sequences: list[int]) -> str:
-    """``4-7,9``: chunks have consecutive sequences except where the connection was lost."""
+    """Format sequences as ``4-7,9-9``. Chunks have consecutive sequences except after a lost connection."""
     ranges: list[list[int]] = []
     for sequence in sequences:
         if ranges and ranges[-1][1] + 1 == sequence:

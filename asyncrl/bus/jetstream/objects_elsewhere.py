@@ -1,4 +1,4 @@
-"""How a process that has no bus opens a run's object store: another rank of the learner, which stores its own part."""
+"""Opens a run's object store in a process without a bus: another rank of the learner, which stores its own part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.messages.codec import decode, encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Of a run's object store, and how to be let in. It goes nowhere but to the learner's own ranks."""
+    """Address of a run's object store, with the credentials. Sent only to the learner's own ranks."""
 
     url: str
     run: str
@@ -24,7 +24,7 @@ class Address:
 
 
 async def open_as(connection: Connection, url: str, *, access: Credentials, run: str, seconds: float) -> None:
-    """Connect with our credentials; closed again where that fails. Raises ConfigError."""
+    """Connect with our credentials. Close the connection on failure. Raises ConfigError."""
     try:
         await connection.open(
             url,
@@ -40,7 +40,7 @@ async def open_as(connection: Connection, url: str, *, access: Credentials, run:
 
 
 def objects_of(url: str, layout: Layout, *, access: Credentials, connect_seconds: float) -> JetStreamObjects:
-    """The store of a run, with a connection of its own."""
+    """Return the object store of a run, with its own connection."""
 
     async def dial() -> Connection:
         connection = Connection(url)
@@ -59,8 +59,8 @@ def objects_of(url: str, layout: Layout, *, access: Credentials, connect_seconds
 
 
 def opened(payload: bytes) -> JetStreamObjects:
-    """See ObjectStore.elsewhere. Whoever told the address has made the store: here nothing is taken for left over, for
-    another rank may be writing it."""
+    """See ObjectStore.elsewhere. The process that sent the address has created the store. So nothing in it is removed
+    as left over: another rank may be writing it."""
     address = decode(payload, Address)
     layout = Layout(
         run=address.run,

@@ -1,9 +1,9 @@
-"""Messages of one JetStream consumer, in order, across server restarts and reconnects.
+"""Delivers the messages of one JetStream consumer in order, across server restarts and reconnects.
 
-A pull request asks for up to N messages and bytes within some seconds, with heartbeats while there are none. The next
-one is sent only after everything that arrived was taken, so a slow reader holds back the server instead of filling
-memory. The consumer is recreated when the connection was lost, the server reports it gone, heartbeats stop or a message
-is missing; ``create`` decides where it continues. For a shared consumer see pull_consumer.py.
+A pull request asks for up to N messages and bytes within some seconds, with heartbeats while no message comes. The next
+request is sent only after everything that arrived was taken, so a slow reader holds back the server instead of filling
+memory. The consumer is recreated when the connection is lost, the server reports it gone, heartbeats stop or a message
+is missing. ``create`` decides where the new consumer continues. For a shared consumer see pull_consumer.py.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 _EXPIRES_SECONDS: Final = 30.0
 _HEARTBEAT_SECONDS: Final = 2.0
 SILENCE_SECONDS: Final = 2.5 * _HEARTBEAT_SECONDS
-"""Time to detect the loss of a cluster's server that hosts the consumer, if it is not the one we are connected to."""
+"""Time to detect the loss of a cluster's server that hosts the consumer but is not the one we are connected to."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 2.0
 _MAKING_SECONDS: Final = 60.0
-"""How long creating a consumer is tried."""
+"""How long creating a consumer is retried."""
 USED_UP: Final = ("408", "404")  # pull request expired; no messages
 _TOO_BIG: Final = "Message Size Exceeds MaxBytes"
 
 
 class Wire(Protocol):
-    """What a consumer needs from the connection."""
+    """The part of a connection that a consumer needs."""
 
     @property
     def generation(self) -> int:
-        """Rises with every reconnect."""
+        """Number that rises with every reconnect."""
         ...
 
     async def online(self) -> None:
@@ -52,7 +52,7 @@ class Wire(Protocol):
         ...
 
     async def send(self, subject: str, data: bytes, *, reply: str) -> None:
-        """May be lost."""
+        """Send a message, which may be lost."""
         ...
 
     async def subscribe(self, subject: str, on_message: Callable[[Any], Awaitable[None]]) -> Any:
@@ -60,20 +60,24 @@ class Wire(Protocol):
         ...
 
     async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
-        """``drain``: messages in flight still arrive."""
+        """With ``drain``, messages in flight still arrive."""
         ...
 
     def inbox(self) -> str: ...
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
-        """Call ``on_change`` at every reconnect and on close; returns a function that stops this."""
+        """Call ``on_change`` at every reconnect and on close. Return a function that ends this."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One message. ``reply``: subject for its ack; ``time`` (monotonic) and ``generation``: when it arrived;
-    ``stored``: when it was stored, in nanoseconds of the server's clock."""
+    """One message.
+
+    reply             subject for its ack
+    time, generation  monotonic time and connection generation of its arrival
+    stored            when the server stored it, in nanoseconds of the server's clock
+    """
 
     subject: str
     data: bytes
@@ -89,7 +93,7 @@ class Arrival:
 
 
 def arrival(message: Any, *, generation: int) -> Arrival | None:
-    """None for what no consumer delivered.
+    """Parse a message; None if no consumer delivered it.
 
     Reply is $JS.ACK.[domain.account.]stream.consumer.attempt.sequence.consumer_sequence.time.pending[.random].
     """
@@ -121,12 +125,12 @@ async def make_consumer(
 
 
 def next_pause(pause: float) -> float:
-    """The next back-off before recreating a consumer that was lost again."""
+    """Return the next back-off before recreating a consumer that was lost again."""
     return min(max(2 * pause, _FIRST_PAUSE_SECONDS), _LAST_PAUSE_SECONDS)
 
 
 def order_body(*, batch: int, seconds: float = 0.0, max_bytes: int = 0) -> bytes:
-    """Body of a pull request. ``seconds``: expiry, without heartbeats; 0: a reader's, with its default expiry."""
+    """Body of a pull request. ``seconds``: its expiry, without heartbeats; 0: a reader's default expiry, with them."""
     order = {"batch": batch, "expires": int((seconds or _EXPIRES_SECONDS) * 1e9)}
     if not seconds:
         order["idle_heartbeat"] = int(_HEARTBEAT_SECONDS * 1e9)
@@ -136,9 +140,10 @@ def order_body(*, batch: int, seconds: float = 0.0, max_bytes: int = 0) -> bytes
 
 
 class OrderedConsumer:
-    """``create(last)`` gives the consumer's configuration to continue after stream sequence ``last`` (initially 0).
+    """``create(last)`` returns the configuration of a consumer that continues after stream sequence ``last`` (first 0).
 
-    ``verify(last, stored)`` is called before each; it raises if the stream no longer has that message of that time.
+    ``verify(last, stored)`` is called before each creation. It raises if the stream no longer has the message ``last``
+    that was stored at that time.
     """
 
     def __init__(
@@ -200,9 +205,9 @@ class OrderedConsumer:
 
     async def _create_consumer(self) -> None:
         if self._pause:
-            await asyncio.sleep(self._pause)  # lost again before it delivered anything: do not spin
+            await asyncio.sleep(self._pause)  # lost again before it delivered a message: do not spin
         self._pause = next_pause(self._pause)
-        # From here on messages from the old consumer are dropped: the new one starts after ``last``.
+        # From here on messages of the old consumer are dropped: the new one starts after ``last``.
         self._is_lost = True
         generation = self._wire.generation
         if self._verify is not None:
@@ -213,7 +218,8 @@ class OrderedConsumer:
         self._open = 0
 
     async def _made_consumer(self) -> dict[str, Any]:
-        """Its configuration. A cluster may place it on a server that has just died; a new name goes to another one."""
+        """Create a consumer and return its configuration. A cluster may place it on a server that has just died; a
+        consumer with a new name goes to another server."""
         since, pause = time.monotonic(), 0.0
         while True:
             config = self._create(self._last)
@@ -234,7 +240,7 @@ class OrderedConsumer:
         try:
             await self._wire.send(subject, order, reply=f"{self._inbox}.{self._order}")
         except BaseException:
-            self._open = 0  # cancelled while sending: two pull requests are better than none
+            self._open = 0  # cancelled while sending; two pull requests are better than none
             raise
 
     async def _on_message(self, message: Any) -> None:
@@ -248,7 +254,7 @@ class OrderedConsumer:
 
     def _on_arrival(self, item: Arrival) -> None:
         if item.consumer != self._config.get("name") or self._is_lost:
-            return  # from an old consumer; the current one delivers it again
+            return  # from an old consumer; the current one delivers the message again
         if item.consumer_sequence != self._last_consumer_sequence + 1:
             self._lose("a message is missing")
             return
@@ -263,7 +269,7 @@ class OrderedConsumer:
             self._pause = 0.0
             return
         if description == _TOO_BIG and self._open == self._batch:
-            self._max_bytes *= 2  # stored when the server allowed larger messages
+            self._max_bytes *= 2  # the message was stored while the server allowed larger ones
         self._open = 0
         if status not in USED_UP and description != _TOO_BIG:
             self._lose(f"{status} {description}")

@@ -1,4 +1,4 @@
-"""Where others on the bus find this machine."""
+"""Finds the address at which other processes on the bus reach this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def address_towards(peer: str) -> str:
-    """This machine's address as seen by ``peer``: that of the interface that routes there; loopback if none does."""
+    """Return the address of the interface that routes to ``peer``; loopback if no interface does."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((peer, 9))  # sends nothing

@@ -1,7 +1,7 @@
 """Requests of one connection that wait for a reply.
 
-Clients of one role may listen to each other's inboxes, so reply subjects must not be predictable: each request has a
-random one. A client that listens learns it no sooner than the reply itself arrives.
+Clients of one role may listen to each other's inboxes, so reply subjects must not be predictable. Each request has a
+random subject. A client that listens learns the subject only when the reply itself arrives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Request:
 
 
 class PendingRequests:
-    """``inbox``, ``answers``: subject prefixes of replies from JetStream and from other clients."""
+    """``inbox``, ``answers``: subject prefixes for replies from JetStream and from other clients."""
 
     def __init__(self, *, inbox: str, answers: str) -> None:
         self._prefix = inbox
@@ -33,12 +33,15 @@ class PendingRequests:
         self._problem = ""  # why no replies can arrive
 
     def new_inbox(self) -> str:
-        """A subject for many messages, such as a consumer's."""
+        """Return a subject for many messages, such as those of a consumer."""
         return new_inbox(self._prefix)
 
     @contextlib.contextmanager
     def added(self, subject: str, *, num_bytes: int, inbox: str) -> Iterator[tuple[str, asyncio.Future[Any]]]:
-        """The reply subject of a request, and its reply: None if none can arrive. Raises Forbidden."""
+        """Register a request. Yield its reply subject and its reply; the reply is None if none can arrive any more.
+
+        Raises Forbidden.
+        """
         if self._problem:
             raise Forbidden(self._problem)
         place = secrets.token_hex(8)
@@ -56,7 +59,7 @@ class PendingRequests:
             request.answer.set_result(message)
 
     def give_up(self) -> None:
-        """The connection is lost, so no reply can arrive any more."""
+        """Answer all requests with None: the connection is lost, so no reply can arrive."""
         for request in self._requests.values():
             if not request.answer.done():
                 request.answer.set_result(None)
@@ -66,7 +69,7 @@ class PendingRequests:
 
         what  publish or subscription
 
-        False if there were none, so the error has not been reported to anyone.
+        Return False if there were no such requests, so the error has not been reported yet.
         """
         is_inbox = what == "subscription" and subject == f"{self.inbox}.*".lower()
         if is_inbox:

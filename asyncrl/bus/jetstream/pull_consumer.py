@@ -1,13 +1,13 @@
-"""Pulls messages from the consumer shared by all workers, prefetching up to a given count.
+"""Pulls messages from the consumer that all workers share, and prefetches up to a given count.
 
-1. Pull requests are pending only while messages are wanted and taken: ``stop``, a cancelled ``take`` and the end
-   withdraw them, by unsubscribing their inbox: the server delivers nothing to an inbox without a listener
+1. Pull requests are pending only while messages are wanted and taken. ``stop``, a cancelled ``take`` and the end
+   withdraw them by unsubscribing their inbox: the server delivers nothing to an inbox without a listener
    (test_a_worker_that_hears_nothing_for_a_while_orders_one_message_and_no_more).
-2. Messages that were in flight during the withdrawal are returned at once, not left to the server's ack timer
+2. Messages in flight during the withdrawal are returned at once instead of waiting for the server's ack timer
    (test_a_message_that_crosses_the_withdrawal_is_given_back).
 3. Never more messages are requested or prefetched than wanted (test_no_more_is_ordered_than_is_wanted). More are
-   requested only if that at least doubles the pending count, so a worker that waits long has one request, not one for
-   each slot.
+   requested only if that at least doubles the pending count, so a worker that waits long has one request instead of one
+   per slot.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 GIVE_BACK = b"-NAK"
 GiveBack = Callable[[Arrival], Awaitable[None]]
 EXPIRES_SECONDS: Final = 10.0
-"""Expiry of pull requests, which the server reports. No heartbeats, so that a waiting worker costs little."""
+"""Expiry of pull requests, which the server reports. No heartbeats are requested, so a waiting worker costs little."""
 SILENCE_SECONDS: Final = EXPIRES_SECONDS + 2.5
 
 
 class PullConsumer:
-    """One ``take`` at a time."""
+    """Call ``take`` once at a time."""
 
     def __init__(
         self,
@@ -50,7 +50,10 @@ class PullConsumer:
         ready: Callable[[], Awaitable[None]],
         give_back: GiveBack | None = None,
     ) -> None:
-        """ready: returns once the shared consumer exists;  give_back: does so with a message that was not taken"""
+        """
+        ready      returns once the shared consumer exists
+        give_back  returns a message that was not taken to the bus
+        """
         self._wire, self._stream, self._ready = wire, stream, ready
         self._give_back = give_back or functools.partial(_nak, wire)
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}"
@@ -66,7 +69,7 @@ class PullConsumer:
         await self._until_ready()
 
     def want(self, count: int) -> None:
-        """How many messages may be requested or prefetched; at least one while ``take`` waits."""
+        """Set how many messages may be requested or prefetched; at least one while ``take`` waits."""
         self._wanted = count
         self._changed.set()
 
@@ -92,7 +95,7 @@ class PullConsumer:
         return self._arrived.popleft()
 
     async def stop(self) -> None:
-        """Return prefetched messages and request no more until the next ``take``."""
+        """Return prefetched messages. Request no more until the next ``take``."""
         try:
             await self._withdraw(is_awaited=False)
         finally:
@@ -116,7 +119,7 @@ class PullConsumer:
         return orders
 
     async def _withdraw(self, *, is_awaited: bool = True) -> None:
-        """Messages still in flight are kept if ``is_awaited``, otherwise returned."""
+        """Withdraw the pull requests. Messages in flight are kept if ``is_awaited``, otherwise returned."""
         orders, self._orders = self._orders, None
         if orders is not None:
             orders.is_awaited = is_awaited
@@ -127,7 +130,7 @@ class PullConsumer:
 
     async def _until_ready(self) -> None:
         if self._pause:
-            await asyncio.sleep(self._pause)  # lost again before it delivered anything: do not spin
+            await asyncio.sleep(self._pause)  # lost again before it delivered a message: do not spin
         self._pause = next_pause(self._pause)
         generation = self._wire.generation
         await self._ready()
@@ -135,11 +138,11 @@ class PullConsumer:
 
 
 class _Orders:
-    """Pull requests with one inbox.
+    """Pull requests that share one inbox.
 
     problem     why to look for the consumer again; "" if there is no reason
-    was_heard   the consumer is there: it sent something
-    is_awaited  what comes is taken
+    was_heard   whether the consumer sent something
+    is_awaited  whether arriving messages are kept
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class _Orders:
     ) -> None:
         self._wire, self._subject, self._arrived, self._changed = wire, subject, arrived, changed
         self._give_back = give_back
-        self._open = 0  # messages they may still deliver
+        self._open = 0  # messages that the requests may still deliver
         self._due = 0.0
         self._inbox = wire.inbox()
         self._subscription: Any = None
@@ -178,7 +181,7 @@ class _Orders:
             self.problem = "no answer"
 
     async def withdraw(self) -> None:
-        """Unsubscribe; messages in flight arrive before this returns."""
+        """Unsubscribe. Messages in flight arrive before this returns."""
         self._unlisten()
         subscription, self._subscription = self._subscription, None
         if subscription is not None:

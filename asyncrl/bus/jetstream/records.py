@@ -1,4 +1,4 @@
-"""A log's entries as records: decoded, those in pieces put together."""
+"""Turns the entries of a log into records: decodes them, and joins messages in pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ M = TypeVar("M")
 
 
 class Records(Generic[M]):
-    """Of one reader. ``take`` may be cancelled and called again."""
+    """Records of one reader. ``take`` may be cancelled and called again."""
 
     def __init__(
         self,
@@ -32,13 +32,16 @@ class Records(Generic[M]):
         first_sequence: Callable[[], Awaitable[int]],
         veto: Veto | None,
     ) -> None:
-        """key_of: of a subject;  first_sequence: of the log as it is now"""
+        """
+        key_of          maps a subject to its key
+        first_sequence  returns the first sequence of the log now
+        """
         self._source, self._topic, self._key_of = source, topic, key_of
         self._pieces, self._first_sequence, self._veto = pieces, first_sequence, veto
-        self._held: StoredMessage | Arrival | None = None  # its pieces are asked for
+        self._held: StoredMessage | Arrival | None = None  # entry whose pieces are being fetched
 
     async def take(self) -> Record[M]:
-        """waits for: an entry, then for its pieces"""
+        """waits for: an entry, then its pieces"""
         while True:
             self._held = item = self._held or await self._source.take()
             key = self._key_of(item.subject)
@@ -49,7 +52,7 @@ class Records(Generic[M]):
                 content, num_bytes = await self._pieces.opened(self._topic, key=key, data=item.data)
             is_trimmed = content.is_missing and item.sequence < await self._first_sequence()
             self._held = None
-            if is_trimmed:  # after we were sent it, and its pieces with it
+            if is_trimmed:  # the log was trimmed after we received the entry, and its pieces were removed
                 continue
             return Record(
                 sequence=item.sequence,
@@ -62,7 +65,7 @@ class Records(Generic[M]):
 
 
 class PieceStore:
-    """The pieces of a run. ``stream``: gives the name of a topic's."""
+    """The pieces of a run. ``stream`` returns the name of a topic's stream."""
 
     def __init__(
         self, connection: Connection, layout: Layout, *, stream: Callable[[Topic[Any]], Awaitable[str]]
@@ -70,7 +73,7 @@ class PieceStore:
         self._connection, self._layout, self._stream = connection, layout, stream
 
     async def fetch(self, key: str) -> bytes | None:
-        """What is stored under the key; a cluster's other servers than the leader may not have it yet."""
+        """Return the data of a piece. Read from the leader, because other servers of a cluster may not have it yet."""
         subject = self._layout.subject(PIECES, key)
         stored = await last_stored(self._connection, stream=await self._stream(PIECES), subject=subject)
         return None if stored is None else stored.data

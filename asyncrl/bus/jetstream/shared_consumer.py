@@ -1,6 +1,7 @@
-"""The consumers of work topics that all workers share: the learner creates them, again if one is lost; workers wait.
+"""The consumers of work topics, which all workers share. The learner creates them, and again if lost; workers wait.
 
-A worker that may create it may also change it: with another filter it delivers nothing, and the run stops.
+Workers may not create a consumer, because then they could also change it: with another filter the consumer delivers
+nothing, and the run stops.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from asyncrl.messages.topics import ALL, Topic
 
 logger = logging.getLogger(__name__)
 
-_NOT_THERE: Final = (10014, 10059)  # the consumer; its stream
+_NOT_THERE: Final = (10014, 10059)  # no such consumer; no such stream
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 1.6
 _REMOVAL_SECONDS: Final = 0.5
-"""The server reports a deletion before it removes the files, and would remove those of a consumer created meanwhile."""
+"""The server reports a deletion before it removes the files. Files created in between would be removed as well."""
 
 
 class SharedConsumers:
-    """That of each work topic."""
+    """The shared consumer of each work topic."""
 
     def __init__(self, connection: Connection, layout: Layout, *, role: str) -> None:
         self._connection, self._layout, self._role = connection, layout, role
@@ -48,7 +49,7 @@ class SharedConsumers:
 
 
 class SharedConsumer:
-    """``stream``: of a work topic; it exists."""
+    """``stream``: existing stream of a work topic."""
 
     def __init__(self, connection: Connection, layout: Layout, *, stream: str, role: str) -> None:
         self._connection, self._layout, self._stream, self._role = connection, layout, stream, role
@@ -57,7 +58,7 @@ class SharedConsumer:
         self._keeping: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Returns once it exists. Raises ConfigError on a server whose roles are those of an older version.
+        """Return once the consumer exists. Raises ConfigError if the server's roles come from an older version.
 
         waits for: the learner
         """
@@ -86,7 +87,7 @@ class SharedConsumer:
         return True
 
     async def start(self) -> None:
-        """As ``ready``; the learner also creates it again whenever it is lost, until ``stop``."""
+        """As ``ready``. The learner also recreates the consumer whenever it is lost, until ``stop``."""
         if self._role == "learner":
             deleted = f"$JS.EVENT.ADVISORY.CONSUMER.DELETED.{self._stream}.{WORKERS}"
             await self._connection.subscribe(deleted, self._on_deleted)
@@ -106,7 +107,7 @@ class SharedConsumer:
         self._changed.set()
 
     async def _keep(self) -> None:
-        """waits for: its deletion, a reconnect (the server may have lost it)"""
+        """waits for: a deletion, a reconnect (the server may have lost the consumer)"""
         while True:
             await self._changed.wait()
             await asyncio.sleep(_REMOVAL_SECONDS)
@@ -115,6 +116,6 @@ class SharedConsumer:
                 await self.ready()
             except BusError as error:
                 if isinstance(error, Refused) and error.code in _NOT_THERE:
-                    continue  # no stream: publishing there fails and reports it
+                    continue  # no stream: a publisher notices and reports it
                 await asyncio.sleep(_LAST_PAUSE_SECONDS)
                 self._changed.set()

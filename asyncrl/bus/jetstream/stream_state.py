@@ -1,4 +1,4 @@
-"""What a stream or a consumer is now, and what has become of it since it was seen last. Pure.
+"""Compares a stream or consumer with an earlier observation: what was lost, and which settings changed. Pure.
 
 Tests: tests/unit/bus/test_stream_state.py.
 """
@@ -11,16 +11,20 @@ from datetime import datetime
 from typing import Any, Final
 
 _OTHERS: Final = ("metadata", "description", "placement")
-"""Settings that nothing of ours depends on: the server's own notes, and an operator's."""
+"""Settings that asyncrl does not depend on: notes of the server and of an operator."""
 _UNSET: Final[tuple[Any, ...]] = (None, False, 0, "", -1, [], {})
-"""Servers of different versions leave out different settings that are not set."""
+"""Values of unset settings. Servers of different versions leave out different unset settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """created: its identity;  first, last: sequences of its entries;  messages: how many there are;  0 for a consumer
+    """A stream or consumer at one time. The numbers are 0 for a consumer.
 
-    began, time  when the first entry came, and when this was seen: Unix seconds of the server; 0 if it does not say
+    created      creation time, which identifies it
+    first, last  sequences of its first and last entry
+    messages     number of its entries
+    began, time  when its first entry was stored, and when this was observed; Unix seconds of the server's clock; 0 if
+                 the server does not say
     """
 
     created: str
@@ -45,10 +49,12 @@ class StreamState:
 
 
 def lost(before: StreamState, now: StreamState, *, kind: str, trimmed: int = 0) -> str:
-    """What of its messages somebody else took; "" if nothing, as far as it can be told.
+    """Describe the messages that the stream lost to others; "" if no loss is known.
 
-    kind     "log": trimmed by us up to ``trimmed``, and by nobody else; "aged": trimmed by nobody, but entries leave at
-             an age; "state": a key that is put stays; "" where messages may leave by themselves
+    kind     "log": only we trim, up to ``trimmed``
+             "aged": nobody trims, but entries expire
+             "state": a key stays once it is put
+             "": messages may leave by themselves
     """
     if now.created != before.created:
         return "was deleted and made anew"
@@ -66,13 +72,13 @@ def lost(before: StreamState, now: StreamState, *, kind: str, trimmed: int = 0) 
 
 
 def _is_young(before: StreamState, now: StreamState) -> bool:
-    """Whether no entry of a log that there was before can have left by its age."""
+    """Whether none of the earlier entries of a log can have expired yet."""
     max_age = now.config.get("max_age", 0) / 10**9
     return before.messages > 0 and before.began > 0 and 0 <= now.time - before.began < max_age
 
 
 def altered(before: StreamState, now: StreamState) -> str:
-    """Which settings somebody changed; "" if none."""
+    """Describe the settings that changed; "" if none."""
     names = sorted((before.config.keys() | now.config.keys()) - set(_OTHERS))
     pairs = {name: (before.config.get(name), now.config.get(name)) for name in names}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not _are_unset(*pair)}
@@ -82,7 +88,7 @@ def altered(before: StreamState, now: StreamState) -> str:
 
 
 def _seconds(text: Any) -> float:
-    """Of a date and time as servers write them; 0 for what is none."""
+    """Parse a server's date and time to Unix seconds; 0 if it is not valid."""
     try:
         return max(0.0, datetime.fromisoformat(text).timestamp())
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""The streams of one run: which roles create them, wait for them, or require them."""
+"""The streams of one run. The learner's role creates them, workers wait for them, and other roles require them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, TRAJECTORIES, Top
 logger = logging.getLogger(__name__)
 
 ALWAYS: Final = (PROMPTS, TRAJECTORIES, PROGRESS, ACTORS)
-"""Topics that a run of every version has."""
+"""Topics that every version of asyncrl creates."""
 
 NAME_IN_USE: Final = 10058
 OTHER_SUBJECTS: Final = 10065
 OTHER_SETTINGS: Final = (10052, NAME_IN_USE, 10061, OTHER_SUBJECTS, 10069)
-"""Invalid for this stream; name in use; replicas that cannot change; subjects of another stream; no such update."""
+"""Invalid for this stream; name in use; replicas that cannot change; subjects of another stream; update refused."""
 _FEW_PEERS: Final = 10005  # no suitable peers for placement
 _NO_PEERS: Final = (_FEW_PEERS, 10074)  # replicas > 1 in non-clustered mode
 _PEERS_SECONDS: Final = 30.0
@@ -31,25 +31,26 @@ _PEERS_PAUSE_SECONDS: Final = 0.5
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 _LONG_PAUSE: Final = 1.6
 _FOR_GOOD: Final = ("sealed", "deny_delete", "deny_purge")
-"""Settings that no update takes back. Another storage or other replicas are the run file's."""
+"""Settings that no update can undo and that asyncrl never sets. Another storage or other replicas may come from the
+run file."""
 _REMOVAL_SECONDS: Final = 0.5
-"""The server reports a deletion before it removes the files, and would remove those of what is created meanwhile."""
+"""The server reports a deletion before it removes the files. Files created in between would be removed as well."""
 _AT_ONCE: Final = 64
-"""Concurrent requests for one state each."""
+"""Maximum number of concurrent requests, each for one state."""
 
 
 class Streams:
-    """The learner's role creates them, or updates their sizes; workers wait for that; other roles require them."""
+    """The learner's role creates or resizes the streams. Workers wait for them. Other roles require them."""
 
     def __init__(self, connection: Connection, layout: Layout, *, role: str) -> None:
         self._connection, self._layout, self._role = connection, layout, role
         self.made: dict[str, dict[str, Any]] = {}
-        """Known to exist, with what the server says of them."""
-        self._is_waiting = False  # for the run's streams
+        """Streams known to exist, with the server's description."""
+        self._is_waiting = False  # whether we wait for the run's streams
 
     async def open(self, topics: Iterable[Topic[Any]]) -> None:
-        """Those of a run, concurrently: one round trip. Raises NoSuchRun if there is none of them: who only looks sees
-        what is left of a run, and one that an older version made has fewer."""
+        """Open the streams of a run concurrently, in one round trip. Raises NoSuchRun if none exists. An observer sees
+        what is left of a run; a run of an older version has fewer streams."""
         one_each = {self._layout.stream(topic): topic for topic in topics}
         if self._role in ("learner", "rollout-worker"):
             await asyncio.gather(*(self.of(topic) for topic in one_each.values()))
@@ -59,7 +60,8 @@ class Streams:
             await self._require(next(iter(one_each)))
 
     async def _find(self, name: str) -> None:
-        """Nothing if it is not there, or if the server's roles are of an older version, which did not know it."""
+        """Look up a stream. Ignore it if it does not exist, or if the server's roles come from an older version that
+        did not know it."""
         try:
             self.made[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
         except Refused as refused:
@@ -70,7 +72,7 @@ class Streams:
                 raise
 
     async def of(self, topic: Topic[Any]) -> str:
-        """The name of the topic's stream, which is created or resized on first use."""
+        """Return the name of the topic's stream, which is created or resized on first use."""
         name = self._layout.stream(topic)
         if name in self.made:
             return name
@@ -114,7 +116,7 @@ class Streams:
                 if refused.code != _FEW_PEERS or time.monotonic() - since >= _PEERS_SECONDS:
                     raise
             if not self._is_waiting:
-                self._is_waiting = True  # for all streams: one line
+                self._is_waiting = True  # one line for all streams
                 logger.warning(
                     "bus %s: fewer servers are up than bus.replicas = %d; waiting for the others for %.0f s",
                     *(self._connection.name, self._layout.replicas, _PEERS_SECONDS),
@@ -122,12 +124,12 @@ class Streams:
             await asyncio.sleep(_PEERS_PAUSE_SECONDS)
 
     async def _shut(self, name: str, config: Mapping[str, Any]) -> str:
-        """The setting of a stream that somebody shut for good; "" where it differs from ours in others."""
+        """Return a setting that was switched on and that no update can undo; "" if only other settings differ."""
         there = (await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False))["config"]
         return next((one for one in _FOR_GOOD if there.get(one) and not config.get(one)), "")
 
     async def _require(self, name: str) -> None:
-        """Raise ConfigError, listing the existing runs, if this one does not exist."""
+        """Look up a stream. Raises ConfigError if it does not exist; for a missing run, the error lists the others."""
         try:
             self.made[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
         except Refused as refused:
@@ -136,7 +138,7 @@ class Streams:
             if self.made:
                 raise ConfigError(
                     f"bus {self._connection.name}: run {self._layout.run!r} has no {name}: an older version of asyncrl "
-                    "made it, or somebody deleted that; then the run's learner makes it again"
+                    "made it, or somebody deleted the stream; in that case the run's learner creates the stream again"
                 ) from None
             raise NoSuchRun(
                 f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
@@ -144,9 +146,9 @@ class Streams:
             ) from None
 
     async def _runs(self) -> str:
-        """The existing runs. Raises Forbidden if the role may not list them."""
+        """List the existing runs. Raises Forbidden if the role may not list them."""
         names: list[str] = []
-        while True:  # the server names at most 1,024 at a time
+        while True:  # the server returns at most 1,024 names at a time
             page = await self._connection.api("STREAM.NAMES", {"subject": "asyncrl.>", "offset": len(names)})
             some = page.get("streams") or ()
             names += some
@@ -166,8 +168,8 @@ class Streams:
                 if refused.code != NO_STREAM:
                     raise
             if pause == _LONG_PAUSE and not self._is_waiting:
-                self._is_waiting = True  # for all streams: one line
-                with contextlib.suppress(Forbidden):  # this role may not list them
+                self._is_waiting = True  # one line for all streams
+                with contextlib.suppress(Forbidden):  # this role may not list runs
                     others = f"; runs there: {await self._runs()}"
                 logger.warning(
                     "bus %s: no run %r there yet; waiting for its learner%s",
@@ -180,7 +182,7 @@ class Streams:
 
 
 async def made_stream(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Create a stream, or give the one that is there this configuration; what the server says of it. Raises Refused."""
+    """Create a stream, or update an existing one to this configuration. Return its description. Raises Refused."""
     name = config["name"]
     try:
         return await connection.api(f"STREAM.CREATE.{name}", config, awaits_stream=False)
@@ -191,14 +193,14 @@ async def made_stream(connection: Connection, config: Mapping[str, Any]) -> dict
 
 
 async def made_anew(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Delete a stream that cannot be given this configuration, and create it. Raises Refused."""
+    """Delete a stream that cannot be updated to this configuration, and create it. Raises Refused."""
     await connection.api(f"STREAM.DELETE.{config['name']}", awaits_stream=False)
     await asyncio.sleep(_REMOVAL_SECONDS)
     return await made_stream(connection, config)
 
 
 async def remove_message(connection: Connection, stream: str, sequence: int) -> None:
-    """Nothing if it is not there any more."""
+    """Delete a message. Does nothing if it is already gone."""
     try:
         await connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})
     except Refused as refused:
@@ -207,7 +209,7 @@ async def remove_message(connection: Connection, stream: str, sequence: int) -> 
 
 
 async def subjects(connection: Connection, stream: str, *, matching: str) -> dict[str, int]:
-    """Subjects of a stream that hold messages, and how many; the server returns at most 100,000 of them at a time."""
+    """Return the subjects that hold messages, with their counts. The server returns at most 100,000 at a time."""
     found: dict[str, int] = {}
     while True:
         page = await connection.api(f"STREAM.INFO.{stream}", {"subjects_filter": matching, "offset": len(found)})
@@ -218,5 +220,5 @@ async def subjects(connection: Connection, stream: str, *, matching: str) -> dic
 
 
 def batches(subjects: Sequence[str]) -> Iterator[Sequence[str]]:
-    """As many at a time as may be asked for concurrently."""
+    """Split subjects into groups that may be requested concurrently."""
     return (subjects[start : start + _AT_ONCE] for start in range(0, len(subjects), _AT_ONCE))

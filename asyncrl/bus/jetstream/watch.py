@@ -1,12 +1,12 @@
-"""Watches one key's state on JetStream. A watch needs nothing on the server but a subscription.
+"""Watches the state of one key on JetStream. A watch costs the server only a subscription.
 
-A state's stream republishes every stored message, with its sequence, on a second subject. A watch subscribes there
-first and then asks the stream's leader for the current value: earlier changes are in the reply, later ones are
-republished, and sequences tell which is newer. It asks again after a reconnect, and if it heard nothing for
-REFRESH_SECONDS, because a leader that dies may have stored a message without republishing it.
+A state's stream republishes every stored message, with its sequence, on a second subject. A watch first subscribes to
+that subject, then asks the stream's leader for the current value. The reply covers earlier changes, later ones are
+republished, and sequences tell which is newer. A watch asks again after a reconnect, and after REFRESH_SECONDS without
+a message: a leader that dies may have stored a message without republishing it.
 
-Not a consumer: a server allows a thousand of them (JetStream error 10026), each has to be created and needs heartbeats,
-and a fleet has several watches per worker (benchmarks/fleet.py).
+A watch does not use a consumer. A server allows only a thousand of them (JetStream error 10026), each must be created
+and needs heartbeats, and a fleet has several watches per worker (benchmarks/fleet.py).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class StoredMessage:
 
 
 class Watch:
-    """``subject``: where the stream stores the state;  ``told``: where it republishes it."""
+    """``subject``: where the stream stores the state;  ``told``: where it republishes the state."""
 
     def __init__(self, wire: Wire, *, stream: str, subject: str, told: str) -> None:
         self._wire, self._stream, self._subject, self._told = wire, stream, subject, told
         self._changed = asyncio.Event()
         self._newest: StoredMessage | None = None
         self._seen = 0
-        self._data, self._time = b"", 0  # of the last one heard
-        self._is_back = False  # the stream is, and nothing was heard since
-        self._generation = -1  # of the connection when we last asked
+        self._data, self._time = b"", 0  # of the last message seen
+        self._is_back = False  # the stream was recreated or went back, and no message has arrived since
+        self._generation = -1  # of the connection at our last request
         self._subscription: Any = None
         self._unlisten: Callable[[], None] = lambda: None
 
@@ -55,7 +55,10 @@ class Watch:
         self._unlisten = self._wire.listen(self._changed.set)
 
     async def take(self) -> StoredMessage:
-        """The newest value not taken yet.  waits for: a change    woken by: the server, a reconnect, the clock"""
+        """Return the newest value not taken yet.
+
+        waits for: a change     woken by: the server, a reconnect, the clock
+        """
         while True:
             self._changed.clear()
             if (newest := self._newest) is not None:
@@ -81,8 +84,8 @@ class Watch:
         stored = await last_stored(self._wire, stream=self._stream, subject=self._subject)
         last = stored.sequence if stored is not None else 0
         if self._seen == seen and last < seen:
-            # The stream was made anew, or is back at an earlier state, and counts from there. What it has now may be
-            # older than what was seen; a writer whose last value was lost may repeat it.
+            # The stream was recreated, or went back to an earlier state, and continues counting from there. Its present
+            # value may be older than the last one seen. A writer may repeat a lost value.
             is_older = stored is None or stored.stored < self._time
             self._seen, self._is_back = (last if is_older else 0), True
         if stored is not None and stored.sequence > self._seen:
@@ -91,8 +94,8 @@ class Watch:
 
     async def _on_message(self, message: Any) -> None:
         headers = message.headers or {}
-        # The server names the source. A client may have had a reply delivered here that contains another
-        # stream's message (test_nobody_is_told_what_was_not_stored).
+        # The server names the source. A client may have a reply with another stream's message sent to this subject
+        # (test_nobody_is_told_what_was_not_stored).
         if (headers.get("Nats-Stream"), headers.get("Nats-Subject")) == (self._stream, self._subject):
             stored = _nanoseconds(headers["Nats-Time-Stamp"]) if "Nats-Time-Stamp" in headers else 0
             self._hear(StoredMessage(int(headers.get("Nats-Sequence", 0)), message.data, headers, stored=stored))
@@ -104,18 +107,18 @@ class Watch:
             if not is_repeated:
                 self._newest = stored
                 self._changed.set()
-        elif stored.sequence < self._seen:  # told late; or the stream was made anew, which its leader knows
+        elif stored.sequence < self._seen:  # arrived late, or the stream was recreated: ask its leader
             self._generation = -1
             self._changed.set()
 
 
 async def last_stored(wire: Wire, *, stream: str, subject: str) -> StoredMessage | None:
-    """The last message under a subject, from the stream's leader; a cluster's other servers may lag."""
+    """Return the last message under a subject, from the stream's leader; other servers of a cluster may lag."""
     return await leaders_message(wire, stream, {"last_by_subj": subject})
 
 
 async def leaders_message(wire: Wire, stream: str, which: Mapping[str, Any]) -> StoredMessage | None:
-    """``which``: {"last_by_subj": SUBJECT} or {"seq": SEQUENCE}."""
+    """Return a message from the stream's leader. ``which``: {"last_by_subj": SUBJECT} or {"seq": SEQUENCE}."""
     try:
         found = (await wire.api(f"STREAM.MSG.GET.{stream}", which))["message"]
     except Refused as refused:
@@ -128,13 +131,13 @@ async def leaders_message(wire: Wire, stream: str, which: Mapping[str, Any]) -> 
 
 
 def _nanoseconds(time: str) -> int:
-    """A time such as 2026-11-23T05:30:22.742607002Z, since 1970."""
+    """Parse a time such as 2026-11-23T05:30:22.742607002Z to nanoseconds since 1970."""
     seconds, _, fraction = time.rstrip("Z").partition(".")
     whole = int(datetime.fromisoformat(f"{seconds}+00:00").timestamp())
     return whole * 10**9 + int(fraction.ljust(9, "0") or 0)
 
 
 def _parsed(headers: bytes) -> dict[str, str]:
-    """Headers of a stored message: a line "NATS/1.0", then "NAME: VALUE" lines."""
+    """Parse the headers of a stored message: a line "NATS/1.0", then lines "NAME: VALUE"."""
     lines = headers.decode().split("\r\n")[1:]
     return {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}

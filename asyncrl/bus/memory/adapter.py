@@ -1,4 +1,4 @@
-"""bus.kind = "memory": inside the process of `asyncrl run`, which has the learner and the workers as actors."""
+"""bus.kind = "memory": a bus inside the process of `asyncrl run`, which runs the learner and the workers as actors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MemoryBusAdapter(BusAdapter):
 
     @classmethod
     async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, signatures: Signatures) -> MemoryBus:
-        """A new bus: whoever wants to be on it must be given this one."""
+        """Return a new bus. Every actor that uses the bus must get this instance."""
         return MemoryBus(
             max_prompts=run.window,
             max_log_bytes=run.bus.max_log_bytes,

@@ -1,7 +1,7 @@
-"""The bus inside one process: the promises of the port, no server. For tests, and for runs that fit one process.
+"""A bus inside one process: the same guarantees without a server. For tests, and for runs that fit into one process.
 
-Messages are encoded and decoded as on the wire, so that what passes here passes there. One instance may serve any
-number of actors of one event loop.
+Messages are encoded and decoded as on the wire, so that code that works here also works there. Any number of actors of
+one event loop may share one instance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ A = TypeVar("A")
 
 
 class MemoryBus:
-    """See ``protocols.Bus``. ``ack_seconds``: a delivery nobody acks or keeps for so long goes to another consumer."""
+    """See ``protocols.Bus``. A delivery that is not acked or kept for ``ack_seconds`` goes to another consumer."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class MemoryBus:
         self._state(topic).put(key, data)
 
     async def losses(self, *, repairs: bool = False) -> list[Loss]:
-        return []  # nobody else reaches it
+        return []  # no other process reaches this bus
 
     async def depth(self, topic: Topic[Any]) -> int:
         await _let_others_run()
@@ -230,7 +230,7 @@ class MemoryBus:
 
     @contextlib.asynccontextmanager
     async def lease(self, name: str, *, holder: str, is_namesakes: bool = False) -> AsyncIterator[None]:
-        """Who holds it dies with this process, so that nobody waits for its time."""
+        """A holder dies with this process, so no timeout is needed."""
         async with self._leases.setdefault(name, asyncio.Lock()):
             yield
 
@@ -246,7 +246,7 @@ class MemoryBus:
         return self._max_message_bytes
 
     async def close(self) -> None:
-        """Nothing: other actors may still use it."""
+        """Do nothing: other actors may still use the bus."""
 
     def _encoded(self, topic: Topic[M], message: M, key: str) -> bytes:
         limit = self._max_message_bytes
@@ -272,12 +272,12 @@ class MemoryBus:
 
 
 async def _let_others_run() -> None:
-    """As a server's answer does: who calls in a loop, a full topic say, must not be alone in the process."""
+    """Yield to the event loop, as waiting for a server does: a caller in a loop must not block the other actors."""
     await asyncio.sleep(0)
 
 
 class _Deliveries(AsyncIterator[Delivery[M]], Generic[M]):
-    """Nothing is far away here: each is delivered when it is asked for."""
+    """Work messages. Nothing is prefetched: each is delivered when it is asked for."""
 
     def __init__(self, work: Work, topic: Topic[M], signatures: Signatures) -> None:
         self._work, self._topic, self._signatures = work, topic, signatures
@@ -328,7 +328,7 @@ class _Delivery(Generic[M]):
         return self._item.holder == self._holder
 
     async def ack(self) -> None:
-        """Also when somebody else holds it by now: it was done."""
+        """Acknowledge, even if another consumer holds the message now: the work is done."""
         self._work.ack(self._item)
 
     async def retry(self, *, delay: float = 0.0) -> None:

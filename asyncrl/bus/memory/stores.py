@@ -1,4 +1,4 @@
-"""What the memory bus keeps: work in flight, logs with cursors, states with a time to live. No bytes are read here."""
+"""Storage of the memory bus: work in flight, logs, states with a time to live. Messages stay encoded here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 2**17
 
 
 class Changed:
-    """Wakes everybody who waits. Who waits looks first, without an await between look and wait."""
+    """Wakes all waiters. A waiter checks its condition first, without an await between the check and ``wait``."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
@@ -56,7 +56,7 @@ class Keys:
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """``holder`` counts deliveries and returns: a delivery is in force as long as it has not changed."""
+    """``holder`` counts deliveries and returns. A delivery is valid until it changes."""
 
     key: str
     data: bytes
@@ -94,7 +94,7 @@ class Work:
         if key in self._stored or (key in self._known and not again):
             return False
         if len(self._stored) >= self._max_messages:
-            raise BusFull(f"{self._name}: holds {len(self._stored)} messages, as many as it may")
+            raise BusFull(f"{self._name}: holds {len(self._stored)} messages, the maximum")
         self._known.add(key)
         self._stored[key] = item = Item(key, data)
         self._ready.append(item)
@@ -112,7 +112,7 @@ class Work:
         return item
 
     def keep(self, item: Item) -> None:
-        """Start the redelivery clock anew."""
+        """Restart the redelivery timer."""
         item.set_timer(self._ack_seconds, lambda: self._offer(item))
 
     def ack(self, item: Item) -> None:
@@ -124,7 +124,7 @@ class Work:
             self._ready.remove(item)
 
     def remove(self, key: str) -> None:
-        """Whoever holds it may go on."""
+        """Remove a message. A consumer that holds it may go on."""
         if (item := self._stored.pop(key, None)) is not None:
             item.stop_timer()
             if item in self._ready:
@@ -173,7 +173,7 @@ class Log:
         if key in self._stored:
             return False
         if self._max_bytes and self._num_bytes + len(data) > self._max_bytes:
-            raise BusFull(f"{self._name}: holds {self._num_bytes:,} bytes of the {self._max_bytes:,} it may")
+            raise BusFull(f"{self._name}: holds {self._num_bytes:,} bytes of the {self._max_bytes:,} allowed")
         self.last_sequence += 1
         self._entries.append(LogEntry(self.last_sequence, key, data, time.monotonic()))
         self._stored.add(key)

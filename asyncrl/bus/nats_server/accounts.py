@@ -1,9 +1,9 @@
-"""The NATS accounts of a run: one with JetStream for the learner, and one without it for each other role.
+"""The NATS accounts of a run: the learner's, with JetStream, and one without JetStream for each other role.
 
-A nats-server checks the subject that a client publishes to, but not the reply subject: in a shared account, a worker
-could have any reply stored in any stream. So a role reaches the learner's account only through imports: services
-(JetStream requests, subjects of streams that it publishes to) and subjects to follow. A reply subject is one of the
-role's own account, which has no streams. The users' permissions repeat the rules inside each account.
+A nats-server checks the subject that a client publishes to, but not the reply subject. In a shared account, a worker
+could have any reply stored in any stream. So other roles reach the learner's account only through imports: services
+(JetStream requests, subjects of streams that the role publishes to) and subjects that the role follows. A reply subject
+belongs to the role's own account, which has no streams. The users' permissions repeat the rules inside each account.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from asyncrl.messages.topics import ROLES
 
 
 def account_name(run: str, role: str) -> str:
-    """The learner's is the run's name, as when all roles shared one account, so that existing streams are found."""
+    """Name of a role's account. The learner's is the run's name, as when all roles shared one account, so that existing
+    streams are found."""
     return run if role == "learner" else f"{run}:{role}"
 
 
 def accounts(run: str) -> dict[str, dict[str, Any]]:
-    """Account -> its part of the server's configuration, without users."""
+    """Return the server configuration of each account, without users."""
     exports: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, Any]] = {run: {"jetstream": "enabled"}}
     for role in ROLES[1:]:
@@ -35,7 +36,7 @@ def accounts(run: str) -> dict[str, dict[str, Any]]:
 
 
 def permissions(role: str, *, run: str) -> dict[str, Any] | None:
-    """The NATS permissions of a role's user in its account; None for everything."""
+    """Return the NATS permissions of a role's user in its account; None if everything is allowed."""
     if role == "learner":
         return None
     publish: dict[str, None] = {}

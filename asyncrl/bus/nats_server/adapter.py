@@ -1,4 +1,4 @@
-"""bus.kind = "nats": NATS JetStream, on a server of the run's own or on one at bus.url."""
+"""bus.kind = "nats": NATS JetStream, on a server that the run starts or on the server at bus.url."""
 
 from __future__ import annotations
 
@@ -81,20 +81,20 @@ def _credentials(run: RunConfig, *, role: str, token: str = "") -> Credentials:
 
 
 def _check_disk(run: RunConfig) -> None:
-    """A new server takes no stream of more than three quarters of what is free when it starts."""
+    """A new server limits streams to three quarters of the disk space that is free when it starts."""
     store = run.run_directory / "nats"
     if run.bus.store == "memory" or store.exists():
         return
     there = next(path for path in store.absolute().parents if path.is_dir())
     if (most := shutil.disk_usage(there).free // 4 * 3) < run.bus.max_log_bytes:
         raise ConfigError(
-            f"bus.max_log_bytes: {run.bus.max_log_bytes:,}, and nats-server takes at most {most:,}, three quarters of "
+            f"bus.max_log_bytes: {run.bus.max_log_bytes:,}, but nats-server takes at most {most:,}, three quarters of "
             f"what is free at {there}; lower it, or name another run.directory"
         )
 
 
 def _check_files(run: RunConfig) -> None:
-    """What [bus] names can be read for some role at least: a machine may have the files of one role only."""
+    """Check that the files named in [bus] are readable for at least one role: a machine may have only one role's."""
     problems = []
     for role in ROLES:
         try:

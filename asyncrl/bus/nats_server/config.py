@@ -1,7 +1,8 @@
-"""bin/nats-config: configurations of a nats-server, or of each server of a cluster, with accounts of every run's roles.
+"""bin/nats-config: writes the configuration of a nats-server, or of each server of a cluster, with accounts for the
+roles of every run.
 
-The servers of a cluster differ in name, addresses and store alone; they know each other by a password of their own.
-Tests: tests/integration/security/test_permissions.py, tests/integration/cluster/test_nats_cluster.py.
+The servers of a cluster differ only in name, addresses and store. They authenticate to each other with a separate
+password. Tests: tests/integration/security/test_permissions.py, tests/integration/cluster/test_nats_cluster.py.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ CONFIG_FILE: Final = "nats-server.conf"
 _CLUSTER: Final = "asyncrl"
 _PORT, _ROUTE_PORT = 4222, 6222
 SYNC_SECONDS: Final = 1.0
-"""nats-server's own default is two minutes, which a loss of power then takes from the end of every stream."""
+"""nats-server's default is two minutes. A power failure then loses the last two minutes of every stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One server of a cluster: where clients and where the other servers find it."""
+    """One server of a cluster: its address for clients and for the other servers."""
 
     host: str
     port: int = _PORT
@@ -39,12 +40,12 @@ class Node:
 
     @property
     def interface(self) -> str:
-        """Where it listens: everywhere, but on loopback if that is where it is found."""
+        """Interface to listen on: all, but only loopback if ``host`` is a loopback address."""
         return self.host if self.host in ("127.0.0.1", "localhost", "[::1]") else "0.0.0.0"
 
 
 def node(text: str) -> Node:
-    """HOST[:PORT[:ROUTE_PORT]]; an IPv6 address in brackets. Raises ValueError."""
+    """Parse HOST[:PORT[:ROUTE_PORT]]; an IPv6 address is in brackets. Raises ValueError."""
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s/@]+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         raise ValueError(f"{text!r} is not HOST[:PORT[:ROUTE_PORT]]")
@@ -61,7 +62,7 @@ def server_config(
     tls: dict[str, Any] | None = None,
     cluster: dict[str, Any] | None = None,
 ) -> str:
-    """A nats-server's configuration (which may be JSON).  ``passwords``: run -> role -> password"""
+    """Return a nats-server's configuration as JSON, which nats-server reads. ``passwords``: run -> role -> password"""
     parts: dict[str, dict[str, Any]] = {}
     for run, roles in passwords.items():
         parts |= accounts(run)
@@ -84,7 +85,7 @@ def server_config(
 
 
 def sync_interval(seconds: float) -> str:
-    """As nats-server reads it. 0: every message is synced before it is acknowledged."""
+    """Format seconds for nats-server. 0: every message is synced before it is acknowledged."""
     return f"{max(1, round(1000 * seconds))}ms" if seconds else "always"
 
 
@@ -93,10 +94,10 @@ def user_name(run: str, role: str) -> str:
 
 
 def cluster_part(nodes: Sequence[Node], index: int, *, password: str, tls: dict[str, Any] | None) -> dict[str, Any]:
-    """What server ``index`` has to know of the others.
+    """Return the part of server ``index``'s configuration that concerns the cluster.
 
-    Clients hear of no address but those in their ``bus.url``: what servers call themselves may mean nothing to a client
-    behind a tunnel or a load balancer.
+    Servers do not advertise their addresses to clients, which use only those in ``bus.url``: a server's own address may
+    mean nothing to a client behind a tunnel or a load balancer.
     """
     own = nodes[index]
     cluster: dict[str, Any] = {
@@ -126,11 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(f"--cluster: {error}")
     if nodes and (len(nodes) not in (3, 5) or len(set(nodes)) < len(nodes)):
-        parser.error("--cluster takes three servers (or five), no two of them at one address")
+        parser.error("--cluster takes three (or five) servers, each at another address")
     if nodes and options.listen:
         parser.error("--listen is for one server; --cluster says where its servers listen")
     if bool(options.tls_certificate) != bool(options.tls_key):
-        parser.error("--tls-certificate and --tls-key need each other")
+        parser.error("--tls-certificate and --tls-key require each other")
     if not options.sync_seconds >= 0:
         parser.error(f"--sync-seconds must be 0 or more, got {options.sync_seconds}")
     try:
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A mistake gets one line, without the usage before it."""
+    """Reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -149,14 +150,14 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="bin/nats-config",
-        description="Write a nats-server configuration in which every role of every run has an account of its own, "
-        "a password, and no more rights than it needs. Passwords that are there are kept: repeat it with more runs, "
-        "then `nats-server --signal reload`, twice: it connects new accounts at the second.",
+        description="Write a nats-server configuration in which every role of every run has its own account and "
+        "password, and only the rights that it needs. Existing passwords are kept. To add runs, repeat the command "
+        "with them, then run `nats-server --signal reload` twice: the second reload connects new accounts.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="run.name of each run the server may carry")
-    add("--directory", type=Path, required=True, help="gets nats-server.conf and RUN/ROLE, all 0600")
+    add("runs", nargs="+", metavar="RUN", help="run.name of each run on the server")
+    add("--directory", type=Path, required=True, help="folder for nats-server.conf and RUN/ROLE, all 0600")
     add("--listen", metavar="HOST:PORT", help=f"(default: 0.0.0.0:{_PORT})")
     add(
         "--cluster",
@@ -165,19 +166,23 @@ def _parser() -> argparse.ArgumentParser:
         help="write server-1/nats-server.conf, server-2/... of a cluster, one for each of these three (or five) hosts "
         f"(ports: {_PORT} for clients, {_ROUTE_PORT} for each other)",
     )
-    add("--rotate-keys", action="store_true", help="give each RUN a new key to sign with; end it first, then --resume")
+    add(
+        "--rotate-keys",
+        action="store_true",
+        help="give each RUN a new signing key; end the run first, then --resume it",
+    )
     add("--max-message-bytes", type=int, default=8 * 2**20, help="(default: %(default)s)")
     add(
         "--sync-seconds",
         type=float,
         default=SYNC_SECONDS,
-        help="how often stored messages are synced, which a loss of power may cost; 0: before each is acknowledged "
-        "(default: %(default)s)",
+        help="seconds between syncs of stored messages; a power failure loses what was stored since; 0: before each "
+        "acknowledgement (default: %(default)s)",
     )
-    add("--tls-certificate", type=Path, help="PEM of the server; with it only TLS is spoken")
+    add("--tls-certificate", type=Path, help="PEM certificate of the server; requires TLS of all clients")
     add("--tls-key", type=Path)
-    add("--tls-client-ca", type=Path, help="PEM: clients must show a certificate this one signed")
-    add("--tls-cluster-ca", type=Path, help="PEM: who signed the certificates that the servers show each other")
+    add("--tls-client-ca", type=Path, help="PEM of a CA; clients must show a certificate that it signed")
+    add("--tls-cluster-ca", type=Path, help="PEM of the CA that signed the servers' certificates, for their routes")
     return parser
 
 
@@ -218,7 +223,7 @@ def _tls(options: argparse.Namespace, authority: Path | None, *, verify: bool) -
 
 
 def _password(path: Path, run: str, role: str) -> str:
-    """The one in the file, or a new one written there."""
+    """Return the password in the file, or write a new one there."""
     if path.exists():
         return path.read_text().splitlines()[0].partition(":")[2]
     password = secrets.token_urlsafe(32)
@@ -227,7 +232,7 @@ def _password(path: Path, run: str, role: str) -> str:
 
 
 def _write_keys(folder: Path, *, rotate: bool) -> None:
-    """A run's key pair into its credentials: the secret half into the learner's, the public one into the others."""
+    """Write a run's key pair into its credentials: the secret key for the learner, the public key for other roles."""
     text = keys(str(folder / "{role}"), role="learner").get("signing-key", "")
     key = SigningKey.from_text(text) if text and not rotate else SigningKey.generate()
     for role in ROLES:

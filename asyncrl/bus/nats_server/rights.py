@@ -1,11 +1,11 @@
 """What each role may do on a nats-server, derived from the topics (messages/topics.py). Pure.
 
-accounts.py writes it down as accounts and permissions; docs/guides/security.md shows ``table``;
+accounts.py turns the rights into accounts and permissions; docs/guides/security.md shows ``table``;
 tests/integration/security/test_roles.py tries everything else, as every role.
 
-Only the learner may create a consumer: it delivers to any subject its creator names, even another stream's. Operators
-and observers get replies in JSON only: a raw stored message, or an empty reply, could pass for an acknowledgement on
-servers that let ``$JS.ACK`` subjects through as reply subjects.
+Only the learner may create a consumer: a consumer delivers to any subject its creator names, even that of another
+stream. Operators and observers get replies only as JSON. A raw stored message or an empty reply could pass for an
+acknowledgement on servers that allow ``$JS.ACK`` subjects as reply subjects.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from asyncrl.messages.topics import ALL, ALL_SERVICES, ROLES, Role, Topic
 OBJECTS: Final = "weight objects"
 LEASES: Final = "leases"
 _ANY_KEY: Final = ("=2A", "*")
-"""How a layout writes the key "*", and what NATS takes for any key."""
+"""How a layout encodes the key "*", and the NATS wildcard for any key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Right:
-    """One thing a role may do.
+    """One thing that a role may do.
 
-    of        the topic, service or store it is about; "" for what every role may
-    word      what ``table`` calls it
+    of        topic, service or store that the right concerns; "" for a right of every role
+    word      its name in ``table``
     requests  subjects of the learner's account that the role may publish to
-    streamed  the same, where one request has many answers
-    follows   subjects of the learner's account that the role may listen to
-    sends     subjects of the role's own account, where no stream is, that it may publish to
-    hears     and those that it may listen to
+    streamed  like ``requests``, where one request gets many replies
+    follows   subjects of the learner's account that the role may subscribe to
+    sends     subjects of the role's own account, which has no streams, that the role may publish to
+    hears     subjects of the role's own account that the role may subscribe to
     """
 
     of: str = ""
@@ -47,7 +47,7 @@ class Right:
 
 
 def rights(role: str, *, run: str) -> list[Right]:
-    """Of a role other than the learner, which may do everything in its own account."""
+    """Return the rights of a role other than the learner, which may do everything in its own account."""
     assert role in ROLES and role != "learner", role
     layout = Layout(run=run, max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="file")
     found = [_every_role(role, run, layout)]
@@ -59,7 +59,7 @@ def rights(role: str, *, run: str) -> list[Right]:
 
 
 def table(run: str = "RUN") -> str:
-    """Markdown: what each role may do to each topic, service and store."""
+    """Return a Markdown table of what each role may do to each topic, service and store."""
     words: dict[str, dict[str, list[str]]] = {}
     names = [topic.name for topic in ALL] + [OBJECTS, LEASES] + [f"{one.name} (service)" for one in ALL_SERVICES]
     for name in names:
@@ -76,7 +76,7 @@ def table(run: str = "RUN") -> str:
 
 
 def _every_role(role: str, run: str, layout: Layout) -> Right:
-    """Is JetStream up, what does each stream hold under which keys, and the replies to both."""
+    """Ask whether JetStream is up and what each stream holds under which keys, and receive the replies."""
     streams = sorted({layout.stream(topic) for topic in (*ALL, Lease.TOPIC)})
     return Right(
         requests=("$JS.API.INFO", *(f"$JS.API.STREAM.INFO.{stream}" for stream in streams)),
@@ -106,13 +106,14 @@ def _of_worker(topic: Topic[Any], layout: Layout) -> list[Right]:
 
 
 def _shares_a_stream_with_what_is_read(topic: Topic[Any], layout: Layout) -> bool:
-    """Then a worker may read it too: a stream's leader is asked for a message by whatever the question's body says."""
+    """Whether a worker may read the topic anyway. A request to a stream's leader names the message in its body, so
+    permissions cannot tell the topics of a stream apart."""
     stream = layout.stream(topic)
     return any(layout.stream(other) == stream and "rollout-worker" in other.readers for other in ALL)
 
 
 def _taking(name: str, stream: str) -> Right:
-    """Also prompts that another worker holds: the server does not check that."""
+    """Take prompts. Includes prompts that another worker holds, because the server does not check that."""
     return Right(
         of=name,
         word="take, acknowledge, remove",
@@ -126,7 +127,7 @@ def _taking(name: str, stream: str) -> Right:
 
 
 def _of_onlooker(role: str, topic: Topic[Any], layout: Layout) -> list[Right]:
-    """An operator's or observer's: every log and state, and what the topic says it publishes."""
+    """Rights of an operator or observer: read every log and state, and publish what the topic allows."""
     found = []
     if role in topic.publishers:
         found.append(Right(of=topic.name, word="publish", requests=(f"{layout.prefix(topic)}*",)))
@@ -139,18 +140,18 @@ def _of_onlooker(role: str, topic: Topic[Any], layout: Layout) -> list[Right]:
 
 
 def _objects(layout: Layout) -> Right:
-    """Read a chunk by its sequence, an object's description, and both from the leader."""
+    """Read a chunk by its sequence, read an object's description, and read both from the leader."""
     stream = layout.objects_stream
     return Right(
         of=OBJECTS,
         word="read",
         requests=(f"$JS.API.DIRECT.GET.{stream}.$O.{layout.objects_bucket}.M.*", f"$JS.API.STREAM.MSG.GET.{stream}"),
-        streamed=(f"$JS.API.DIRECT.GET.{stream}",),  # a request may ask for several
+        streamed=(f"$JS.API.DIRECT.GET.{stream}",),  # a request may ask for several messages
     )
 
 
 def _leases(layout: Layout) -> Right:
-    """Workers' own; the learner's are under another subject."""
+    """Hold the workers' leases. The learner's leases have another subject."""
     freed = layout.freed("*", role="rollout-worker").replace(*_ANY_KEY)
     return Right(
         of=LEASES,
@@ -165,7 +166,8 @@ def _leases(layout: Layout) -> Right:
 
 
 def _services(role: str, run: str, layout: Layout) -> list[Right]:
-    """A service that the role both asks and serves is inside its own account; the others are the learner's."""
+    """Rights to services. A service that the role both asks and serves stays in its own account; others are the
+    learner's."""
     found = []
     for service in ALL_SERVICES:
         subject = layout.service(service) + (".*" if service.is_keyed else "")

@@ -1,11 +1,12 @@
-"""The nats-server a run starts for itself: on loopback, or on the address at which its other machines see this one,
-with a random token, its store in the run's folder.
+"""The nats-server that a run starts for itself. It listens on loopback, or on the address at which the run's other
+machines see this one. It has a random token, and its store is in the run's folder.
 
 1. The token is in a file only its owner can read, never on a command line (test_the_token_is_not_on_the_command_line).
-2. Two servers never share a store: a lock that the server process itself holds, so that it outlives a killed launcher
+2. Two servers never share a store. The server process itself holds the lock, so the lock outlives a killed launcher
    (test_two_servers_never_share_a_store).
-3. It ends with the thread that started it, however that ends (test_a_server_ends_with_its_launcher; Linux only).
-4. A server that was stopped starts again on the same port and store (test_a_restarted_server_is_transparent).
+3. The server ends with the thread that started it, however that thread ends
+   (test_a_server_ends_with_its_launcher; Linux only).
+4. A stopped server starts again on the same port and store (test_a_restarted_server_is_transparent).
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ _LOOK_SECONDS = 0.01
 _STOP_SECONDS = 10.0
 _ROOM_MESSAGES = 4
 _BROKEN = ("Critical write error", "[ERR] JetStream failed to store", "will be DISABLED")
-"""In its log: a stream, or all of JetStream, refuses what is published until the server is restarted."""
+"""In the server's log: a stream, or all of JetStream, rejects messages until the server is restarted."""
 _MAX_PENDING_BYTES = 256 * 2**20
-"""What the server keeps for a slow reader before it drops the connection; its default is 64 MiB."""
+"""Bytes that the server buffers for a slow reader before it drops the connection; the server's default is 64 MiB."""
 
 
 class EmbeddedServer:
-    """A nats-server process. ``start`` and ``stop`` block for a moment: call them before and after the event loop runs.
+    """A nats-server process. ``start`` and ``stop`` block briefly: call them before and after the event loop runs.
 
-    directory           gets nats-server.conf (0600), nats-server.log and the JetStream store
-    host                the address to listen on, and no other
-    port                0 takes a free one, once: a restarted server keeps it
-    max_message_bytes   the largest message asyncrl may send; max_payload leaves room for headers above it
-    sync_seconds        how often it syncs what it stored; 0 before it acknowledges
+    directory           folder for nats-server.conf (0600), nats-server.log and the JetStream store
+    host                only address to listen on
+    port                0 chooses a free port once; a restarted server keeps it
+    max_message_bytes   largest message asyncrl may send; the server's max_payload adds room for headers
+    sync_seconds        how often the server syncs its store; 0: before each acknowledgement
     start_seconds       how long a server may take until it answers; reading back a large store takes a while
     """
 
@@ -71,7 +72,7 @@ class EmbeddedServer:
         self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._log_read = 0
-        """Bytes of its log that ``failure`` has read."""
+        """Bytes of the server's log that ``failure`` has read."""
 
     @property
     def url(self) -> str:
@@ -79,18 +80,19 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int:
-        """0 when it does not run."""
+        """Process id; 0 while the server is not running."""
         return self._process.pid if self._process is not None and self._process.poll() is None else 0
 
     def has_room(self) -> bool:
-        """Whether the disk of its store takes a few messages; False where there is none."""
+        """Whether the disk of the store has room for a few messages; False if the folder does not exist."""
         try:
             return shutil.disk_usage(self.directory).free > _ROOM_MESSAGES * self._max_message_bytes
         except OSError:
             return False
 
     def failure(self) -> str:
-        """What the log of this process says: a stream whose file could once not be written refuses for good."""
+        """Return the line of the server's log that reports a broken store, or "". A stream whose file could once not be
+        written rejects messages until a restart."""
         try:
             with self._log.open("rb") as log:
                 log.seek(self._log_read)
@@ -105,13 +107,13 @@ class EmbeddedServer:
         """Start the server and wait until it answers. Raises ConfigError or BusError with the reason."""
         try:
             self._start()
-        except OSError as error:  # no room, no permission
+        except OSError as error:  # disk full, no permission
             raise BusError(f"nats-server cannot be started in {self.directory}: {error}") from error
 
     def _start(self) -> None:
         binary = find_binary()
         if self._process is not None:
-            self._process.poll()  # reaps the one that ended
+            self._process.poll()  # reaps the process that ended
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.port and _is_taken(self.host, self.port):
             raise ConfigError(
@@ -126,8 +128,8 @@ class EmbeddedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[lock.fileno()],  # the lock is the server's from here on
-                start_new_session=True,  # Ctrl-C is for the actors, which still need the bus to drain
+                pass_fds=[lock.fileno()],  # from here on the server holds the lock
+                start_new_session=True,  # Ctrl-C is meant for the actors, which still need the bus to drain
                 preexec_fn=asks_for_signal_on_parent_death(signal.SIGTERM),
             )
             lock.seek(0)
@@ -136,7 +138,7 @@ class EmbeddedServer:
         self.port = self._wait_until_ready(self._process)
 
     def stop(self) -> None:
-        """Stop the server; what it stored stays."""
+        """Stop the server and keep its store."""
         if self._process is None:
             return
         self._process.terminate()
@@ -195,7 +197,7 @@ class EmbeddedServer:
         return lock
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> int:
-        """The port. The server writes its ports file last, so that the file means ready."""
+        """Return the port. The server writes its ports file last, so the file means that the server is ready."""
         deadline = time.monotonic() + self._start_seconds
         ports = self.directory / f"nats-server_{process.pid}.ports"
         while time.monotonic() < deadline:
@@ -211,7 +213,7 @@ class EmbeddedServer:
         raise BusError(f"nats-server did not answer in {self._start_seconds:.0f} s: {self._last_words()} ({self._log})")
 
     def _last_words(self) -> str:
-        """The reason, as the server's log has it: its last errors, else its last line."""
+        """Return the last errors in the server's log; its last lines if it has no errors."""
         try:
             lines = self._log.read_text(errors="replace").splitlines()
         except OSError:
@@ -221,7 +223,7 @@ class EmbeddedServer:
 
 
 def find_binary() -> str:
-    """The nats-server beside this Python, else the one on PATH. Raises ConfigError."""
+    """Return the nats-server next to this Python, else the one on PATH. Raises ConfigError."""
     beside = Path(sys.executable).parent / "nats-server"
     if os.access(beside, os.X_OK):
         return str(beside)
@@ -247,7 +249,7 @@ def _is_taken(host: str, port: int) -> bool:
 def _read_port(path: Path) -> int | None:
     try:
         url: str = json.loads(path.read_text())["nats"][0]
-    except (FileNotFoundError, json.JSONDecodeError):  # not yet, or half written
+    except (FileNotFoundError, json.JSONDecodeError):  # not written yet, or half written
         return None
     return urlsplit(url).port
 

@@ -1,1 +1,1 @@
-"""A Hugging Face model in this process as an engine."""
+"""An engine that runs a Hugging Face model in this process."""

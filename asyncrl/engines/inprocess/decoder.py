@@ -1,7 +1,7 @@
 """Continuous batching on a Hugging Face model, one token at a time, without threads or an event loop.
 
-``admit`` prefills new sequences into free rows and ``step`` decodes one token for every row. Between any two calls rows
-may be removed or the weights changed; the KV cache of sequences in progress stays.
+``admit`` prefills new sequences into free rows and ``step`` decodes one token for every row. Between two calls, rows
+may be removed or the weights replaced; sequences in progress keep their KV cache.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from asyncrl.tensors.transformers_lock import LOADING
 class RunningSequence:
     """A sequence being generated.
 
-    uniforms  one number in [0, 1) per token, drawn ahead so that it does not depend on the rest of the batch
-    experts   of the prompt [P, layers, k], then of each token but the last [1, layers, k]; empty: nobody asked
-    stop      looks for its stop strings, one of which may have begun in a prefix of the answer
+    uniforms  one number in [0, 1) per token, drawn in advance so that samples do not depend on the rest of the batch
+    experts   experts of the prompt [P, layers, k], then of each token but the last [1, layers, k]; empty if unrecorded
+    stop      detects stop strings, including one that began in a prefix of the answer
     """
 
     prompt: NDArray[np.int32]
@@ -54,7 +54,7 @@ class RunningSequence:
 
     @property
     def is_finite(self) -> bool:
-        """False if the model returned NaN: the weights are broken."""
+        """False if the model returned NaN, which means that its weights are broken."""
         return bool(np.isfinite(self.logprobs).all())
 
 
@@ -64,14 +64,14 @@ class Decoder:
     def __init__(
         self, model_path: Path, *, device: str, dtype: str, version: Version, tells_experts: bool = False
     ) -> None:
-        """Loads the model. Raises ConfigError if it is not supported.
+        """Load the model. Raises ConfigError if it is not supported.
 
-        tells_experts: which each token of an answer to be trained went to
+        tells_experts   whether to record the experts of each token, for answers to be trained
         """
         transformers.AttentionInterface.register(ATTENTION, attention)
         self.device = torch.device(device)
         self._model = _read_model(model_path, dtype=dtype).to(self.device).eval().requires_grad_(False)
-        # Tied tensors are one parameter under several names; a checkpoint holds at least one of them.
+        # Tied tensors are one parameter under several names. A checkpoint holds at least one of the names.
         self._parameters: dict[str, torch.Tensor] = by_names_in_files(self._model.state_dict(keep_vars=True))
         self.memory = HostMemory(lambda: [*self._model.parameters(), *self._model.buffers()])
         self.end_tokens = _end_tokens(self._model)
@@ -93,7 +93,7 @@ class Decoder:
 
     @property
     def optional_names(self) -> frozenset[str]:
-        """Names of tied tensors: a checkpoint may leave them out."""
+        """Names of tied tensors, which a checkpoint may omit."""
         first: dict[int, str] = {}
         return frozenset(
             name for name, parameter in self._parameters.items() if first.setdefault(id(parameter), name) != name
@@ -101,7 +101,7 @@ class Decoder:
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, torch.Tensor], version: Version) -> None:
-        """Set new weights, already checked against ``shapes``. Sequences in progress continue with them."""
+        """Replace the weights by tensors that match ``shapes``. Sequences in progress continue with the new weights."""
         for name, tensor in tensors.items():
             self._parameters[name].copy_(tensor)
         self.version = version
@@ -190,7 +190,10 @@ class Decoder:
         return result
 
     def _by_kind(self, mask: torch.Tensor, positions: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
-        """What queries at ``positions`` [n, tokens] see in each kind of layers; the cache keeps all tokens for both."""
+        """Return the mask of each kind of layer for queries at ``positions`` [n, tokens].
+
+        The cache keeps all tokens for both kinds.
+        """
         columns = torch.arange(mask.shape[-1], device=self.device)
         within = columns > positions.to(self.device)[:, None, :, None] - window
         return {"full_attention": mask, "sliding_attention": mask & within}
@@ -217,7 +220,7 @@ class Decoder:
                 answer.finish_reason = "length"
 
     def _ends_of(self, sampling: SamplingParams) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Return the token ids that end an answer."""
         if sampling.ignore_eos:
             return frozenset()
         return self.end_tokens | set(sampling.stop_token_ids) if sampling.stop_token_ids else self.end_tokens
@@ -227,7 +230,7 @@ class Decoder:
 
 
 def _read_model(path: Path, *, dtype: str) -> Any:
-    """Raises ConfigError."""
+    """Load the model. Raises ConfigError."""
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         with LOADING:
@@ -245,7 +248,7 @@ def _read_model(path: Path, *, dtype: str) -> Any:
 
 
 def _other_attention(model: Any) -> str:
-    """What attention of the model has that ``attention`` would silently leave out; empty: nothing."""
+    """Name the attention feature of the model that ``attention`` would silently ignore; "" if there is none."""
     config = model.config
     if others := sorted(_kinds(config) - {"full_attention", "sliding_attention"}):
         return ", ".join(others)
@@ -261,12 +264,12 @@ def _kinds(config: Any) -> set[str]:
 
 
 def _window(config: Any) -> int | None:
-    """Tokens that a query sees in layers with a window; None: there are none."""
+    """Return how many tokens a query sees in layers with a sliding window; None if no layer has one."""
     return int(config.sliding_window) if "sliding_attention" in _kinds(config) else None
 
 
 def _end_tokens(model: Any) -> frozenset[int]:
-    """Ids that end a sequence, from the config and the generation config."""
+    """Return the token ids that end a sequence, from the config and the generation config."""
     found: set[int] = set()
     for config in (model.config, getattr(model, "generation_config", None)):
         ids = getattr(config, "eos_token_id", None)

@@ -1,7 +1,7 @@
-"""The distribution of the next token when it is not the model's own: in evaluations, and before min_new_tokens.
+"""Changes the distribution of the next token: for evaluations, and to exclude end tokens before min_new_tokens.
 
-As SGLang makes it: penalties on the logits, then the temperature, then top_k, then top_p. Penalties count the tokens of
-the answer, not those of the prompt.
+The order is SGLang's: penalties on the logits, then temperature, top_k and top_p. Penalties count the tokens of the
+answer only, without the prompt.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from asyncrl.messages import SamplingParams
 def reshaped(
     logits: torch.Tensor, sampling: SamplingParams, tokens: Sequence[int], *, ends: Collection[int]
 ) -> torch.Tensor:
-    """Logits [V] of the next token, not yet divided by the temperature, so that their softmax is what is sampled.
+    """Return logits [V] whose softmax, after division by the temperature, is the sampling distribution.
 
-    tokens  of the answer so far
+    tokens  the answer so far
     ends    tokens that end an answer
     """
     if len(tokens) < sampling.min_new_tokens:
@@ -34,7 +34,7 @@ def reshaped(
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if sampling.top_p < 1:
         values, order = torch.softmax(logits / sampling.temperature, -1).sort(descending=True)
-        is_out = values.cumsum(-1) - values > sampling.top_p  # the first that passes top_p is kept
+        is_out = values.cumsum(-1) - values > sampling.top_p  # keeps the first token that exceeds top_p
         logits = logits.index_fill(0, order[is_out], -torch.inf)
     return logits
 

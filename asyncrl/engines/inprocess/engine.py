@@ -1,9 +1,9 @@
 """An engine that runs a Hugging Face model in this process: for tests, demos, and models that no server supports.
 
 One thread, ``engine-decode``, owns the decoder and the waiting requests. It takes commands from a queue: generate, load
-weights, cancel, close. It blocks on the queue when nothing is being generated, and otherwise checks it between two
-tokens. Results go back to the event loop in one call per token. Weight files are read in the thread ``engine-read``,
-so decoding pauses only for the copy.
+weights, cancel, close. When idle, it blocks on the queue; otherwise it polls the queue between two tokens. Results
+return to the event loop in one call per token. The thread ``engine-read`` reads weight files, so decoding pauses only
+while weights are copied.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PASSED_OVER_STEPS = 4
-"""Prefills are batched; after this many decode steps even a single waiting request is prefilled."""
+"""Prefills are batched. After this many decode steps even a single waiting request is prefilled."""
 _MOST_THREADS = 4096
-"""No machine has as many CPUs."""
+"""Upper limit of ``threads``; no machine has this many CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,8 @@ class _Request:
         return len(self.answer.logprobs)
 
     def so_far(self, begin: int = 0) -> Generation:
-        """The decode thread may be appending: a token counts once its logprob is there."""
+        """Return the answer from token ``begin`` on. The decode thread may be appending: tokens without logprobs
+        do not count yet."""
         answer, end = self.answer, len(self)
         return Generation(
             tokens=np.array(answer.tokens[begin:end], dtype=np.int32),
@@ -85,7 +86,10 @@ class _Request:
 
 
 def _experts(answer: RunningSequence, begin: int, end: int) -> ExpertArray:
-    """Of tokens begin - 1 to end, with begin = 0 of the prompt too; nobody routed the last one yet."""
+    """Return the experts of tokens ``begin`` - 1 to ``end`` - 1; with ``begin`` = 0, of the prompt and the answer.
+
+    The last token is marked unrouted, because the model has not processed it yet.
+    """
     if begin >= end or not answer.experts:
         return NO_EXPERTS
     routed = answer.experts[begin:end]
@@ -146,13 +150,13 @@ class InProcessEngine(EngineAdapter):
         self._orders: queue.SimpleQueue[_Request | _Cancel | _Load | _Close] = queue.SimpleQueue()
         self._end: BaseException | None = None
         self._tokens_generated = 0
-        # Owned by the decode thread; others only read lengths.
+        # Owned by the decode thread. Other threads only read lengths.
         self._waiting: deque[_Request] = deque()
         self._loads: deque[_Load] = deque()
         self._running: dict[RunningSequence, _Request] = {}
 
     async def start(self) -> None:
-        """Reads the model. Raises ConfigError."""
+        """Load the model. Raises ConfigError."""
         self._loop = asyncio.get_running_loop()
         self._decoder = await self._loop.run_in_executor(self._reader, self._read_model)
         self._thread = threading.Thread(target=self._decode, name="engine-decode", daemon=True)
@@ -190,7 +194,7 @@ class InProcessEngine(EngineAdapter):
         partial.follow(request)
         self._orders.put(request)
         try:
-            self._alive()  # a decode thread that exited meanwhile never sees the request
+            self._alive()  # if the decode thread has exited, nothing will answer the request
             return partial.prefix.then(await request.future)
         finally:
             if not request.future.done() or request.future.cancelled():
@@ -210,7 +214,7 @@ class InProcessEngine(EngineAdapter):
         return await self._switch(weights.order, lambda: read_weights(weights, decoder))
 
     async def take(self, version: Version, source: Source, payload: bytes) -> LoadReport:
-        """See Intake. What ``source`` raises leaves the old weights."""
+        """See Intake. If ``source`` raises, the old weights stay."""
         decoder = self._alive()
         return await self._switch(version, lambda: taken(source, payload, decoder))
 
@@ -271,7 +275,7 @@ class InProcessEngine(EngineAdapter):
         )
 
     def _decode(self) -> None:
-        """Main function of the decode thread. However it ends, all waiting requests are settled."""
+        """Run the decode thread. However it ends, it settles all waiting requests."""
         assert self._decoder is not None
         end = EngineDied("the in-process engine was closed")
         try:
@@ -285,14 +289,14 @@ class InProcessEngine(EngineAdapter):
             log.exception("the decode thread died")
             end = EngineDied(f"the in-process engine died: {error!r}")
             end.__cause__ = error
-        self._end = end  # before the queue is emptied: later requests check it after they are queued
+        self._end = end  # set before the queue is emptied: later requests check it after they are queued
         while not self._orders.empty():
             self._sort(self._orders.get())
         failures = [_failure(request.future, end) for request in (*self._running.values(), *self._waiting)]
         self._tell([*failures, *(_failure(order.future, end) for order in self._loads)])
 
     def _take_orders(self, decoder: Decoder) -> bool:
-        """Wait until there is work, then take all queued commands. False when closed."""
+        """Wait until there is work, then take all queued commands. Returns False when closed."""
         is_idle = not (self._running or self._waiting or self._loads)
         cancelled: set[RunningSequence] = set()
         while is_idle or not self._orders.empty():
@@ -327,7 +331,10 @@ class InProcessEngine(EngineAdapter):
             self._loads.popleft()
 
     def _admit(self, decoder: Decoder) -> None:
-        """Prefill waiting requests that fit, once they fill a quarter of the batch or the first waited long enough."""
+        """Prefill the waiting requests that fit.
+
+        Waits until they are a quarter of the running sequences, or the first was passed over often enough.
+        """
         free, running = self._options.max_batch_size - len(self._running), len(self._running)
         if self._loads or not self._waiting or not free:
             return

@@ -1,4 +1,5 @@
-"""Which experts transformers' layers send each token to, for the learner to replay (messages/routing.py)."""
+"""Records which experts each token is routed to in transformers' layers, so the learner can replay the routing
+(messages/routing.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from asyncrl.messages.routing import dtype_for, unrouted_rows
 
 
 class ExpertRecorder:
-    """Reads what every mixture of a model is called with: hidden states [n, H], experts [n, k], scores [n, k]."""
+    """Hooks every mixture of a model and reads its inputs: hidden states [n, H], experts [n, k], scores [n, k]."""
 
     def __init__(self, model: Any) -> None:
         self._layers = len(model.model.layers)
@@ -29,7 +30,7 @@ class ExpertRecorder:
         self._chosen[layer] = arguments[1]
 
     def taken(self, rows: int) -> NDArray[Any]:
-        """Of the last pass, of ``rows`` rows of n tokens: [rows, n, layers, k]."""
+        """Return the experts of the last pass, which had ``rows`` rows of n tokens: [rows, n, layers, k]."""
         some = next(iter(self._chosen.values()))
         found = unrouted_rows(len(some), like=np.empty((0, self._layers, some.shape[1]), self._dtype))
         for layer, chosen in self._chosen.items():

@@ -1,4 +1,5 @@
-"""Tensors of a version for the in-process engine, from its folder or from a channel, checked before they are loaded."""
+"""Reads the tensors of a version from its folder or a channel, and checks them before the in-process engine loads
+them."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from asyncrl.tensors.model_tensors import check_layout
 
 
 def read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Tensor]:
-    """The tensors of a version, checked against the model and fully in memory. Raises WeightsError."""
+    """Read all tensors of a version into memory and check them against the model. Raises WeightsError."""
     folder = check_weights(weights, expected=decoder.shapes, optional=decoder.optional_names)
     try:
-        # Read, not mapped: truncating a mapped file would kill the process.
+        # Read instead of mmap: if a mapped file were truncated, the process would be killed.
         tensors: dict[str, torch.Tensor] = {}
         for path in weight_files.paths(folder):
             tensors |= safetensors.torch.load(path.read_bytes())
@@ -29,13 +30,13 @@ def read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Te
 
 
 def taken(source: Source, payload: bytes, decoder: Decoder) -> dict[str, torch.Tensor]:
-    """What ``source`` yields, checked against the model. Raises WeightsError."""
+    """Return the tensors that ``source`` yields, checked against the model. Raises WeightsError."""
     where = f"weights from {source.__module__}"
     try:
         tensors = dict(source(payload, decoder.device))
     except WeightsError:
         raise
-    except Exception as error:  # a channel's own code, and whatever its transport raises
+    except Exception as error:  # raised by the channel's code or its transport
         raise WeightsError(f"{where}: {type(error).__name__}: {error}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_layout(shapes, expected=decoder.shapes, optional=decoder.optional_names, where=where)

@@ -1,10 +1,10 @@
-"""KV cache of a batch whose rows may be added and removed between tokens.
+"""KV cache of a batch whose rows can be added and removed between tokens.
 
 Row r of every layer holds one sequence from column 0 on; the rows in use are always 0..n-1. There is no left padding,
-so a token's column is its position. Columns beyond a row's length are masked, and overwritten later.
+so a token's column is its position. Columns beyond the length of a row are masked, and overwritten later.
 
-It plugs into a Hugging Face model in two places: attention layers pass their keys and values to ``update``, as with any
-cache, and its result to ``attention``, registered under the name ``ATTENTION``.
+The cache plugs into a Hugging Face model in two places. Attention layers pass keys and values to ``update``, as with
+any cache. They pass the result to ``attention``, which is registered under the name ``ATTENTION``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ATTENTION = "asyncrl"
 
 
 class KVCache:
-    """Keys and values of every layer, each [rows, columns, heads, head size]; capacity grows by doubling."""
+    """Keys and values of every layer, each [rows, columns, heads, head size]. Capacity grows by doubling."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -42,17 +42,17 @@ class KVCache:
             self._layers[n] = (keys, values)
 
     def expect_prompts(self, prompts: torch.Tensor, *, first_row: int) -> None:
-        """The next pass prefills: row ``first_row`` + i gets sequence ``prompts[i]`` of the pass, from column 0 on."""
+        """Prepare for a prefill pass: row ``first_row`` + i receives sequence ``prompts[i]`` of the pass."""
         self._prompts, self._first_row = prompts, first_row
 
     def expect_tokens(self, lengths: torch.Tensor, *, longest: int) -> None:
-        """The next pass decodes one token for each of rows 0..n-1, which hold ``lengths`` tokens so far."""
+        """Prepare for a pass that decodes one token for each of rows 0..n-1, which hold ``lengths`` tokens so far."""
         self._prompts = None
         self._cells = lengths + torch.arange(len(lengths), device=lengths.device) * self._columns
         self._num_columns_read = longest + 1
 
     def move(self, *, source: int, target: int, length: int) -> None:
-        """Copy the sequence of one row to another."""
+        """Copy the sequence in row ``source`` to row ``target``."""
         for pair in self._layers:
             for stored in pair:
                 stored[target, :length] = stored[source, :length]
@@ -66,10 +66,10 @@ class KVCache:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values [n, heads, tokens, head size]; returns those to attend to."""
+        """Store new keys and values [n, heads, tokens, head size]. Returns the keys and values to attend to."""
         n, heads, num_tokens, _size = keys.shape
         if layer == len(self._layers):
-            sizes = keys.shape[3], values.shape[3]  # of latent attention they differ
+            sizes = keys.shape[3], values.shape[3]  # they differ in latent attention
             self._layers.append((self._empty(heads, sizes[0], like=keys), self._empty(heads, sizes[1], like=values)))
         pair = self._layers[layer]
         if self._prompts is not None:
@@ -85,7 +85,7 @@ class KVCache:
         return stored_keys, stored_values
 
     def _empty(self, heads: int, size: int, *, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not empty, for the reason in ``scrub``.
+        # Zeros, not uninitialised memory, for the reason in ``scrub``.
         return like.new_zeros(self._rows, self._columns, heads, size)
 
 

@@ -1,7 +1,7 @@
-"""Adapters in an SGLang server, one per policy version and each under a name of its own: a request names the one that
-it begins with and ends with it, so a new version pauses nothing and no answer has tokens of two.
+"""LoRA adapters in an SGLang server: one per policy version, each loaded under its own name.
 
-A name is never used twice: the server may still hold what it had under it.
+A request names the adapter that is current when it starts, and uses that adapter until it ends. So loading a version
+pauses nothing, and no answer mixes versions. A name is never reused, because the server may still hold its old adapter.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asyncrl.protocols import LoadReport
 from asyncrl.tensors.adapter_names import CONFIG_FILE, module_of
 
 _AT_ONCE: Final = 8
-"""Versions that a batch may have tokens of; requests of others wait. Each takes room beside the weights."""
+"""Adapter versions that one batch may mix; requests for more versions wait. Each takes memory besides the weights."""
 
 
 def server_arguments(lora: LoraSection | None, names: Iterable[str], *, device: str) -> dict[str, Any]:
-    """Options of a server that is to have such adapters.  names: the model's tensors"""
+    """Return the server options for such adapters.  names: the model's tensors"""
     if lora is None:
         return {}
     of_model = sorted({module_of(name) for name in names} - {""})
@@ -41,20 +41,20 @@ def server_arguments(lora: LoraSection | None, names: Iterable[str], *, device: 
 
 
 class Adapters:
-    """Those of one server. Unused old ones are unloaded."""
+    """The adapters of one server. Old versions are unloaded once unused."""
 
     def __init__(self, post: Post, *, first_version: Version) -> None:
-        """``first_version``: of the model without adapters."""
+        """``first_version`` is the version of the model without adapters."""
         self._post = post
         self._owner = uuid.uuid4().hex[:8]
         self._first_version = first_version
         self._loaded: dict[Version, str] = {}
         self._running: Counter[Version] = Counter()
         self.version = first_version
-        """Of new requests."""
+        """The version that new requests use."""
 
     async def load(self, version: Version, folder: Path) -> LoadReport:
-        """Requests from now on have these. Raises WeightsError, which changes nothing, or EngineDied."""
+        """Load a version for new requests. Raises EngineDied, or WeightsError, after which nothing has changed."""
         began = time.monotonic()
         if version not in (self._first_version, *self._loaded):
             name = f"v{version[0]}-{version[1]}-{self._owner}"
@@ -74,7 +74,10 @@ class Adapters:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[tuple[Version, dict[str, str]]]:
-        """The version of a request that begins now, which stays loaded inside, and how the request names it."""
+        """Yield the version of a request that starts now, and the request fields that name its adapter.
+
+        The version stays loaded inside the context.
+        """
         version = self.version
         self._running[version] += 1
         try:
@@ -83,7 +86,7 @@ class Adapters:
             self._running[version] -= 1
 
     async def _unload_unused(self) -> None:
-        """Fails silently: what stays is tried again with the next version, and a dead server is noticed elsewhere."""
+        """Unload unused old versions. On an EngineError, stop; the next load tries again."""
         for version in [old for old in self._loaded if old != self.version and not self._running[old]]:
             name = self._loaded.pop(version)
             del self._running[version]

@@ -1,7 +1,8 @@
 """Options of the installed SGLang server, parsed from its source without importing it.
 
-SGLang declares an option as a field of ServerArgs or of a class under arg_groups/ (0.5.23), or in an add_argument call.
-All such names are accepted, so no valid option is refused; the few that are not options are refused by the server.
+SGLang declares an option as a field of ServerArgs, as a field of a class under arg_groups/ (0.5.23), or in an
+add_argument call. All such names are accepted, so no valid option is refused. The server itself refuses the few names
+that are not options.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from typing import Any, Final
 from asyncrl.errors import ConfigError
 
 _SURE: Final = frozenset({"model-path", "dtype", "mem-fraction-static"})
-"""Options of every version. If they are missing, SGLang declares its options in a way we do not know."""
+"""Options of every version. If any is missing, SGLang declares its options in a way that this parser does not know."""
 
 
 _OURS: Final = {"model-path": "model.path", "model": "model.path", "port": "", "weight-version": ""}
-"""Options that asyncrl sets, and the key of the run file that says which value, if one does."""
+"""Options that asyncrl sets, with the run file key that controls the value, or "" if there is no such key."""
 
 
 def check_arguments(server_arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument that asyncrl sets or the installed SGLang (if any) does not know, and for a
-    value of another type or that is none of the choices, where SGLang's source says these plainly."""
+    """Raise ConfigError for options that asyncrl sets, unknown options, and values of the wrong type or choice.
+
+    Options are unknown if the installed SGLang (if any) lacks them. Values are checked only where SGLang's source
+    declares types or choices plainly.
+    """
     for name in map(option_name, server_arguments):
         if name in _OURS:
             raise ConfigError(
@@ -51,14 +55,14 @@ def check_arguments(server_arguments: Mapping[str, Any]) -> None:
 
 _FOR_ALL: Final = frozenset(
     (
-        # how much
+        # sizes
         *("mem-fraction-static", "max-running-requests", "max-queued-requests", "max-total-tokens", "context-length"),
         *("max-prefill-tokens", "prefill-max-requests", "chunked-prefill-size", "page-size", "swa-full-tokens-ratio"),
         *("cuda-graph-bs", "cuda-graph-bs-decode", "cuda-graph-bs-prefill", "cuda-graph-max-bs"),
         *("cuda-graph-max-bs-decode", "cuda-graph-max-bs-prefill", "torch-compile-max-bs", "cpu-offload-gb"),
         *("num-continuous-decode-steps", "stream-interval", "watchdog-timeout", "decode-log-interval", "random-seed"),
         *("tp-size", "tensor-parallel-size", "dp-size", "data-parallel-size", "ep-size", "expert-parallel-size"),
-        # how
+        # methods
         *("dtype", "kv-cache-dtype", "quantization", "device", "schedule-policy", "schedule-conservativeness"),
         *("attention-backend", "prefill-attention-backend", "decode-attention-backend", "sampling-backend"),
         *("moe-runner-backend", "moe-a2a-backend", "enable-dp-attention", "enable-dp-lm-head", "enable-mixed-chunk"),
@@ -68,46 +72,46 @@ _FOR_ALL: Final = frozenset(
         *("enable-prefill-delayer", "prefill-delayer-queue-min-ratio", "prefill-delayer-max-delay-ms"),
     )
 )
-"""Options that set a size or a method. Others open files, addresses or ports, or load code: loaders, plugins, hooks,
-tool servers, remote code, configuration files."""
+"""Options that set a size or a method. All other options may open files, addresses or ports, or load code: loaders,
+plugins, hooks, tool servers, remote code, configuration files."""
 _WORD: Final = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def check_joined_arguments(server_arguments: object) -> None:
-    """Refuse, on a machine that joins, what settings from the bus may not choose there. Raises ConfigError."""
+    """On a machine that joins a run, refuse options from the bus that are not allowed there. Raises ConfigError."""
     where = "engine.options.server_arguments"
     if not isinstance(server_arguments, Mapping):
-        return  # the options' own types refuse it
+        return  # the types of the options refuse it
     for key, value in server_arguments.items():
         if option_name(key) not in _FOR_ALL or not _is_plain(value):
             shown = repr(key if len(key) <= 60 else key[:57] + "...")
             raise ConfigError(
-                f"{where}: the run's settings set {shown}, by which SGLang may load code or open files here; if this "
-                f"machine wants it, its command says so: --set {where}.KEY=VALUE"
+                f"{where}: the run's settings set {shown}, which may make SGLang load code or open files here; to "
+                f"allow it on this machine, add to its command: --set {where}.KEY=VALUE"
             )
 
 
 def _is_plain(value: object) -> bool:
-    """A number, true or false, a word, or a list of these: no path, no table, nothing that is an option itself."""
+    """Return whether the value is a number, a boolean, a word, or a list of these, and no path, table or option."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return isinstance(value, int | float) or (isinstance(value, str) and bool(_WORD.fullmatch(value)))
 
 
 def option_name(key: str) -> str:
-    """``mem_fraction_static`` and ``--mem-fraction-static`` as ``mem-fraction-static``."""
+    """Normalise ``mem_fraction_static`` and ``--mem-fraction-static`` to ``mem-fraction-static``."""
     return key.replace("_", "-").lstrip("-")
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What an option takes. number: int, float or bool; None: anything else. choices: empty where none are known."""
+    """Values that an option accepts. number: int, float or bool; None for others. choices: empty if unknown."""
 
     number: type[int] | type[float] | None = None
     choices: tuple[object, ...] = ()
 
     def problem(self, value: object) -> str:
-        """What the value should be; "" if it may be that."""
+        """Describe what the value should be; "" if the value is acceptable."""
         if self.number is bool:
             return "" if isinstance(value, bool) else "true or false"
         if value is False or isinstance(value, list):  # False leaves the option out
@@ -125,7 +129,7 @@ class Values:
 
 @functools.cache
 def known_arguments() -> Mapping[str, Values]:
-    """Options of the installed SGLang, without the dashes in front; empty if none is installed."""
+    """Return the options of the installed SGLang without leading dashes; empty if SGLang is not installed."""
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:
         return {}
@@ -137,7 +141,7 @@ def known_arguments() -> Mapping[str, Values]:
             if known.get(name, Values()) == Values():
                 known[name] = values
             elif values != Values() and values != known[name]:
-                known[name] = Values()  # of two classes: who knows which
+                known[name] = Values()  # two classes disagree, so do not check
     return known
 
 
@@ -145,11 +149,11 @@ _NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {"int": int, "float": f
 
 
 _PLAIN: Final = frozenset({"help", "choices", "aliases", "required"})
-"""What an option may say of itself without taking other values than its type: a parser, an action, a const may."""
+"""Keywords of a declaration that leave the accepted values to its type. A parser, action or const may change them."""
 
 
 def _values(annotation: ast.expr) -> Values:
-    """Of ``int``, ``Optional[int]``, ``A[Optional[int], "help"]`` or ``A[str, Arg(choices=["a", "b"])]``."""
+    """Parse ``int``, ``Optional[int]``, ``A[Optional[int], "help"]`` or ``A[str, Arg(choices=["a", "b"])]``."""
     text = ast.unparse(annotation)
     number = re.match(r"(?:A\[|Annotated\[)?(?:Optional\[)?(int|float|bool)\b(?! \|)", text)
     for node in ast.walk(annotation):
@@ -159,7 +163,7 @@ def _values(annotation: ast.expr) -> Values:
         if isinstance(node, ast.keyword) and node.arg == "choices":
             try:
                 return Values(None, tuple(ast.literal_eval(node.value)))
-            except (ValueError, TypeError):  # a name, or a sum of lists
+            except (ValueError, TypeError):  # the choices are a name or an expression
                 return Values()
     return Values(_NUMBERS[number[1]] if number else None)
 

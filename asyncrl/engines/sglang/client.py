@@ -1,8 +1,8 @@
 """HTTP requests to one SGLang server.
 
-Generations take a new connection each: a kept-alive one that the server is closing looks like a dead server. Orders,
-the control requests of a load, share connections to a server that we launched: a busy server is slow to accept new
-ones, and during a load everything waits for them.
+Each generation opens a new connection, because a kept-alive connection that the server is closing looks like a dead
+server. Orders, the control requests of a load, reuse connections to a server that we launched: a busy server is slow to
+accept new connections, and everything waits for a load.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from asyncrl.errors import EngineDied, EngineError
 _READ_BYTES = 2**20
 _ABORT_SECONDS = 5.0
 _KEPT_SECONDS = 2.0
-"""Keep-alive of orders' connections; below the five seconds after which the server closes idle ones."""
+"""Keep-alive of connections for orders. Shorter than the five seconds after which the server closes idle ones."""
 
 
 class ServerClient:
-    """Requests raise EngineError on an error status or a timeout, EngineDied when the server is gone."""
+    """Sends requests. They raise EngineError on an error status or a timeout, EngineDied when the server is gone."""
 
     def __init__(self, url: str, *, request_seconds: float, log_tail: Callable[[], str]) -> None:
-        """``url``: empty until the server is launched. ``log_tail``: the end of its log, for an error message."""
+        """``url`` is empty until the server is launched. ``log_tail`` returns the end of its log for error messages."""
         self.url = url
         self._request_seconds = request_seconds
         self._log_tail = log_tail
         self._http: aiohttp.ClientSession | None = None
         self._orders: aiohttp.ClientSession | None = None
-        self._kept_from = 0.0  # monotonic; until then kept-alive connections may be closing
+        self._kept_from = 0.0  # monotonic; before this time kept-alive connections may be closing
 
     def open(self, *, is_ours: bool) -> None:
-        """``is_ours``: launched by us. A proxy in front of another server may have any keep-alive timeout."""
+        """``is_ours``: we launched the server. A proxy before another server may have any keep-alive timeout."""
         timeout = aiohttp.ClientTimeout(total=self._request_seconds, sock_connect=60.0)
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout, read_bufsize=_READ_BYTES
@@ -59,7 +59,7 @@ class ServerClient:
             return await _content(response)
 
     async def knows(self, path: str) -> bool:
-        """Whether the server has this POST endpoint: a GET then gives "not allowed" rather than "not found"."""
+        """Return whether the server has this POST endpoint. A GET then fails with "not allowed", not "not found"."""
         async with self._session().get(self.url + path) as response:
             return response.status != 404
 
@@ -67,17 +67,17 @@ class ServerClient:
         return self._ask("POST", path, body)
 
     async def order(self, path: str, body: Mapping[str, Any]) -> Any:
-        """POST a control request; returns the response."""
+        """POST a control request and return the response."""
         async with self._ask("POST", path, body, is_order=True) as response:
             return await _content(response)
 
     async def flush(self) -> None:
-        """Empty its cache. Raises EngineError while it works on something."""
+        """Empty the server's cache. Raises EngineError while the server is busy."""
         async with self._ask("POST", "/flush_cache", {}, is_order=True):
             pass
 
     async def abort(self, request_id: str) -> None:
-        """End a generation, if the server takes the order within seconds; it never raises for one that does not."""
+        """End a generation. Gives up after a few seconds; errors and timeouts are ignored."""
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(_ABORT_SECONDS), self.post("/abort_request", {"rid": request_id}):
                 pass
@@ -108,7 +108,8 @@ class ServerClient:
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Of a streamed reply, however long: the last one may hold the experts of a whole answer, some 2 kB a token."""
+    """Yield the lines of a streamed reply. A line may be long: the last one may hold the experts of a whole answer,
+    about 2 kB a token."""
     pieces: list[bytes] = []
     async for piece in content.iter_any():
         *ended, rest = piece.split(b"\n")

@@ -1,9 +1,9 @@
 """An SGLang server as an engine: launched by us, or already running.
 
-A load is pause -> update (from a folder or from the learner) -> continue; generations in progress keep their slots and
-their KV cache. New requests are held back meanwhile, so a request's prefix is computed with the weights it was sent
-under. The prefix cache's key changes with every load, so a new request never reuses keys of older weights.
-Only one engine may load weights into a server; others attached to it may only sample.
+A load pauses the server, updates the weights (from a folder or from the learner), and continues. Generations in
+progress keep their slots and their KV cache. New requests are held back during the load, so a request's prefix is
+computed with the weights it was sent under. The key of the prefix cache changes with every load, so a new request never
+reuses keys of older weights. Only one engine may load weights into a server; other attached engines may only sample.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SGLangEngine(EngineAdapter):
 
     @classmethod
     def tells_experts(cls, run: RunConfig) -> bool:
-        """Of a server that is not ours nobody knows before it is asked, so it has to be asked for."""
+        """For an external server, only if the run requests experts: its options are unknown until it is asked."""
         options: Options = cls.options(run)
         return not options.url or run.rollout.routing_replay == "on"
 
@@ -137,10 +137,10 @@ class SGLangEngine(EngineAdapter):
         tells_experts: bool = False,
     ) -> None:
         """
-        log_path       where the output of a launched server goes
-        lora           its versions are adapters of that kind; None: they are whole models
-        quantized      folder for the model in 8 bits, as all its versions are; None: they are as trained
-        tells_experts  which each token of an answer to be trained went to
+        log_path       file for the output of a launched server
+        lora           settings of the adapters that versions consist of; None if versions are whole models
+        quantized      folder for the 8-bit copy of the model; None if weights stay in their trained dtype
+        tells_experts  whether to report the experts of each token, for answers to be trained
         """
         self._model_path, self._quantized = model_path, quantized
         self._device, self._dtype = device, dtype
@@ -198,7 +198,7 @@ class SGLangEngine(EngineAdapter):
         seed: int,
         partial: PartialGeneration | None = None,
     ) -> Generation:
-        """``seed`` is ignored: SGLang's samples depend on the rest of the batch."""
+        """Generate an answer. Ignores ``seed``: SGLang's samples depend on the rest of the batch."""
         self._client.check_open()
         check_sampling(sampling)
         is_seen, partial = partial is not None, PartialGeneration() if partial is None else partial
@@ -240,7 +240,7 @@ class SGLangEngine(EngineAdapter):
 
     @property
     def url(self) -> str:
-        """The server's; empty until it is launched."""
+        """URL of the server; empty until it is launched."""
         return self._client.url
 
     @property
@@ -331,7 +331,7 @@ class SGLangEngine(EngineAdapter):
             optional=self._optional_names,
         )
         check_pause(self._options.pause, url=self.url, version=str(info.get("version", "0")))
-        probe = self._short_request()  # this also warms the server up
+        probe = self._short_request()  # also warms up the server
         answer = await first_answer(self._client, probe, seconds=self._options.start_seconds)
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
@@ -339,7 +339,7 @@ class SGLangEngine(EngineAdapter):
         self._has_spans = has_spans and self._options.version_source != "stream"
         self._settled.answered(self._loader.version)
         async with self._client.post("/freeze_gc", {}):
-            pass  # freezes the server's garbage: a full collection would stall all generations
+            pass  # exempts existing objects from garbage collection: a full collection would stall all generations
 
     # -- generate ------------------------------------------------------------------------------------------------------
 
@@ -364,12 +364,12 @@ class SGLangEngine(EngineAdapter):
             stream_interval=self._options.stream_interval if stream and self._has_spans else None,
             tells_experts=self._experts is not None and sampling.is_trained,
             stream=stream,
-            # Key of the prefix cache: unique to us, and new after every load.
+            # Key of the prefix cache: unique to this engine, and new after every load.
             extra_key=f"{self._cache_owner}:{self._loader.num_loads}",
         )
 
     def _short_request(self) -> dict[str, Any]:
-        """Of two tokens each of prompt and answer."""
+        """Return a request with two prompt tokens and two new tokens."""
         sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
         return self._request(np.zeros(2, dtype=np.int32), sampling, stream=False)
 
@@ -396,5 +396,5 @@ class SGLangEngine(EngineAdapter):
                             self._settled.answered(sent)
                             self._settled.stamped(stamp)
         except asyncio.CancelledError:
-            await self._client.abort(request["rid"])  # the server notices a closed connection only seconds later
+            await self._client.abort(request["rid"])  # the server would notice the closed connection seconds later
             raise

@@ -1,4 +1,4 @@
-"""Waits for an SGLang server to come up, and to generate."""
+"""Waits until an SGLang server is up, and until it generates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 async def until_healthy(client: ServerClient, server: ServerProcess | None, *, seconds: float) -> None:
-    """Poll twice a second (SGLang sends no notification). Raises EngineDied, at once when a launched server dies."""
+    """Poll twice a second (SGLang sends no notification). Raises EngineDied, immediately if a launched server dies."""
     began = reported = time.monotonic()
     try:
         async with asyncio.timeout(seconds):
@@ -35,7 +35,7 @@ async def until_healthy(client: ServerClient, server: ServerProcess | None, *, s
 
 
 async def first_answer(client: ServerClient, request: Mapping[str, Any], *, seconds: float) -> Any:
-    """What it answers to a first request, which also warms it up. Raises EngineDied if it generates nothing."""
+    """Return the answer to a first request, which also warms up the server. Raises EngineDied without an answer."""
     try:
         async with asyncio.timeout(seconds), client.post("/generate", request) as response:
             return await response.json()

@@ -1,12 +1,12 @@
-"""Weight loader that runs inside an SGLang server launched by us: from a file by many threads, or from a channel.
+"""Weight loader that runs inside an SGLang server launched by us. Reads a file with many threads, or a channel.
 
-SGLang's own loader reads a memory map tensor by tensor, on one thread and through unpinned memory: 5 GB/s from
-``/dev/shm``, during which the engine generates nothing. Here several threads read pieces of the file into pinned memory
-and copy them to the GPU, each on its own stream, while the model loads the tensors read before
+SGLang's own loader reads a memory map tensor by tensor, on one thread and through unpinned memory. It reaches 5 GB/s
+from ``/dev/shm``, and the engine generates nothing in that time. Here several threads read pieces of the file into
+pinned memory and copy them to the GPU, each on its own stream, while the model loads the tensors read before
 (docs/results/performance.md).
 
-The server finds ``load`` through --custom-weight-loader. A request to /update_weights_from_tensor carries
-``serialized``: the file's name, or the channel's function and its payload, where SGLang expects tensors.
+The server finds ``load`` through --custom-weight-loader. A request to /update_weights_from_tensor carries the result of
+``serialized`` where SGLang expects tensors: the file names, or the channel's function and its payload.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from asyncrl.tensors.snapshot import Bucket, grouped
 _SOURCE: Final = "source:"
 _THREADS: Final = 8
 _PIECE_BYTES: Final = 32 * 2**20
-"""One thread's unit of reading and copying; each thread keeps a pinned buffer of this size."""
+"""Bytes that one thread reads and copies at a time. Each thread keeps a pinned buffer of this size."""
 _BUCKET_BYTES: Final = 512 * 2**20
-"""Up to three buckets (or larger tensors) are on the GPU beside the weights: one being read, one being loaded, and the
-one before, whose last tensor the model's loop still holds. A model that first collects all tensors holds all of them.
-"""
+"""Up to three buckets (or larger tensors) are on the GPU besides the weights: the one being read, the one being loaded,
+and the previous one, whose last tensor the model's loop still holds. A model that collects all tensors before loading
+holds all of them."""
 
 
 def serialized(*files: Sequence[Path]) -> str:
-    """Weight files, each by its names, encoded like SGLang's (name, tensor) pairs; the server uses the first it can
-    read.
+    """Encode weight files like SGLang's (name, tensor) pairs. Each file is a list of paths, tried in order.
 
-    A file open in another process is not always readable: file capabilities and security modules may forbid it.
+    The server uses the first path that it can read. A file that another process has open (/proc/PID/fd) is not always
+    readable: file capabilities and security modules may forbid it.
     """
     return _encoded(*(json.dumps([str(name) for name in names]) for names in files))
 
 
 def serialized_source(source: Source, payload: bytes, *, expected: Shapes, optional: frozenset[str]) -> str:
-    """The order to load what ``source`` yields of ``payload``: the tensors ``expected``, of which it may lack some.
+    """Encode an order to load the tensors that ``source`` yields for ``payload``.
 
-    Raises ConfigError for a function that the server cannot find by its address: that would end it.
+    They must be the ``expected`` ones; the ``optional`` ones may be absent. Raises ConfigError for a function that is
+    not at the top of its module: the server could not import it, and would die.
     """
     if "." in source.__qualname__:
         raise ConfigError(f"weights.channel: {source.__module__}.{source.__qualname__} is not at the top of its module")
@@ -69,19 +70,19 @@ def _encoded(*names: str) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Names nothing but torch's class for a tensor: Megatron-Core puts a function of its own in the place of one that
-    torch's tensors are pickled with, and a server refuses what is not torch's."""
+    """Refers to no class but torch.Tensor. Megatron-Core replaces a function that pickles torch tensors with its own,
+    and a server refuses anything that does not belong to torch."""
 
     def reducer_override(self, made: object) -> Any:
         return (torch.Tensor, ()) if isinstance(made, torch.Tensor) else NotImplemented
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Called by SGLang in every rank. An error here kills the server, because its weights may be partly loaded."""
+    """Load weights. SGLang calls this in every rank. An error kills the server: its weights may be partly loaded."""
     names = [name for name, _ in named_tensors]
     device = next(model.parameters()).device
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # a paused server's last step may still run on another stream
+        torch.cuda.synchronize(device)  # the last step of a paused server may still run on another stream
     model.load_weights(  # type: ignore[operator]
         _from_source(names, device) if names[0].startswith(_SOURCE) else _from_files(names, device)
     )
@@ -95,7 +96,7 @@ def _from_files(files: Sequence[str], device: torch.device) -> Iterator[tuple[st
 
 
 def _from_source(order: Sequence[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) as the source yields them. Raises WeightsError at the end unless they were the model's."""
+    """Yield (name, tensor) from the source. At the end, raises WeightsError unless they match the model."""
     address, payload, layout = order
     source: Source = plugins.load(address.removeprefix(_SOURCE), where="weights.channel")
     found: dict[str, tuple[int, ...]] = {}
@@ -108,7 +109,7 @@ def _from_source(order: Sequence[str], device: torch.device) -> Iterator[tuple[s
 
 
 def tensors(file: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on ``device``) in the file's order."""
+    """Yield (name, tensor on ``device``) in file order."""
     with file.open("rb") as stream:
         entries, offset = safetensors_file.entries_of(stream)
         reading: _Reading | None = None
@@ -123,13 +124,13 @@ def tensors(file: Path, device: torch.device) -> Iterator[tuple[str, torch.Tenso
 
 
 class _Reading:
-    """A bucket being read."""
+    """A bucket that is being read."""
 
     def __init__(self, descriptor: int, offset: int, bucket: Bucket) -> None:
         self.bucket = bucket
         data = bucket.data
         is_free = None
-        if data.is_cuda:  # wait for queued copies from whatever used this memory before
+        if data.is_cuda:  # wait for queued copies from the previous user of this memory
             is_free = torch.cuda.Event()  # type: ignore[no-untyped-call]
             is_free.record()
         self._pieces: list[Future[None]] = [
@@ -145,14 +146,14 @@ class _Reading:
 
 _threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-read")
 _own = threading.local()
-"""Each thread's pinned buffer and stream."""
+"""The pinned buffer and stream of each thread."""
 
 
 @torch.inference_mode()  # like the server's own thread, if SGLANG_ENABLE_TORCH_INFERENCE_MODE is set
 def _read(descriptor: int, offset: int, target: torch.Tensor, is_free: torch.cuda.Event | None) -> None:
     """Copy the file's bytes from ``offset`` on into ``target``; complete on return.
 
-    ``is_free``: recorded when no queued GPU work uses ``target`` any more; None on the CPU.
+    ``is_free`` is recorded when no queued GPU work uses ``target`` any more; None on the CPU.
     """
     if is_free is None:
         _fill(descriptor, offset, target)

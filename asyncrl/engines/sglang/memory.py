@@ -1,6 +1,6 @@
-"""A server's memory leaves its GPUs, and comes back: for a learner that shares them (run.colocated).
+"""Moves a server's memory off its GPUs and back, for a learner that shares them (run.colocated).
 
-The server was started with SERVER_ARGUMENTS, and torch-memory-saver is installed beside it; on a CPU nothing leaves.
+The server must be started with SERVER_ARGUMENTS, with torch-memory-saver installed. On a CPU nothing moves.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.errors import ConfigError, EngineError
 
 SERVER_ARGUMENTS: Final[Mapping[str, Any]] = {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
-"""Weights are kept on the host: the next turn may begin before newer ones are there."""
+"""Weights are backed up on the host, because the engine may resume before newer weights arrive."""
 _IDLE_SECONDS: Final = 30.0
 _LOOK_SECONDS: Final = 0.01
 
 
 def check_installed() -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError if torch-memory-saver is not installed."""
     if importlib.util.find_spec("torch_memory_saver") is None:
         raise ConfigError(
             "run.colocated: SGLang releases GPUs with torch-memory-saver, which is not installed; "
@@ -30,9 +30,9 @@ def check_installed() -> None:
 
 
 async def release(client: ServerClient) -> None:
-    """Raises EngineError when the server goes on working; it would end if it were told to leave then."""
+    """Release the server's GPU memory. Raises EngineError if the server stays busy: releasing would end it then."""
     until = time.monotonic() + _IDLE_SECONDS
-    while True:  # its last batch may end a moment after the last answer: nobody announces it
+    while True:  # the last batch may end shortly after the last answer, and the server sends no notification
         try:
             await client.flush()
             break
@@ -44,4 +44,5 @@ async def release(client: ServerClient) -> None:
 
 
 async def resume(client: ServerClient) -> None:
+    """Allocate the server's GPU memory again."""
     await client.order("/resume_memory_occupation", {})

@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     url: str = ""
-    """http://HOST:PORT of a running server; empty launches one on a free port."""
+    """http://HOST:PORT of a running server. If empty, asyncrl launches a server on a free port."""
     tensor_parallel: int = 1
     """GPUs of the launched server."""
     server_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -26,11 +26,11 @@ class Options:
     version_source: Literal["auto", "spans", "stream"] = "auto"
     """Source of each token's version: the server's version spans (0.5.23) or streamed chunks."""
     stream_interval: int = 16
-    """Tokens per streamed chunk. Version labels lag by up to this many tokens; smaller chunks cost throughput."""
+    """Tokens per streamed chunk. Version labels lag by up to this many tokens; smaller chunks reduce throughput."""
 
     @property
     def attention_parallel(self) -> int:
-        """GPUs that share the attention heads: one, where each computes the attention of other sequences."""
+        """GPUs that share the attention heads; 1 with DP attention, where each GPU serves other sequences."""
         names = {name.replace("_", "-").lstrip("-") for name in self.server_arguments}
         return 1 if "enable-dp-attention" in names else self.tensor_parallel
 

@@ -1,7 +1,7 @@
-"""New prompts wait for each other: each prefill stops decoding, and one of 30 prompts costs little more than one of 1.
+"""Delays prefills so that new prompts are batched: each prefill stops decoding, and 30 prompts cost little more than 1.
 
-Where answers end one by one, SGLang prefills one new prompt at a time by default; with 256 answers of a 0.6B model in
-progress that takes a third of the time, and half without CUDA graphs for prefills (docs/results/performance.md,
+When answers end one by one, SGLang by default prefills one new prompt at a time. With 256 answers of a 0.6B model in
+progress this takes a third of the time, and half without CUDA graphs for prefills (docs/results/performance.md,
 "Answers that end at different times").
 """
 
@@ -19,31 +19,31 @@ ARGUMENTS: Final[Mapping[str, Any]] = {
     "prefill-delayer-queue-min-ratio": 0.12,
     "prefill-delayer-max-delay-ms": 500,
 }
-"""A prefill waits until prompts for an eighth of the running requests are there, half a second at most; with fewer than
-17 running it never waits."""
+"""A prefill waits until the number of waiting prompts is an eighth of the running requests, for at most half a second.
+With fewer than 17 running requests it never waits."""
 
 _OWN_WAYS: Final = (
-    "disable-overlap-schedule",  # refused beside the delayer; so are those that disable it
+    "disable-overlap-schedule",  # SGLang refuses it with the delayer, and also the options below that imply it
     *("speculative-", "pp-size", "pipeline-parallel-size", "dllm-", "disaggregation-"),
-    *("tp-size", "tensor-parallel-size", "dp-size", "data-parallel-size", "enable-dp-"),  # ranks would agree each step
-    "max-running-requests",  # the delayer then holds prompts back, for any time, until as many places are free
-    "config",  # a file with any of these
+    *("tp-size", "tensor-parallel-size", "dp-size", "data-parallel-size", "enable-dp-"),  # ranks would sync each step
+    "max-running-requests",  # with it the delayer holds prompts, without a timeout, until a prefill batch has slots
+    "config",  # a file that may set any of these
     *ARGUMENTS,
     "prefill-delayer-",
 )
-"""Beginnings of options with which the server is left as it is."""
+"""Prefixes of options. If any is set, the server's prefill options are left unchanged."""
 
 
 def prefill_arguments(
     model_path: Path, server_arguments: Mapping[str, Any], *, device: str, tensor_parallel: int
 ) -> Mapping[str, Any]:
-    """ARGUMENTS, or nothing where this SGLang, model or server cannot have them, or the user chose otherwise."""
+    """Return ARGUMENTS, or nothing if the SGLang, model or server cannot use them or the user chose otherwise."""
     names = [name for key in server_arguments for name in _meant(option_name(key))]
     if device != "cuda" or tensor_parallel > 1 or any(name.startswith(_OWN_WAYS) for name in names):
         return {}
     try:
         config = json.loads((model_path / "config.json").read_text())
-    except (OSError, ValueError):  # the server says what is wrong with it
+    except (OSError, ValueError):  # the server reports what is wrong with the file
         return {}
     if (
         not isinstance(config, dict)
@@ -55,14 +55,14 @@ def prefill_arguments(
 
 
 def _meant(name: str) -> list[str]:
-    """The options that ``name`` may abbreviate: the server takes any beginning that is clear."""
+    """Return the options that ``name`` may abbreviate: the server accepts any unambiguous prefix."""
     known = known_arguments()
     return [name] if name in known else [name, *(option for option in known if option.startswith(name))]
 
 
 def _has_recurrent_layers(config: Mapping[str, Any]) -> bool:
-    """For some of these models SGLang disables overlapped scheduling by itself, and of others it runs few requests at
-    once, for memory. A model with images has its layers in a part, such as text_config."""
+    """Return whether any layer is recurrent. For some such models SGLang disables overlapped scheduling by itself; for
+    others it runs few requests at once to save memory. A model with images nests its layers, as in text_config."""
     layers = config.get("layer_types")
     kinds = map(str, layers) if isinstance(layers, list) else ()
     return (

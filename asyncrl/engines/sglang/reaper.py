@@ -1,10 +1,10 @@
-"""Runs a command and kills all its processes when the owner dies. A script that uses only the standard library.
+"""Runs a command, and kills all its processes when the owner dies. The script uses only the standard library.
 
     python reaper.py COMMAND...
 
-The owner holds the other end of our standard input. It closes when the owner closes the engine, or when the owner dies
-in any way, SIGKILL included. Then, or when the command exits, every descendant is killed: as subreaper we inherit
-orphans, even those in sessions of their own. Our exit status is the command's.
+The owner holds the other end of our standard input. That end closes when the owner closes the engine, or when the owner
+dies for any reason, SIGKILL included. Then, or when the command exits, we kill every descendant: as subreaper we
+inherit orphans, even those in their own sessions. Our exit status is the command's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(command: list[str]) -> int:
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        # If this process is killed too, at least the command dies, and with it whatever watches its parent.
+        # If this process is killed, at least the command dies, and with it any process that watches its parent.
         preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
     )
     while child.poll() is None and not _is_closed(woken):
@@ -44,7 +44,7 @@ def main(command: list[str]) -> int:
 
 
 def _is_closed(woken: int) -> bool:
-    """Wait for a signal or for our standard input; True when the latter was closed."""
+    """Wait for a signal or for our standard input. Returns True if standard input was closed."""
     ready, _, _ = select.select([0, woken], [], [])
     if woken in ready:
         os.read(woken, 4096)
@@ -52,7 +52,7 @@ def _is_closed(woken: int) -> bool:
 
 
 def _kill_descendants() -> None:
-    """Kill children until none are left: orphans of killed ones become our children."""
+    """Kill children until none are left. Orphans of killed children become our children."""
     while children := _children():
         for pid in children:
             os.kill(pid, signal.SIGKILL)  # a child not reaped yet, so its pid cannot have been reused
@@ -61,13 +61,13 @@ def _kill_descendants() -> None:
 
 
 def _children() -> list[int]:
-    """Pids of our children. (Not every kernel has /proc/self/task/*/children.)"""
+    """Return the pids of our children. Not every kernel has /proc/self/task/*/children."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat") as file:
                 parent = file.read().rpartition(")")[2].split()[1]
-        except OSError:  # exited meanwhile
+        except OSError:  # the process has exited
             continue
         if int(parent) == os.getpid():
             found.append(int(name))

@@ -1,12 +1,12 @@
 """Parses an SGLang server's replies into tokens, logprobs and version spans. Pure: does no I/O.
 
-A reply comes whole, or as chunks that either repeat everything so far or carry only what is new.
+A reply arrives whole, or as chunks that repeat everything so far or carry only new tokens.
 
 The version of the weights that sampled a token comes from one of two sources:
-spans   ``weight_versions`` in the whole reply, from the scheduler (0.5.23). With the overlap scheduler one token is
-        sampled but not yet counted when the weights change, so every span but the first starts one token late here.
-stream  each chunk carries the version at its time, which is believed once it has settled (settled.py); a chunk is
-        labelled with that of the chunk before, as the weights may have changed within it.
+spans   ``weight_versions`` in the whole reply, from the scheduler (0.5.23). With the overlap scheduler, one token is
+        sampled but not yet counted when the weights change. So every span but the first starts one token later here.
+stream  each chunk is stamped with the server's version at that time, which is trusted once it has settled (settled.py).
+        A chunk is labelled with the stamp of the previous chunk, because the weights may change within a chunk.
 Neither label is ever newer than the weights that sampled the token.
 """
 
@@ -25,12 +25,13 @@ from asyncrl.protocols import Generation
 
 
 class Reply:
-    """One reply as it arrives.
+    """A reply while it arrives.
 
-    sent_version   version of the weights when the request was sent; no token is older
-    first_version  used for version strings that are not ours
-    keeps_version  all tokens are of ``sent_version``, whatever the server says: it knows its model's only
-    experts        of the model, if the server tells which it sends tokens to;  num_prompt_tokens: of the request
+    sent_version       version of the weights when the request was sent; no token is older
+    first_version      version for strings that asyncrl did not set
+    keeps_version      all tokens have ``sent_version``; with adapters the server reports only the version of its model
+    experts            shape of the model's experts, if the server reports the experts of each token
+    num_prompt_tokens  prompt tokens of the request
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Reply:
         return len(self._tokens)
 
     def take_whole(self, body: Mapping[str, Any], *, late_tokens: int) -> None:
-        """A whole reply with spans; ``late_tokens`` is 1 under the overlap scheduler, else 0."""
+        """Read a whole reply with spans. ``late_tokens`` is 1 with the overlap scheduler, else 0."""
         self._take_tokens(body)
         self._take_spans(body, late_tokens=late_tokens)
 
@@ -68,10 +69,10 @@ class Reply:
                 self._spans.mark(span["start"] + late_tokens, version)
 
     def take_chunk(self, body: Mapping[str, Any], *, newest: Version, late_tokens: int | None = None) -> Version:
-        """A streamed chunk, labelled with the version of the chunk before it. Returns the version it is stamped with.
+        """Read a streamed chunk and label it with the stamp of the previous chunk. Returns the stamp of this chunk.
 
-        newest       version that has settled: a newer stamp counts as this one
-        late_tokens  as in ``take_whole``, for a server whose last chunk has spans; those are exact
+        newest       newest settled version; newer stamps count as this version
+        late_tokens  as in ``take_whole``, for servers that put exact spans into the last chunk
         """
         before = len(self._tokens)
         self._take_tokens(body)
@@ -94,7 +95,7 @@ class Reply:
         )
 
     def generation(self) -> Generation:
-        """The complete answer. Raises EngineError if it is incomplete, failed, or has no logprobs."""
+        """Return the complete answer. Raises EngineError if it is incomplete, failed, or has no logprobs."""
         if self._finish is None:
             raise EngineError("the server's reply ended before the generation finished")
         reason = str(self._finish.get("type"))
@@ -112,7 +113,7 @@ class Reply:
             raise EngineError(f"the server reports: {body['error']}")
         meta = body["meta_info"]
         entries = meta.get("output_token_logprobs") or []
-        # Whether it repeats tokens or not, a chunk ends at the number of tokens so far.
+        # Whether a chunk repeats tokens or not, it ends at the number of tokens so far.
         begin = int(meta["completion_tokens"]) - len(entries)
         if not 0 <= begin <= len(self._tokens):
             raise EngineError(f"the server skipped tokens: got {len(self._tokens)}, the next chunk starts at {begin}")

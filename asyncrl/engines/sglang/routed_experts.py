@@ -1,9 +1,9 @@
-"""Which experts an SGLang server sent each token to (messages/routing.py), as its replies say. Pure: does no I/O.
+"""Reads from a server's replies which experts each token was routed to (messages/routing.py). Pure: does no I/O.
 
-The server keeps the experts of a token beside its KV cache, so a token that was sampled before a load of weights keeps
-those of its time, and a prefix that is found in the cache has those with which its keys were made. It tells them when
-the answer is finished, not while it grows: what another engine goes on from has the experts of the prefix computed
-again.
+The server keeps the experts of a token alongside its KV cache. So a token sampled before a weight load keeps its
+original experts, and a prefix found in the cache has the experts that its keys were computed with. The server reports
+experts only when an answer is finished. If another engine continues an unfinished answer, the experts of the prefix are
+computed again.
 Tests: tests/unit/engines/sglang/test_reply.py, tests/integration/sglang/test_transfers.py.
 """
 
@@ -21,14 +21,14 @@ from asyncrl.errors import ConfigError, EngineError
 from asyncrl.messages.routing import ExpertArray, dtype_for, unrouted
 
 OPTION: Final = "enable-return-routed-experts"
-"""Option of a server that keeps them."""
+"""Server option that enables this."""
 
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """Of a model: experts of a layer, layers with and without experts, experts of a token."""
+    """Experts of a model: experts per layer, number of layers (with and without experts), experts per token."""
 
     num_experts: int
     num_layers: int
@@ -36,7 +36,7 @@ class ExpertShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ExpertShape:
-        """From config.json. Raises ConfigError for a model without experts."""
+        """Read the shape from config.json. Raises ConfigError for a model without experts."""
         num_experts = next((config[name] for name in _NUM_EXPERTS if config.get(name)), 0)
         layers, per_token = config.get("num_hidden_layers", 0), config.get("num_experts_per_tok", 0)
         if not (num_experts and layers and per_token):
@@ -44,12 +44,12 @@ class ExpertShape:
         return cls(num_experts=int(num_experts), num_layers=int(layers), per_token=int(per_token))
 
     def read(self, text: str, *, num_tokens: int) -> ExpertArray:
-        """[num_tokens, layers, per_token] of prompt and answer, the last token unrouted. Raises EngineError.
+        """Return [num_tokens, layers, per_token] for prompt and answer, the last token unrouted. Raises EngineError.
 
         text  base64 of int32 [num_tokens - 1, layers, per_token]
 
-        Zeros stand where no router chose: in dense layers, and in layers that another stage of the server has. With one
-        expert a token they cannot be told from expert 0; the learner does not look at dense layers.
+        The server sends zeros where no router chose: for dense layers, and for layers of other pipeline stages. With
+        one expert per token, these zeros look like expert 0; the learner ignores the experts of dense layers.
         """
         try:
             told = np.frombuffer(base64.b64decode(text, validate=True), "<i4")

@@ -1,4 +1,4 @@
-"""Requests to an SGLang server's /generate, with SamplingParams as it takes them."""
+"""Builds requests to an SGLang server's /generate, with SamplingParams in its format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.messages import SamplingParams
 
 
 def sampling_params(sampling: SamplingParams) -> dict[str, Any]:
-    """Every parameter is said: a server may have defaults of its own, from the model's generation_config.json."""
+    """Set every parameter explicitly: the server may take defaults from the model's generation_config.json."""
     return {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -38,7 +38,7 @@ def generate_request(
     tells_experts: bool,
     extra_key: str,
 ) -> dict[str, Any]:
-    """Body of a POST to /generate. ``stream_interval`` None: the server's own."""
+    """Return the body of a POST to /generate. If ``stream_interval`` is None, the server uses its own."""
     interval = {} if stream_interval is None else {"stream_interval": stream_interval}
     return {
         "rid": uuid.uuid4().hex,

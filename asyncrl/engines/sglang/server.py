@@ -1,6 +1,6 @@
 """An SGLang server as a child process: command line, environment, log, and shutdown.
 
-The server runs under ``reaper.py``: no process of its tree outlives us, even if we are killed by SIGKILL
+The server runs under ``reaper.py``, so no process of its tree outlives us, even if SIGKILL kills us
 (tests/unit/engines/sglang/test_server.py: test_the_server_goes_with_its_owner).
 """
 
@@ -32,8 +32,8 @@ _FIRST_SAFE_RETRACT = (0, 5, 23)
 LOADER = "asyncrl.engines.sglang.loader.load"
 """Loader of weight files in servers launched by us."""
 _MOST_RANKS_OF_LOADER = 2
-"""LOADER reads the whole file in each rank, SGLang's own loader only the rank's part, so from four ranks on that should
-be as fast."""
+"""LOADER reads the whole file in each rank. SGLang's own loader reads only the rank's part, so with four or more ranks
+it should be as fast."""
 
 INSTALL_HINT = (
     "engine.kind = 'sglang' needs SGLang, which is not installed: `pip install 'sglang>=0.5.16'` beside a CUDA build "
@@ -56,12 +56,12 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {
 }
 _COMPILES: Final = "enable-torch-compile"
 _PORTS: Final = range(10_000, 32_000)
-_RANDOM: Final = random.SystemRandom()  # a run seeds the usual one, and other processes draw, too
+_RANDOM: Final = random.SystemRandom()  # runs seed the default generator, and other processes draw ports as well
 _OPTIONS: Final = Options()
 
 
 def check_pause(pause: str, *, url: str, version: str) -> None:
-    """Whether this server can retract requests. Raises ConfigError."""
+    """Check that this server can retract requests if ``pause`` needs it. Raises ConfigError."""
     number = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
     if pause == "retract" and number < _FIRST_SAFE_RETRACT:
         raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
@@ -74,7 +74,7 @@ def check_installed() -> None:
 
 
 def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a dtype with which the server would crash during startup, minutes later."""
+    """Raise ConfigError for a dtype that would crash the server during startup, minutes later."""
     said = {option_name(key): value for key, value in server_arguments.items()}
     if said.get("device", device) == "cuda" and said.get("dtype", dtype) in ("float32", "float"):
         raise ConfigError(
@@ -87,11 +87,11 @@ _NOT_ON_A_CPU: Final = {
     "Gemma3ForCausalLM": "samples from another distribution than the model's",
     "DeepseekV3ForCausalLM": "does not start",
 }
-"""What SGLang 0.5.23's CPU server does with a tiny model of an architecture; on a GPU it has kernels for them."""
+"""Failures of SGLang 0.5.23's CPU server with tiny models, by architecture. GPUs have kernels for these models."""
 
 
 def check_architecture(model_path: Path, *, device: str, quantization: str = "", tensor_parallel: int = 1) -> None:
-    """Raise ConfigError for a model that the server cannot take. Says nothing of a folder that cannot be read."""
+    """Raise ConfigError for a model that the server cannot run. Ignores a folder that cannot be read."""
     if quantization and device == "cpu":
         raise ConfigError("weights.quantization: SGLang has no 8-bit kernels for CPUs; remove it")
     try:
@@ -109,7 +109,10 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
 
 
 def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
-    """Key-value heads may also be copied, if there are fewer of them than GPUs."""
+    """Raise ConfigError unless ``tensor_parallel`` GPUs can share the heads.
+
+    Key-value heads may also be replicated, if there are fewer of them than GPUs.
+    """
     for name, may_be_copied in (("num_attention_heads", False), ("num_key_value_heads", True)):
         heads = config.get(name)
         if not isinstance(heads, int) or heads < 1 or heads % tensor_parallel == 0:
@@ -133,9 +136,10 @@ def server_command(
     is_fp8: bool = False,
     tells_experts: bool = False,
 ) -> list[str]:
-    """The server's command line. ``server_arguments`` override every default. ``is_fp8``: the folder's weights are.
+    """Return the server's command line. ``server_arguments`` override every default.
 
-    The dtype is always set: by default SGLang gives a float32 model a float16 KV cache, and logprobs are off by 0.01.
+    is_fp8: the weights in the folder are quantized. The dtype is always set: by default SGLang gives a float32 model a
+    float16 KV cache, and logprobs are off by 0.01.
     """
     arguments: dict[str, Any] = {
         "model-path": str(model_path),
@@ -147,7 +151,7 @@ def server_command(
         "tensor-parallel-size": tensor_parallel,
         "stream-interval": stream_interval,
         "incremental-streaming-output": True,
-        "skip-server-warmup": True,  # its prompt crashes a server on a GPU if the tokenizer knows none of its words
+        "skip-server-warmup": True,  # its prompt crashes a GPU server if the tokenizer knows none of its words
         "custom-weight-loader": [LOADER],
         **({OPTION: True} if tells_experts else {}),
         **(_CPU_ARGUMENTS if device == "cpu" else {}),
@@ -162,7 +166,7 @@ def server_command(
 
 
 def _argument(key: str, value: Any) -> list[str]:
-    """One option: True is a flag, False is omitted, a list becomes several words, a table JSON."""
+    """Return the words of one option. True is a flag, False is omitted, a list becomes words, a table JSON."""
     if isinstance(value, bool):
         return [f"--{key}"] if value else []
     if isinstance(value, list | tuple):
@@ -171,10 +175,10 @@ def _argument(key: str, value: Any) -> list[str]:
 
 
 def server_environment(base: Mapping[str, str], *, device: str, options: Options = _OPTIONS) -> dict[str, str]:
-    """``base`` plus the server's variables. Only the server may see the stubs on PYTHONPATH.
+    """Return ``base`` plus the server's variables. Only the server may see the stubs on PYTHONPATH.
 
-    A CPU server compiles nothing that nobody asks for: SGLang decorates a few small functions with torch.compile, which
-    there costs each rank ten seconds of a C++ compiler, and an error where there is none.
+    A CPU server compiles only on request. SGLang decorates a few small functions with torch.compile; on a CPU this
+    costs each rank ten seconds of a C++ compiler, and fails if there is no compiler.
     """
     environment = {
         **base,
@@ -195,7 +199,7 @@ def server_environment(base: Mapping[str, str], *, device: str, options: Options
 
 
 def _shares_of_cores(ranks: int) -> str:
-    """Cores of each rank, which SGLang needs if there are fewer NUMA nodes than ranks: "0,1|2,3"."""
+    """Return the cores of each rank, such as "0,1|2,3". SGLang needs them if there are fewer NUMA nodes than ranks."""
     cores = sorted(os.sched_getaffinity(0))
     count = max(1, len(cores) // ranks)
     starts = [rank * count % len(cores) for rank in range(ranks)]
@@ -203,7 +207,7 @@ def _shares_of_cores(ranks: int) -> str:
 
 
 def free_port() -> int:
-    """Of those that the system gives to no connection: the server takes it half a minute later, or more."""
+    """Return a port outside the system's ephemeral range: the server binds it half a minute later, or more."""
     while True:
         port = _RANDOM.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -212,7 +216,7 @@ def free_port() -> int:
 
 
 def ranks_with_loader(info: Mapping[str, Any]) -> int:
-    """Number of ranks that can use LOADER, from a launched server's /server_info; 0 if SGLang's loader must be used."""
+    """Return how many ranks use LOADER, from a launched server's /server_info; 0 if SGLang's loader must be used."""
     ranks = int(info.get("tp_size") or 1)
     is_plain = (
         LOADER in (info.get("custom_weight_loader") or ())
@@ -225,7 +229,7 @@ def ranks_with_loader(info: Mapping[str, Any]) -> int:
 
 
 class ServerProcess:
-    """A command run under reaper.py, with its output in a log file."""
+    """A command that runs under reaper.py, with its output in a log file."""
 
     def __init__(self, command: list[str], *, environment: Mapping[str, str], log_path: Path) -> None:
         self._command = command
@@ -253,18 +257,18 @@ class ServerProcess:
         return self._process is not None and self._process.returncode is None
 
     async def wait(self) -> int:
-        """Wait until the server and all its children have exited; the exit code."""
+        """Wait until the server and all its children have exited. Returns the exit code."""
         assert self._process is not None
         return await self._process.wait()
 
     async def close(self) -> None:
-        """Kill the server and all its children. The next start removes what they leave in /dev/shm (16 KiB)."""
+        """Kill the server and all its children. The next start removes the 16 KiB that they leave in /dev/shm."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             await self._process.wait()
 
     def log_tail(self) -> str:
-        """The end of the log, for an error message."""
+        """Return the end of the log for an error message."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))

@@ -1,8 +1,8 @@
-"""Which weights the tokens that have arrived from an SGLang server are at least of.
+"""Tracks the newest version that tokens arriving from an SGLang server may be labelled with.
 
-A streamed chunk is stamped with a version when it is passed on to us. The acknowledgement of a load overtakes chunks
-that still wait to be made text, so a stamp may be newer than all tokens of its chunk. Replies overtake nothing: once a
-request that was sent under a version has a token, everything that was sampled before that version has been passed on.
+The server stamps a streamed chunk with a version when it sends the chunk. The acknowledgement of a load can overtake
+chunks that still wait for detokenization, so a stamp may be newer than all tokens of its chunk. Replies do not overtake
+each other: once a request sent under a version has a token, every token sampled before that version has been sent.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from asyncrl.errors import EngineError
 
 
 class SettledVersion:
-    """``newest``: tokens that arrive from now on may be said to be of it, not of a newer one."""
+    """``newest``: tokens that arrive from now on may be labelled with this version, but not with a newer one."""
 
     def __init__(self, version: Version, ask: Callable[[], Awaitable[None]]) -> None:
-        """``ask``: sends a short request and waits for its answer."""
+        """``ask`` sends a short request and waits for its answer."""
         self.newest = version
         self._ask = ask
         self._task: asyncio.Task[None] | None = None
 
     def answered(self, sent: Version) -> None:
-        """A request that was sent under this version has a token."""
+        """Note that a request sent under this version has a token."""
         self.newest = max(self.newest, sent)
 
     def stamped(self, version: Version) -> None:
-        """The server says that this version is loaded. Asks, unless an answer is on its way."""
+        """Note that the server reports this version as loaded. Sends a short request unless one is in flight."""
         if version > self.newest and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._settle(version))
 

@@ -1,6 +1,6 @@
 """Loads weights into an SGLang server: pause, update from a folder or from the learner's memory, continue.
 
-The server continues only with complete weights: a partial update leaves it paused until another one succeeds
+The server continues only with complete weights. A partial update leaves it paused until another update succeeds
 (test_a_torn_update_keeps_the_server_paused).
 """
 
@@ -26,19 +26,19 @@ from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import Shapes, check_layout
 
 Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
-"""POSTs a body to a path of the server; returns the response. Raises EngineError, EngineDied."""
+"""POSTs a body to a path of the server and returns the response. Raises EngineError, EngineDied."""
 Order = tuple[str, dict[str, Any]]
-"""Path and body."""
+"""Path and body of a request."""
 
 _FROM_FOLDER: Final = "/update_weights_from_disk"
 _BY_LOADER: Final = "/update_weights_from_tensor"
 _FROM_LEARNER: Final = "/update_weights_from_distributed"
 _NO_VERSION: Final = (-1, -1)
-"""Version of a server with partly updated weights: any offered version is newer."""
+"""Version of a server with partly updated weights; any offered version is newer."""
 _STUCK_SECONDS: Final = 90.0
-"""Timeout of a collective: if the learner leaves, it never returns and blocks the server."""
+"""Timeout of a collective. If the learner leaves, the collective never returns and blocks the server."""
 _SLOWEST_WEIGHTS_PER_SECOND: Final = 2e7
-"""Additional time for a large model; the learner gives up earlier."""
+"""Rate that extends the timeout for a large model. The learner gives up earlier."""
 
 
 class WeightLoader:
@@ -60,20 +60,20 @@ class WeightLoader:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[tuple[Version, dict[str, str]]]:
-        """The version that a request begins with; a load may change it inside. It names none."""
+        """Yield the version that a request starts with; a load may change it inside. No adapter is named."""
         yield self.version, {}
 
     async def load(self, weights: WeightVersion, folder: Path) -> LoadReport:
         """Load a folder whose tensors have been checked.
 
-        Raises WeightsError (the old weights stay, or the server stays paused), or EngineDied if our loader cannot read
-        the file, since an error in it kills the server.
+        Raises WeightsError, after which the old weights stay or the server stays paused. Raises EngineDied if our
+        loader cannot read the file, since an error in the loader kills the server.
         """
         if not self.ranks_with_loader:
             updates = [(_FROM_FOLDER, {"model_path": str(folder)} | self._body(weights.order))]
             return await self._switch(weights.order, updates, what=str(folder))
-        # Held open, so the server can read them even if the folder is removed meanwhile. (A load is cancelled only when
-        # the worker exits, and its server with it.)
+        # The files are held open, so the server can read them even if the folder is removed. (A load is cancelled only
+        # when the worker exits, and its server exits with it.)
         with contextlib.ExitStack() as stack:
             try:
                 paths = await asyncio.to_thread(weight_files.paths, folder)
@@ -85,11 +85,12 @@ class WeightLoader:
             return await self.take(weights.order, order, what=str(folder))
 
     async def take(self, version: Version, order: str, *, what: str) -> LoadReport:
-        """What our loader in the server is to do. Raises WeightsError where it has none, EngineDied when that fails."""
+        """Run an order of our loader. Raises WeightsError if the server lacks the loader, EngineDied if the order
+        fails."""
         if not self.ranks_with_loader:
             raise WeightsError(
-                f"weights {format_version(version)} from {what}: this SGLang server lacks asyncrl's loader, which has "
-                "only a server that asyncrl launches, with one or two GPUs and without quantization"
+                f"weights {format_version(version)} from {what}: this SGLang server lacks asyncrl's loader; only "
+                "servers that asyncrl launches have it, with one or two GPUs and without quantization"
             )
         body = self._body(version)
         body["load_format"] = LOADER
@@ -113,7 +114,7 @@ class WeightLoader:
         return [("/begin_weight_update", {}), *updates, ("/end_weight_update", {})]
 
     def _body(self, version: Version) -> dict[str, Any]:
-        # The KV cache of requests kept in place cannot be flushed; that of retracted ones must be.
+        # The KV cache of requests kept in place cannot be flushed; the cache of retracted requests must be.
         return {"weight_version": format_version(version), "flush_cache": self._pause == "retract"}
 
     async def _switch(self, version: Version, updates: list[Order], *, what: str) -> LoadReport:
@@ -162,7 +163,7 @@ class SGLangIntake:
     def __init__(
         self, post: Post, loader: WeightLoader, *, num_ranks: int, shapes: Shapes, optional: frozenset[str]
     ) -> None:
-        """``shapes``, ``optional``: tensors of the model and those it may lack."""
+        """``shapes`` are the model's tensors; ``optional`` names those that may be absent."""
         self._post = post
         self._loader = loader
         self._shapes, self._optional = shapes, optional

@@ -1,1 +1,1 @@
-"""Rewards to advantages."""
+"""Advantages: from rewards to one number per response token."""

@@ -1,4 +1,4 @@
-"""Base of the advantages: rewards of a batch to one number per response token. Numpy, on the host."""
+"""Base classes of advantages: from the rewards of a batch to one number per response token. Numpy, on the host."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """A batch as advantages see it: B sequences, M response tokens end to end.
+    """The inputs of an advantage: B sequences with M response tokens in total, concatenated.
 
-    rewards  f64[B]: of its rollout;  group  i64[B]: which prompt group
-    sequence  i64[M]: which sequence a token belongs to, rising
-    rollout  i64[B]: which rollout a sequence is a part of, rising; None: each is one by itself
-    is_trained    bool[M]: what moments over the batch are taken of; a truncated answer may be masked. None: all are
-    positions     i64[M]: the token's place in its response; a gap is an observation
-    is_truncated  bool[B]: cut at the longest allowed answer; False of a sequence that its rollout goes on behind
-    kl            f64[M]: subtracted from each token's reward
-    turn_rewards  f64[M]: what turns earned by themselves, each on its turn's last token; None: nothing
-    turn          i64[M]: which turn of its rollout a token belongs to, from 0
+    rewards       f64[B]: reward of the sequence's rollout
+    group         i64[B]: prompt group of the sequence
+    sequence      i64[M]: sequence that a token belongs to, non-decreasing
+    rollout       i64[B]: rollout that a sequence is a part of, non-decreasing; None if each sequence is a rollout
+    is_trained    bool[M]: tokens that batch statistics are computed over; excludes masked tokens, such as those of
+                  truncated answers. None: all tokens
+    positions     i64[M]: position of the token in its response; a gap is an observation
+    is_truncated  bool[B]: cut at the length limit; False for every sequence but the last of a rollout
+    kl            f64[M]: subtracted from the reward of each token
+    turn_rewards  f64[M]: reward of each turn, on the last token of the turn; None if no turn has one
+    turn          i64[M]: turn of the rollout that a token belongs to, from 0
 
-    Where there is a critic, in the present weights:
-    values        f64[M]: of the state in which each token was chosen;  final_values  f64[B]: behind the last one
+    With a critic, both from its current weights:
+    values        f64[M]: value of the state in which each token was chosen
+    final_values  f64[B]: value of the state after the last token
     """
 
     rewards: Floats
@@ -47,15 +50,15 @@ class AdvantageInputs:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Response tokens of each sequence.  i64[B]"""
+        """Number of response tokens of each sequence.  i64[B]"""
         return np.bincount(self.sequence, minlength=len(self.rewards))
 
     @property
     def token_rewards(self) -> Floats:
-        """The rollout's reward on the last token of each of its sequences, turn_rewards, minus ``kl``.  f64[M]
+        """Reward of each token: -``kl`` + ``turn_rewards``, plus the rollout's reward on the last token.  f64[M]
 
-        Each part has the whole reward: a part leads to it, and what is behind a part is no continuation of its tokens.
-        A sequence without tokens has nowhere to put its reward and is left out.
+        The last token of every part gets the whole reward, because each part leads to it and the next part does not
+        continue the tokens of this one. A sequence without tokens cannot carry its reward and is left out.
         """
         result = np.zeros(len(self.sequence)) if self.kl is None else -self.kl
         if self.turn_rewards is not None:
@@ -67,20 +70,22 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantage(Part):
-    """``formula`` takes fields of AdvantageInputs and returns f64[M], or with ``learns_values`` two of them: the
-    advantages, and the returns that a critic learns.
+    """Base of all advantages.
+
+    ``formula`` takes fields of AdvantageInputs and returns the advantages, f64[M]. With ``learns_values`` it returns
+    two arrays: the advantages, and the returns that a critic learns.
     """
 
     has_group_baseline: ClassVar[bool] = True
-    """A group of one has nothing to compare with."""
+    """Whether rollouts are compared within their group. A group of one has nothing to compare with."""
     learns_values: ClassVar[bool] = False
 
     def __call__(self, batch: AdvantageInputs) -> NDArray[np.float32]:
-        """Advantage of each response token.  f32[M]"""
+        """Return the advantage of each response token.  f32[M]"""
         return self.with_returns(batch)[0]
 
     def with_returns(self, batch: AdvantageInputs) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        """Advantage of each response token, and its return where a critic learns that.  f32[M] each"""
+        """Return the advantage of each response token, and its return if ``learns_values``, else None.  f32[M] each"""
         made = self.formula(**{name: getattr(batch, name) for name in self.inputs})
         if not self.learns_values:
             return made.astype(np.float32), None
@@ -89,10 +94,10 @@ class Advantage(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantage(Advantage):
-    """``formula`` takes rewards and group, of the batch's R rollouts, and returns f64[R]: one number per rollout, which
-    all tokens of all its parts have.
+    """Base of advantages with one value per rollout, shared by all tokens of all its parts.
 
-    Every member of a group counts in its statistics, also one that a correction rejects later.
+    ``formula`` takes the rewards and groups of the batch's R rollouts and returns f64[R]. All members of a group enter
+    its statistics, including those that a correction rejects later.
     """
 
     def with_returns(self, batch: AdvantageInputs) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
@@ -102,7 +107,7 @@ class GroupAdvantage(Advantage):
 
 
 def by_rollout(batch: AdvantageInputs) -> tuple[dict[str, NDArray[Any]], NDArray[np.int64]]:
-    """rewards, group and lengths of the R rollouts, [R] each; and which of them each sequence belongs to, i64[B]."""
+    """Return rewards, group and lengths of the R rollouts, [R] each, and the rollout index of each sequence, i64[B]."""
     if batch.rollout is None:
         of_sequence = first = np.arange(len(batch.rewards))
     else:
@@ -112,7 +117,7 @@ def by_rollout(batch: AdvantageInputs) -> tuple[dict[str, NDArray[Any]], NDArray
 
 
 def of_each_group(function: Callable[..., Floats], group: NDArray[np.int64], *columns: Floats) -> Floats:
-    """``function`` of each group's part of the columns, in the places of its members.  i64[B], [B] each -> f64[B]"""
+    """Apply ``function`` to each group's slice of the columns; keep the members' order.  i64[B], [B] each -> f64[B]"""
     values = np.zeros(len(group))
     for name in np.unique(group):
         member = group == name
@@ -121,7 +126,7 @@ def of_each_group(function: Callable[..., Floats], group: NDArray[np.int64], *co
 
 
 def centered(values: Floats) -> Floats:
-    """values minus their mean; exactly 0 where all are equal, as rounding errors over eps would be a signal."""
+    """Return values minus their mean; exactly 0 if all are equal, as rounding error / eps would look like a signal."""
     if len(values) == 0 or (values == values[0]).all():
         return np.zeros_like(values)
     difference: Floats = values - values.mean()

@@ -1,4 +1,4 @@
-"""Advantages that compare the answers of one prompt: GRPO and its relatives."""
+"""Advantages that compare the answers to one prompt: GRPO and its relatives."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _DDOF: Final = {"unbiased": 1, "biased": 0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPO(GroupAdvantage):
-    """Reward minus the mean of its group, over a standard deviation + eps. All-equal rewards give zeros.
+    """Reward minus the mean of its group, divided by (standard deviation + eps). Equal rewards give zeros.
 
-    baseline   the mean of the whole "group", or of the "others" in it (leave-one-out)
-    std_over   the standard deviation of the "group", of the "others", or of the rewards of the whole "batch"
-               (arXiv:2508.08221, 2510.13786). Others whose rewards are equal do not divide.
-    singleton  a group of one has no spread: "zero", or its "raw" reward over 1 + eps
+    baseline   mean over the whole "group", or over the "others" in the group (leave-one-out)
+    std_over   take the standard deviation over the "group", over the "others", or over the rewards of the whole "batch"
+               (arXiv:2508.08221, 2510.13786). If the others have equal rewards, there is no division
+    singleton  advantage of a group of one, which has no spread: "zero", or its "raw" reward divided by 1 + eps
 
-    The standard deviation is unbiased (G - 1), as in verl, slime, SkyRL and NeMo-RL; eps is theirs too (TRL and
-    PipelineRL add 1e-4, AReaL 1e-5). A group of one is raw in verl and SkyRL, zero in slime and NeMo-RL. NeMo-RL's
-    default takes baseline and deviation of the others, AReaL's mean_leave1out the baseline alone; prime-rl's GRPO has
-    no standard deviation, which is ``dr_grpo``. TRL takes the batch's deviation of the rewards as they are, AReaL of
-    the rewards minus their group's mean; this is TRL's.
+    The standard deviation is unbiased (G - 1), as in verl, slime, SkyRL and NeMo-RL, which also use this eps (TRL and
+    PipelineRL add 1e-4, AReaL 1e-5). A group of one is raw in verl and SkyRL, zero in slime and NeMo-RL. By default
+    NeMo-RL takes baseline and deviation over the others; AReaL's mean_leave1out does so for the baseline only.
+    prime-rl's GRPO has no standard deviation, which is ``dr_grpo`` here. The batch deviation is over the raw rewards,
+    as in TRL; AReaL first subtracts the group mean.
     """
 
     name = "grpo"
@@ -59,17 +59,17 @@ class GRPO(GroupAdvantage):
         return difference / (self._std(rewards) + self.eps)
 
     def _std(self, rewards: Floats) -> float:
-        """Standard deviation, 0 for fewer than two rewards and for equal ones."""
+        """Return the standard deviation; 0 for fewer than two rewards or equal rewards."""
         is_equal = len(rewards) < 2 or bool((rewards == rewards[0]).all())
         return 0.0 if is_equal else float(rewards.std(ddof=_DDOF[self.std]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrGRPO(GroupAdvantage):
-    """Reward minus the group's mean, nothing else.
+    """Reward minus the mean of its group, without division.
 
-    Dividing by the standard deviation favours questions that are nearly always or nearly never solved. Meant with the
-    aggregation ``seq_mean_token_sum_norm``. prime-rl calls this GRPO.
+    Dividing by the standard deviation favours questions that are nearly always or nearly never solved. Intended for
+    the aggregation ``seq_mean_token_sum_norm``. prime-rl calls this GRPO.
     """
 
     name = "dr_grpo"
@@ -83,7 +83,7 @@ class DrGRPO(GroupAdvantage):
 class RLOO(GroupAdvantage):
     """Reward minus the mean reward of the other members: G / (G - 1) times ``dr_grpo``.
 
-    A group of one has no others: "zero", or the "raw" reward as in verl and SkyRL.
+    A group of one has no others: its advantage is "zero", or the "raw" reward as in verl and SkyRL.
     """
 
     name = "rloo"
@@ -102,10 +102,10 @@ class RLOO(GroupAdvantage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPG(GroupAdvantage):
-    """alpha x (reward minus the group's mean) / f_norm, where alpha makes up for samples without a signal.
+    """alpha x (reward minus the group's mean) / f_norm, where alpha compensates for samples without a signal.
 
-    ``count``: alpha is all groups over those whose rewards differ, as in the paper (eq. 7), or all answers over those
-    whose reward is not 0, as in verl. A batch without any signal has alpha 1. verl's f_norm is 1.
+    ``count`` selects alpha: all groups / groups whose rewards differ (the paper, eq. 7), or all answers / answers with
+    a non-zero reward (verl). A batch without any signal has alpha 1. f_norm is 1 in verl.
     """
 
     name = "gpg"
@@ -119,7 +119,7 @@ class GPG(GroupAdvantage):
         return of_each_group(lambda members: alpha * centered(members) / self.f_norm, group, rewards)
 
     def alpha(self, rewards: Floats, group: Groups) -> float:
-        """How many samples the batch has for each that carries a signal, >= 1.  [B], i64[B] -> number"""
+        """Return the number of samples per sample that carries a signal, >= 1.  [B], i64[B] -> number"""
         if self.count == "nonzero_rewards":
             return float(len(rewards) / max(int(np.count_nonzero(rewards)), 1)) if np.any(rewards) else 1.0
         names = np.unique(group)
@@ -129,9 +129,9 @@ class GPG(GroupAdvantage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxRL(GroupAdvantage):
-    """(Reward minus the group's mean) over (that mean + eps); zeros where the mean is not positive. For rewards >= 0.
+    """(Reward minus the group's mean) / (the group's mean + eps); zeros where the mean is not positive.
 
-    prime-rl adds no eps, SkyRL 1e-6.
+    For rewards >= 0. prime-rl adds no eps, SkyRL 1e-6.
     """
 
     name = "maxrl"
@@ -149,9 +149,9 @@ class MaxRL(GroupAdvantage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OPO(GroupAdvantage):
-    """Reward minus the mean reward weighted by response length; the plain mean where no answer has a token.
+    """Reward minus the group's mean reward weighted by response length; the plain mean if no answer has a token.
 
-    It is the baseline of least variance if each token's gradient has about the same norm (eq. 6).
+    This baseline has the least variance if the gradient of each token has about the same norm (eq. 6).
     """
 
     name = "opo"
@@ -163,15 +163,16 @@ class OPO(GroupAdvantage):
         )
 
     def baseline(self, rewards: Floats, lengths: Floats) -> float:
-        """Of one group's rewards and response lengths.  [G], [G] -> number"""
+        """Return the baseline of one group from its rewards and response lengths.  [G], [G] -> number"""
         return float(np.average(rewards, weights=lengths if lengths.sum() > 0 else None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OPMDAdvantage(GroupAdvantage):
-    """Reward minus tau log mean exp(reward / tau) over the group: a baseline between the mean (large tau) and the best.
+    """Reward minus tau log mean exp(reward / tau) over the group.
 
-    Trinity-RFT's "logavgexp"; its "mean" is ``dr_grpo``.
+    The baseline lies between the mean (large tau) and the best reward. Trinity-RFT calls it "logavgexp"; its "mean" is
+    ``dr_grpo``.
     """
 
     name = "opmd"
@@ -191,7 +192,7 @@ class OPMDAdvantage(GroupAdvantage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsymRE(GroupAdvantage):
-    """Reward minus (the group's mean + shift). A shift below 0 leans on good answers, which is safer off policy."""
+    """Reward minus (the group's mean + shift). A shift below 0 favours good answers, which is safer off policy."""
 
     name = "asymre"
     paper = "arXiv:2506.20520"
@@ -203,5 +204,5 @@ class AsymRE(GroupAdvantage):
 
 
 def leave_one_out(rewards: Floats) -> Floats:
-    """Each reward minus the mean of the others, of two or more.  [G] -> f64[G]"""
+    """Return each reward minus the mean of the others; needs at least two rewards.  [G] -> f64[G]"""
     return centered(rewards) * len(rewards) / (len(rewards) - 1)

@@ -1,9 +1,10 @@
-"""Token rewards to token advantages: returns-to-go, REINFORCE++ and GAE.
+"""From token rewards to token advantages: returns-to-go, REINFORCE++ and GAE.
 
-M response tokens of S answers lie end to end, ``sequence`` i64[M] non-decreasing. Observation tokens are left out, so a
-running value is *carried* over them (verl, AReaL, NeMo-RL). ``observations`` "reset" ends it at each observation
-(SkyRL's REINFORCE++): a gap in ``positions`` i64[M], the place of each token in its answer, is an observation.
-Frameworks that take observations for steps (slime, OpenRLHF) learn the values of tokens that nobody chose; not offered.
+The M response tokens of S answers are concatenated; ``sequence`` i64[M] is non-decreasing. Observation tokens are left
+out. By default a running value is *carried* over an observation (verl, AReaL, NeMo-RL). With ``observations`` "reset",
+the value ends at each observation (SkyRL's REINFORCE++). ``positions`` i64[M] is the position of each token in its
+answer; a gap in it is an observation. Frameworks that treat observations as steps (slime, OpenRLHF) learn values of
+tokens that the policy did not choose; this is not offered.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returns(Advantage):
-    """Discounted sum of a token's reward and those after it, of its own answer. As OpenRLHF and verl."""
+    """Discounted sum of a token's reward and all later rewards of the same answer, as in OpenRLHF and verl."""
 
     name = "reinforce"
     paper = "Williams 1992"
@@ -43,7 +44,7 @@ class Returns(Advantage):
 class ReinforcePP(Advantage):
     """Returns-to-go, whitened over the trained tokens of the whole batch.
 
-    ``std`` "unbiased" and eps as verl; OpenRLHF divides by the biased deviation.
+    The defaults of ``std`` ("unbiased") and eps are those of verl; OpenRLHF divides by the biased deviation.
     """
 
     name = "reinforce_pp"
@@ -64,9 +65,9 @@ class ReinforcePP(Advantage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReinforcePPBaseline(Advantage):
-    """Reward minus its group's mean on every token, whitened over the trained tokens of the whole batch.
+    """Reward minus the mean of its group, on every token, whitened over the trained tokens of the whole batch.
 
-    No standard deviation per group. The group's mean is over all its members, also those of which no token is trained.
+    There is no standard deviation per group. The group mean includes members without trained tokens.
     """
 
     name = "reinforce_pp_baseline"
@@ -88,10 +89,10 @@ class ReinforcePPBaseline(Advantage):
 class GAE(Advantage):
     """Generalised advantage estimates, whitened over the trained tokens, and the returns that a critic learns.
 
-    The returns are advantage + value before whitening. The value of what comes after an answer's last token is 0, as
-    the episode is over; with ``truncated`` "bootstrap" a cut answer takes the critic's value there. ``whitening``
-    "none" leaves the estimates as they are. With ``observations`` "reset" each stretch between observations is an
-    episode of its own.
+    The returns are advantage + value, before whitening. The value after the last token of an answer is 0 because the
+    episode is over; with ``truncated`` "bootstrap", a truncated answer uses the critic's value instead. ``whitening``
+    "none" leaves the estimates unchanged. With ``observations`` "reset", each stretch between observations is its own
+    episode.
 
     gamma = lam = 1 as in slime, AReaL, OpenRLHF and verl; verl and OpenRLHF always whiten.
     """
@@ -132,10 +133,10 @@ class GAE(Advantage):
 
 
 def whiten(values: Floats, is_trained: Bools | None = None, *, std: Std = "unbiased", eps: float = 1e-8) -> Floats:
-    """(values - mean) / sqrt(variance + eps) over the trained tokens of the batch.  [M] -> f64[M]
+    """Return (values - mean) / sqrt(variance + eps).  [M] -> f64[M]
 
-    ``is_trained`` bool[M] says which tokens make mean and variance, all of them by default; the others are moved and
-    scaled alike. A batch of one token or of equal ones gives zeros.
+    Mean and variance are over the tokens in ``is_trained`` bool[M], by default all; the other tokens are shifted and
+    scaled by the same numbers. A batch of one token or of equal values gives zeros.
     """
     counted = values if is_trained is None else values[is_trained]
     if not len(counted):
@@ -147,7 +148,7 @@ def whiten(values: Floats, is_trained: Bools | None = None, *, std: Std = "unbia
 
 
 def _ends(sequence: Ints, *, observations: Observations = "carry", positions: Ints | None = None) -> Bools:
-    """bool[M]: nothing after this token counts for it. Raises ValueError for "reset" without positions."""
+    """Mark the last token of each running sum.  bool[M].  Raises ValueError for "reset" without positions."""
     ends = np.append(sequence[1:] != sequence[:-1], True)[: len(sequence)]
     if observations == "carry":
         return ends
@@ -158,9 +159,10 @@ def _ends(sequence: Ints, *, observations: Observations = "carry", positions: In
 
 
 def _running_sums(values: Floats, ends: Bools, *, decay: float) -> Floats:
-    """s[t] = values[t] + decay x s[t+1], starting afresh behind each end.
+    """Return s[t] = values[t] + decay x s[t+1], restarting after each end.
 
-    All stretches advance together, from their last tokens on: as many steps as the longest has tokens.
+    All stretches advance together, backwards from their last tokens, so the loop has as many steps as the longest
+    stretch has tokens.
     """
     result = values.copy()
     stops = np.flatnonzero(ends)

@@ -1,4 +1,4 @@
-"""The advantages that a run file may name (algorithm.advantage). One of your own is "package.module:Class"."""
+"""The advantages that a run file can name (algorithm.advantage). Name a custom one as "package.module:Class"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.policies.advantages.turns import TurnGRPO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoAdvantage(Advantage):
-    """0 for every token: for losses that bring a signal of their own."""
+    """0 for every token, for losses that have their own signal."""
 
     name = "none"
     has_group_baseline = False

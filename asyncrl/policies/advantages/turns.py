@@ -1,4 +1,4 @@
-"""Advantages that tell the turns of a rollout apart, by rewards that turns earned (Trajectory.turn_rewards)."""
+"""Advantages that differ between the turns of a rollout, from the rewards of turns (Trajectory.turn_rewards)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnGRPO(Advantage):
-    """``grpo`` of the rollouts' rewards, plus ``turn_weight`` x ``grpo`` of the discounted turn rewards from a turn on.
+    """``grpo`` of the rollout rewards, plus ``turn_weight`` x ``grpo`` of the discounted turn rewards from a turn on.
 
-    Turns are compared with those of the same number in other rollouts of the group; the parts of a rollout are one
-    sequence of turns. As GiGPO's step advantage, whose steps are compared where the environment's state repeats; here
-    by their number, as in MT-GRPO (arXiv:2505.11821). Without turn rewards it is ``grpo``.
+    A turn is compared with the turn of the same number in the other rollouts of its group, as in MT-GRPO
+    (arXiv:2505.11821). The parts of a rollout form one sequence of turns. This is GiGPO's step advantage, except that
+    GiGPO compares steps where the environment's state repeats. Without turn rewards the result is ``grpo``.
     """
 
     name = "turn_grpo"
@@ -61,9 +61,10 @@ class TurnGRPO(Advantage):
 
 
 def turns_of(mask: NDArray[np.bool_], rewards: Sequence[TurnReward]) -> tuple[Ints, Floats]:
-    """Of each token under the mask: the number of its turn, from 0, and what it earned.  bool[T] -> i64[M], f64[M]
+    """Return the turn number (from 0) and the reward of each token under the mask.  bool[T] -> i64[M], f64[M]
 
-    A turn ends at an observation, and where a turn begins that has a reward. Its reward is on its last token.
+    A turn ends at an observation, and before the start of a turn that has a reward. The reward is on the turn's last
+    token.
     """
     places = np.flatnonzero(mask)
     begins = np.isin(places, [one.start for one in rewards])

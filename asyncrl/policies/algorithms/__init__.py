@@ -1,1 +1,1 @@
-"""Algorithms: advantage, loss, correction and aggregation put together."""
+"""Algorithms: combinations of advantage, loss, correction and aggregation."""

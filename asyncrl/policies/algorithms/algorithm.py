@@ -1,6 +1,7 @@
-"""An algorithm: advantage + loss + correction + aggregation, and what goes with any of them.
+"""An algorithm: advantage, loss, correction and aggregation, plus options that apply to any of them.
 
-Backends call ``objective`` and know nothing else. ``spec.resolve`` makes one from the table and the run file.
+Backends only call its methods, chiefly ``objective``. ``spec.resolve`` builds an algorithm from the table and the run
+file.
 """
 
 from __future__ import annotations
@@ -41,22 +42,23 @@ SCORED_BY: Final[Mapping[str, str]] = {
     "teacher_logprobs": "teacher",
     "prox_logprobs": "policy",
 }
-"""Which model says it of every token, before the step (protocols.Backend.score)."""
+"""Which model computes each per-token score, before the step (protocols.Backend.score)."""
 
 OF_BATCH: Final = ("effective_fraction", "keep")
-"""What a loss may ask for that is decided over the whole batch, from the policy's logprobs of it (apply_scores.py)."""
+"""Loss inputs that are computed over the whole batch, from the policy's logprobs (apply_scores.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """denominator: whether what a correction rejects still counts in the mean (losses/aggregation.py).
+    """The parts and options of one algorithm.
 
-    kl  the penalty for moving away from the reference model; None without one
-    overlong_tokens     over that many tokens before max_response_tokens the reward falls by overlong_factor, and beyond
-                        no further with overlong_floor (filters.overlong_penalty)
-    masks_truncated     answers that were cut train nothing
-    steps_per_batch     optimizer steps on each batch, each on its own part of it
-    learning_rate_rule  of adaptive.vcpo_learning_rate, "sqrt" or "linear"; empty leaves the learning rate alone
+    denominator         whether tokens that a correction rejects still count in the mean (losses/aggregation.py)
+    kl                  penalty for moving away from the reference model; None for no penalty
+    overlong_tokens     over the last so many tokens before max_response_tokens, the reward falls by overlong_factor;
+                        with overlong_floor it falls no further beyond (filters.overlong_penalty)
+    masks_truncated     whether truncated answers are masked, so that they train nothing
+    steps_per_batch     optimizer steps on each batch, each on its own part of the batch
+    learning_rate_rule  rule of adaptive.vcpo_learning_rate, "sqrt" or "linear"; empty keeps the learning rate
     """
 
     name: str
@@ -82,50 +84,51 @@ class Algorithm:
 
     @property
     def reads_rewards(self) -> bool:
-        """Whether rewards have any influence on what it trains."""
+        """Whether rewards influence training at all."""
         return bool({"advantages", "rewards"} & set(self.loss.inputs)) and self.advantage.name != "none"
 
     @property
     def trusts_behavior(self) -> bool:
-        """Whether data of older weights would be trained as if this policy had sampled it."""
+        """Whether data of older weights is trained as if the current policy had sampled it."""
         is_covered = self.loss.is_around_behavior or self.loss.is_supervised
         return chains.is_uncorrected(self.correction) and not is_covered
 
     @property
     def advantage_scores(self) -> frozenset[str]:
-        """Which of SCORED_BY the advantages are made from, so that they have to wait for the present weights."""
+        """The scores in SCORED_BY that the advantages need, so that they must wait for the current weights."""
         is_in_reward = self.kl is not None and self.kl.place == "reward"
         named = {*self.advantage.inputs, *(("prox_logprobs", "ref_logprobs") if is_in_reward else ())}
         return frozenset(SCORED_BY.keys() & named)
 
     @property
     def loss_scores(self) -> frozenset[str]:
-        """Which of SCORED_BY the loss asks for; the present policy's logprobs are at hand anyway."""
+        """The scores in SCORED_BY that the loss needs; the current policy's logprobs are available without scoring."""
         named = {*self.loss.inputs, *(("ref_logprobs",) if self.kl else ())} - {"prox_logprobs"}
-        if named & set(OF_BATCH) or self.keeps_prox:  # before the first micro-batch
+        if named & set(OF_BATCH) or self.keeps_prox:  # scored before the first micro-batch
             named.add("prox_logprobs")
         return frozenset(SCORED_BY.keys() & named)
 
     @property
     def keeps_prox(self) -> bool:
-        """Whether the policy is scored before the first of several steps: the proximal policy of all of them."""
+        """Whether the policy is scored once, before several optimizer steps; the scores are their proximal policy."""
         return self.steps_per_batch > 1 and not self.loss.is_supervised
 
     @property
     def batch_scores(self) -> frozenset[str]:
-        """What the loss asks for of the whole batch, beyond what other models say (apply_scores.py)."""
+        """Inputs of the loss that are computed over the whole batch, besides scores of models (apply_scores.py)."""
         return frozenset({*OF_BATCH, "rewards"} & set(self.loss.inputs))
 
     @property
     def models(self) -> frozenset[str]:
-        """Models besides the policy: "critic", "reference", "teacher"."""
+        """Models besides the policy that the algorithm needs: "critic", "reference", "teacher"."""
         return frozenset(SCORED_BY[name] for name in self.advantage_scores | self.loss_scores) - {"policy"}
 
     def objective(self, inputs: LossInputs) -> tuple[torch.Tensor, Sums]:
-        """What to call backward() on (this micro-batch's part of the batch's loss), and sums for the metrics.
+        """Return the tensor to call backward() on (this micro-batch's part of the batch loss), and sums for metrics.
 
-        Decoupled PPO (arXiv:2110.00641, 2505.24298): the proximal policy is the learner at the start of the batch, so
-        the correction covers staleness and engine mismatch at once, and the clip is a trust region around the learner.
+        As in decoupled PPO (arXiv:2110.00641, 2505.24298), the proximal policy is the learner at the start of the
+        batch. The correction therefore covers both staleness and engine mismatch, and the clip is a trust region
+        around the learner.
         """
         prox_logprobs = inputs.prox_logprobs
         loss, clipped = self.loss(inputs)
@@ -166,9 +169,9 @@ class Algorithm:
         return objective, sums
 
     def _loss_weights(self, inputs: LossInputs, weights: torch.Tensor) -> torch.Tensor:
-        """With denominator "after" the tokens of an answer that are kept share what the answer counts.
+        """Return the loss weights; with denominator "after", the kept tokens of an answer share the answer's weight.
 
-        Answers are never cut, so the micro-batch knows; what a whole batch keeps, ``gradient_scale`` does.
+        An answer is never split, so its micro-batch is enough. ``gradient_scale`` handles means over the whole batch.
         """
         if self.denominator == "before" or self.aggregation.divides_by != "sequence":
             return inputs.loss_weights
@@ -177,29 +180,29 @@ class Algorithm:
         return shares.where(weights != 0, 0.0)
 
     def _shares(self, loss_weights: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What a token counts in the means of entropy and KL, so that ``gradient_scale`` divides them as it should.
+        """Return the weight of each token in the means of entropy and KL, before ``gradient_scale`` divides them.
 
-        The correction does not weigh them, except where it says what the mean is over: under self_norm a mean by its
-        weights, with denominator "after" one over the tokens it keeps.
+        The correction does not weight entropy and KL unless it defines what the mean is over: with self_norm they are
+        weighted by its weights, and with denominator "after" only the kept tokens count.
         """
         if chains.norm_level(self.correction) is not None:
             return loss_weights * weights
         return loss_weights * (weights != 0) if self.denominator == "after" else loss_weights
 
     def zero(self, device: torch.device) -> Sums:
-        """The sums of no tokens."""
+        """Return the sums over no tokens."""
         return zero(device)
 
     def metrics(self, totals: Sums) -> Mapping[str, float]:
-        """The batch's metrics from its totals."""
+        """Return the metrics of the batch from its totals."""
         made, scale = metrics(totals), self.gradient_scale(totals)
         return made if scale is None else made | {"loss": made["loss"] * scale}
 
     def gradient_scale(self, totals: Sums) -> float | None:
-        """What the summed gradients of the whole batch are multiplied by before the step; None where it is 1.
+        """Return the factor for the summed gradients of the whole batch before the step; None if it is 1.
 
-        A divisor that is known only when every micro-batch was seen: the mean weight (self_norm), or the share of the
-        tokens that were kept (denominator "after").
+        The divisor is known only after all micro-batches: the mean weight (self_norm), or the share of kept tokens
+        (denominator "after").
         """
         level = chains.norm_level(self.correction)
         if level is not None:
@@ -209,10 +212,10 @@ class Algorithm:
         return None
 
     def learning_rate_share(self, totals: Sums) -> float:
-        """What the learning rate of this step is multiplied by, in [0, 1]: VCPO's share of the whole batch's ESS.
+        """Return the factor for the learning rate of this step, in [0, 1]: VCPO's share, from the ESS of the batch.
 
-        Of the learning rate, because AdamW undoes a scale of the gradients. A backend asks once loss and norm are on
-        the host: the sums are computed then, so nothing waits for them. A batch without tokens gets the whole rate.
+        It scales the learning rate because AdamW cancels a scale of the gradients. A backend calls this once loss and
+        norm are on the host; the sums are computed by then, so nothing waits for them. A batch without tokens gets 1.
         """
         if not self.learning_rate_rule or not totals["sequences"]:
             return 1.0

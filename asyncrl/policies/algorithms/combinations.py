@@ -1,4 +1,4 @@
-"""Combinations of parts that are refused, each with the reason (table: docs/guides/algorithms.md)."""
+"""Combinations of parts that are rejected, each with the reason (table: docs/guides/algorithms.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.policies.losses.kl import CORRECTED, Penalty
 
 
 def refuse_wrong_combinations(made: Algorithm) -> None:
-    """Raises ConfigError for parts that would train something other than what their names say."""
+    """Raise ConfigError for parts that would train something other than their names say."""
     ratios = chains.ratios(made.correction)
     if made.loss.is_around_behavior and ratios:
         raise ConfigError(
@@ -26,7 +26,7 @@ def refuse_wrong_combinations(made: Algorithm) -> None:
 
 
 def _refuse_wrong_denominator(made: Algorithm) -> None:
-    """Where ``denominator = "after"`` would change nothing, or the sum it divides by is not known in time."""
+    """Reject denominator "after" where it changes nothing, or where its divisor is not known in time."""
     name = made.aggregation.name
     if made.aggregation.divides_by == "prompt":
         raise ConfigError(
@@ -41,8 +41,8 @@ def _refuse_wrong_denominator(made: Algorithm) -> None:
         )
     if chains.norm_level(made.correction) is not None:
         raise ConfigError(
-            'algorithm: self_norm divides by the mean weight, in which what is rejected is 0 already; denominator = "'
-            'after" on top would count rejection twice: use "before"'
+            "algorithm: self_norm divides by the mean weight, in which rejected tokens already count as 0; "
+            'denominator = "after" on top would count rejection twice: use "before"'
         )
 
 
@@ -56,11 +56,11 @@ def _refuse_masks_that_see_nothing(made: Algorithm) -> None:
 
 
 def _refuse_what_teaches_nothing(made: Algorithm) -> None:
-    """Parts whose result nothing would look at."""
+    """Reject parts whose result is never used."""
     has_rewards = "advantages" in made.loss.inputs
     if made.advantage_scores and not has_rewards:
         raise ConfigError(
-            f"algorithm: loss {made.loss.name} does not look at advantages, and a pass of another model makes them; "
+            f"algorithm: loss {made.loss.name} does not look at advantages, which need a pass of another model here; "
             'use a loss such as ppo_clip, or advantage = "none" and no KL in the reward'
         )
     if made.advantage.name == "none" and has_rewards and "teacher" not in made.models:

@@ -1,7 +1,7 @@
-"""A critic's objective: the loss of its values, and how well they explain the returns.
+"""The objective of a critic: the loss of its values, and how well they explain the returns.
 
-A critic takes one step per batch, so its values are the old ones while it trains and the clip does not bind: it is
-there for backends that take several steps. Test: tests/unit/policies/algorithms/test_critic.py.
+A critic takes one step per batch, so its old values equal its values while it trains, and the clip has no effect. The
+clip is for backends that take several steps. Test: tests/unit/policies/algorithms/test_critic.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUMS: Final = ("loss", "tokens", "clipped", "moved", "values", "returns", "retur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """The options of value_loss.value_loss; ``clip`` 0 turns the clip off."""
+    """The options of value_loss.value_loss; a ``clip`` of 0 turns the clip off."""
 
     kind: Literal["mse", "huber"] = "mse"
     clip: float = 0.5
@@ -33,7 +33,7 @@ class Critic:
         return Sums(sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device), maxima=_no_maximum(device))
 
     def objective(self, inputs: ValueInputs) -> tuple[torch.Tensor, Sums]:
-        """This micro-batch's part of the batch's value loss, under the same weights as the policy's, and sums."""
+        """Return this micro-batch's part of the batch's value loss, weighted like the policy loss, and its sums."""
         loss, clipped = value_loss(
             inputs.values,
             inputs.old_values,
@@ -58,7 +58,10 @@ class Critic:
         return 1.0
 
     def metrics(self, totals: Sums) -> Mapping[str, float]:
-        """critic/explained_variance: 1 - Var(returns - values) / Var(returns), at most 1; left out of equal returns."""
+        """Return the metrics of the batch.
+
+        critic/explained_variance is 1 - Var(returns - values) / Var(returns), at most 1; omitted for equal returns.
+        """
         of = dict(zip(SUMS, totals.sums.tolist(), strict=True))
         tokens = max(of["tokens"], 1.0)
         metrics = {
@@ -76,5 +79,5 @@ class Critic:
 
 
 def _no_maximum(device: torch.device) -> torch.Tensor:
-    """One number, so that ranks have something to reduce."""
+    """Return one zero, so that ranks have something to reduce."""
     return torch.zeros(1, dtype=torch.float64, device=device)

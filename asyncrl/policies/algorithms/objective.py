@@ -1,7 +1,7 @@
-"""What a backend asks of whatever it trains on: an algorithm for the policy, a value loss for the critic.
+"""The interface between a backend and the loss: an algorithm for the policy, a value loss for the critic.
 
-A backend runs the model over one micro-batch, hands what came out to ``objective`` and calls backward on the result;
-nothing else about the loss is known to it.
+A backend runs the model over one micro-batch, passes the outputs to ``objective`` and calls backward() on the result.
+It knows nothing else about the loss.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from asyncrl.policies.corrections.diagnostics import Sums
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueInputs:
-    """The response tokens of one micro-batch, M of them, as a critic sees them.
+    """The inputs of a critic: the M response tokens of one micro-batch.
 
-    values         f32[M]  of the state in which each token was chosen (everything before it), with gradient
-    old_values     f32[M]  the same by the critic as it was before the batch
-    returns        f32[M]  what the values should have been
+    values         f32[M]  value of the state in which each token was chosen (everything before it), with gradient
+    old_values     f32[M]  the same value from the critic before the batch
+    returns        f32[M]  targets of the values
     loss_weights   f32[M]
-    sequence       i64[M]  which of the micro-batch's ``num_sequences`` documents the token belongs to, rising
+    sequence       i64[M]  index of the token's document among the micro-batch's ``num_sequences``, non-decreasing
     """
 
     values: torch.Tensor
@@ -35,28 +35,28 @@ class ValueInputs:
 
 
 class Objective(Protocol):
-    """policies.algorithms.Algorithm of a policy, policies.critic.Critic of a critic."""
+    """The loss of a model: Algorithm for a policy (algorithm.py), Critic for a critic (critic.py)."""
 
     def objective(self, inputs: Any) -> tuple[torch.Tensor, Sums]:
-        """What to call backward() on (this micro-batch's part of the batch's loss), and sums that add up to metrics.
+        """Return the tensor to call backward() on (this micro-batch's part of the batch loss), and sums for metrics.
 
-        LossInputs of a model with logprobs, ValueInputs of one with values; M is at least 1. The first of the sums is
-        the loss.
+        ``inputs`` is LossInputs for a model with logprobs, ValueInputs for one with values; M is at least 1. The first
+        sum is the loss.
         """
         ...
 
     def zero(self, device: torch.device) -> Sums:
-        """The sums of no tokens."""
+        """Return the sums over no tokens."""
         ...
 
     def gradient_scale(self, totals: Sums) -> float | None:
-        """What the summed gradients of the whole batch are multiplied by before the step; None where it is 1."""
+        """Return the factor for the summed gradients of the whole batch before the step; None if it is 1."""
         ...
 
     def learning_rate_share(self, totals: Sums) -> float:
-        """What the learning rate of this step is multiplied by, in [0, 1]; asked when the totals are on the host."""
+        """Return the factor for the learning rate of this step, in [0, 1]; called once the totals are on the host."""
         ...
 
     def metrics(self, totals: Sums) -> Mapping[str, float]:
-        """The batch's metrics from its totals, by their full names ("critic/loss")."""
+        """Return the metrics of the batch from its totals, by their full names ("critic/loss")."""
         ...

@@ -1,4 +1,4 @@
-"""A row of the table of algorithms, and what the run file makes of it: parts exchanged by name, options set."""
+"""A row of the table of algorithms, and ``resolve``, which applies the parts and options that the run file sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ P = TypeVar("P", bound=Part)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
-    """An algorithm by its parts, each with the options that the algorithm wants: ``PPOClip(clip_high=0.28)``."""
+    """The parts of an algorithm, each with the options that the algorithm sets: ``PPOClip(clip_high=0.28)``."""
 
     name: str
     paper: str
@@ -47,11 +47,11 @@ def resolve(
     kl: Penalty | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Algorithm:
-    """``spec`` with other parts and hyper-parameters.
+    """Return the algorithm ``spec`` with the parts and hyper-parameters of the run file.
 
-    An option goes to the one part that has it; ``part.option`` says which where several do. A part that is exchanged
-    takes its own defaults. Raises ConfigError for names that do not exist, values out of range, and combinations that
-    are wrong, with the reason.
+    An option goes to the one part that has it; write ``part.option`` if several parts do. A replaced part starts from
+    its own defaults. Raises ConfigError, with the reason, for unknown names, values out of range and combinations that
+    are wrong.
     """
     parts: dict[str, Part] = {
         "advantage": named(advantage, Advantage, ADVANTAGES, where="advantage") if advantage else spec.advantage,
@@ -82,14 +82,14 @@ def resolve(
 
 
 def sets(options: Mapping[str, Any], option: str) -> bool:
-    """Whether the run file's ``options`` set ``option``, with or without a prefix."""
+    """Return whether the run file's ``options`` set ``option``, with or without a prefix."""
     return any(key.rpartition(".")[2] == option for key in options)
 
 
 def _dealt(
     options: Mapping[str, Any], parts: Mapping[str, Part], steps: Mapping[str, Part], *, name: str
 ) -> dict[str, dict[str, Any]]:
-    """The run file's options by the place of the part that has each."""
+    """Group the run file's options by the part that owns them."""
     changes: dict[str, dict[str, Any]] = {}
     every = {**parts, **steps}
     for key, value in options.items():

@@ -1,4 +1,4 @@
-"""The table of algorithms, one row each: its paper, and its parts with the options that it sets.
+"""The table of algorithms. Each row has the paper, and the parts with the options that the algorithm sets.
 
 Which to choose: docs/guides/algorithms.md.
 """
@@ -34,7 +34,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
         ),
         AlgorithmSpec(
             name="dapo",
-            paper="arXiv:2503.14476; here grpo with clip_high 0.28, filters, overlong_tokens and mask_truncated apart",
+            paper="arXiv:2503.14476; grpo with clip_high 0.28; filters, overlong_tokens, mask_truncated are separate",
             advantage=GRPO(),
             loss=PPOClip(clip_high=0.28),
             aggregation=TokenMean(),

@@ -1,1 +1,1 @@
-"""Accounts for every prompt group of a run."""
+"""Audit: account for every prompt group of a run."""

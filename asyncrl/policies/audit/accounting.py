@@ -1,17 +1,17 @@
-"""What became of every prompt group of a run, worked out from what the run left behind; and whether that adds up.
+"""Account for every prompt group of a run from the records it left, and check that the records agree.
 
-Three witnesses are compared, of which none is made from another:
+Three independent records are compared:
 
-  history     a line for every group that left the window, written by the learner at that instant
-  (asyncrl/state/history.py)
-  checkpoint  the ledgers and the prompt position that a resumed learner goes on from
+  history     a line for each group that left the window, written by the learner at that moment
+              (asyncrl/state/history.py)
+  checkpoint  the ledgers and the prompt position from which a resumed learner continues
   bus         prompts that wait or are in flight, and the trajectory log with the versions that sampled each token
 
-The history that counts is the one the weights have (``entries.present``).
+Only the history of the newest weights counts (``entries.present``).
 
-Of n groups, with ids 0 to n - 1 (the docstring of ``Account`` says what each number means):
+For n groups with ids 0 to n - 1, if nothing is duplicated (the docstring of ``Account`` explains each number):
 
-    prompts = trained + dropped + failed + filtered + pending + lost + unrecorded      when nothing is duplicated
+    prompts = trained + dropped + failed + filtered + pending + lost + unrecorded
 
 Tests: tests/unit/policies/audit/test_accounting.py.
 """
@@ -35,15 +35,15 @@ from asyncrl.policies.staleness.staleness import Forks, effective_version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """One group on the trajectory log. spans: of each trajectory, those with sampled tokens, and how many each has."""
+    """One group on the trajectory log.  spans: per trajectory, its version spans with the number of sampled tokens"""
 
     sequence: int
     group_id: int
     spans: tuple[tuple[tuple[VersionSpan, int], ...], ...] = ()
 
     def trained(self, *, step: int, forks: Forks, too_old: TooOld, bound: int) -> tuple[int, int]:
-        """(staleness of the oldest token that counts when ``step`` trains it, below 0 as 0; what of it is left out:
-        trajectories, or tokens)."""
+        """Return the staleness, at least 0, of the oldest token that counts when ``step`` trains the group, and the
+        number of trajectories (``too_old`` "alone") or tokens ("tokens") that are left out."""
         ages = [[(step - 1 - effective_version(span, forks), count) for span, count in of] for of in self.spans]
         left_out = 0
         if too_old == "alone":
@@ -59,8 +59,8 @@ class Logged:
 class BusFacts:
     """What the bus holds.
 
-    prompts      how many prompts were ever published on it, those included that were published again
-    queued, log  groups that wait or are in flight as prompts; records of the trajectory log
+    prompts      number of prompts ever published on it, including republished ones
+    queued, log  ids of groups whose prompts wait or are in flight; records of the trajectory log
     first, last  sequence of the oldest record that is kept, and of the newest ever published
     """
 
@@ -73,7 +73,7 @@ class BusFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFacts:
-    """What the newest checkpoint says. outstanding: ids published and not disposed of; position: in the history."""
+    """The newest checkpoint.  position: bytes of history at that time;  outstanding: ids published and not done"""
 
     step: int
     position: int
@@ -85,42 +85,42 @@ class SavedFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """prompts               prompt groups that were published; ids are dense, so the largest one says how many
-    published             of these, came back from a worker: they met a fate, or lie on the log
+    """The account of a run.
+
+    prompts               prompt groups that were published; ids are dense, so the largest id gives the count
+    published             groups that came back from a worker: they met a fate or are on the log
     trained               trained by a step in the history of the newest weights
     dropped               arrived too old to be trained (staleness)
     failed                could not be made: engine, reward or rollout function failed for good
-    set_aside             of the failed: two incarnations in a row ended with them
+    set_aside             failed groups with which two consecutive incarnations ended
     filtered              nothing to learn from (algorithm.filters)
-    pending               not done yet and not lost: waiting or in flight as a prompt, waiting on the log, or published
-                          again by the next ``--resume`` because the checkpoint says they are outstanding
-    lost                  neither done nor pending: nobody will ever train them; also what the checkpoint's ledger
-                          calls done without a line in the history that says how, and records trimmed from the log
-                          before a checkpoint that has them done
-    unrecorded            done by the checkpoint's ledger, without a line that says how in a history that is damaged:
-                          trained, dropped, failed or filtered, and nobody can say which
-    duplicated            met two fates in one history, or met one that the checkpoint does not know of, so that a
-                          resumed learner would train them again, or were trained again against the rule
+    pending               neither done nor lost: the prompt waits or is in flight, the group waits on the log, or the
+                          next ``--resume`` publishes it again because the checkpoint lists it as outstanding
+    lost                  neither done nor pending, so never trained; also groups done by the checkpoint's ledger
+                          without a line in the history, and log records trimmed before a checkpoint had them done
+    unrecorded            done by the checkpoint's ledger without a line in a damaged history: trained, dropped, failed
+                          or filtered, but the record does not say which
+    duplicated            met two fates in one history, met a fate that the checkpoint does not know of (a resumed
+                          learner would train them again), or were replayed against the rule
     max_staleness         versions between sampling and training of the oldest trained token
-    staleness_violations  trained groups with a token over the bound of their incarnation; and steps whose recorded
-                          staleness is not that of their groups on the log, or not that in metrics.jsonl
-    incarnations          starts of the learner, also those of which no step is left
-    retrained             trained in a lost history and again in this one: a kill, not a duplicate
-    replayed              trainings of groups that had been trained before (staleness.replay_groups): no duplicates
-    foreign               log records of groups that this run never published: somebody else's, refused or ignored
-    steps, bound          optimizer steps of this history; largest bound of its incarnations
-    on_log, with_metrics  trained groups whose staleness was worked out anew from the log; steps compared with their
-                          row in metrics.jsonl
-    problems              a sentence for every number that should be 0 and is not
-    damage                a sentence for everything of the record that cannot be read
-    damaged_places        of the history, and 1 where no checkpoint can be read: what was there may be more than
-                          what is counted as unrecorded
-    bus_not_asked         why nobody asked the run's bus, so that its prompts and its log are not in the account; empty
-                          when it was asked
-    evaluations           results of evaluations, and how many of them are incomplete, by metrics.jsonl
-    evaluation_answers    records of the newest evaluation on the bus, each with the answers to one prompt, and those
-                          that mix versions, which count in no result
-    evaluation_problems   results that are not what their answers say, and evaluation groups among those of training
+    staleness_violations  trained groups with a token over the bound of their incarnation, and steps whose recorded
+                          staleness differs from that of their groups on the log or from metrics.jsonl
+    incarnations          starts of the learner, including those of which no step is left
+    retrained             trained in a lost history and again in this one, after a kill; not duplicates
+    replayed              repeated trainings of groups by the rule (staleness.replay_groups); not duplicates
+    foreign               log records of groups that this run never published; the learner rejects or ignores them
+    steps, bound          optimizer steps of this history; largest staleness bound of its incarnations
+    on_log, with_metrics  trained groups whose staleness was recomputed from the log; steps that were compared with
+                          their row in metrics.jsonl
+    problems              a sentence for each number that should be 0 and is not
+    damage                a sentence for each part of the record that cannot be read
+    damaged_places        damaged places of the history, plus 1 if no checkpoint can be read; more groups may be missing
+                          there than are counted as unrecorded
+    bus_not_asked         why the bus was not asked, so the account lacks prompts and log; empty if it was asked
+    evaluations           results of evaluations in metrics.jsonl, and how many of them are incomplete
+    evaluation_answers    records of the newest evaluation on the bus, each with the answers to one prompt, and how many
+                          of them mix versions and count in no result
+    evaluation_problems   results that differ from their answers, and evaluation groups on the trajectory log
     """
 
     prompts: int
@@ -160,7 +160,7 @@ class Account:
 
     @property
     def has_no_fault(self) -> bool:
-        """As far as the record goes."""
+        """Whether no problem was found in the parts of the record that can be read."""
         return self.lost == self.duplicated == self.staleness_violations == self.evaluation_problems == 0
 
     def with_evaluations(self, found: EvaluationAccount) -> Account:
@@ -189,12 +189,12 @@ def account(
     is_history_gone: bool = False,
     bus_not_asked: str = "",
 ) -> Account:
-    """The account of a run. ``saved``: None before the first checkpoint; ``bus``: None if it was not asked.
+    """Return the account of a run. ``saved`` is None before the first checkpoint, ``bus`` is None if it was not asked.
 
     recorded_staleness  (incarnation, step) -> staleness/max in metrics.jsonl
-    size                bytes that the history's file has
-    damage_elsewhere    sentences on what cannot be read besides the history
-    is_history_gone     ``entries`` is empty, and a learner has written some
+    size                length of the history's file in bytes
+    damage_elsewhere    sentences on unreadable records other than the history
+    is_history_gone     ``entries`` is empty although a learner has written some
     bus_not_asked       why ``bus`` is None
     """
     history = _counting(entries, saved=saved, size=size)
@@ -261,17 +261,17 @@ def account(
 
 
 def _counting(entries: Sequence[HistoryEntry], *, saved: SavedFacts | None, size: int | None) -> Sequence[HistoryEntry]:
-    """The history that the weights have."""
+    """Return the history that the newest weights have."""
     history = present(entries)
     if saved is None or size is None or size >= saved.position:
         return history
-    # The file was cut before the checkpoint's place: a fall back may have been behind the cut.
+    # The file was cut before the checkpoint's position; the missing part may have recorded a fallback.
     return [entry for entry in history if all(group_id in saved.groups for group_id in entry.groups)]
 
 
 @dataclass(slots=True)
 class _Whereabouts:
-    """Of groups that no line of the history ends."""
+    """Groups for which no line of the history gives a fate."""
 
     prompts: int
     pending: int
@@ -287,11 +287,11 @@ def _whereabouts(
     logged: Set[int],
     unread: Set[int],
 ) -> _Whereabouts:
-    """``ended``: groups with a line.  queued, logged: on the bus.  unread: of those logged"""
+    """Classify the groups without a fate.  ended: have a line;  queued, logged: on the bus;  unread: part of logged"""
     next_group_id = saved.next_group_id if saved else 0
     seen = ended | queued | logged | set(range(next_group_id))
     prompts = max(seen, default=-1) + 1
-    found = _Whereabouts(prompts, prompts - len(seen))  # who goes on behind the checkpoint publishes what is missing
+    found = _Whereabouts(prompts, prompts - len(seen))  # a resumed learner publishes the missing ids
     for group_id in sorted(seen):
         if group_id in ended or (saved is not None and group_id in saved.groups):
             continue
@@ -310,10 +310,10 @@ def _whereabouts(
 
 @dataclass(slots=True)
 class _Done:
-    """Where the history and the checkpoint's ledger differ on what is done.
+    """Differences between the history and the checkpoint's ledger.
 
-    lost, unrecorded  done by the ledger, and no line says how; unrecorded where the record is damaged
-    unsaved           done by a line, and not by the ledger: they may be done again
+    lost, unrecorded  done by the ledger, but no line says how; unrecorded if the record is damaged
+    unsaved           done by a line, but not by the ledger, so they may be done again
     """
 
     lost: set[int] = field(default_factory=set)
@@ -336,12 +336,12 @@ def _against_checkpoint(history: Sequence[HistoryEntry], *, saved: SavedFacts | 
 
 
 def _is_foreign(record: Logged, saved: SavedFacts | None, consumed: Ledger) -> bool:
-    """Whether the learner had read the record, and not published its group, when the checkpoint was written."""
+    """Return whether the learner had read the record but never published its group, as of the checkpoint."""
     return saved is not None and record.group_id >= saved.next_group_id and record.sequence in consumed
 
 
 def _consumed(saved: SavedFacts | None, bus: BusFacts | None) -> Ledger:
-    """Log sequences that a resumed learner skips. A log shorter than the cursor is a new one, which it reads whole."""
+    """Return the log sequences that a resumed learner skips. A log shorter than the cursor is new and is read whole."""
     if saved is None or (bus is not None and bus.last < saved.consumed.watermark - 1):
         return Ledger(watermark=1)
     return saved.consumed
@@ -358,7 +358,7 @@ class _Ages:
 def _ages(
     history: Sequence[HistoryEntry], log: Sequence[Logged], recorded_staleness: Mapping[tuple[int, int], int]
 ) -> _Ages:
-    """The staleness of every trained group: from the log where it still has them, else as the step recorded it."""
+    """Return the staleness of each trained group: from the log if it has the group, else as the step recorded it."""
     found = _Ages()
     records: dict[int, list[Logged]] = {}
     for record in log:
@@ -393,5 +393,5 @@ def _ages(
 
 
 def _record_of(entry: HistoryEntry, group_id: int, records: Sequence[Logged]) -> Logged | None:
-    """That this step trained; None when the log no longer has it."""
+    """Return the record that this step trained; None if the log no longer has it."""
     return next((record for record in records if entry.is_record_of(group_id, record.sequence)), None)

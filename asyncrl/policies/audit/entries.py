@@ -1,12 +1,12 @@
-"""Lines of a run's history, and which of them are in the history that the newest weights have.
+"""Lines of a run's history, and the selection of those that belong to the newest weights.
 
-**That history is the one that counts.** A learner that is killed after step n and resumed from the checkpoint of step
-k < n has weights that never saw steps k + 1 to n: their groups are trained again, and that is no duplicate. Each
-incarnation of the learner begins with a line that says how far the file went when its checkpoint was made; what lies
-between is a lost history (``present``).
+**Only the history of the newest weights counts.** A learner that is killed after step n and resumes from the checkpoint
+of step k < n has weights that never saw steps k + 1 to n. The groups of these steps are trained again, and they are not
+duplicates. Each incarnation of the learner begins with a line that says how long the file was when its checkpoint was
+made. The lines in between are a lost history (``present``).
 
-**A damaged record is no lost group.** A line that cannot be read is an entry of kind "damaged". Lines that are gone
-show too: an incarnation begins on a checkpoint that had seen more of the file than is there, or has no first line.
+**A damaged record is not a lost group.** An unreadable line becomes an entry of kind "damaged". Missing lines are
+detected too: an incarnation begins on a checkpoint that had seen more of the file than exists, or has no first line.
 
 Tests: tests/unit/policies/audit/test_accounting.py, test_damaged_record.py.
 """
@@ -27,22 +27,22 @@ DAMAGED: Final = "damaged"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
-    """One line of the history, in the order written.
+    """One line of the history, in the order of writing.
 
-    kind           "begun": an incarnation of the learner begins; "damaged": a line that cannot be read, or lines that
-                   are gone; or one of FATES
-    step           of "trained" the step's number, else how many steps were done
+    kind           "begun": an incarnation of the learner begins; "damaged": an unreadable line, or missing lines;
+                   otherwise one of FATES
+    step           "trained": number of the step; other kinds: steps done so far
     position       bytes of the file before this line
     groups         ids that met this fate, in the order of the batch
-    sequences      of "trained" the log record of each group; empty in lines of older versions
-    max_staleness  of "trained" the oldest sampled token of the batch; of "begun" the bound of this incarnation
-    old_parts      of "trained" the trajectories that were too old alone, and trained nothing; old_tokens: the same of
-                   tokens
-    replayed       of "trained" the groups that it trained again, behind the others, with the log record of each
-    kept           of "begun": what lies at this position and beyond is not in the history of the weights
-    settings       of "begun": the run file (config/record.py); empty when that line is damaged
-    problem        of "damaged": which line, and what is wrong with it
-    cause          of "failed": groups.states.SET_ASIDE, or "" for any other
+    sequences      "trained": log record of each group; empty in lines of older versions
+    max_staleness  "trained": staleness of the batch's oldest sampled token; "begun": bound of this incarnation
+    old_parts      "trained": trajectories that trained nothing because they were too old on their own
+    old_tokens     "trained": tokens that trained nothing because they were too old on their own
+    replayed       "trained": groups that the step trained again, after the new ones, with the log record of each
+    kept           "begun": lines from this position on are not in the history of the weights
+    settings       "begun": the run file (config/record.py); empty if that line is damaged
+    problem        "damaged": the line and what is wrong with it
+    cause          "failed": groups.states.SET_ASIDE, or "" for any other cause
     """
 
     kind: str
@@ -62,7 +62,7 @@ class HistoryEntry:
 
     @property
     def too_old(self) -> TooOld:
-        """Of "begun": what of a group trains nothing with its oldest token (staleness.parts)."""
+        """Of "begun": the unit that trains nothing once its oldest token is too old (staleness.parts)."""
         staleness = self.settings.get("staleness", {})
         named = staleness.get("parts") if isinstance(staleness, Mapping) else None
         return named if named in ("alone", "tokens") else "whole"
@@ -73,13 +73,13 @@ class HistoryEntry:
         return (*self.groups, *(group_id for group_id, _ in self.replayed))
 
     def is_record_of(self, group_id: int, sequence: int) -> bool:
-        """Whether this step trained its group from that log record. A worker that was away answers once more, late."""
+        """Return whether this step trained the group from that log record; a late worker may add a second record."""
         trained = (*zip(self.groups, self.sequences, strict=False), *self.replayed)
         return not self.sequences or (group_id, sequence) in trained
 
 
 def present(entries: Sequence[HistoryEntry]) -> list[HistoryEntry]:
-    """The history that the newest weights have: without what learners lost that fell back to a checkpoint."""
+    """Return the history of the newest weights, without lines that a fallback to a checkpoint made obsolete."""
     history: list[HistoryEntry] = []
     incarnation = -1
     for entry in entries:
@@ -101,7 +101,7 @@ def present(entries: Sequence[HistoryEntry]) -> list[HistoryEntry]:
 
 
 def steps(history: Sequence[HistoryEntry]) -> Iterator[tuple[HistoryEntry, HistoryEntry, Forks]]:
-    """Each trained step of a present history, with the line that began its incarnation and the forks as it saw them."""
+    """Yield each trained step of a present history, the line that began its incarnation, and the forks at that time."""
     forks: dict[int, int] = {}
     for entry in history:
         if entry.kind == BEGUN:
@@ -115,10 +115,10 @@ def steps(history: Sequence[HistoryEntry]) -> Iterator[tuple[HistoryEntry, Histo
 def damage(
     history: Sequence[HistoryEntry], *, until: tuple[int, int] | None = None, size: int | None = None
 ) -> list[str]:
-    """Where a present history is damaged: a sentence for each place, with the steps that may be missing there.
+    """Return a sentence for each damaged place of a present history, with the steps that may be missing there.
 
-    until  (step, position) of the newest checkpoint: the file had that many bytes then
-    size   bytes that the file has
+    until  (step, position) of the newest checkpoint; position is the length of the file at that time, in bytes
+    size   length of the file now, in bytes
     """
     found: list[str] = []
     before, problems = 0, list[str]()
@@ -137,7 +137,7 @@ def damage(
 
 
 def due_checkpoint(history: Sequence[HistoryEntry]) -> int:
-    """The last step behind which a checkpoint was written, by what was trained afterwards; 0 if none had to be."""
+    """Return the last step after which a checkpoint must have been written, given the later steps; 0 if none."""
     due = 0
     for entry, begun, _ in steps(history):
         section = begun.settings.get("checkpoint") if isinstance(begun.settings, Mapping) else None
@@ -145,7 +145,7 @@ def due_checkpoint(history: Sequence[HistoryEntry]) -> int:
         if type(every) is int and every > 0:
             before = (entry.step - 1) // every * every  # it is written before the next step is trained
             due = max(due, before if before > begun.step else 0)
-        due = max(due, begun.step)  # an incarnation that begins there
+        due = max(due, begun.step)  # this incarnation began from a checkpoint of that step
     return due
 
 
@@ -164,13 +164,13 @@ def _fall_back(history: list[HistoryEntry], *, kept: int) -> None:
 
 
 def _forget_steps_behind(history: list[HistoryEntry], step: int) -> None:
-    """Where positions say nothing because lines are gone."""
+    """Remove the steps after ``step`` when missing lines make positions meaningless."""
     lost = (index for index, entry in enumerate(history) if entry.kind == "trained" and entry.step > step)
     del history[next(lost, len(history)) :]
 
 
 def _supposed(first: HistoryEntry, history: Sequence[HistoryEntry], entries: Sequence[HistoryEntry]) -> HistoryEntry:
-    """The line that began the incarnation of ``first``, its first entry, as far as that can be concluded."""
+    """Reconstruct, as far as possible, the line that began the incarnation whose first known entry is ``first``."""
     step = first.step - 1 if first.kind == "trained" else first.step
     later = (entry.position for entry in history if entry.kind in FATES and _ended_behind(entry, step))
     bounds = [entry.max_staleness for entry in entries if entry.kind == BEGUN]
@@ -185,7 +185,7 @@ def _supposed(first: HistoryEntry, history: Sequence[HistoryEntry], entries: Seq
 
 
 def _ended_behind(entry: HistoryEntry, step: int) -> bool:
-    """Whether a checkpoint of ``step`` may have been made before this line."""
+    """Return whether a checkpoint of ``step`` may have been made before this line."""
     return entry.step > step if entry.kind == "trained" else entry.step >= step
 
 

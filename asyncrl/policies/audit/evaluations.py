@@ -1,6 +1,6 @@
-"""What became of the evaluations of a run, by two witnesses: the results in metrics.jsonl, and the answers on the bus.
+"""Account for the evaluations of a run from two records: the results in metrics.jsonl and the answers on the bus.
 
-The answers of the newest evaluation are still there: its means are worked out anew from them.
+The bus still holds the answers of the newest evaluation, so the means of that evaluation are recomputed from them.
 Tests: tests/unit/policies/audit/test_evaluations.py.
 """
 
@@ -23,10 +23,10 @@ _MEAN: Final = re.compile(r"evaluation/(?P<dataset>.+)/mean@(?P<count>[0-9]+)")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationAccount:
     """
-    evaluations  results in metrics.jsonl; ``incomplete``: those that some prompts are missing in
-    answers      records of the newest evaluation on the bus; ``mixed``: those not wholly of its version, which count
-                 in no result
-    problems     a sentence for every result that is not what its answers say
+    evaluations  results in metrics.jsonl; ``incomplete``: results that lack some prompts
+    answers      records of the newest evaluation on the bus; ``mixed``: records that are not wholly of its version and
+                 count in no result
+    problems     a sentence for each result that differs from its answers
     """
 
     evaluations: int = 0
@@ -44,9 +44,9 @@ def account_of_evaluations(
     training_groups: Iterable[int] = (),
 ) -> EvaluationAccount:
     """
-    rows             of metrics.jsonl by (incarnation, step)
-    newest, answers  from the bus, in the order of the log
-    training_groups  ids on the trajectory log: none of them may be of an evaluation
+    rows             rows of metrics.jsonl by (incarnation, step)
+    newest, answers  from the bus; answers are in the order of the log
+    training_groups  ids on the trajectory log; none of them may belong to an evaluation
     """
     results = {key: row for key, row in rows.items() if "evaluation/complete" in row}
     problems = [f"group {i} of an evaluation is on the trajectory log" for i in training_groups if i >= FIRST_GROUP_ID]
@@ -66,14 +66,14 @@ def account_of_evaluations(
 
 
 def _counts(row: Mapping[str, Any]) -> dict[str, int]:
-    """Answers to each prompt, by data set."""
+    """Return the number of answers per prompt, by data set."""
     return {found["dataset"]: int(found["count"]) for name in row if (found := _MEAN.fullmatch(name))}
 
 
 def _judged(
     answers: Iterable[EvaluationAnswers], newest: Evaluation, counts: Mapping[str, int]
 ) -> Iterator[tuple[EvaluationAnswers, Verdict]]:
-    """Those to prompts of the newest evaluation, each with what the learner makes of it."""
+    """Yield the answers to prompts of the newest evaluation, each with the learner's verdict."""
     verdicts = Verdicts(newest)
     for one in answers:
         if one.number != newest.number or one.group_id is None or newest.index(one.group_id) is None:
@@ -83,7 +83,7 @@ def _judged(
 
 
 def _differences(good: Iterable[EvaluationAnswers], row: Mapping[str, Any], newest: Evaluation) -> list[str]:
-    """Of a complete result: one that ended without all answers may have been ended before answers that are here."""
+    """Compare a complete result with its answers; an incomplete one may have ended before some of the answers came."""
     if not row["evaluation/complete"]:
         return []
     counts, of_prompts = _counts(row), defaultdict[str, list[float]](list)

@@ -1,4 +1,4 @@
-"""Whether what a run trained again was replayed by the rule: groups of the same incarnation, as often as it allows."""
+"""Check that repeated training followed the rule: groups of the same incarnation, at most as often as allowed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.policies.audit.entries import HistoryEntry, steps
 
 
 def replays(history: Sequence[HistoryEntry]) -> tuple[int, dict[int, str]]:
-    """How often groups were trained again; and group id -> what is wrong with it.  ``history``: a present one"""
+    """Return how often groups were trained again, and group id -> problem.  ``history``: a present one"""
     problems: dict[int, str] = {}
     incarnation, count = -1, 0
     trained: set[int] = set()

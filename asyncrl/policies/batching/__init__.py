@@ -1,1 +1,1 @@
-"""Trajectory groups to packed micro-batches."""
+"""From trajectory groups to packed micro-batches."""

@@ -1,9 +1,9 @@
-"""What other models say of a batch, and the advantages that follow, put into its micro-batches. Numpy, on the host.
+"""Add the scores of other models, and the advantages that need them, to the micro-batches. Numpy, on the host.
 
-A batch is packed ahead; what depends on the present weights (a critic's values, the policy's logprobs) comes in here,
-at the step. Scores arrive as the backend gives them, f32[N] per micro-batch and share; advantages are made of the whole
-batch, whose response tokens lie end to end in the order of its documents. Test:
-tests/actors/learner/test_training_step.py.
+A batch is packed ahead of its step. Whatever depends on the current weights (a critic's values, the policy's logprobs)
+is added here, at the step. Scores arrive as the backend returns them, f32[N] per micro-batch and share. Advantages are
+computed over the whole batch, with its response tokens concatenated in the order of its documents.
+Test: tests/actors/learner/test_training_step.py.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ PerDocument = list[NDArray[np.float32]]
 
 
 def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorithm) -> list[list[MicroBatch]]:
-    """``shares`` with the advantages and scores that the algorithm makes of ``scores`` (names of SCORED_BY).
+    """Return ``shares`` with the advantages and scores that the algorithm derives from ``scores`` (see SCORED_BY).
 
-    MicroBatch.scores gets "ref_logprobs" and "teacher_logprobs" as they are, with a critic "old_values" and "returns",
-    "prox_logprobs" where several steps follow, and "effective_fraction", "keep" or "rewards" where the loss asks for
-    it.
+    MicroBatch.scores gets
+      "ref_logprobs" and "teacher_logprobs" unchanged
+      "old_values" and "returns", with a critic
+      "prox_logprobs", if several optimizer steps follow
+      "effective_fraction", "keep" or "rewards", if the loss asks for them
     """
     known = {name: _by_document(shares, of, count=len(batch.documents)) for name, of in scores.items()}
     taken = ("ref_logprobs", "teacher_logprobs", *(("prox_logprobs",) if algorithm.keeps_prox else ()))
@@ -62,7 +64,7 @@ def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorit
 
 
 def effective_fraction(prox_logprobs: Sequence[NDArray[np.float32]], batch: Batch) -> float:
-    """Effective samples of the token ratios over all trained tokens of the batch, over their number, in (0, 1]."""
+    """Return the effective sample size of the token ratios over the number of trained tokens, in (0, 1]."""
     ratios = [
         ratio(*(of[document.response_mask].astype(np.float64) for of in (prox, document.behavior_logprobs))).numpy()
         for prox, document in zip(prox_logprobs, batch.documents, strict=True)
@@ -72,7 +74,7 @@ def effective_fraction(prox_logprobs: Sequence[NDArray[np.float32]], batch: Batc
 
 
 def kept(prox_logprobs: PerDocument, batch: Batch, *, loss: Loss) -> PerDocument:
-    """1 where ``loss`` keeps a trained token of the batch, else 0.  f32[T] of each document"""
+    """Return 1 for each trained token of the batch that ``loss`` keeps, else 0.  f32[T] of each document"""
     masks = [document.response_mask for document in batch.documents]
     prox, behavior = (
         np.concatenate([of[mask] for of, mask in zip(every, masks, strict=True)])
@@ -89,7 +91,7 @@ def kept(prox_logprobs: PerDocument, batch: Batch, *, loss: Loss) -> PerDocument
 def _advantages(
     known: Mapping[str, PerDocument], batch: Batch, algorithm: Algorithm
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Advantages of the batch's response tokens, and returns where there is a critic.  f32[M] each"""
+    """Return the advantages of the batch's response tokens, and the returns if there is a critic.  f32[M] each"""
     made = batch.advantage_inputs
     if algorithm.kl is not None and algorithm.kl.place == "reward":
         behavior = [document.behavior_logprobs for document in batch.documents]
@@ -105,17 +107,17 @@ def _advantages(
 
 
 def _before(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Values after each token to those of the state in which it was chosen.  f32[T] -> f32[T]"""
+    """From values after each token to values of the state in which the token was chosen.  f32[T] -> f32[T]"""
     return np.concatenate([np.zeros(1, np.float32), values[:-1]])
 
 
 def _sampled(values: Sequence[NDArray[Any]], batch: Batch) -> NDArray[np.float64]:
-    """Of each document f32[T] to the response tokens of the batch.  f64[M]"""
+    """Concatenate the values of all response tokens of the batch.  f32[T] per document -> f64[M]"""
     return np.concatenate([of[mask] for of, mask in zip(values, batch.sampled, strict=True)]).astype(np.float64)
 
 
 def _on_tokens(of_sampled: NDArray[np.float32], batch: Batch) -> PerDocument:
-    """Of the response tokens of the batch f32[M] to each document's f32[T], 0 where nothing is trained."""
+    """Split values of the response tokens by document; 0 where nothing is trained.  f32[M] -> f32[T] per document"""
     pieces = np.split(of_sampled, np.cumsum([np.count_nonzero(mask) for mask in batch.sampled])[:-1])
     result = []
     for document, mask, piece in zip(batch.documents, batch.sampled, pieces, strict=True):
@@ -126,7 +128,7 @@ def _on_tokens(of_sampled: NDArray[np.float32], batch: Batch) -> PerDocument:
 
 
 def _by_document(shares: Shares, arrays: Sequence[Sequence[NDArray[np.float32]]], *, count: int) -> PerDocument:
-    """f32[N] of each micro-batch to f32[T] of each of the batch's ``count`` documents."""
+    """From f32[N] per micro-batch to f32[T] for each of the batch's ``count`` documents."""
     found = {
         int(index): array[place]
         for share, of_share in zip(shares, arrays, strict=True)

@@ -1,4 +1,4 @@
-"""A batch of trajectory groups to training documents, and what there is to say about it before it is trained."""
+"""From a batch of trajectory groups to training documents and the batch's metrics, before it is trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrl.policies.staleness.staleness import AgeWeight, Forks, lag, per_toke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """counts[i] values fell in [edges[i], edges[i+1])."""
+    """``counts[i]`` values lie in [edges[i], edges[i+1])."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -34,10 +34,12 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """documents: one per trajectory. metrics: of the samples, under the schema's names.
+    """A batch that is ready to be packed.
 
-    advantage_inputs, sampled  what advantages are made from once other models have scored the batch (apply_scores.py);
-                               bool[T] of each document where the policy sampled the token, also one that is not trained
+    documents         one per trajectory
+    advantage_inputs  inputs of advantages that wait for scores of other models (apply_scores.py)
+    sampled           bool[T] of each document: True where the policy sampled the token, trained or not
+    metrics           metrics of the samples, under the schema's names
     """
 
     documents: list[Document]
@@ -45,15 +47,15 @@ class Batch:
     sampled: list[NDArray[np.bool_]]
     metrics: dict[str, Metric]
     num_tokens: int
-    """Response tokens that are trained: those of an answer that is masked are not."""
+    """Response tokens that are trained; tokens of a masked answer do not count."""
     parts: tuple[int, ...]
-    """Documents of each optimizer step on the batch: those of whole groups, the batch's first ones in the first."""
+    """Number of documents in each optimizer step on the batch. Groups stay whole and keep the order of the batch."""
     max_staleness: int
-    """Of its oldest sampled token, in versions; what is left out as too old apart."""
+    """Staleness of the oldest sampled token, in versions; tokens left out as too old do not count."""
     old_parts: int = 0
     """Trajectories that train nothing because they are too old."""
     old_tokens: int = 0
-    """Sampled tokens that train nothing because they are too old, where each is judged alone."""
+    """Sampled tokens that train nothing because they are too old, if each token is judged alone."""
 
 
 def build(
@@ -66,26 +68,27 @@ def build(
     age_weight: AgeWeight | None = None,
     too_old: TooOld = "whole",
 ) -> Batch:
-    """The batch that the step from ``policy_version`` trains.  Raises AssertionError if any token is over the bound.
+    """Build the batch for the step from ``policy_version``.  Raises AssertionError if any token is over the bound.
 
-    Advantages that need another model's scores are 0 here. ``age_weight`` multiplies the loss weights, whose
-    denominators stay those of whole tokens: an old batch counts less. ``too_old`` "alone": a trajectory that is over
-    the bound trains nothing, and its rollout's reward stays in the baseline. "tokens": so does a token, and its loss
-    weight alone becomes 0, as with an ``age_weight``: what is left of a long answer does not count for all of it.
+    Advantages that need scores of another model are 0 here. ``age_weight`` multiplies the loss weights, but their
+    denominators count whole tokens, so an old batch has less influence. With ``too_old`` "alone", a trajectory over the
+    bound trains nothing, but its rollout's reward stays in the baseline. With "tokens" the same applies to a single
+    token. Only the loss weight of that token becomes 0, as with an ``age_weight``, so the rest of a long answer does
+    not count as if it were the whole answer.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     rollouts = [parts for group in groups for parts in group.rollouts]
     rollout = np.repeat(np.arange(len(rollouts)), [len(parts) for parts in rollouts])
     masks = [trajectory.response_mask for _, trajectory in trajectories]
-    trained = masks
+    of_any_age = masks
     if algorithm.masks_truncated:
-        trained = overlong_masks(masks, [parts[-1].finish_reason for parts in rollouts for _ in parts])
+        of_any_age = overlong_masks(masks, [parts[-1].finish_reason for parts in rollouts for _ in parts])
     ages = [
         per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
         for _, t in trajectories
     ]
     old = _too_old(ages, masks, too_old=too_old, max_staleness=max_staleness)
-    of_any_age, trained = trained, [mask & ~its for mask, its in zip(trained, old, strict=True)]
+    trained = [mask & ~too_old_mask for mask, too_old_mask in zip(of_any_age, old, strict=True)]
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     advantage_inputs = AdvantageInputs(
         rewards=_shaped_rewards(rollouts, algorithm)[rollout],
@@ -100,11 +103,11 @@ def build(
     advantages = np.zeros(len(advantage_inputs.sequence), np.float32)
     if not algorithm.advantage_scores:
         advantages = algorithm.advantage(advantage_inputs)
+    per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     parts = _parts(groups, algorithm.steps_per_batch)
     counted = of_any_age if too_old == "tokens" else trained
-    whole = _loss_weights(algorithm, counted, parts=parts, group=members, rollout=rollout)
-    weights = [weight * mask for weight, mask in zip(whole, trained, strict=True)]
-    per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
+    weights = _loss_weights(algorithm, counted, parts=parts, group=members, rollout=rollout)
+    weights = [weight * mask for weight, mask in zip(weights, trained, strict=True)]
     if age_weight is not None:
         weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
     documents = [
@@ -113,14 +116,15 @@ def build(
             trajectories, trained, per_token_advantages, weights, ages, strict=True
         )
     ]
-    kept = [mask & ~its for mask, its in zip(masks, old, strict=True)]
-    ages_sampled, ages_trained = _sampled(ages, kept), _sampled(ages, trained)
+    bounded = _sampled(ages, [mask & ~too_old_mask for mask, too_old_mask in zip(masks, old, strict=True)])
+    oldest = int(bounded.max()) if bounded.size else 0
+    assert oldest <= max_staleness, "buffer let a stale token through"
     left_out = _left_out(old, too_old)
-    assert ages_sampled.size == 0 or ages_sampled.max() <= max_staleness, "buffer let a stale token through"
     metrics = _staleness_metrics(ages, trained, members, rollout, max_staleness) | _sample_metrics(groups)
-    if ages_sampled.size:  # what the bound is about, and `asyncrl audit` finds on the log again
-        metrics["staleness/max"] = float(ages_sampled.max())
+    if bounded.size:  # the value that the bound limits; `asyncrl audit` recomputes it from the log
+        metrics["staleness/max"] = float(oldest)
     metrics |= {f"staleness/{name}": float(count) for name, count in left_out.items()}
+    ages_trained = _sampled(ages, trained)
     metrics["length/trained_tokens"] = float(ages_trained.size)
     if age_weight is not None and ages_trained.size:
         metrics["staleness/weight"] = float(age_weight(ages_trained).mean())
@@ -134,7 +138,7 @@ def build(
         metrics=metrics,
         num_tokens=int(ages_trained.size),
         parts=parts,
-        max_staleness=int(ages_sampled.max()) if ages_sampled.size else 0,
+        max_staleness=oldest,
         **left_out,
     )
 
@@ -142,7 +146,7 @@ def build(
 def _too_old(
     ages: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.bool_]], *, too_old: TooOld, max_staleness: int
 ) -> list[NDArray[np.bool_]]:
-    """Sampled tokens of each trajectory that train nothing for their age, or for that of its oldest one."""
+    """Mark the sampled tokens that train nothing because they, or their trajectory's oldest token, are too old."""
     if too_old == "whole":
         return [np.zeros_like(mask) for mask in masks]
     old = [mask & (age > max_staleness) for age, mask in zip(ages, masks, strict=True)]
@@ -150,7 +154,7 @@ def _too_old(
 
 
 def _left_out(old: Sequence[NDArray[np.bool_]], too_old: TooOld) -> dict[str, int]:
-    """The field of the batch that says how much of it is too old, where something of a group may be."""
+    """Return the Batch field that counts what is too old; empty if groups are only dropped whole."""
     if too_old == "whole":
         return {}
     if too_old == "alone":
@@ -159,7 +163,10 @@ def _left_out(old: Sequence[NDArray[np.bool_]], too_old: TooOld) -> dict[str, in
 
 
 def _parts(groups: Sequence[TrajectoryGroup], count: int) -> tuple[int, ...]:
-    """Documents of each of ``count`` parts of the batch, about as many groups in each; of fewer groups, fewer parts."""
+    """Return the number of documents in each of ``count`` parts of the batch, which have about equally many groups.
+
+    With fewer groups than ``count`` there are fewer parts.
+    """
     sizes = [len(group.trajectories) for group in groups]
     return tuple(int(sum(part)) for part in np.array_split(sizes, min(count, len(groups))))
 
@@ -172,7 +179,7 @@ def _loss_weights(
     group: NDArray[np.int64],
     rollout: NDArray[np.int64],
 ) -> list[NDArray[np.float32]]:
-    """Of every token of each document: each optimizer step is a mean over its own part of the batch."""
+    """Return the loss weights of each document; each optimizer step is a mean over its own part of the batch."""
     ends = np.cumsum(parts)
     return [
         weight
@@ -186,12 +193,12 @@ def _loss_weights(
 
 
 def _is_cut(parts: Sequence[Trajectory]) -> bool:
-    """Whether the rollout ended at a limit: its last part says so, whatever ended the contexts before."""
+    """Return whether a limit ended the rollout. Only its last part counts, whatever ended the earlier contexts."""
     return parts[-1].finish_reason == "length"
 
 
 def _turns(rollouts: Sequence[Sequence[Trajectory]]) -> dict[str, NDArray[Any]]:
-    """AdvantageInputs' ``turn`` and ``turn_rewards``; nothing where no turn of the batch has a reward of its own."""
+    """Return AdvantageInputs' ``turn`` and ``turn_rewards``; empty if no turn of the batch has a reward."""
     if not any(one.turn_rewards for parts in rollouts for one in parts):
         return {}
     turns, earned = list[NDArray[np.int64]](), list[NDArray[np.float64]]()
@@ -206,7 +213,7 @@ def _turns(rollouts: Sequence[Sequence[Trajectory]]) -> dict[str, NDArray[Any]]:
 
 
 def _shaped_rewards(rollouts: Sequence[Sequence[Trajectory]], algorithm: Algorithm) -> NDArray[np.float64]:
-    """Rewards, less what DAPO takes off long answers: of the longest part, which is what a limit cuts.  -> f64[R]"""
+    """Return the rewards after DAPO's overlong penalty on the longest part, the one that a limit cuts.  -> f64[R]"""
     rewards = np.array([parts[0].reward for parts in rollouts], np.float64)
     if not algorithm.overlong_tokens:
         return rewards
@@ -222,7 +229,7 @@ def _shaped_rewards(rollouts: Sequence[Sequence[Trajectory]], algorithm: Algorit
 
 
 def _sampled(of_tokens: Sequence[NDArray[Scalar]], masks: Sequence[NDArray[np.bool_]]) -> NDArray[Scalar]:
-    """What each trajectory's arrays hold where its mask is set, end to end.  [B][T], [B] bool[T] -> [M]"""
+    """Concatenate the values of each trajectory where its mask is True.  [B][T], [B] bool[T] -> [M]"""
     return np.concatenate([values[mask] for values, mask in zip(of_tokens, masks, strict=True)])
 
 
@@ -235,10 +242,11 @@ def _document(
     loss_weights: NDArray[np.float32],
     staleness: NDArray[np.int32],
 ) -> Document:
-    """Prompt in front of the response, and zeros for the prompt in every per-token array.
+    """Return the document: prompt, then response, with zeros for the prompt in every per-token array.
 
-    ``mask``: the tokens that are trained; ``advantages``: of those that the policy sampled. What sampled a token and
-    when is kept of those too that only are context: a reward may have a KL of them, and nothing behind them is fresh.
+    ``mask`` marks the trained tokens; ``advantages`` has one value per sampled token. Logprobs and staleness are also
+    kept for sampled tokens that serve only as context: a KL in the reward may include them, and no token after them is
+    fresh.
     """
     prompt_tokens = group.prompt_of(trajectory)
     prompt = len(prompt_tokens)
@@ -266,7 +274,7 @@ def _staleness_metrics(
     rollout: NDArray[np.int64],
     max_staleness: int,
 ) -> dict[str, Metric]:
-    """Of the trained tokens: the ages of each trajectory's tokens, its mask, its group and its rollout."""
+    """Return the staleness metrics of the trained tokens; ``ages`` and ``masks`` are per trajectory."""
     staleness = _sampled(ages, masks)
     if staleness.size == 0:
         return {}
@@ -278,7 +286,7 @@ def _staleness_metrics(
         lag(policy_version=0, start=-int(oldest), end=-int(newest))
         for oldest, newest in zip(of_groups.oldest[there], of_groups.newest[there], strict=True)
     ]
-    # Tokens of a lost history may be younger than the version that forked from it would say; never older.
+    # Tokens of a lost history may be newer than the version that forked from it, but never older.
     counts = np.bincount(np.maximum(staleness, 0), minlength=max_staleness + 1)
     return {
         "staleness/mean": found.mean,
@@ -319,12 +327,12 @@ def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
 
 
 def rollout_lengths(rollouts: Sequence[Sequence[Trajectory]]) -> list[int]:
-    """Response tokens of each rollout, those of all its parts."""
+    """Return the number of response tokens of each rollout, over all its parts."""
     return [sum(len(one.tokens) for one in parts) for parts in rollouts]
 
 
 def histogram(values: Sequence[int]) -> Histogram:
-    """Counts over powers of two: [0, 1), [1, 2), [2, 4), … up to the largest value."""
+    """Return counts over powers of two: [0, 1), [1, 2), [2, 4), … up to the largest value."""
     top = max(values, default=0)
     edges = [0.0, 1.0]
     while edges[-1] <= top:

@@ -1,7 +1,8 @@
-"""Which groups and answers are worth training, and the reward of answers that run long. Decided before the batch.
+"""Filters for groups and answers, and the reward penalty for overlong answers. Applied before the batch is built.
 
-A group filter is any function (TrajectoryGroup) -> bool, True to keep; the run file names ours or a "module:function".
-A filtered group is released from the admission window and counted, so that the next one is generated in its place.
+A group filter is any function (TrajectoryGroup) -> bool that returns True to keep the group. The run file names one of
+ours or a "module:function". A filtered group leaves the admission window and is counted, so the next group is generated
+in its place.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ GroupFilter = Callable[[TrajectoryGroup], bool]
 
 
 def has_spread(rewards: ArrayLike, *, tolerance: float = 1e-6) -> bool:
-    """Whether a group's rewards differ: their standard deviation is over the tolerance.  [G] -> bool
+    """Return whether a group's rewards differ: their standard deviation is over the tolerance.  [G] -> bool
 
-    Without, every group baseline gives advantages of 0. A group of one has no spread.
+    With equal rewards every group baseline gives advantages of 0. A group of one has no spread.
     Source: dynamic sampling of DAPO, arXiv:2503.14476 section 3.2; the tolerance is slime's.
     """
     values = np.asarray(rewards, np.float64)
@@ -28,7 +29,7 @@ def has_spread(rewards: ArrayLike, *, tolerance: float = 1e-6) -> bool:
 
 
 def dynamic_sampling(group: TrajectoryGroup) -> bool:
-    """Group filter: keeps a group whose rewards differ (``has_spread``)."""
+    """Group filter that keeps a group if its rewards differ (``has_spread``)."""
     return has_spread(group.rewards)
 
 
@@ -40,11 +41,11 @@ def overlong_penalty(
     factor: float = 1.0,
     has_floor: bool = True,
 ) -> NDArray[Any]:
-    """What to add to the reward of a long answer: 0, then falling to -factor over the last ``cache_tokens``.
+    """Return what to add to the reward of an answer: 0, then falling to -factor over the last ``cache_tokens``.
 
-    Response tokens [B] -> f64[B] in [-factor, 0]. From max_tokens - cache_tokens on it falls linearly and reaches
-    -factor at max_tokens. Beyond it stays there (the paper), or with ``has_floor=False`` falls on (verl, AReaL).
-    Source: soft overlong punishment of DAPO, arXiv:2503.14476 eq. 13.
+    Response tokens [B] -> f64[B] <= 0. The penalty falls linearly from max_tokens - cache_tokens on and
+    reaches -factor at max_tokens. Beyond, it stays at -factor (the paper), or keeps falling with ``has_floor=False``
+    (verl, AReaL). Source: soft overlong punishment of DAPO, arXiv:2503.14476 eq. 13.
     """
     if cache_tokens <= 0:
         raise ValueError(f"cache_tokens must be > 0, got {cache_tokens}")
@@ -54,9 +55,9 @@ def overlong_penalty(
 
 
 def overlong_masks(masks: Sequence[NDArray[np.bool_]], finish_reasons: Sequence[str]) -> list[NDArray[np.bool_]]:
-    """The response masks with truncated answers masked altogether: nothing is learned from a reward of half an answer.
+    """Return the response masks with truncated answers masked entirely: the reward of a cut answer teaches nothing.
 
-    [B] bool[T], "length" where the answer was cut -> [B] bool[T]. They still count in the group's statistics.
-    Source: overlong filtering of DAPO, arXiv:2503.14476 section 3.4; a switch of its own, not part of the shaping.
+    [B] bool[T], "length" where the answer was cut -> [B] bool[T]. Masked answers still count in group statistics.
+    Source: overlong filtering of DAPO, arXiv:2503.14476 section 3.4; a separate switch, not part of reward shaping.
     """
     return [mask & (reason != "length") for mask, reason in zip(masks, finish_reasons, strict=True)]

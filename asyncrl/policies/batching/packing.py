@@ -1,7 +1,7 @@
-"""Trajectories to packed micro-batches: documents end to end in one row, no padding.
+"""Pack trajectories into micro-batches: documents concatenated in one row, without padding.
 
-N tokens of D documents in a micro-batch. The logprob of token n belongs to position n (it is computed from the hidden
-state at n - 1), so every array below is aligned with ``tokens`` and position 0 of a document carries no loss.
+A micro-batch has N tokens of D documents. The logprob of token n is stored at position n (it is computed from the
+hidden state at n - 1), so every array below is aligned with ``tokens``, and position 0 of a document carries no loss.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One trajectory ready to train: its prompt and response, and one number per token for all the loss needs.
+    """A trajectory that is ready to train: its prompt and response, and the per-token values that the loss needs.
 
     tokens             i32[T]   prompt, then response
-    response_mask      bool[T]  True where the policy sampled the token, and it is trained
-    behavior_logprobs  f32[T]   0 where it sampled nothing
+    response_mask      bool[T]  True where the policy sampled the token and the token is trained
+    behavior_logprobs  f32[T]   0 where the policy sampled nothing
     advantages         f32[T]   0 outside the mask
     loss_weights       f32[T]   the aggregation: the batch's loss is the sum of loss x weight over all its tokens
-    staleness          i32[T]   learner's version - version that sampled the token; 0 where it sampled nothing
-    experts            [T, layers, experts per token] that the engine chose (messages/routing.py); empty: not known
+    staleness          i32[T]   learner's version - version that sampled the token; 0 where nothing was sampled
+    experts            [T, layers, experts per token] that the engine chose (messages/routing.py); empty if unknown
     """
 
     tokens: NDArray[np.int32]
@@ -47,12 +47,12 @@ class MicroBatch:
     """Documents packed into one row of N tokens; fields as in Document, concatenated.
 
     boundaries  i32[D+1]  document d is tokens[boundaries[d]:boundaries[d+1]]
-    documents   i64[D]    where each stood in the list that was packed; -1 for what ``empty`` fills in
-    scores      f32[N] each, by name: numbers of other models about each token ("ref_logprobs", "teacher_logprobs",
-                "old_values", "returns"). Aligned as everything here: what belongs to choosing token n is at n, so the
-                old value of the state in which it was chosen is the critic's at token n - 1.
-    experts     empty where no document has any
-    recorded    which of ``documents`` somebody will read: the step tells of their tokens (StepResult.tokens)
+    documents   i64[D]    index of each document in the packed list; -1 for the filler of ``empty``
+    scores      f32[N] each, by name: per-token values of other models ("ref_logprobs", "teacher_logprobs",
+                "old_values", "returns"). Aligned like everything else: a value that belongs to choosing token n is at
+                n, so the old value of the state in which it was chosen is the critic's output at token n - 1
+    experts     empty if no document has any
+    recorded    the ``documents`` whose per-token results the step must report (StepResult.tokens)
     """
 
     tokens: NDArray[np.int32]
@@ -79,20 +79,21 @@ class MicroBatch:
 
     @property
     def is_fresh(self) -> NDArray[np.bool_]:
-        """bool[N]: the version being trained sampled every token of the document.
+        """bool[N]: True if the version being trained sampled every token of the document.
 
-        A fresh token behind stale ones is not: its keys and values in the engine's cache came from older weights.
+        A fresh token after stale tokens does not count: its keys and values in the engine's cache came from older
+        weights.
         """
         oldest = np.maximum.reduceat(self.staleness, self.boundaries[:-1])
         return np.repeat(oldest == 0, np.diff(self.boundaries))
 
 
 def pack_for_ranks(documents: Sequence[Document], *, ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
-    """Per data-parallel rank few micro-batches of at most ``max_tokens``, all of about the same cost.
+    """Return for each data-parallel rank a few micro-batches of at most ``max_tokens``, all of about the same cost.
 
-    A document longer than ``max_tokens`` gets a micro-batch of its own. The result depends only on the documents and
-    their order. Every rank gets equally many, so that they reach what they do together at the same time: a rank with
-    fewer documents than that gets empty ones.
+    A document longer than ``max_tokens`` gets its own micro-batch. The result depends only on the documents and their
+    order. Every rank gets the same number of micro-batches, so that ranks reach collective operations together; a rank
+    with too few documents gets empty micro-batches.
     """
     lengths = [len(document) for document in documents]
     shares = _dealt(range(len(documents)), ranks, lengths)
@@ -110,9 +111,9 @@ def pack_for_ranks(documents: Sequence[Document], *, ranks: int, max_tokens: int
 def pack_parts(
     documents: Sequence[Document], *, parts: Sequence[int], ranks: int, max_tokens: int
 ) -> list[list[list[MicroBatch]]]:
-    """What ``pack_for_ranks`` makes of each part of the batch, in order: ``parts[i]`` documents.
+    """Apply ``pack_for_ranks`` to each part of the batch in turn; part i has ``parts[i]`` documents.
 
-    A document's number is that in the batch.
+    Documents keep their index in the whole batch.
     """
     packed, begin = [], 0
     for size in parts:
@@ -132,7 +133,7 @@ def _numbered_from(begin: int, micro_batch: MicroBatch) -> MicroBatch:
 def recording(
     parts: Sequence[Sequence[Sequence[MicroBatch]]], documents: Collection[int]
 ) -> list[list[list[MicroBatch]]]:
-    """What ``pack_parts`` made, with these documents of the batch recorded."""
+    """Return the result of ``pack_parts`` with ``documents`` (indices in the batch) marked as recorded."""
     wanted = frozenset(documents)
 
     def marked(micro_batch: MicroBatch) -> MicroBatch:
@@ -143,23 +144,23 @@ def recording(
 
 
 ATTENTION_TOKENS: Final = 16_384
-"""A document so long costs twice as much per token as a short one: attention grows with the length, the rest does not.
+"""Length at which a document costs twice as much per token as a short one, because attention grows with the length.
 
-The parameters that a token is multiplied with over layers x width of attention: 10k for a model of 0.6B parameters,
-30k for 1.7B, 58k for 7B; attention's arithmetic is the slower one.
+It is (parameters multiplied with each token) / (layers x width of attention): 10k for a model of 0.6B parameters, 30k
+for 1.7B, 58k for 7B. The arithmetic of attention is the slower of the two.
 """
 
 
 def cost(length: int) -> float:
-    """Time to train a document, in tokens of a short one."""
+    """Return the time to train a document, in units of one token of a short document."""
     return length * (1 + length / ATTENTION_TOKENS)
 
 
 def _packed(share: Sequence[int], lengths: Sequence[int], max_tokens: int, *, at_least: int) -> list[list[int]]:
-    """The documents of ``share`` in as few groups as the two ways of dealing find, ``at_least`` so many."""
+    """Split the documents of ``share`` into at least ``at_least`` groups, as few as either way of dealing finds."""
     count = max(at_least, -(-sum(lengths[i] for i in share) // max_tokens))
     while True:
-        for is_even in (True, False):  # evenly where it fits; filling one after the other sometimes needs one less
+        for is_even in (True, False):  # evenly if that fits; filling groups in order sometimes needs one group less
             groups = _dealt(share, count, lengths, max_tokens=max_tokens, is_even=is_even)
             if groups is not None:
                 return groups
@@ -169,7 +170,7 @@ def _packed(share: Sequence[int], lengths: Sequence[int], max_tokens: int, *, at
 def _dealt(
     share: Iterable[int], count: int, lengths: Sequence[int], *, max_tokens: float = math.inf, is_even: bool = True
 ) -> list[list[int]] | None:
-    """Documents, longest first, each to the group of least cost that has room, or to the first; None: no room."""
+    """Deal documents, longest first, to the cheapest group with room, or to the first one; None if one does not fit."""
     groups: list[list[int]] = [[] for _ in range(count)]
     costs, room = [0.0] * count, [max_tokens] * count
     for index in sorted(share, key=lambda i: -lengths[i]):
@@ -184,7 +185,7 @@ def _dealt(
 
 
 def empty() -> MicroBatch:
-    """Two tokens that train nothing: keeps a data-parallel rank in step when it has no documents left."""
+    """Return two tokens that train nothing; they keep a data-parallel rank in step when it has no documents left."""
     blank = Document(
         tokens=np.zeros(2, np.int32),
         response_mask=np.zeros(2, np.bool_),
@@ -208,7 +209,7 @@ def _concatenate(documents: Sequence[Document], indices: Sequence[int]) -> Micro
 
 
 def _experts(documents: Sequence[Document]) -> ExpertArray:
-    """[N, layers, experts per token]; documents without any are unrouted."""
+    """Return [N, layers, experts per token]; documents without experts are marked as unrouted."""
     known = next((document.experts for document in documents if len(document.experts)), None)
     if known is None:
         return NO_EXPERTS
@@ -221,6 +222,6 @@ _PER_TOKEN = ("tokens", "response_mask", "behavior_logprobs", "advantages", "los
 
 
 def documents(micro_batch: MicroBatch) -> Iterator[slice]:
-    """The slice of each document in the micro-batch's arrays."""
+    """Yield the slice of each document in the micro-batch's arrays."""
     for start, end in zip(micro_batch.boundaries[:-1], micro_batch.boundaries[1:], strict=True):
         yield slice(int(start), int(end))

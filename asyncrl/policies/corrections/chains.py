@@ -1,4 +1,4 @@
-"""Corrections put together: "tis_token + geo_mask + veto" is the product of a weight and two masks."""
+"""Chains of corrections: "tis_token + geo_mask + veto" is the product of a weight and two masks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Chain = tuple[Correction, ...]
 
 
 def chain(spec: str | Sequence[Correction]) -> Chain:
-    """The corrections that ``spec`` names, joined by "+", with their defaults; or those it holds.
+    """Return the corrections that ``spec`` names, joined by "+", with their defaults; or the corrections it contains.
 
-    Raises ConfigError for a name that does not exist, and for chains that are wrong, with the reason.
+    Raises ConfigError for an unknown name, and for an invalid chain with the reason.
     """
     if isinstance(spec, str):
         spec = [named(name.strip(), Correction, CORRECTIONS, where="correction") for name in spec.split("+")]
@@ -28,7 +28,7 @@ def chain(spec: str | Sequence[Correction]) -> Chain:
 
 
 def weights(steps: Chain, inputs: CorrectionInputs) -> torch.Tensor:
-    """The product of the chain's factors, 0 where rejected, without gradient.  -> f32[M]"""
+    """Return the product of the chain's factors, without gradient; 0 for rejected tokens.  -> f32[M]"""
     result = NoCorrection().formula(inputs.log_ratio)
     for step in steps:
         result = step.apply(result, inputs)
@@ -36,18 +36,18 @@ def weights(steps: Chain, inputs: CorrectionInputs) -> torch.Tensor:
 
 
 def norm_level(steps: Chain) -> str | None:
-    """Over what self_norm takes the mean of the weights (``diagnostics.mean_weight``); None in a chain without it."""
+    """Return what self_norm averages the weights over (``diagnostics.mean_weight``); None for a chain without it."""
     if all(step.kind != "norm" for step in steps):
         return None
     return "sequence" if any(step.level == "sequence" for step in steps) else "token"
 
 
 LEFT_BEHIND: Final = 0.1
-"""Ratio of a token that the policy has left behind: it samples it ten times less often than what sampled it."""
+"""Ratio of a token that the policy has left behind: the policy samples it ten times less often than its sampler did."""
 
 
 def weight_left_behind(steps: Chain) -> float:
-    """What a token of ratio ``LEFT_BEHIND`` and negative advantage counts; 1 is as if it were fresh."""
+    """Return the weight of a token with ratio ``LEFT_BEHIND`` and negative advantage; a fresh token has weight 1."""
     token = torch.zeros(1, dtype=torch.int64)
     ratio = torch.full((1,), LEFT_BEHIND)
     inputs = CorrectionInputs(
@@ -57,17 +57,18 @@ def weight_left_behind(steps: Chain) -> float:
 
 
 def is_uncorrected(steps: Chain) -> bool:
-    """Whether stale data would be trained as if it were fresh, whatever the corrections are called.
+    """Return whether stale data would be trained as if it were fresh, whatever the corrections are called.
 
-    Judged by effect: tokens that the policy has left behind are what stale training goes on pushing. A weight takes
-    them down to about their ratio, and a mask that bounds the ratio rejects them; one that counts them over a half
-    (``veto`` at 1e-4, a ``k_stat`` of huge bounds) is none. A negative advantage, for ``opsm`` looks at no other.
+    The test is by effect, on tokens that the policy has left behind, because stale training keeps pushing those. A
+    weight reduces such a token to about its ratio, and a mask that bounds the ratio rejects it. A chain that weights
+    the token over a half (``veto`` at 1e-4, a ``k_stat`` with huge bounds) corrects nothing. The advantage is negative
+    because ``opsm`` acts only then.
     """
     return weight_left_behind(steps) > 0.5
 
 
 def ratios(steps: Sequence[Correction]) -> list[str]:
-    """Names of the corrections that weigh by the ratio to the behavior policy."""
+    """Return the names of the corrections that weight by the ratio to the behavior policy."""
     return [step.name for step in steps if step.kind == "weight" and not isinstance(step, NoCorrection)]
 
 

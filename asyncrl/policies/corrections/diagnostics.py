@@ -1,13 +1,14 @@
-"""What the learner reports of a batch besides its loss, as sums that add up over micro-batches and ranks.
+"""Diagnostics of a batch besides its loss, kept as sums that add up over micro-batches and ranks.
 
-A ratio of means over micro-batches is wrong when they differ in size; sums are not. ``Sums`` adds, all-reduces as two
-flat vectors, and ``metrics`` turns the totals into the names of the metrics schema. Three parts, added where wanted:
+Averaging ratios of micro-batches is wrong if they differ in size; adding sums is right. ``Sums`` can be added and
+all-reduced as two flat vectors, and ``metrics`` turns the totals into the names of the metrics schema. There are three
+parts, added as needed:
 
-token_sums      the loss, the weights, and the divergence per token
-sequence_sums   what needs whole sequences: their ratios, chi-squared, perplexities
-version_sums    the same few numbers apart by staleness, in buckets that double
+  token_sums      the loss, the weights, and the divergence per token
+  sequence_sums   values of whole sequences: ratios, chi-squared, perplexities
+  version_sums    a few of these numbers by staleness, in buckets that double
 
-Entries that a part does not know are 0 in its sums (the lowest value in its maxima), so the parts add.
+Each part leaves the entries of the others at 0 (at the lowest value in maxima), so the parts add.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from asyncrl.policies.losses.ratios import MAX_LOG_RATIO, difference, finite, lo
 from asyncrl.policies.losses.segments import Array, as_floats, segment_sum
 
 BUCKETS: Final = (0, 1, 2, 4, 8, 16)
-"""Lowest staleness of each bucket of the breakdown; the last has no end."""
+"""Lowest staleness of each bucket of the breakdown; the last bucket is open-ended."""
 
 _BUCKET_SUMS: Final = ("tokens", "weight", "weight_squared", "clipped", "rejected", "k3", "difference")
 
@@ -46,7 +47,7 @@ _TOKEN_SUMS: Final = (
 )
 
 _BARELY_LESS: Final = 1 - 1e-5
-"""A weight is made in float32: what is less than its ratio by rounding was not truncated."""
+"""Weights are float32: a weight that is below its ratio only by rounding was not truncated."""
 
 _DIVERGENCE_SUMS: Final = ("ref_tokens", "ref_k3", "teacher_tokens", "teacher_k3")
 
@@ -77,7 +78,7 @@ SUMS: Final = (
     *_DIVERGENCE_SUMS,
 )
 MAXIMA: Final = ("ratio", "difference", "fresh_difference", "inverse_ratio", "sequence_ratio", "nll_rise", "nll_fall")
-_LOWEST: Final = {"nll_rise": -torch.inf, "nll_fall": -torch.inf}  # of those that may be negative; 0 of the others
+_LOWEST: Final = {"nll_rise": -torch.inf, "nll_fall": -torch.inf}  # maxima that may be negative; the others start at 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class Sums:
         return Sums(sums=self.sums + other.sums, maxima=torch.maximum(self.maxima, other.maxima))
 
     def __getitem__(self, name: str) -> float:
-        """One of SUMS by its name."""
+        """Return the entry of SUMS called ``name``."""
         return float(self.sums[SUMS.index(name)])
 
 
@@ -103,7 +104,7 @@ def zero(device: torch.device | str = "cpu") -> Sums:
 
 
 def _of(sums: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor], device: torch.device) -> Sums:
-    """Scalars under their names, everything else as in ``zero``."""
+    """Put the scalars under their names and fill the other entries as ``zero`` does."""
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     return Sums(
         sums=torch.stack([sums[name].double() if name in sums else nothing for name in SUMS]),
@@ -125,10 +126,10 @@ def token_sums(
     is_fresh: torch.Tensor,
     loss: torch.Tensor,
 ) -> Sums:
-    """Sums over M response tokens.  f32[M] each, ``loss`` the micro-batch's scalar part of the batch loss.
+    """Sum over M response tokens.  f32[M] each; ``loss`` is the micro-batch's scalar part of the batch loss
 
-    log_ratio = trainer - behavior logprobs. Where ``is_fresh`` the learner's version sampled the token and all before
-    it: what differs there is the engine's numerics, not staleness.
+    log_ratio = trainer - behavior logprobs. Where ``is_fresh``, the learner's version sampled every token of the
+    document, so a difference comes from the engine's numerics, not from staleness.
     """
     if log_ratio.numel() == 0:
         return zero(log_ratio.device)
@@ -162,7 +163,7 @@ def token_sums(
 
 
 def divergence_sums(logprobs: torch.Tensor, *, scores: Mapping[str, torch.Tensor]) -> Sums:
-    """Sums of the k3 of M tokens to the reference and to the teacher, of those among ``scores``.  f32[M] each"""
+    """Sum the k3 of M tokens to the reference and to the teacher, as far as ``scores`` has them.  f32[M] each"""
     sums: dict[str, torch.Tensor] = {}
     for model in ("ref", "teacher"):
         if (other := scores.get(f"{model}_logprobs")) is not None:
@@ -174,10 +175,10 @@ def divergence_sums(logprobs: torch.Tensor, *, scores: Mapping[str, torch.Tensor
 def sequence_sums(
     *, logprobs: Array, behavior_logprobs: Array, weights: Array, sequence: Array, num_sequences: int
 ) -> Sums:
-    """Sums over the sequences of a micro-batch.  f32[M] of trainer and behavior logprobs and of correction weights
+    """Sum over the sequences of a micro-batch.  f32[M] trainer logprobs, behavior logprobs and correction weights
 
-    Sequences without response tokens are left out. A sequence's weight is the mean of its tokens', its ratio the
-    untruncated product of theirs.
+    Sequences without response tokens are left out. The weight of a sequence is the mean of its tokens' weights; its
+    ratio is the untruncated product of their ratios.
     """
     logprobs, behavior = as_floats(logprobs).detach().double(), as_floats(behavior_logprobs).double()
     if logprobs.numel() == 0:
@@ -188,7 +189,7 @@ def sequence_sums(
         return segment_sum(values, sequence, num_sequences=num_sequences)
 
     counts = per_sequence(torch.ones_like(weights))
-    is_there = counts > 0  # a mask to the end: choosing rows by it would make the host wait for the device
+    is_there = counts > 0  # kept as a mask: indexing rows with it would make the host wait for the device
 
     def mean(values: torch.Tensor) -> torch.Tensor:
         return per_sequence(values) / counts.clamp(min=1)
@@ -201,7 +202,7 @@ def sequence_sums(
 
     ratios = sequence_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
     trainer_nll, behavior_nll = mean(-logprobs), mean(-behavior)
-    rise = -geometric_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences).log()  # bounded
+    rise = -geometric_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences).log()  # bounded by the clamp
     sums = {
         "sequences": total(is_there),
         "rejected_sequences": total(per_sequence((weights != 0).double()) == 0),
@@ -226,7 +227,7 @@ def sequence_sums(
 
 
 def version_sums(*, log_ratio: Array, weights: Array, clipped: Array, staleness: Array) -> Sums:
-    """Sums over M tokens apart by staleness.  f32[M], f32[M], bool[M], i32[M]: versions behind the one being trained"""
+    """Sum over M tokens by staleness, in versions behind the trained one.  f32[M], f32[M], bool[M], i32[M]"""
     log_ratio, weights = as_floats(log_ratio).detach().double(), as_floats(weights).double()
     edges = torch.tensor(BUCKETS[1:], device=log_ratio.device)
     bucket = torch.bucketize(torch.as_tensor(staleness), edges, right=True)
@@ -245,58 +246,59 @@ def version_sums(*, log_ratio: Array, weights: Array, clipped: Array, staleness:
 
 
 def k3_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """ratio - 1 - log_ratio: of samples of the denominator's policy, KL(denominator || numerator), never negative.
+    """Return ratio - 1 - log_ratio: for samples of the denominator's policy, KL(denominator || numerator); >= 0.
 
-    Source: joschu.net/blog/kl-approx.html. Negate the argument for the sum NeMo-RL calls policy_kl_error.
+    Source: joschu.net/blog/kl-approx.html. Negate the argument for the sum that NeMo-RL calls policy_kl_error.
     """
     return ratio(log_ratio) - log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - 1.0
 
 
 def js_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Jensen-Shannon divergence of trainer and behavior: k3 of each against their mean, averaged.  f64[M] -> f64[M]
+    """Return the Jensen-Shannon divergence of trainer and behavior: the mean of the k3 of each to their mixture.
 
-    As NeMo-RL's js_divergence_error, which takes the samples for the mixture's: nearly right while the two are near.
+    f64[M] -> f64[M]. As in NeMo-RL's js_divergence_error, which treats the samples as samples of the mixture; this is
+    nearly right while the two policies are close.
     """
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    mixture = torch.log1p(bounded.exp()) - math.log(2.0)  # over behavior
+    mixture = torch.log1p(bounded.exp()) - math.log(2.0)  # log ratio to behavior
     return (k3_of(-mixture) + k3_of(bounded - mixture)) / 2
 
 
-# -- numbers of the totals ---------------------------------------------------------------------------------------------
+# -- metrics from the totals -------------------------------------------------------------------------------------------
 
 
 def effective_samples(total: float, total_squared: float) -> float:
-    """Kish's effective sample size (sum w)^2 / sum w^2, a count in [1, n]; 0 where all weights are 0.
+    """Return Kish's effective sample size (sum w)^2 / sum w^2, a count in [1, n]; 0 if all weights are 0.
 
-    Over n it is a fraction, which is what PipelineRL (arXiv:2509.19128), VCPO and verl log.
+    Divided by n it is a fraction, as PipelineRL (arXiv:2509.19128), VCPO and verl log it.
     """
     return total**2 / total_squared if total_squared > 0 else 0.0
 
 
 def mean_weight(totals: Sums, *, level: str = "token") -> float:
-    """Mean correction weight of the batch, over tokens or over sequences ("sequence"): what self_norm divides by."""
+    """Return the batch's mean correction weight, over tokens or over sequences: the divisor of self_norm."""
     count, total = {"token": ("tokens", "weight"), "sequence": ("sequences", "sequence_weight")}[level]
     return totals[total] / max(totals[count], 1.0) or 1.0
 
 
 def importance_entropy(logprobs: Array, behavior_logprobs: Array) -> torch.Tensor:
-    """Entropy per token of the trainer's policy from the behavior policy's samples: -ratio x logprob.  f32[M] -> f32[M]
+    """Estimate the entropy per token of the trainer's policy from behavior samples: -ratio x logprob.  f32[M] -> f32[M]
 
-    NeMo-RL's approx_entropy. Beside the backends' own, which is exact, it shows what the samples miss.
+    It is NeMo-RL's approx_entropy. Compared with the exact entropy of the backends, it shows what the samples miss.
     """
     logprobs = as_floats(logprobs).detach()
     return -ratio(difference(logprobs, behavior_logprobs)) * finite(logprobs)
 
 
 def metrics(totals: Sums) -> dict[str, float]:
-    """The batch's metrics from its totals; of sequences and versions those that were summed.
+    """Return the batch's metrics from its totals; sequence and version metrics only if they were summed.
 
     offpolicy/ess             effective sample size of the correction's token weights, as a fraction of the tokens, in
-                              (0, 1]; 1 without one, also where the loss weights by the ratio itself: sequence_ess and
-                              chi2_token tell of the ratios
+                              (0, 1]. It is 1 without a correction, even if the loss itself weights by the ratio; see
+                              sequence_ess and chi2_token for the ratios
     offpolicy/k1, k3          estimates of KL(behavior || trainer) per token, nats
-    mismatch/*                |trainer - behavior| logprob; fresh_*: of tokens the learner's own version sampled
-    kl, teacher_kl            k3 to the reference and to the teacher per token, where there is one
+    mismatch/*                |trainer - behavior| logprob; fresh_*: for tokens that the learner's version sampled
+    kl, teacher_kl            k3 per token to the reference and to the teacher, if there is one
     """
     values = dict(zip(SUMS, totals.sums.tolist(), strict=True))
     maxima = dict(zip(MAXIMA, totals.maxima.tolist(), strict=True))
@@ -329,13 +331,13 @@ def metrics(totals: Sums) -> dict[str, float]:
 
 
 def _sequence_metrics(values: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Of token_sums and sequence_sums of the same tokens.
+    """Return the metrics of sequences, from token_sums and sequence_sums of the same tokens.
 
-    offpolicy/ess_count            the token weights' effective sample size as a count
-    offpolicy/sequence_ess*        of the untruncated sequence ratios: what VCPO scales the learning rate with
+    offpolicy/ess_count               effective sample size of the token weights, as a count
+    offpolicy/sequence_ess*           the same for untruncated sequence ratios; VCPO scales the learning rate with it
     offpolicy/chi2_token, _sequence   mean squared ratio - 1: the variance of an untruncated weight
-    offpolicy/perplexity_*, nll_*  of whole sequences; the mean over them, as in verl
-    mismatch/ratio_error           mean exp|difference|, 1 when nothing differs; NeMo-RL warns above 1.05
+    offpolicy/perplexity_*, nll_*     of whole sequences, averaged over sequences as in verl
+    mismatch/ratio_error              mean exp|difference|, 1 if nothing differs; NeMo-RL warns above 1.05
     """
     tokens, sequences = max(values["tokens"], 1.0), values["sequences"]
     effective = effective_samples(values["sequence_ratio"], values["sequence_ratio_squared"])
@@ -365,7 +367,7 @@ def _sequence_metrics(values: Mapping[str, float], maxima: Mapping[str, float]) 
 
 
 def _version_metrics(values: Mapping[str, float]) -> dict[str, float]:
-    """offpolicy/staleness_<lowest>/*: of the tokens in that bucket of staleness; empty buckets are left out."""
+    """Return offpolicy/staleness_<lowest>/* for the tokens in each staleness bucket; empty buckets are left out."""
     result: dict[str, float] = {}
     for low in BUCKETS:
         of = {name: values[f"{name}@{low}"] for name in _BUCKET_SUMS}

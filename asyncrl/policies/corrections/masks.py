@@ -1,4 +1,4 @@
-"""Corrections that reject: 1 keeps a token, 0 drops it. They multiply any weight."""
+"""Corrections that reject tokens: 1 keeps a token, 0 drops it. They multiply any weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.policies.parts import FRESH, Cap, Floor, NonNegative, Number, Range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask(Correction):
-    """A mask that keeps low <= something <= high."""
+    """A mask that keeps tokens or sequences whose value is in [low, high]."""
 
     kind = "mask"
 
@@ -33,9 +33,9 @@ class Mask(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMask(Mask):
-    """Keeps tokens whose ratio is within the bounds: ``icepop``'s mask apart from its weight.
+    """Keep tokens whose ratio is within the bounds: the mask of ``icepop`` without its weight.
 
-    With the weight ``tis_token`` it is slime's helper with tis and rs of level "token".
+    With the weight ``tis_token``, this is slime's helper with tis and rs of level "token".
     """
 
     name = "token_mask"
@@ -49,9 +49,9 @@ class TokenMask(Mask):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMask(Mask):
-    """Keeps sequences whose product of ratios is within the bounds: ``mis_sequence``'s mask apart from its weight.
+    """Keep sequences whose product of ratios is within the bounds: the mask of ``mis_sequence`` without its weight.
 
-    SkyRL's product mask has 0.5 and 2.
+    The bounds 0.5 and 2 are those of SkyRL's product mask.
     """
 
     name = "sequence_mask"
@@ -66,9 +66,10 @@ class SequenceMask(Mask):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeoMask(Mask):
-    """Keeps sequences whose geometric mean ratio is within the bounds.
+    """Keep sequences whose geometric mean ratio is within the bounds.
 
-    0.99 and 1.01 as SkyRL; verl 0.999 and 1.001, NeMo-RL 0.999 and 1.002. What is right depends on length and numerics.
+    The defaults 0.99 and 1.01 are SkyRL's; verl uses 0.999 and 1.001, NeMo-RL 0.999 and 1.002. The right values depend
+    on response length and numerics.
     """
 
     name = "geo_mask"
@@ -83,7 +84,7 @@ class GeoMask(Mask):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutlierMask(Mask):
-    """Keeps sequences all of whose token ratios are within the bounds. As SkyRL."""
+    """Keep sequences whose token ratios are all within the bounds, as in SkyRL."""
 
     name = "outlier_mask"
 
@@ -96,7 +97,7 @@ class OutlierMask(Mask):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Veto(Correction):
-    """Rejects sequences with a token whose ratio is below the threshold. 1e-4 as slime's helper; verl removed it."""
+    """Reject sequences with a token whose ratio is below the threshold. 1e-4 as in slime's helper; verl removed it."""
 
     name = "veto"
     kind = "mask"
@@ -109,11 +110,11 @@ class Veto(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OPSM(Correction):
-    """Off-policy sequence masking: rejects tokens of negative advantage in sequences that the policy left behind.
+    """Off-policy sequence masking: reject tokens of negative advantage in sequences that the policy has left behind.
 
-    Rejected where advantage < 0 and the mean of -log_ratio over the sequence > delta. TRL suggests delta 0.5, slime
-    takes 1e-4 and the recomputed old logprobs in place of the sampling ones. The paper's numerator is the live policy:
-    with one optimizer step per batch that is the proximal one.
+    A token is rejected if its advantage < 0 and the mean of -log_ratio over its sequence > delta. TRL suggests delta
+    0.5. slime uses 1e-4, and recomputed old logprobs instead of the sampling logprobs. The paper's numerator is the
+    live policy, which equals the proximal policy with one optimizer step per batch.
     """
 
     name = "opsm"
@@ -131,13 +132,13 @@ class OPSM(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KStat(Correction):
-    """Keeps what has an estimate of KL(behavior || proximal) within [low, high], in nats.
+    """Keep tokens or sequences whose estimate of KL(behavior || proximal) is in [low, high], in nats.
 
-    statistic  "k1" (-log_ratio), "k2" (its square / 2) or "k3" (ratio - 1 - log_ratio), per token
-    over       "token" judges each alone; "sum", "mean" and "max" judge whole sequences by theirs
+    statistic  estimate per token: "k1" (-log_ratio), "k2" (its square / 2) or "k3" (ratio - 1 - log_ratio)
+    over       "token" judges each token alone; "sum", "mean" and "max" judge whole sequences by that reduction
 
-    verl's rollout_rs (its k3 preset: mean, 0.01). For k1 verl takes bounds of a ratio, which then hold for 1 / ratio:
-    its "0.5_5.0" is low = log 0.5, high = log 5 here and keeps ratios in [0.2, 2].
+    This is verl's rollout_rs (its k3 preset: mean, 0.01). For k1, verl takes bounds of a ratio, which then hold for
+    1 / ratio: its "0.5_5.0" is low = log 0.5, high = log 5 here, and keeps ratios in [0.2, 2].
     """
 
     name = "k_stat"

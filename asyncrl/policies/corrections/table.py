@@ -1,4 +1,4 @@
-"""The corrections that a run file may name (algorithm.correction). One of your own is "package.module:Class"."""
+"""The corrections that a run file can name (algorithm.correction). Name a custom one as "package.module:Class"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrections that weigh: importance ratios, truncated, clamped or masked."""
+"""Corrections that weight tokens by importance ratios: truncated, clamped or masked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.policies.parts import Cap, Floor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoCorrection(Correction):
-    """Every token counts 1: stale data is trained as if it were fresh."""
+    """Weight 1 for every token: stale data is trained as if it were fresh."""
 
     name = "none"
 
@@ -26,7 +26,7 @@ class NoCorrection(Correction):
 class TISToken(Correction):
     """Truncated importance sampling per token: min(ratio, cap).
 
-    Cap 2.0 as in slime, verl, SkyRL and open-instruct; ROLL calls it TIS with cap 1, OpenRLHF with both sides clamped
+    The cap of 2.0 is that of slime, verl, SkyRL and open-instruct. ROLL's TIS has cap 1, OpenRLHF's clamps both sides
     (``clamp``). cap = inf is plain importance sampling.
     """
 
@@ -41,7 +41,7 @@ class TISToken(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clamp(Correction):
-    """The token ratio clamped on both sides. 0.5 and 5 as OpenRLHF's "tis"; slime has tis_clip_low 0."""
+    """The token ratio, clamped on both sides. 0.5 and 5 as in OpenRLHF's "tis"; slime has tis_clip_low 0."""
 
     name = "clamp"
 
@@ -57,10 +57,10 @@ class Clamp(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TISSequence(Correction):
-    """min(product of the sequence's ratios, cap) on each of its tokens.
+    """min(product of the sequence's ratios, cap), on each token of the sequence.
 
-    The only weight without bias as the cap grows, with a variance that grows with length. Cap 2 (verl), 5 (SkyRL), 8
-    (VCPO, arXiv:2602.17616).
+    The only weight whose bias vanishes as the cap grows, but its variance grows with length. Caps in use: 2 (verl),
+    5 (SkyRL), 8 (VCPO, arXiv:2602.17616).
     """
 
     name = "tis_sequence"
@@ -75,9 +75,9 @@ class TISSequence(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TISGeometric(Correction):
-    """Geometric mean of the sequence's ratios, clamped, on each of its tokens.
+    """Geometric mean of the sequence's ratios, clamped, on each token of the sequence.
 
-    What AReaL (level = sequence, upper 5) and open-instruct (upper 2) weight with.
+    AReaL (level = sequence, upper 5) and open-instruct (upper 2) use this weight.
     """
 
     name = "tis_geometric"
@@ -96,9 +96,10 @@ class TISGeometric(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TISPrefix(Correction):
-    """min(product of the ratios up to and with the token, cap).
+    """min(product of the ratios up to and including the token, cap).
 
-    Per-decision importance sampling: right for rewards per token; an advantage of the whole answer leaves it biased.
+    This is per-decision importance sampling. It is right for rewards per token, but biased for an advantage of the
+    whole answer.
     """
 
     name = "tis_prefix"
@@ -112,9 +113,9 @@ class TISPrefix(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MISToken(Correction):
-    """Masked importance sampling: the token's ratio where low <= ratio <= high, else 0.
+    """Masked importance sampling: the token's ratio if low <= ratio <= high, else 0.
 
-    Bounds of TRL's token_mask; slime's helper takes 0.5 (or 1 / high) and 2.
+    The bounds are those of TRL's token_mask; slime's helper uses 0.5 (or 1 / high) and 2.
     """
 
     name = "mis_token"
@@ -131,7 +132,7 @@ class MISToken(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MISSequence(Correction):
-    """The product of the sequence's ratios where it is within the bounds, else 0. TRL's default: sequence_mask, 3.0."""
+    """The product of the sequence's ratios if it is within the bounds, else 0. TRL's default: sequence_mask, 3.0."""
 
     name = "mis_sequence"
     level = "sequence"
@@ -149,10 +150,10 @@ class MISSequence(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcePop(Correction):
-    """The token's ratio where low <= ratio <= high, else 0: ``mis_token`` with both bounds.
+    """The token's ratio if low <= ratio <= high, else 0: ``mis_token`` with both bounds.
 
-    alpha 0.5 and beta 5 as in NeMo-RL, verl and OpenRLHF; slime 0.5 and 2. Made for mixtures of experts, where the
-    engine routes some tokens elsewhere.
+    alpha 0.5 and beta 5 as in NeMo-RL, verl and OpenRLHF; slime uses 0.5 and 2. Made for mixtures of experts, where
+    the engine routes some tokens to other experts.
     """
 
     name = "icepop"
@@ -170,11 +171,11 @@ class IcePop(Correction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfNorm(Correction):
-    """weights / mean_weight: their mean over the batch becomes 1.
+    """weights / mean_weight, so that the mean weight of the batch becomes 1.
 
-    The mean is the whole batch's, over tokens or over sequences (``diagnostics.mean_weight`` of the all-reduced sums):
-    one micro-batch's would make the gradient depend on the split. It gives the gradient back the size that truncation
-    took, and leaves the bias of its direction. verl's rollout_is_batch_normalize, after truncation.
+    The mean is over all tokens or sequences of the batch (``diagnostics.mean_weight`` of the all-reduced sums). With a
+    mean per micro-batch, the gradient would depend on the split. Self-normalization restores the gradient's size after
+    truncation, but not its direction, which stays biased. It is verl's rollout_is_batch_normalize, after truncation.
     """
 
     name = "self_norm"

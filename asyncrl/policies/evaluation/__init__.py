@@ -1,1 +1,1 @@
-"""What an evaluation says about a model: estimators over the answers to a data set, and their uncertainty."""
+"""Results of an evaluation: estimators over the answers to a data set, and their uncertainty."""

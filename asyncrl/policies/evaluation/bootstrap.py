@@ -1,4 +1,4 @@
-"""How far a mean over prompts may be off, by the bootstrap. Pure; the same seed gives the same interval."""
+"""Bootstrap confidence intervals for means over prompts. Pure: the same seed gives the same interval."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 RESAMPLES: Final = 1000
 _AT_ONCE: Final = 2**22
-"""Numbers of a block of resamples, which bounds memory."""
+"""Numbers per block of resamples, which bounds memory."""
 
 
 def interval(
     values: NDArray[np.float64], *, seed: int, coverage: float = 0.95, resamples: int = RESAMPLES
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Percentile intervals of the means of M quantities over P prompts.  [P, M] -> low [M], high [M]
+    """Return percentile intervals of the means of M quantities over P prompts.  [P, M] -> low [M], high [M]
 
-    Prompts are drawn with replacement, the same ones for every quantity. One prompt gives an interval of one point.
+    Prompts are drawn with replacement; all quantities share the same draws. With one prompt, low equals high.
     """
     num_prompts, num_quantities = values.shape
     if not num_prompts:

@@ -1,11 +1,11 @@
-"""What n answers to one prompt say of a model that would be asked k times. Pure.
+"""Estimates, from n answers to one prompt, of a model that would be asked k times. Pure.
 
-An answer is solved or not. With c of n answers solved, every subset of k answers is as likely as any other, so the
-share of subsets is an unbiased estimate of the probability for k fresh answers:
+An answer is solved or not. With c of n answers solved, every subset of k answers is equally likely, so the share of
+matching subsets is an unbiased estimate of the probability for k fresh answers:
 
     pass@k     at least one of k is solved     1 - C(n - c, k) / C(n, k)      arXiv:2107.03374, equation 1
     pass^k     all k are solved                    C(c, k) / C(n, k)          arXiv:2406.12045, section 3
-    majority@n the answer that most of the n agree on is solved
+    majority@n the most frequent of the n answers is solved
 
 Tests: tests/unit/policies/evaluation/test_estimators.py, against every subset enumerated.
 """
@@ -18,24 +18,27 @@ from collections.abc import Sequence
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Probability that at least one of k answers is solved.  0 <= num_solved <= num_samples, 1 <= k <= num_samples"""
+    """Return the probability that at least one of k answers is solved.
+
+    0 <= num_solved <= num_samples, 1 <= k <= num_samples
+    """
     _check(num_samples, num_solved, k)
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
 def pass_all_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Probability that all of k answers are solved (pass^k)."""
+    """Return the probability that all of k answers are solved (pass^k)."""
     _check(num_samples, num_solved, k)
     return math.comb(num_solved, k) / math.comb(num_samples, k)
 
 
 def majority(votes: Sequence[str], solved: Sequence[bool]) -> float:
-    """Whether the answer that is given most often is solved, in [0, 1].
+    """Return whether the most frequent answer is solved, in [0, 1].
 
-    votes  what each answer comes down to; "" for one that says nothing: it has no vote, and without any the result is 0
+    votes  the normalized answer of each sample; "" for an answer without a vote. Without any vote the result is 0
 
-    Of answers that are given equally often each is as likely to be taken as another. Answers with one vote that a
-    reward judged differently count by the share that is solved.
+    Ties are averaged: each of the most frequent answers is equally likely to be chosen. If a reward judged equal
+    answers differently, the answer counts by its solved share.
     """
     ballots: defaultdict[str, list[bool]] = defaultdict(list)
     for vote, is_solved in zip(votes, solved, strict=True):
@@ -49,7 +52,7 @@ def majority(votes: Sequence[str], solved: Sequence[bool]) -> float:
 
 
 def counts_of_k(num_samples: int) -> list[int]:
-    """The k that are reported for n answers: 1, 2, 4, ... and n itself."""
+    """Return the k that are reported for n answers: 1, 2, 4, ... and n itself."""
     powers = [2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples]
     return powers if powers[-1] == num_samples else [*powers, num_samples]
 

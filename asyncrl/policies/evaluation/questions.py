@@ -1,4 +1,4 @@
-"""A data set of an evaluation as it is asked: its prompts, how they are sampled, and what is measured."""
+"""A data set of an evaluation: its prompts, how they are sampled, and what is measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """A data set by the name that its metrics have.  judge: its reward, as a text without secrets"""
+    """A data set, named as in its metrics.  judge: description of its reward, without secrets"""
 
     name: str
     questions: Sequence[Question]
@@ -39,7 +39,7 @@ class EvaluationSet:
 
 
 def digest(sets: Sequence[EvaluationSet]) -> str:
-    """What is asked and how it is judged, in 32 hexadecimal digits: two evaluations with the same ones compare."""
+    """Return 32 hex digits that identify the questions and the judge; evaluations with equal digests are comparable."""
     found = hashlib.sha256()
     for its in sets:
         measured = dataclasses.replace(its.measured, tags=dict(sorted(its.measured.tags.items())))

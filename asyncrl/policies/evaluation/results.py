@@ -1,16 +1,16 @@
-"""The numbers of one evaluation of one data set, from what was answered to each of its prompts. Pure.
+"""The metrics of one evaluation of one data set, from the answers to each of its prompts. Pure.
 
-Metrics by name, which the caller puts under evaluation/DATASET/:
+The caller puts these metrics under evaluation/DATASET/:
 
     mean@n                  reward, mean over prompts and their n answers
     pass@k, pass^k          for k = 1, 2, 4, ..., n
-    majority@n              where every prompt has a label
-    METRIC/low, METRIC/high the bounds of 95 % of bootstrap resamples of the prompts
-    length_mean             tokens of an answer
-    truncated_fraction      answers that were cut at max_new_tokens
-    prompts, missing        that are to be answered; that were not: they are in no mean
+    majority@n              if every prompt has a label
+    METRIC/low, METRIC/high bounds of 95 % of bootstrap resamples of the prompts
+    length_mean             tokens per answer
+    truncated_fraction      share of answers that were cut at max_new_tokens
+    prompts, missing        number of prompts; number of unanswered prompts, which are left out of all means
 
-Prompts with tags give the same again under DATASET[TAG].
+For prompts with tags, the same metrics are repeated under DATASET[TAG].
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from asyncrl.policies.evaluation.estimators import counts_of_k, majority, pass_a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """The n answers to one prompt: their rewards, what each comes down to (estimators.majority), length in tokens, and
-    whether it was cut off."""
+    """The n answers to one prompt.
+
+    votes      normalized answers (estimators.majority)
+    lengths    in tokens
+    truncated  whether each answer was cut off
+    """
 
     rewards: tuple[float, ...]
     votes: tuple[str, ...]
@@ -39,14 +43,14 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What is asked of one data set.
+    """What is measured on one data set.
 
-    num_prompts   its prompts
-    num_samples   answers to each
-    k             of pass@k and pass^k; empty: estimators.counts_of_k
+    num_prompts   number of prompts
+    num_samples   answers per prompt
+    k             values of k for pass@k and pass^k; empty: estimators.counts_of_k
     solved_at     an answer with at least this reward is solved
-    has_labels    whether every prompt has one
-    tags          of each tag, how many prompts have it
+    has_labels    whether every prompt has a label
+    tags          number of prompts with each tag
     """
 
     num_prompts: int
@@ -58,7 +62,7 @@ class Measured:
 
 
 def metrics(name: str, measured: Measured, answered: Iterable[Answered], *, seed: int) -> dict[str, float]:
-    """Of data set ``name`` and of each of its tags; ``seed`` of the bootstrap."""
+    """Return the metrics of data set ``name`` and of each of its tags; ``seed`` seeds the bootstrap."""
     answered = list(answered)
     found = {f"{name}/{key}": value for key, value in _metrics(measured, answered, seed=seed).items()}
     for tag, num_prompts in sorted(measured.tags.items()):
@@ -69,7 +73,7 @@ def metrics(name: str, measured: Measured, answered: Iterable[Answered], *, seed
 
 
 def metric_names(num_samples: int, *, k: Sequence[int] = (), has_labels: bool) -> list[str]:
-    """The means that a data set with so many answers to each prompt is reported with."""
+    """Return the names of the means that are reported for ``num_samples`` answers per prompt."""
     counts = k or counts_of_k(num_samples)
     names = [f"mean@{num_samples}", *(f"pass@{k}" for k in counts), *(f"pass^{k}" for k in counts)]
     return [*names, *([f"majority@{num_samples}"] if has_labels and num_samples > 1 else [])]
@@ -93,7 +97,7 @@ def _metrics(measured: Measured, answered: Sequence[Answered], *, seed: int) -> 
 
 
 def _of_prompt(measured: Measured, one: Answered) -> list[float]:
-    """In the order of ``metric_names``."""
+    """Return the values of one prompt, in the order of ``metric_names``."""
     n, solved = measured.num_samples, [reward >= measured.solved_at for reward in one.rewards]
     if len(solved) != n:
         raise ValueError(f"a prompt has {len(solved)} answers, not {n}")

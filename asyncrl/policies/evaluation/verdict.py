@@ -1,7 +1,7 @@
-"""Which answers of an evaluation count: one rule for the learner that reports and the audit that checks. Pure.
+"""Which answers of an evaluation count. The learner that reports and the audit that checks share this rule. Pure.
 
-The first record that is an error or good settles its prompt. Mixed and malformed ones settle nothing, until there are
-MOST_REFUSED of them.
+The first record that is good or failed settles its prompt. Mixed and malformed records settle a prompt only once there
+are MOST_REFUSED of them.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Final, Literal
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
 
 MOST_REFUSED: Final = 16
-"""Mixed and malformed answers to one prompt. An engine may mix versions now and then; one that gave so many will not do
-otherwise when it is asked once more."""
+"""Limit of mixed and malformed answers to one prompt. An engine may mix versions now and then, but after this many
+another attempt will not help."""
 
 Verdict = Literal["good", "failed", "mixed", "malformed", "unable", "passed"]
 """
-good       they count
-failed     nobody can answer the prompt
-mixed      another version sampled a part of them
+good       the answers count
+failed     the prompt cannot be answered
+mixed      another version sampled part of the answers
 malformed  not what was asked for
 unable     the worker can answer no prompt of the evaluation
-passed     of another evaluation, or of a prompt that is settled
+passed     belongs to another evaluation, or to a prompt that is settled
 """
 
 
 class Verdicts:
-    """On the answers of one evaluation. To be told of each record in the order of the log."""
+    """The verdicts on the answers of one evaluation. Call ``of`` for each record, in the order of the log."""
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -39,9 +39,9 @@ class Verdicts:
         return group_id in self._settled
 
     def of(self, answers: EvaluationAnswers, *, num_samples: int) -> tuple[Verdict, str]:
-        """What becomes of ``answers``, and why; "" where nothing is wrong.
+        """Return the verdict on ``answers``, and the reason; "" if nothing is wrong.
 
-        num_samples  that were asked for; 0: their data set is not known
+        num_samples  number of samples that were asked for; 0 if the data set is unknown
         """
         group_id = answers.group_id
         if answers.number != self._evaluation.number:

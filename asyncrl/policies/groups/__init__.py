@@ -1,1 +1,1 @@
-"""Prompt groups: the table of what became of each, which train next, and what a checkpoint keeps of them."""
+"""Prompt groups: the table of their states, the choice of what to train next, and what a checkpoint keeps of them."""

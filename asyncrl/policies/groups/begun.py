@@ -1,14 +1,15 @@
-"""From which policy version on each outstanding group is sampled, as far as workers say. Pure.
+"""The policy version from which each outstanding group is sampled, according to the workers. Pure.
 
-A prompt may lie for some versions before a worker begins it, and all that time it gets no older: its tokens will be
-those of the version that begins it. Each worker's heartbeat says which version it samples with, and the oldest version
-in each group that it has begun. So a group's tokens are no older than
+A prompt may wait for several versions before a worker starts it. It does not age while it waits, because the version
+that starts the group samples its tokens. The heartbeat of each worker reports the version it samples with, and the
+oldest version in each group that it has started. The tokens of a group are no older than the newer of two versions:
 
-  what those that have begun it say, the last time that any did
-  or, of one that nobody has begun: the oldest version that any worker samples with
-  and in any case the version that admitted it, which is all that is known where no worker is heard.
+  reported  the start in the newest report of the workers that have started the group; if no worker has started it, the
+            oldest version that any worker samples with
+  admitted  the version that admitted the group, which is all that is known if no worker is heard
 
-A lie can only shorten a wait for what the liar has, or for what nobody has begun, and make no wait longer than it was.
+A worker that reports wrong versions can only shorten the learner's wait, for its own groups and for groups that no
+worker has started; it cannot lengthen any wait.
 Tests: tests/unit/policies/groups/test_begun.py.
 """
 
@@ -25,15 +26,15 @@ _CANNOT_BEGIN = ("starting", QUARANTINED)
 
 
 class Begun:
-    """What was heard of the groups that are outstanding."""
+    """The starts of the outstanding groups, as reported by the workers."""
 
     def __init__(self) -> None:
         self._told: dict[int, int] = {}
         self._oldest = -1
-        """That any worker samples with; -1: no worker was heard."""
+        """Oldest version that any worker samples with; -1 if no worker was heard."""
 
     def hear(self, workers: Iterable[Heartbeat], *, outstanding: Mapping[int, PublishedPrompt], forks: Forks) -> None:
-        """``workers``: the newest heartbeats of all rollout workers"""
+        """Take in the reports.  ``workers``: the newest heartbeats of all rollout workers"""
         told: dict[int, int] = {}
         versions: list[int] = []
         for beat in workers:
@@ -45,12 +46,12 @@ class Begun:
                 if group_id in outstanding:
                     start = _effective(beat, version, forks)
                     told[group_id] = min(start, told.get(group_id, start))
-        # Of a worker that is gone, until another takes the group over: it may go on from the tokens that are there.
+        # Keep the report of a worker that is gone until another one takes over: it may resume from the saved tokens.
         kept = {group_id: start for group_id, start in self._told.items() if group_id in outstanding}
         self._told, self._oldest = kept | told, min(versions, default=-1)
 
     def starts(self, outstanding: Mapping[int, PublishedPrompt]) -> list[int]:
-        """Of each outstanding group of this history, the oldest version that may have sampled it, or will."""
+        """Return the oldest version that may sample, or has sampled, each outstanding group of this history."""
         return [
             max(prompt.oldest_start, self._told.get(group_id, self._oldest))
             for group_id, prompt in outstanding.items()

@@ -1,7 +1,7 @@
-"""Which numbers of 0, 1, 2, … are done: a watermark and the few done beyond it.
+"""The set of done numbers among 0, 1, 2, …: a watermark and the few numbers beyond it.
 
-Kept for group ids (trained, dropped or failed: never again) and for log sequences (read and disposed of). It stays
-small however long the run is, because what is done is nearly contiguous.
+It is used for group ids (trained, dropped, failed or filtered: never again) and for log sequences (read and disposed
+of). It stays small however long the run is, because the done numbers are nearly contiguous.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Ledger:
-    """Every number below ``watermark`` is in it, and ``beyond`` holds the larger ones."""
+    """A set that contains every number below ``watermark``, and the larger numbers in ``beyond``."""
 
     def __init__(self, watermark: int = 0, beyond: Iterable[int] = ()) -> None:
         self.watermark = watermark
@@ -20,7 +20,7 @@ class Ledger:
             self.add(number)
 
     def add(self, number: int) -> bool:
-        """False when it was in already."""
+        """Add ``number``; return False if it was already in the set."""
         if number in self:
             return False
         self.beyond.add(number)

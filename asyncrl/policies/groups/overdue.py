@@ -1,15 +1,17 @@
-"""Which prompts are issued again, because whoever took them does not answer.
+"""Which prompts are issued again because the worker or client that took them does not answer.
 
-A client that keeps prompts, or a worker that hangs with them, would hold up the run for good. Two rules, both only once
-no group was answered for ``seconds``:
+A client that keeps prompts, or a worker that hangs, would otherwise hold up the run forever. There are two rules. Both
+apply only after no group was answered for ``seconds``:
 
-  all wait   every worker waits for prompts, so nobody who says what it does is at work on any: all are issued again
-  stragglers some are at work; groups that took four times as long as those before are issued again, as the backup
-             tasks of MapReduce (Dean and Ghemawat, 2004, section 3.6): as the median, or, where workers load weights
-             only between groups and a copy that loses keeps its worker from loading, as nine of ten
+  all wait   every worker waits for prompts, so no worker that sends heartbeats is working on any: all outstanding
+             prompts are issued again
+  stragglers some workers are busy: groups that take four times as long as earlier groups are issued again, like the
+             backup tasks of MapReduce (Dean and Ghemawat, 2004, section 3.6). The reference is the median of earlier
+             groups, or the 0.9 quantile if workers load weights only between groups: there, a copy that loses delays
+             the weight load of its worker
 
-The first answer to a group counts. If everything was taken by somebody of whom nothing is heard, that is said, and goes
-on until it ends: restarting the learner would give it the same prompts again.
+The first answer to a group counts. If a client without heartbeats took everything, the run reports it and continues
+until that ends; restarting the learner would give the client the same prompts again.
 Tests: tests/unit/policies/groups/test_overdue.py.
 """
 
@@ -28,20 +30,20 @@ KEPT: Final = "learner/kept_prompts"
 REISSUES_LEFT: Final = "learner/reissues_left"
 """Name of Overdue.reissues_left in the learner's heartbeat."""
 REISSUES: Final = 3
-"""Issued this often in vain, what is outstanding is not waited for any more: something else is wrong."""
+"""After this many reissues without an answer, reissuing no longer counts as a remedy: something else is wrong."""
 _SLOWER: Final = 4.0
-"""Times a quantile, because what somebody kept must not make the next wait longer."""
+"""Factor on a quantile, so that prompts that were kept do not make the next wait longer."""
 _QUANTILE, _CAREFUL_QUANTILE = 0.5, 0.9
 _FIRST: Final = 30.0
-"""Times ``seconds``, as long as no group was ever answered."""
+"""Factor on ``seconds`` until the first group is answered."""
 _REMEMBERED: Final = 64
 _LOOKS_APART: Final = 10.0
-"""Seconds between two looks in which this process may have been deaf: they count for nothing."""
+"""A longer gap between two looks, in seconds, does not count as waiting: this process may have received nothing."""
 
 
 @dataclass(slots=True)
 class _Issued:
-    """since: when its prompt was issued last;  first: when at first, both on the clock of ``look``"""
+    """Times on the clock of ``look``.  first: when the prompt was first issued;  since: when it was last issued"""
 
     first: float
     since: float
@@ -49,11 +51,11 @@ class _Issued:
 
 
 class Overdue:
-    """Looks at the outstanding groups again and again.
+    """Decides, from repeated looks at the outstanding groups, which prompts to issue again.
 
-    seconds             without any answer before something is issued again; 0: nothing ever is
+    seconds             time without any answer before a prompt is issued again; 0: never
     next_group_id, now  as in ``look``, at the start
-    copies_stragglers   soon, as workers load weights in the middle of groups
+    copies_stragglers   whether to copy stragglers early, because workers can load weights in the middle of groups
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Overdue:
     def look(self, outstanding: Collection[int], *, next_group_id: int, now: float) -> None:
         """Note which groups are outstanding.
 
-        next_group_id  ids below it were issued: what came and went between two looks counts, too
+        next_group_id  ids below it were issued; groups that came and went between two looks count as answered
         now            seconds, monotonic
         """
         if (gap := now - self._looked) > _LOOKS_APART:
@@ -88,14 +90,14 @@ class Overdue:
 
     @property
     def is_quiet(self) -> bool:
-        """No group was answered for so long that some may be due."""
+        """Whether no group was answered for so long that some groups may be due."""
         return 0 < self._seconds <= self._looked - self._heard
 
     def due(self, *, all_wait: bool, undelivered: int = 0) -> list[int]:
-        """The groups to issue again at once. A straggler waits longer the next time: twice, then three times as long.
+        """Return the groups to issue again now. A straggler waits longer each time: twice, then three times as long.
 
-        all_wait     the first rule, for every worker waits for prompts
-        undelivered  prompts that are still on the bus because nobody took them
+        all_wait     whether every worker waits for prompts (the first rule)
+        undelivered  prompts that are still on the bus because no worker took them
         """
         if not self.is_quiet:
             return []
@@ -118,20 +120,22 @@ class Overdue:
 
     @property
     def num_kept(self) -> int:
-        """Groups whose prompts were taken by somebody who answers none of them and of whom nothing is heard, as far as
-        that is known; 0 again once any is answered."""
+        """Number of groups whose prompts were taken by a client that sends no heartbeats and answers none of them.
+
+        An estimate; it drops to 0 once any group is answered.
+        """
         return len(self._issued) if self._is_kept else 0
 
     @property
     def reissues_left(self) -> int:
-        """How often everything that is outstanding will be issued again before that counts as in vain."""
+        """How often all outstanding groups can still be issued again before giving up on this remedy."""
         if not self._seconds or not self._issued:
             return 0
         return max(0, REISSUES - min(one.times for one in self._issued.values()))
 
 
 def all_wait_for_prompts(beats: Iterable[Heartbeat]) -> bool:
-    """Whether there are rollout workers, and each that has started waits for prompts and for nothing else."""
+    """Return whether there are rollout workers, and each one that has started waits only for prompts."""
     workers = [beat for beat in beats if beat.role == WORKER and beat.phase not in ("starting", QUARANTINED)]
     waits = [[wait.on for wait in beat.waits if wait.on] for beat in workers]
     return bool(waits) and all(found and set(found) == {PROMPT_SOURCE} for found in waits)

@@ -1,7 +1,7 @@
-"""Which rows of the data rest: those that the policy solved nearly always, or hardly ever, when they were asked last.
+"""Which rows of the data rest because the policy nearly always, or hardly ever, solved them the last time.
 
-A group of equal rewards teaches nothing, and filters find that out when it is sampled already; a row that rests is not
-sampled at all. It is asked again after ``rest`` passes over the data, as the policy has changed by then.
+A group of equal rewards teaches nothing. Filters find that out only after sampling; a row that rests is not sampled at
+all. After ``rest`` passes over the data the row is used again, because the policy has changed by then.
 
 Tests: tests/unit/policies/groups/test_pass_rates.py.
 """
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RowKey = tuple[int, int]
-"""File and place in it: the same for the same row in every pass."""
+"""File index and row index within the file; the same in every pass over the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassRate:
-    """share: of the samples that were solved, in [0, 1];  epoch: pass over the data in which they were asked for"""
+    """share: fraction of samples that solved the row, in [0, 1];  epoch: pass over the data that used the row"""
 
     share: float
     epoch: int
@@ -27,7 +27,10 @@ class PassRate:
 
 @dataclass(slots=True, kw_only=True)
 class PassRates:
-    """newest: of each row that a group came back of;  num_rested: rows that were passed over, each time that they were.
+    """The newest pass rate of each row, and the rule that decides which rows rest.
+
+    newest      pass rate of each row for which a group came back
+    num_rested  rows that were passed over; a row counts each time
 
     low, high, rest, solved_at: see CurriculumSection
     """
@@ -44,18 +47,18 @@ class PassRates:
         return self.low > 0 or self.high < 1
 
     def see(self, row: RowKey | None, *, epoch: int, rewards: Sequence[float]) -> None:
-        """A group of this row came back. None: nobody knows which row it is of."""
+        """Record a group that came back. ``row`` is None if its row is unknown."""
         if self.is_on and row is not None and rewards:
             share = sum(reward >= self.solved_at for reward in rewards) / len(rewards)
             self.newest[row] = PassRate(share, epoch)
 
     def rests(self, row: RowKey, *, epoch: int) -> bool:
-        """Whether it is passed over in this pass of the data."""
+        """Return whether the row is passed over in pass ``epoch`` over the data."""
         newest = self.newest.get(row)
         return newest is not None and not self.low <= newest.share <= self.high and epoch - newest.epoch <= self.rest
 
     def metrics(self) -> dict[str, float]:
-        """Empty while no row has been seen."""
+        """Return the curriculum metrics; empty until a row has been seen."""
         shares = [one.share for one in self.newest.values()]
         if not shares:
             return {}
@@ -68,21 +71,21 @@ class PassRates:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; the rest is the run file's. Empty while no row has been seen."""
+        """Return what a checkpoint keeps; the rest comes from the run file. Empty until a row has been seen."""
         if not self.newest:
             return {}
         rows = [[*row, one.share, one.epoch] for row, one in self.newest.items()]
         return {"rows": rows, "num_rested": self.num_rested}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint left off; an empty ``state`` changes nothing."""
+        """Restore the state of a checkpoint; an empty ``state`` changes nothing."""
         rows = state.get("rows", []) if self.is_on else []
         self.newest = {(file, place): PassRate(share, epoch) for file, place, share, epoch in rows}
         self.num_rested = state.get("num_rested", 0)
 
 
 def state_problem(state: Any) -> str:
-    """What no PassRates could have saved, in words; empty when it could."""
+    """Return why no PassRates can have saved ``state``, in words; empty if one can."""
     if state == {}:
         return ""
     if not isinstance(state, dict) or state.keys() != {"rows", "num_rested"} or not isinstance(state["rows"], list):

@@ -1,8 +1,8 @@
-"""Trained groups that a later step trains again, while they are not too old for it (staleness.replay_groups).
+"""Trained groups that a later step trains again while they are fresh enough (staleness.replay_groups).
 
-Replayed are groups with something to learn from (``has_spread``), those with the highest mean reward first; of equal
-ones the youngest id. What is replayed takes no place in a batch and none in the window: a step trains it besides. The
-pool is in no checkpoint: a resumed learner begins with none. Tests: tests/unit/policies/groups/test_replays.py.
+Only groups with something to learn from (``has_spread``) are replayed, highest mean reward first; ties go to the
+youngest id. Replayed groups take no place in the batch or the window: a step trains them in addition. Checkpoints do
+not contain the pool, so a resumed learner begins with an empty one. Tests: tests/unit/policies/groups/test_replays.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ IsStale = Callable[[BufferedGroup], bool]
 
 @dataclass(slots=True, kw_only=True)
 class Replays:
-    """per_step: groups that a step trains again;  times: how often each is
+    """The pool of trained groups, and the choice of those that a step trains again.
 
-    pool, counts  groups that were trained, and how often again;  training: those of the batch in training
+    per_step  groups that a step trains again
+    times     how often each group is trained again, at most
+    pool      groups that were trained
+    counts    how often each group was trained again
+    training  replayed groups of the batch in training
     """
 
     per_step: int = 0
@@ -32,7 +36,7 @@ class Replays:
     training: dict[int, BufferedGroup] = field(default_factory=dict)
 
     def take(self, *, is_stale: IsStale) -> list[BufferedGroup]:
-        """What the step that begins trains again."""
+        """Return the groups that the step now beginning trains again."""
         if not self.per_step:
             return []
         for group_id in [group_id for group_id, one in self.pool.items() if is_stale(one)]:
@@ -42,14 +46,14 @@ class Replays:
         return chosen
 
     def foresee(self, trained: Iterable[BufferedGroup], *, is_stale: IsStale) -> list[BufferedGroup]:
-        """What ``take`` will give once the batch in training, with ``trained`` in it, is done."""
+        """Return what ``take`` will return after the batch in training, which contains ``trained``, is done."""
         if not self.per_step:
             return []
         left = [one for group_id, one in self.pool.items() if not self._is_last(group_id)]
         return self._first(one for one in (*left, *filter(_is_good, trained)) if not is_stale(one))
 
     def done(self, trained: Iterable[BufferedGroup]) -> tuple[BufferedGroup, ...]:
-        """The step is done, and ``trained`` were new. What it trained again."""
+        """Finish the step, whose new groups were ``trained``; return the groups that it trained again."""
         replayed = tuple(self.training.values())
         for group_id in [group_id for group_id in self.training if self._is_last(group_id)]:
             self._forget(group_id)
@@ -61,20 +65,20 @@ class Replays:
         return replayed
 
     def discard(self) -> None:
-        """The batch is not trained: whatever the reason, what it had again is replayed no more."""
+        """The batch is not trained: for whatever reason, its replayed groups are not replayed again."""
         for group_id in self.training:
             self._forget(group_id)
         self.training = {}
 
     def clear(self) -> None:
-        """The log is another one: nobody could find again what was replayed."""
+        """Forget all groups: the log was replaced, so the records of replayed groups could not be found in it."""
         self.pool, self.counts = {}, {}
 
     def _first(self, candidates: Iterable[BufferedGroup]) -> list[BufferedGroup]:
         return sorted(candidates, key=lambda one: (-float(np.mean(one.group.rewards)), -one.group_id))[: self.per_step]
 
     def _is_last(self, group_id: int) -> bool:
-        """Whether the step in training is the last that may replay it."""
+        """Return whether the step in training is the last one that may replay the group."""
         return group_id in self.training and self.counts.get(group_id, 0) + 1 >= self.times
 
     def _forget(self, group_id: int) -> None:

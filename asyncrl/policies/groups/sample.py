@@ -1,7 +1,7 @@
-"""A prompt group as a person reads it: text, rewards, advantage, staleness, and what became of it. Pure.
+"""A prompt group in human-readable form: text, rewards, advantage, staleness and fate. Pure.
 
-The learner records some of these in samples.jsonl (state/samples.py); whoever looks makes others from the trajectory
-log and from events (run/recorded/samples.py). JSON has the same fields under the same names.
+The learner records some groups in samples.jsonl (state/samples.py). Readers build others from the trajectory log and
+from events (run/recorded/samples.py). The JSON form has the same fields under the same names.
 
 Tests: tests/unit/policies/groups/test_sample.py.
 """
@@ -24,11 +24,11 @@ from asyncrl.policies.groups.turn_text import pieces_of
 from asyncrl.policies.staleness.staleness import Forks, oldest_version, per_token
 
 PENDING: Final = "pending"
-"""What became of a group that has not left the window."""
+"""Fate of a group that has not left the window."""
 EVALUATED: Final = "evaluated"
-"""The same of a prompt of an evaluation, which trains nothing."""
+"""Fate of a prompt of an evaluation, which trains nothing."""
 UNKNOWN: Final = "unknown"
-"""The same where nobody can be asked: the run's folder is elsewhere, and its events are gone."""
+"""Fate of a group if it cannot be found out: the run's folder is elsewhere, and its events are gone."""
 
 Decode = Callable[[Sequence[int]], str]
 By = Literal["policy", "environment"]
@@ -38,20 +38,22 @@ By = Literal["policy", "environment"]
 class Answer:
     """One trajectory.
 
-    turns          (who wrote it, text), in order; empty until it is decoded
-    reward, parts  None where it was not finite
-    advantage      mean over the tokens that the policy sampled, less old_tokens; None where it is not known
-    advantages     of each token, where they are not all the same
-    trainer_logprobs, entropies  of each token, in nats, as the step that trained it found it; None where it trained
-                   nothing, and () where they are not known
-    staleness      versions between its oldest token and the version that trained it, or that dropped it; None: unknown
-    old_tokens     how many of the sampled ones the step left out as too old; staleness is that of the others then
-    tokens, logprobs  of each token, the behavior policy's
-    environment    [start, end) of tokens that the policy did not sample
-    versions       (start, incarnation, policy version) of each version span
-    rollout, part  which rollout of the group it is a part of, and which part of it; -1: a rollout by itself
-    prompt, prompt_tokens  what it follows, where that is not the group's prompt
-    turn_rewards   (start, reward) of each turn that earned something by itself
+    turns             (who wrote it, text), in order; empty until decoded
+    reward            None if it was not finite
+    parts             parts of the reward that were finite
+    advantage         mean over the sampled tokens without old_tokens; None if unknown
+    advantages        advantage of each token, if they are not all the same
+    trainer_logprobs, entropies  of each token, in nats, as computed by the step that trained it; None for a token that
+                      trained nothing, and () if unknown
+    staleness         versions between its oldest token and the version that trained or dropped it; None if unknown
+    old_tokens        sampled tokens that the step left out as too old; staleness is then that of the other tokens
+    tokens, logprobs  of each token; logprobs of the behavior policy
+    environment       [start, end) ranges of tokens that the policy did not sample
+    versions          (start, incarnation, policy version) of each version span
+    rollout, part     rollout of the group that it belongs to, and its part number there; rollout -1: a rollout by
+                      itself
+    prompt, prompt_tokens  the prompt of this trajectory, if it is not the group's prompt
+    turn_rewards      (start, reward) of each turn with its own reward
     """
 
     reward: float | None = None
@@ -76,12 +78,12 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Everything behind the prompt."""
+        """All text after the prompt."""
         return "".join(text for _, text in self.turns)
 
     @property
     def spans(self) -> list[tuple[By, int, int]]:
-        """[start, end) of the tokens of each turn, and who wrote them."""
+        """Who wrote each turn, and the [start, end) of its tokens."""
         found: list[tuple[By, int, int]] = []
         done = 0
         for start, end in (*self.environment, (len(self.tokens), len(self.tokens))):
@@ -92,7 +94,7 @@ class Answer:
 
     @property
     def titles(self) -> list[str]:
-        """What each turn is called: "answer" where there is but one, "turn 2, reward +0.5", "environment"."""
+        """Titles of the turns: "answer" if there is only one, "turn 2, reward +0.5", "environment"."""
         number, titles = 0, []
         sampled = sum(by == "policy" for by, _, _ in self.spans)
         for by, first, end in self.spans:
@@ -107,14 +109,14 @@ class Answer:
 class GroupSample:
     """A prompt group.
 
-    fate       trained, dropped, failed, filtered, EVALUATED, PENDING or UNKNOWN
-    step       that trained it, or that made the version that was evaluated; of the others, how many steps were done
-    reason     why it was dropped, filtered or could not be made
-    time       Unix seconds when that happened, or when it arrived; 0: unknown
-    prompt     None until it is decoded
-    dataset, place  of a prompt of an evaluation: its data set, and its place there, from 0
-    label      what is right; "" where nothing is known
-    model      the saved model that was evaluated, by its folder's name; "": the run's own version
+    fate            trained, dropped, failed, filtered, EVALUATED, PENDING or UNKNOWN
+    step            step that trained the group or made the evaluated version; otherwise the number of steps done
+    reason          why the group was dropped, filtered or could not be made
+    time            Unix seconds when that happened, or when the group arrived; 0 if unknown
+    prompt          None until decoded
+    dataset, place  of an evaluation prompt: its data set, and its index in the data set, from 0
+    label           the correct answer; "" if unknown
+    model           folder name of the saved model that was evaluated; "" for the run's own version
     """
 
     group_id: int
@@ -136,24 +138,24 @@ class GroupSample:
 
     @property
     def identity(self) -> Hashable:
-        """Of two with the same one, the later counts."""
+        """Key of the group; of two samples with the same key, the later one counts."""
         if self.fate != EVALUATED:
             return self.group_id
         return (self.dataset, self.place, self.model, self.incarnation, self.step)
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """Display name of the group."""
         return f"{self.dataset}, prompt {self.place}" if self.fate == EVALUATED else f"group {self.group_id}"
 
     @property
     def reward(self) -> float | None:
-        """Mean over its rollouts, whose parts have the same; None without any."""
+        """Mean reward over the rollouts (all parts of a rollout have the same reward); None without any."""
         rewards = [answer.reward for answer in self.answers if answer.reward is not None and not answer.part]
         return sum(rewards) / len(rewards) if rewards else None
 
     def title(self, index: int) -> str:
-        """What answer ``index`` is called: "answer 2", or "answer 2, part 1" where that has several."""
+        """Return the title of answer ``index``: "answer 2", or "answer 2, part 1 of 3" if it has several parts."""
         answer = self.answers[index]
         number = (answer.rollout if answer.rollout >= 0 else index) + 1
         parts = sum(answer.rollout >= 0 and other.rollout == answer.rollout for other in self.answers)
@@ -161,7 +163,7 @@ class GroupSample:
 
     @property
     def worst(self) -> float:
-        """Reward of its worst answer; infinity without any."""
+        """Reward of the worst answer; infinity without any."""
         return min((answer.reward for answer in self.answers if answer.reward is not None), default=math.inf)
 
     @property
@@ -172,7 +174,7 @@ class GroupSample:
         return dataclasses.asdict(self)
 
     def as_shown(self) -> dict[str, Any]:
-        """The same for people and scripts, with what it and each turn is called, and what a turn consists of."""
+        """Return the JSON form for people and scripts: adds the names of the group and its turns, and their pieces."""
         table = self.as_json() | {"name": self.name}
         for row, answer in zip(table["answers"], self.answers, strict=True):
             row["titles"] = answer.titles
@@ -181,7 +183,7 @@ class GroupSample:
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> GroupSample:
-        """Of a file that another version of asyncrl may have written: fields that this one lacks are left out.
+        """Read a table that may come from another version of asyncrl; unknown fields are ignored.
 
         Raises ValueError, TypeError or AttributeError for a table of another shape.
         """
@@ -203,10 +205,10 @@ def sample_of(
     advantages: Sequence[NDArray[np.float32]] = (),
     trainer: Sequence[NDArray[np.float32]] = (),
 ) -> GroupSample:
-    """Not decoded yet.
+    """Return the sample of a group, not decoded yet.
 
-    forks       None: the staleness of its answers is not known
-    bound       where a step leaves out each token that is older (staleness.parts = "tokens")
+    forks       None if the staleness of the answers is unknown
+    bound       staleness bound per token, if the step leaves out older tokens (staleness.parts = "tokens")
     advantages  f32[T] of each answer, 0 where the policy sampled nothing
     trainer     f32[2, T] of each answer: trainer logprobs and entropies, NaN where nothing was trained
     """
@@ -237,7 +239,7 @@ def sample_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A prompt of an evaluation, and whom it was asked of. As in GroupSample."""
+    """A prompt of an evaluation, and the model that answers it. Fields as in GroupSample."""
 
     dataset: str
     place: int
@@ -248,10 +250,10 @@ class Asked:
 
 
 def evaluated_sample(group: TrajectoryGroup, asked: Asked, *, time: float) -> GroupSample:
-    """Answers to a prompt of an evaluation. Not decoded yet."""
+    """Return the answers to a prompt of an evaluation, not decoded yet."""
     made = sample_of(group, fate=EVALUATED, step=asked.step, incarnation=asked.incarnation, time=time)
     answers = made.answers
-    if asked.model:  # each saved model is version 0 while it is evaluated
+    if asked.model:  # every saved model is version 0 during its evaluation
         answers = tuple(dataclasses.replace(answer, versions=()) for answer in answers)
     return dataclasses.replace(
         made, answers=answers, dataset=asked.dataset, place=asked.place, label=asked.label, model=asked.model
@@ -259,7 +261,7 @@ def evaluated_sample(group: TrajectoryGroup, asked: Asked, *, time: float) -> Gr
 
 
 def decoded(sample: GroupSample, decode: Decode) -> GroupSample:
-    """With its text."""
+    """Return the sample with its text."""
     answers = tuple(
         dataclasses.replace(
             answer,
@@ -272,12 +274,12 @@ def decoded(sample: GroupSample, decode: Decode) -> GroupSample:
 
 
 def picked(among: int, *, count: int, seed: int, step: int) -> list[int]:
-    """Which of the batch's ``among`` groups step ``step`` records: the same in every run of the same seed."""
+    """Return which of the batch's ``among`` groups step ``step`` records; the same in every run with the same seed."""
     return sorted(random.Random(f"{seed}/{step}").sample(range(among), min(among, count)))
 
 
 def reason_of(fate: str, event: Mapping[str, Any]) -> str:
-    """Why a group was not trained, from what the learner tells of it (groups/states.py, Outcome.events)."""
+    """Return why a group was not trained, from the learner's event (groups/states.py, Outcome.events)."""
     if fate == "dropped":
         return f"{event.get('reason', 'stale')}, {event.get('staleness', '?')} versions old"
     if fate == "filtered":
@@ -286,7 +288,7 @@ def reason_of(fate: str, event: Mapping[str, Any]) -> str:
 
 
 def _ages(trajectory: Trajectory, *, at: int, forks: Forks | None, bound: int | None) -> dict[str, Any]:
-    """staleness of an answer when version ``at`` trains it, and of its sampled tokens which are ``old``."""
+    """Return the staleness of an answer when version ``at`` trains it, and the mask ``old`` of tokens left out."""
     mask = trajectory.response_mask
     staleness = None if forks is None else max(0, at - oldest_version(trajectory.version_spans, forks))
     if forks is None or bound is None:
@@ -334,7 +336,7 @@ def _answer(
 
 
 def _ranges(marked: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """[start, end) of each run of True.  bool[T]"""
+    """Return the [start, end) range of each run of True.  bool[T]"""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], marked, [False])).astype(np.int8)))
     return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
@@ -380,4 +382,4 @@ _SHAPES: Final[Mapping[str, Shape]] = {
     "versions": rows(is_whole, is_whole, is_whole),
     "parts": lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
 }
-"""Of the fields of both classes, as they are read from JSON."""
+"""Expected shapes of the fields of both classes, as read from JSON."""

@@ -1,4 +1,4 @@
-"""What values of a recorded sample must look like when they are read from JSON: somebody may have edited the file."""
+"""Checks for the values of a recorded sample read from JSON, because the file may have been edited."""
 
 from __future__ import annotations
 

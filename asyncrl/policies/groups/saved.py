@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a learner besides its backend: plain numbers, as they stand in learner.json."""
+"""What a checkpoint keeps of a learner besides its backend: plain numbers, as stored in learner.json."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from asyncrl.policies.groups.pass_rates import state_problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptState:
-    """Where the prompt source is.
+    """The position of the prompt source.
 
     next_group_id  id of the next group to publish
-    position       rows of the endless shuffled data read so far, over-long ones included
-    outstanding    group id -> position of each group published and not done: published again if the bus lost it
+    position       rows of the endless shuffled data read so far, including overlong ones
+    overlong       overlong rows among them
+    outstanding    group id -> position of each group that is published and not done; published again if the bus lost it
     oldest_start   group id -> oldest policy version that may sample it
     """
 
@@ -27,11 +28,13 @@ class PromptState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
-    """The group table, saved. ``groups`` (ids that are done) and ``consumed`` (log sequences that are done) are as
-    ``Ledger.as_json``, ``bound`` is as ``AdaptiveBound.state``; ``history`` is the length of history.jsonl in bytes.
+    """The saved group table.
 
-    pass_rates  as ``PassRates.state``
-    log  of the trajectory log: its identity, and sequence and time of the last record that was read; {} of old ones
+    groups, consumed  ids of done groups, and sequences of done log records, as ``Ledger.as_json``
+    bound             as ``AdaptiveBound.state``
+    history           length of history.jsonl in bytes
+    pass_rates        as ``PassRates.state``
+    log               identity of the trajectory log, and sequence and time of the last record read; {} in old states
     """
 
     incarnation: int
@@ -52,7 +55,7 @@ class LearnerState:
     pass_rates: dict[str, Any] = field(default_factory=dict)
 
     def problem(self) -> str:
-        """What no table could have saved, in words; empty when the numbers go together (G2 of table.py)."""
+        """Return why no table can have saved this, in words; empty if the numbers are consistent (G2 of table.py)."""
         prompts = self.prompts
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         numbers |= {name: getattr(prompts, name) for name in ("next_group_id", "position", "overlong")}
@@ -93,7 +96,7 @@ class LearnerState:
 
     @classmethod
     def fresh(cls) -> LearnerState:
-        """The state of a run that has not begun."""
+        """Return the state of a run that has not begun."""
         return cls(
             incarnation=0,
             step=0,
@@ -111,7 +114,7 @@ _NUMBERS: Final = (
 
 
 def _problem_of_ledger(name: str, ledger: Any) -> str:
-    """As ``Ledger.as_json`` gives it."""
+    """Check a ledger in the form of ``Ledger.as_json``."""
     if not isinstance(ledger, dict) or ledger.keys() != {"watermark", "beyond"}:
         return f"{name} is not a ledger"
     watermark, beyond = ledger["watermark"], ledger["beyond"]

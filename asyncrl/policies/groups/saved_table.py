@@ -1,4 +1,4 @@
-"""The table of group states in a checkpoint, and out of one (G4 in table.py)."""
+"""Save the table of group states to a checkpoint, and restore it (G4 in table.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.policies.staleness.adaptive import AdaptiveBound
 
 
 def save(table: GroupTable, *, groups_per_batch: int, history: int) -> LearnerState:
-    """Everything a resumed learner goes on from. history: length of history.jsonl at this instant."""
+    """Return everything that a resumed learner needs.  history: current length of history.jsonl"""
     waiting = {group_id: one.prompt for group_id, one in (table.buffered | table.training).items()}
     prompts = dict(sorted((table.outstanding | waiting).items()))
     return LearnerState(
@@ -44,7 +44,7 @@ def save(table: GroupTable, *, groups_per_batch: int, history: int) -> LearnerSt
 def restore(
     state: LearnerState, *, bound: AdaptiveBound, pass_rates: PassRates | None = None, replays: Replays | None = None
 ) -> GroupTable:
-    """The table as a checkpoint has it. ``bound``, ``pass_rates``, ``replays``: by the run file, before any step."""
+    """Return the table of a checkpoint.  bound, pass_rates, replays: as the run file defines them before any step"""
     pass_rates = pass_rates or PassRates()
     pass_rates.resume(state.pass_rates)
     starts = state.prompts.oldest_start

@@ -1,4 +1,4 @@
-"""Which buffered groups train next, which are too old to, and when to hold for those that are still being generated.
+"""Which buffered groups train next, which are too old, and when to wait for groups that are still being generated.
 
 No token of a batch is older than max_staleness at the version that trains it
 (tests/unit/policies/groups/test_selection.py).
@@ -18,40 +18,42 @@ from asyncrl.policies.staleness.staleness import is_stale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The rule of one run. order: a name of samplers.ORDERS; with "in_order" a batch waits for every group before its
-    last. too_old: a group goes with its oldest token ("whole"), or once each trajectory ("alone") or token ("tokens")
-    of it is too old."""
+    """The selection rule of a run.
+
+    order    a name in samplers.ORDERS; with "in_order" a batch waits for every group before its last one
+    too_old  when a buffered group is too old: if its oldest token is ("whole"), or only if all of its trajectories
+             ("alone") or all of its tokens ("tokens") are
+    """
 
     max_staleness: int
     order: str = "oldest_first"
     too_old: TooOld = "whole"
 
     def stale(self, table: GroupTable) -> list[BufferedGroup]:
-        """Buffered groups that are too old for the next step."""
+        """Return the buffered groups that are too old for the next step."""
         return [one for one in table.buffered.values() if self.is_stale(one, table.policy_version)]
 
     def next_batch(self, table: GroupTable, *, count: int) -> list[BufferedGroup] | None:
-        """The first ``count`` groups by (oldest version, group id), or by ``order``; None when there are fewer.
+        """Return the first ``count`` groups by ``order`` (default: oldest version, group id); None if there are fewer.
 
         Arrival times do not matter. The groups stay buffered until ``GroupTable.take``.
         """
         return self._first(table, count, table.buffered.values())
 
     def foresee(self, table: GroupTable, *, count: int) -> list[BufferedGroup] | None:
-        """What ``next_batch`` will give once the batch in training is done and what is stale then was dropped."""
+        """Return what ``next_batch`` will return after the batch in training is done and stale groups are dropped."""
         version = table.policy_version + bool(table.training)
         young = [one for one in table.buffered.values() if not self.is_stale(one, version)]
         leaving = {*table.training, *table.buffered} - {one.group_id for one in young}
         return self._first(table, count, young, leaving=leaving)
 
     def late_starts(self, policy_version: int, oldest_starts: Iterable[int], *, count: int) -> list[int]:
-        """Where the learner waits: the groups that are still being generated, and that the next step would leave behind
-        as too old, by their starts; it holds while there are any.
+        """Return the starts of groups in generation that would be too old if the next step trained without them.
 
-        ``oldest_starts``: of each group that has not arrived, the oldest version in it (begun.py). Steps train
-        ``count`` groups, the oldest first: of these groups the i-th oldest has its turn i // count steps after the
-        next one. Nothing is lost then: no more than (max_staleness + 1) x count are outstanding (Liu and Layland,
-        1973: earliest deadline first).
+        The learner waits while there are any. ``oldest_starts`` has the oldest version of each group that has not
+        arrived (begun.py). A step trains ``count`` groups, oldest first, so the i-th oldest of these groups has its
+        turn i // count steps after the next step. Nothing is lost then, because at most (max_staleness + 1) x count
+        groups are outstanding (Liu and Layland, 1973: earliest deadline first).
         """
         turn = policy_version + 1
         return [
@@ -61,7 +63,7 @@ class Selection:
         ]
 
     def is_stale(self, one: BufferedGroup, policy_version: int) -> bool:
-        """Whether a buffered group is too old for the step from ``policy_version``."""
+        """Return whether a buffered group is too old for the step from ``policy_version``."""
         decides = {"whole": one.oldest, "alone": one.youngest, "tokens": one.newest}[self.too_old]
         return is_stale(decides, policy_version=policy_version, max_staleness=self.max_staleness)
 
@@ -73,7 +75,7 @@ class Selection:
         *,
         leaving: Collection[int] = frozenset(),
     ) -> list[BufferedGroup] | None:
-        """Of ``candidates``; ids in ``leaving`` count as done."""
+        """Choose from ``candidates``; ids in ``leaving`` count as done."""
         keys = [one.key for one in candidates]
         if self.order == "in_order":
             keys = samplers.leading(

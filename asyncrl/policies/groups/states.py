@@ -1,4 +1,4 @@
-"""What a prompt group is in each of its states (table.py), and what has to follow when it leaves one."""
+"""The states of a prompt group (table.py), and the effects when it leaves one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.policies.trust.validation import Asked
 Fate = Literal["trained", "dropped", "failed", "filtered"]
 FATES: Final[tuple[Fate, ...]] = ("trained", "dropped", "failed", "filtered")
 SET_ASIDE: Final = "set aside"
-"""Why a group failed with which two incarnations ended (state/in_progress.py)."""
+"""Cause of failure of a group with which two incarnations ended (state/in_progress.py)."""
 Arrived = Literal["buffered", "failed", "duplicate", "rejected"]
 
 
@@ -21,11 +21,11 @@ Arrived = Literal["buffered", "failed", "duplicate", "rejected"]
 class PublishedPrompt:
     """The prompt of a group that is not done.
 
-    position      its row in the endless shuffled data
-    oldest_start  oldest policy version that may sample it; None when only a lost history knows
-    asked         what it asks for, if this incarnation published it; None for an earlier one's
-    row           what the data calls it; None of an earlier incarnation's
-    published     Unix seconds when this incarnation published it; 0: an earlier one did
+    position      row of the endless shuffled data
+    oldest_start  oldest policy version that may sample it; None if only a lost history knows
+    asked         what the prompt asks for; None if an earlier incarnation published it
+    row           key of the row in the data; None if an earlier incarnation published it
+    published     Unix seconds when this incarnation published it; 0 if an earlier one did
     """
 
     position: int
@@ -37,9 +37,14 @@ class PublishedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferedGroup:
-    """A group that waits to be trained. sequence: of its log record; oldest: effective version of its oldest token;
-    youngest: the same of the trajectory whose oldest token is the newest; newest: of its newest sampled token; copies:
-    sequences of further log records of it, which stand in for the first if that is deleted."""
+    """A group that waits to be trained.
+
+    sequence  sequence of its log record
+    oldest    effective version of its oldest token
+    youngest  effective version of the oldest token of a trajectory, maximum over the trajectories
+    newest    effective version of its newest sampled token
+    copies    sequences of further log records of the group, which replace the first one if it is deleted
+    """
 
     sequence: int
     group: TrajectoryGroup
@@ -57,7 +62,7 @@ class BufferedGroup:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What samplers.py orders by."""
+        """The sort key of samplers.py."""
         return (self.oldest, self.group_id)
 
 
@@ -65,15 +70,15 @@ class BufferedGroup:
 class Outcome:
     """Effect: groups left the window.
 
-    step           of "trained" the step's number, else how many steps were done
-    sequences      of "trained": the log record of each group
-    max_staleness  of "trained": versions between the oldest token of the batch and the step
-    old_parts      of "trained": trajectories that trained nothing because they were too old
-    old_tokens     of "trained": the same of tokens, where each is judged alone
-    replayed       of "trained": groups that the step trained again, with their log records (replays.py)
-    events         of the others: what to announce of each group
-    groups         as they are known, in the order of ``group_ids``; of one that could not be made perhaps nothing
-    cause          of "failed": SET_ASIDE, or "" for any other
+    step           "trained": number of the step; other fates: steps done so far
+    sequences      "trained": log record of each group
+    max_staleness  "trained": versions between the oldest token of the batch and the step
+    old_parts      "trained": trajectories that trained nothing because they were too old
+    old_tokens     "trained": tokens that trained nothing because they were too old, if each is judged alone
+    replayed       "trained": groups that the step trained again, with their log records (replays.py)
+    events         other fates: what to announce about each group
+    groups         the groups that are known, in the order of ``group_ids``; may be empty for a failed group
+    cause          "failed": SET_ASIDE, or "" for any other cause
     """
 
     fate: Fate
@@ -91,7 +96,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """Effect of a log record. duplicate: its group was here before; rejected: this run asked for no such group."""
+    """Effect of a log record.  duplicate: its group arrived before;  rejected: this run did not ask for the group"""
 
     became: Arrived
     outcome: Outcome | None = None

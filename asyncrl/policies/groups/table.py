@@ -1,20 +1,20 @@
-"""What became of every prompt group, in one place: events in, effects out, no I/O and no clock.
+"""The state of every prompt group, in one place: events in, effects out, without I/O or a clock.
 
     published --> buffered --> training --> trained
         |          |    ^         |
         v          v    +---------+  put back: the batch is not trained after all
       failed    dropped, filtered
 
-Each method under "events" is something that happened. What has to follow from it outside is what the method returns:
-an ``Outcome`` for groups that left the window, to be written to the history, announced and reported as progress. The
-window (admission.py), the choice of batches (selection.py), checkpoints (saved_table.py), audit and metrics read it.
+Each method under "events" records something that happened. It returns what must follow outside: an ``Outcome`` for
+groups that left the window, which is written to the history, announced and reported as progress. The window
+(admission.py), the choice of batches (selection.py), checkpoints (saved_table.py), audit and metrics read the table.
 
 Invariants (tests/unit/policies/groups/test_table.py, test_table_events.py):
-  G1 a group is in one state at a time and leaves the window once, whatever the log delivers twice.
+  G1 a group is in one state at a time and leaves the window once, even if the log delivers it twice.
   G2 published = outstanding + buffered + training + trained + dropped + failed + filtered.
   G3 the log records of a group are consumed when the group leaves the window, and not before.
-  G4 a table restored from a checkpoint is the table of that instant, with groups that were buffered or in training
-     outstanding again: the log from the saved cursor on brings them back.
+  G4 a table restored from a checkpoint equals the table at that moment, except that groups that were buffered or in
+     training are outstanding again: the log from the saved cursor on brings them back.
 """
 
 from __future__ import annotations
@@ -35,21 +35,25 @@ from asyncrl.policies.trust.validation import Asked
 
 @dataclass(slots=True, kw_only=True)
 class GroupTable:
-    """Read any field; only the events change one.
+    """The table of prompt groups. Read any field; only the event methods change fields.
 
-    step            optimizer steps done; step n makes policy version n, so it is the policy version too
+    step            optimizer steps done; step n makes policy version n, so it is also the policy version
     batches_taken   steps begun
-    bound           versions of slack that admission gives now
-    done, consumed  ids of groups, and sequences of log records, that are done for good
+    bound           versions of slack that admission currently allows
+    done            ids of groups that are done for good
+    consumed        sequences of log records that are done for good
     cursor          sequence of the last log record read
-    log, last_read  identity of the log; sequence of the last record that was ever read of it, and when it was stored
-    logs_changed    how often the log turned out to be another one, or back at an earlier state, in this
-                    incarnation
-    covered         log records below it are done by the newest checkpoint; 1 while there is none
-    next_group_id   ids below it were published; position, overlong: rows of the data read, and of those too long
-    pass_rates      of the rows, for checkpoints and metrics; the prompt source keeps its own
+    log             identity of the log
+    last_read       sequence of the last record ever read from this log, and the time it was stored
+    logs_changed    how often in this incarnation the log was replaced or fell back to an earlier state
+    covered         log records below it are done by the newest checkpoint; 1 before the first checkpoint
+    next_group_id   ids below it were published
+    position        rows of the data read
+    overlong        overlong rows among them
+    pass_rates      pass rates of the rows, for checkpoints and metrics; the prompt source keeps its own copy
     replays         trained groups that may be trained again
-    failed_in_a_row, problem  groups that failed since the last one that was buffered, and why the newest did
+    failed_in_a_row  groups that failed since the last one that was buffered
+    problem         why the newest of these failed
     """
 
     bound: AdaptiveBound
@@ -94,7 +98,7 @@ class GroupTable:
         time: float = 0.0,
         row: RowKey | None = None,
     ) -> None:
-        """A prompt is about to be on the bus; once more, when the bus lost it. Raises ValueError for an id too high."""
+        """A prompt is about to be published, or again after the bus lost it. Raises ValueError for an id too high."""
         prompt = PublishedPrompt(position=position, oldest_start=oldest_start, asked=asked, published=time, row=row)
         if group_id in self.outstanding:
             self.outstanding[group_id] = prompt
@@ -108,20 +112,20 @@ class GroupTable:
             raise ValueError(f"group {group_id} is published before group {self.next_group_id}")
 
     def exhaust(self, *, position: int, overlong: int, rested: int = 0) -> None:
-        """The data has ended: no group will be published any more."""
+        """The data has ended: no more groups will be published."""
         self.position, self.overlong, self.is_exhausted = position, overlong, True
         self.pass_rates.num_rested = max(self.pass_rates.num_rested, rested)
 
     # -- events: the trajectory log ------------------------------------------------------------------------------------
 
     def follow_log(self, identity: str) -> None:
-        """This is the log that is read from now on."""
+        """``identity`` is the log that is read from now on."""
         self.log = identity
 
     def start_new_log(self, *, first: int = 1) -> None:
-        """The log is a new one, or back at an earlier state: what is known of its sequences means other records.
+        """The log is new, or back at an earlier state, so the known sequences now mean other records.
 
-        It is read again from ``first``. Group ids still hold; a group that waits has no record until it is read again.
+        It is read again from ``first``. Group ids stay valid. A waiting group has no record until it is read again.
         """
         self.consumed, self.cursor, self.covered = Ledger(watermark=first), first - 1, first
         self.last_read = (0, 0)
@@ -131,9 +135,9 @@ class GroupTable:
             waiting.update({number: replace(one, sequence=first - 1, copies=()) for number, one in waiting.items()})
 
     def skip(self, before: int) -> list[int]:
-        """The log goes on at ``before``: what it lacks behind the last record read will not come, and holds up no trim.
+        """The log continues at ``before``: the records in between will not come, and must not block trimming.
 
-        Returns those sequences. Their groups stay outstanding.
+        Returns the sequences of these records. Their groups stay outstanding.
         """
         if before <= self.cursor + 1:
             return []
@@ -150,9 +154,10 @@ class GroupTable:
         cause: str = "",
         stored: int = 0,
     ) -> Arrival:
-        """A log record was read. ``group``: None when it holds none of this run's; one with an error fails.
+        """A log record was read. ``group`` is None if it holds no group of this run; a group with an error fails.
 
-        is_counted, cause: as in ``fail``;  stored: when, as in Record
+        is_counted, cause  as in ``fail``
+        stored             time it was stored, as in Record
         """
         self.cursor, self.last_read = sequence, (sequence, stored)
         if sequence in self.consumed:
@@ -188,7 +193,7 @@ class GroupTable:
         return Arrival(became="buffered")
 
     def excuse_failures(self) -> None:
-        """The groups that failed in a row were those of workers that are no longer trusted."""
+        """The groups that failed in a row came from workers that are no longer trusted, so they do not count."""
         self.failed_in_a_row = 0
 
     # -- events: groups that leave the window --------------------------------------------------------------------------
@@ -196,7 +201,8 @@ class GroupTable:
     def fail(self, group_id: int, *, error: str, worker: str = "", is_counted: bool = True, cause: str = "") -> Outcome:
         """An outstanding group cannot be made.
 
-        is_counted: it is one of those in a row that end the run;  cause: as in ``Outcome``
+        is_counted  whether it counts towards the failures in a row that end the run
+        cause       as in ``Outcome``
         """
         del self.outstanding[group_id]
         self.done.add(group_id)
@@ -205,7 +211,7 @@ class GroupTable:
         return self._lose("failed", {group_id: {"worker": worker, "error": error}}, cause=cause)
 
     def drop(self, groups: Sequence[BufferedGroup], *, reason: str = "stale") -> Outcome:
-        """Buffered groups are too old to train, or are from a worker that is not trusted."""
+        """Buffered groups are too old to train, or come from an untrusted worker."""
         events: dict[int, dict[str, object]] = {}
         for one in groups:
             self._finish(self.buffered.pop(one.group_id))
@@ -216,14 +222,14 @@ class GroupTable:
         return self._lose("dropped", events, [one.group for one in groups])
 
     def reject(self, group_id: int, *, error: str) -> Outcome:
-        """A buffered group cannot be trained: a step with it fails."""
+        """A buffered group cannot be trained, because a step with it fails."""
         found = self.buffered.pop(group_id)
         self._finish(found)
         self.problem = error
         return self._lose("failed", {group_id: {"worker": found.group.worker, "error": error}}, [found.group])
 
     def filter(self, group_id: int, *, by: str = "") -> Outcome:
-        """A buffered group has nothing to learn from. ``by``: the filter that says so."""
+        """A buffered group has nothing to learn from, according to the filter ``by``."""
         found = self.buffered.pop(group_id)
         self._finish(found)
         return self._lose("filtered", {group_id: {"rewards": found.group.rewards, "by": by}}, [found.group])
@@ -235,7 +241,7 @@ class GroupTable:
         self.batches_taken += 1
 
     def put_back(self) -> None:
-        """The batch that was taken is not trained. Nothing when that was said before."""
+        """The batch that was taken is not trained. No effect if there is none."""
         if not self.training:
             return
         self.buffered |= self.training
@@ -270,7 +276,7 @@ class GroupTable:
     # -- events: the window --------------------------------------------------------------------------------------------
 
     def adapt(self, ess: float) -> dict[str, float]:
-        """A step measured this effective sample size. What to say about the bound if that changed it, else nothing."""
+        """A step measured this effective sample size. Returns what to report if the bound changed, else nothing."""
         before, self.bound = self.bound.bound, self.bound.update(ess)
         if self.bound.bound == before:
             return {}
@@ -279,46 +285,46 @@ class GroupTable:
     # -- events: checkpoints -------------------------------------------------------------------------------------------
 
     def checkpointed(self, state: LearnerState) -> int:
-        """``state`` is on disk. The last log record that neither it nor the checkpoint before it needs; 0 if none."""
+        """``state`` is on disk. Returns the last log record that neither it nor the checkpoint before needs, or 0."""
         through, self.covered = self.covered - 1, state.consumed["watermark"]
         return through
 
     # -- events: metrics -----------------------------------------------------------------------------------------------
 
     def take_lengths(self) -> tuple[list[int], list[int]]:
-        """Tokens of the rollouts that were buffered, and of those dropped as stale, since this was last asked."""
+        """Return the token counts of the rollouts buffered, and of those dropped as stale, since the last call."""
         lengths = (self.generated_lengths, self.dropped_lengths)
         self.generated_lengths, self.dropped_lengths = [], []
         return lengths
 
-    # -- what others read ----------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
         return self.step
 
     def is_published(self, group_id: int) -> bool:
-        """Whether this run ever asked for the group."""
+        """Return whether this run ever asked for the group."""
         return 0 <= group_id < self.next_group_id
 
     def asked(self, group_id: int) -> Asked | None:
-        """What the prompt of an outstanding group asks for, if this incarnation published it."""
+        """Return what the prompt of an outstanding group asks for; None if this incarnation did not publish it."""
         return prompt.asked if (prompt := self.outstanding.get(group_id)) is not None else None
 
     def awaits(self, sequence: int, group_id: int) -> bool:
-        """Whether a log record is news: of a group that is outstanding, and not read before."""
+        """Return whether a log record is news: its group is outstanding, and the record was not read before."""
         return group_id in self.outstanding and sequence not in self.consumed
 
     def lost_since_step(self, fate: Fate) -> int:
-        """Groups that met ``fate`` since the last step of this incarnation, or since it began."""
+        """Return how many groups met ``fate`` since the last step of this incarnation, or since it began."""
         return self.counts[fate] - self.counts_before_step.get(fate, 0)
 
     def describe(self) -> str:
-        """The counts, for a person."""
+        """Return the counts in human-readable form."""
         text = "{trained} groups trained, {dropped} dropped (stale), {failed} failed".format(**self.counts)
         return text + (f", {self.counts['filtered']} filtered" if self.counts["filtered"] else "")
 
-    # -- small things --------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _lose(
         self,
@@ -340,10 +346,10 @@ class GroupTable:
         self.done.add(one.group_id)
 
     def _keep(self, group_id: int, sequence: int) -> bool:
-        """Whether this is a log record of a group that is buffered or in training: it is not consumed yet."""
+        """Keep a log record whose group is buffered or in training, and do not consume it yet; else return False."""
         for waiting in (self.buffered, self.training):
             if (one := waiting.get(group_id)) is not None:
-                if one.sequence in self.consumed:  # its record was lost with a log, and this is another of it
+                if one.sequence in self.consumed:  # its record was lost with a log, and this is another copy
                     waiting[group_id] = replace(one, sequence=sequence)
                 elif sequence not in (one.sequence, *one.copies):
                     waiting[group_id] = replace(one, copies=(*one.copies, sequence))

@@ -11,13 +11,13 @@ _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 def token_texts(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """A text a token; together they are the text of all.
+    """Return one text per token; their concatenation is the text of all tokens.
 
-    A token may be a part of a letter, and what one gives may depend on the one before: each is decoded behind a few
-    others, and one that ends within a letter gives "", which comes with the token that completes it.
+    A token may be part of a character, and its text may depend on the token before. So each token is decoded after a
+    few earlier ones. A token that ends within a character gives ""; the token that completes the character gives it.
     """
     texts: list[str] = []
-    begin = known = 0  # tokens[begin:known] are those that the next is decoded behind
+    begin = known = 0  # tokens[begin:known] precede the next token when it is decoded
     for end in range(1, len(tokens) + 1):
         before, text = decode(tokens[begin:known]), decode(tokens[begin:end])
         is_whole = len(text) > len(before) and not text.endswith(_UNFINISHED)

@@ -1,8 +1,8 @@
-"""What a turn of an answer consists of: text, thoughts, tool calls, tool results. Pure.
+"""The pieces of a turn of an answer: text, thoughts, tool calls, tool results. Pure.
 
-Only for people to read: it goes by the marks that chat templates write around roles (ChatML and those like it),
-<think>, <tool_call> and <tool_response>. What has none of them is one piece of text: nothing is left out but the marks
-themselves. What is trained is the tokens, whatever is found here.
+For display only. Pieces are found by the marks that chat templates write around roles (ChatML and similar formats),
+<think>, <tool_call> and <tool_response>. A turn without marks is one piece of text; only the marks themselves are left
+out. Training uses the tokens, whatever is found here.
 
 Tests: tests/unit/policies/groups/test_turn_text.py.
 """
@@ -39,8 +39,8 @@ _INSIDE: Final = re.compile(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """
-    turn  which of the answer's turns it is of, from 0
-    kind  TEXT, THINKING, TOOL_CALL, TOOL_RESULT, or the role that a template names, such as "user"
+    turn  index of the piece's turn in the answer, from 0
+    kind  TEXT, THINKING, TOOL_CALL, TOOL_RESULT, or a role that a template names, such as "user"
     """
 
     turn: int = 0
@@ -49,7 +49,7 @@ class Piece:
 
 
 def pieces_of(turns: Sequence[tuple[str, str]]) -> list[Piece]:
-    """Of an answer's turns: ("policy" for the model's, text)."""
+    """Return the pieces of an answer's turns, given as (author, text); author "policy" is the model."""
     return [
         replace(piece, turn=number)
         for number, (by, text) in enumerate(turns)
@@ -58,7 +58,7 @@ def pieces_of(turns: Sequence[tuple[str, str]]) -> list[Piece]:
 
 
 def sampled_pieces(text: str) -> list[Piece]:
-    """Of a turn that the model wrote. A thought may have begun in the prompt, and a turn may end within one."""
+    """Return the pieces of a turn by the model. A thought may begin in the prompt, and a turn may end in a thought."""
     opened, closed, rest = text.partition("</think>")
     begins_in_thought = closed and "<think>" not in opened
     pieces = [Piece(kind=THINKING, text=opened)] if begins_in_thought else []
@@ -67,7 +67,7 @@ def sampled_pieces(text: str) -> list[Piece]:
 
 
 def other_pieces(text: str) -> list[Piece]:
-    """Of what tools, users and chat templates wrote: each message by itself. Empty where it is marks alone."""
+    """Return the pieces of text by tools, users and chat templates, one per message; empty if there are only marks."""
     pieces: list[Piece] = []
     kind, at = TEXT, 0
     for found in _ROLE.finditer(text):
@@ -93,7 +93,7 @@ def _inside(text: str, *, kind: str) -> Iterator[Piece]:
 
 
 def _call(text: str) -> str:
-    """add({"a": 1}) of {"name": "add", "arguments": {"a": 1}}; anything else as it is."""
+    """Format {"name": "add", "arguments": {"a": 1}} as add({"a": 1}); return anything else unchanged."""
     try:
         found = json.loads(text)
         arguments = found.get("arguments", {})

@@ -1,1 +1,1 @@
-"""Faults of a run: how they are named, diagnosed and remedied."""
+"""Faults of a run: their names, diagnosis and remedies."""

@@ -1,4 +1,4 @@
-"""What everybody waits for in a circle, or in vain: the words for findings that blame no single part.
+"""Findings that blame no single part: actors that wait in a circle, or for something that will not come.
 
 diagnosis.py finds the circles. Tests: tests/unit/policies/health/test_diagnosis.py.
 """
@@ -13,7 +13,7 @@ from asyncrl.policies.groups.overdue import KEPT, REISSUES_LEFT
 from asyncrl.policies.health.faults import Cure, Finding
 
 ECHOES: Final = ("window", "log", "deadlock", "kept", "data")
-"""Faults that another one elsewhere leaves everybody else in."""
+"""Faults that are only consequences: another fault elsewhere leaves the remaining actors in them."""
 
 
 def circle(fault: str, who: str, seconds: float, host: str, pid: int) -> Finding:
@@ -62,8 +62,10 @@ def ended(seconds: float, host: str, pid: int) -> Finding:
 
 
 def unanswered(finding: Finding, numbers: Mapping[str, float]) -> Finding:
-    """The finding as long as the learner, whose numbers these are, issues its prompts again: no cure is needed yet, and
-    none helps where somebody takes them all."""
+    """Return the finding without a cure while the learner, whose ``numbers`` these are, reissues the prompts.
+
+    No cure is needed while reissues are left, and none helps if a client takes every prompt.
+    """
     if finding.fault not in ("window", "data"):
         return finding
     if kept := numbers.get(KEPT):

@@ -1,7 +1,7 @@
-"""Conditions that stop nothing yet: a process that runs out of something, a run that trains what it should not.
+"""Conditions that do not stop a run yet: a process that runs out of a resource, or a run that trains the wrong thing.
 
-Numbers of an actor's heartbeats, each with the value from which it is a finding. A new one is a row here, and a row of
-the table in tests/unit/policies/health/test_diagnosis.py.
+Each condition is a number in an actor's heartbeats, with the value from which it is a finding. To add one, add a row
+here and a row in the table of tests/unit/policies/health/test_diagnosis.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MANY_SKIPPED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """says: behind the actor's name; {value} is the number, {problem} the actor's.  at: found from this value on"""
+    """at: reported from this value on;  says: follows the actor's name, {value} is the number, {problem} the actor's"""
 
     fault: str
     at: float
@@ -60,13 +60,13 @@ CONDITIONS: Final[dict[str, Condition]] = {
     "alarm/hold": Condition(
         "held",
         1,
-        "waits for old groups with a full batch, while engines are idle (metrics.hold_alarm)",
+        "holds back a full batch for old groups while engines are idle (metrics.hold_alarm)",
         'set staleness.parts = "tokens", or raise max_staleness; the warning in learner.log says to what',
     ),
     "alarm/split": Condition(
         "split",
         1,
-        "or its engines are idle for long: another split of the GPUs would train more (metrics.split_alarm)",
+        "or its engines are often idle: another split of the GPUs would train more (metrics.split_alarm)",
         "the warning in learner.log says which; `asyncrl plan` measures it; change learner.ranks and rollout.workers",
     ),
     "alarm/standstill": Condition(
@@ -78,7 +78,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
     "alarm/truncated": Condition(
         "truncated",
         1,
-        "trains answers that are nearly all cut at rollout.max_new_tokens: none of them comes to its end",
+        "trains answers that are nearly all cut at rollout.max_new_tokens: none of them is complete",
         "raise rollout.max_new_tokens, or look whether the model knows its end-of-text token (generation_config.json, "
         "chat template, rollout.stop)",
     ),
@@ -105,7 +105,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "little room",
         0.5,
         "has room for fewer than two more checkpoints on its disk: one takes {value:.0%} of what is free",
-        "make room there, or lower checkpoint.keep and weights.keep; a disk that is full is waited for",
+        "make room there, or lower checkpoint.keep and weights.keep; the run waits while the disk is full",
     ),
     "learner/skipped_in_a_row": Condition(
         "not finite",
@@ -117,7 +117,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
 
 
 def present(seen: Observation) -> Iterable[Finding]:
-    """Of every actor that is heard."""
+    """Yield the findings of all actors that send heartbeats."""
     for name, actor in seen.actors.items():
         if actor.seconds > SILENT_SECONDS:
             continue

@@ -1,17 +1,18 @@
-"""Who holds up whom, and why: from what the actors of a run say to findings with a cause and a remedy.
+"""Who holds up whom, and why: turns what the actors of a run report into findings with a cause and a remedy.
 
-An actor that waits names a role ("rollout-worker") or a part of its own process ("engine"). A wait is a stall when its
-chain ends in somebody who does not wait for anybody and yet does not go on:
+An actor that waits names a role ("rollout-worker") or a part of its own process ("engine"). A wait is a stall if its
+chain ends in one of these:
 
-  a process that is not heard of any more          frozen, blocked, silent, gone
+  a process that is no longer heard                frozen, blocked, silent, gone
   a part that takes longer than its limit          engine, reward, rollout, load, ...
-  a role that nobody has                           no worker, no learner (one in quarantine is none), no reward worker
-  somebody who is in the chain already             window, log, deadlock
+  a role that no process has                       no worker (quarantined: not counted), no learner, no reward worker
+  an actor that is already in the chain            window, log, deadlock
   data that has ended                              data
 
-It is none when anybody at its end still works: a learner that waits while engines generate is only faster than they.
-Findings name that end and say who waits for it. All ages are the receiver's: seconds on its own monotonic clock in
-which it could hear (actors/health_monitor.py), so no clock of any machine can fake a stall or hide one.
+A wait is not a stall while any actor at the end of its chain still works: a learner that waits for busy engines is only
+faster than they are. Findings name the end of the chain and list who waits for it. All ages are measured by the
+receiver: seconds on its own monotonic clock during which it could receive (actors/health_monitor.py). So a wrong clock
+on any machine can neither fake nor hide a stall.
 
 Tests: tests/unit/policies/health/test_diagnosis.py, a table of faults and the name each must get.
 """
@@ -44,12 +45,12 @@ from asyncrl.policies.health.faults import (
 
 
 def diagnose(observation: Observation) -> list[Finding]:
-    """Every fault, what holds up the learner first. Empty: the run goes on."""
+    """Return all faults, those that hold up the learner first; empty if the run makes progress."""
     seen = observation
     if seen.is_finished:
-        return []  # its server may be gone, too
+        return []  # its server may be gone as well
     if seen.bus_silent > BUS_SECONDS:
-        return [faults.deaf(seen)]  # nothing can be known of anybody
+        return [faults.deaf(seen)]  # without the bus, nothing is known about any actor
     if seen.bus_refuses > BUS_SECONDS:
         return [faults.refused(seen)]
     if seen.is_bus_blind:
@@ -88,27 +89,29 @@ class _Chains:
         return self.observation.actors
 
     def silent(self) -> Iterable[Finding]:
-        """One finding a process that is not heard of."""
+        """Yield one finding per process that is not heard."""
         for name, seen in self.actors.items():
             if _is_silent(seen) and name == self._main(seen):
                 yield faults.silent(self._label(name), name, seen)
 
     def stuck(self) -> Iterable[Finding]:
-        """One finding a part that takes longer than it may."""
+        """Yield one finding per part that exceeds its limit."""
         for name, seen in self.actors.items():
             if not _is_silent(seen):
                 yield from (self._stuck(name, seen, wait) for wait in seen.beat.waits if _is_stuck(wait))
 
     def ends(self) -> Iterable[Finding]:
-        """What else chains end in."""
+        """Return the remaining findings at the ends of chains."""
         for name in self.actors:
             self._known[name] = self._roots(name, ()) or frozenset()
         last = frozenset().union(*self._known.values())
         return [finding for key, finding in self._ends.items() if key in last]
 
     def missing(self) -> Iterable[Finding]:
-        """A run without a learner, or without the reward workers that its groups wait for, stands still, or soon will,
-        whatever goes on."""
+        """Report a missing learner, or missing reward workers that groups wait for.
+
+        Without them the run stands still, or soon will, whatever else makes progress.
+        """
         has_learner = any(seen.beat.role == LEARNER for seen in self.actors.values())
         if not has_learner and self._is_learner_missed:
             yield faults.nobody(LEARNER, min(self.observation.listened, self.observation.leaderless))
@@ -120,12 +123,12 @@ class _Chains:
 
     @property
     def _is_learner_missed(self) -> bool:
-        """One that has just left may have ended its run: whoever started it knows before long."""
+        """Whether the learner is missing for too long; one that has just left may have ended its run."""
         seen = self.observation
         return LEARNER not in seen.own_roles and min(seen.listened, seen.leaderless) > PATIENCE_SECONDS
 
     def with_victims(self, finding: Finding) -> Finding:
-        """The finding with who waits for it: the learner, then workers, by name."""
+        """Return the finding with the actors that wait for it: the learner, then workers, by name."""
         waiting = []
         for name, seen in sorted(self.actors.items(), key=lambda item: (item[1].beat.role != LEARNER, item[0])):
             if seen.beat.role not in (LEARNER, WORKER) or (finding.pid and _process(seen) == _blamed(finding)):
@@ -137,7 +140,7 @@ class _Chains:
         return replace(finding, victims=tuple(waiting))
 
     def _roots(self, name: str, path: _Path) -> frozenset[_Key] | None:
-        """What holds up this actor for good; None when it, or somebody it waits for, still works."""
+        """Return what holds up this actor for good; None if it, or an actor that it waits for, still works."""
         seen = self.actors[name]
         if _is_silent(seen):
             main = self._main(seen)
@@ -155,14 +158,14 @@ class _Chains:
 
     def _roots_of_wait(self, name: str, seen: Seen, wait: Wait, path: _Path) -> frozenset[_Key] | None:
         path = (*path, (name, wait))
-        if wait.on == "data":  # that nobody else waits for it is how a run ends
+        if wait.on == "data":  # if no other actor waits for it, the run is ending normally
             return self._end(circles.ended(path[0][1].seconds, *self._blame(LEARNER))) if len(path) > 1 else None
         if wait.on in PARTS:
             return frozenset({self._stuck(name, seen, wait).key}) if _is_stuck(wait) else None
         if wait.seconds + seen.seconds <= PATIENCE_SECONDS:
             return None
         candidates = self._others(wait.on, name)
-        if not candidates and wait.on in (PROMPT_SOURCE, SENDER):  # it comes with the learner, which may be starting
+        if not candidates and wait.on in (PROMPT_SOURCE, SENDER):  # part of the learner, which may be starting
             candidates = self._others(LEARNER, name)
         if not candidates:
             if wait.on == FOLLOWER or wait.on in self.observation.own_roles:
@@ -185,12 +188,12 @@ class _Chains:
         return [other for other in self._by_role[role] if other != name]
 
     def _cycle(self, path: _Path) -> frozenset[_Key]:
-        """Nothing where a learner holds a full batch: that ends by itself, whoever keeps the groups that it is for."""
+        """Return the fault of a circle; nothing if a learner holds a full batch, because a hold ends by itself."""
         whats = {wait.what for _, wait in path}
         if any(what.endswith(HELD) for what in whats):
             return frozenset()
         fault = "log" if SPACE_IN_LOG in whats else "window" if ROOM_IN_WINDOW in whats else "deadlock"
-        if (fault, "run") in self._ends:  # of many workers each is in one
+        if (fault, "run") in self._ends:  # many workers may be in the same circle
             return frozenset({(fault, "run")})
         who = "; ".join(f"{self._label(name)} waits for {wait.what}" for name, wait in path)
         return self._end(circles.circle(fault, who, min(wait.seconds for _, wait in path), *self._blame(LEARNER)))
@@ -207,7 +210,7 @@ class _Chains:
         return faults.stuck(self._label(main), main, seen, wait)
 
     def _main(self, seen: Seen) -> str:
-        """The actor that gives its process the name: the learner or the worker in it."""
+        """Return the actor after which the process is named: its learner or worker."""
         if not self._mains:
             by_rank = sorted((its.beat.role not in (LEARNER, WORKER), name) for name, its in self.actors.items())
             for _, name in by_rank:
@@ -218,13 +221,13 @@ class _Chains:
         return f"worker {name}" if self.actors[name].beat.role == WORKER else name
 
     def _blame(self, role: str) -> tuple[str, int]:
-        """(host, pid) of the first process with this role."""
+        """Return (host, pid) of the first process with this role."""
         beats = [seen.beat for seen in self.actors.values() if seen.beat.role == role]
         return (beats[0].host, beats[0].pid) if beats else ("", 0)
 
 
 def _without_echoes(keys: set[_Key]) -> frozenset[_Key]:
-    """A circle, or data that has ended, is what a fault elsewhere leaves everybody else in."""
+    """Drop circles and ended data if there are other faults, because those leave the other actors in them."""
     causes = {key for key in keys if key[0] not in circles.ECHOES}
     return frozenset(causes or keys)
 

@@ -1,7 +1,7 @@
-"""What can be wrong with a run: the name of each fault, what is said of it, what to do, and what a launcher may do.
+"""The faults of a run: their names, descriptions and remedies, and what a launcher may do about them.
 
-Words and numbers; diagnosis.py finds out which of them it is. A new fault is a function here (or a row of PARTS), a
-rule there, and a row of the table in tests/unit/policies/health/test_diagnosis.py.
+This module holds words and numbers; diagnosis.py decides which fault it is. To add a fault, add a function here (or a
+row of PARTS), a rule there, and a row of the table in tests/unit/policies/health/test_diagnosis.py.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Final, Literal
 from asyncrl.messages import Heartbeat, Wait
 
 PATIENCE_SECONDS: Final = 6.0
-"""A wait for somebody is no stall before; with a beat (2 s) and a look (1 s) between, it is named within 10 s."""
+"""A shorter wait for an actor is no stall. With a heartbeat (2 s) and a look (1 s) in between, a stall is named within
+10 s."""
 FIRST_SECONDS: Final = 25.0
-"""The same for work whose first time compiles, allocates or reads a model: an alarm within 30 s."""
+"""The same for work that compiles, allocates or reads a model the first time: an alarm within 30 s."""
 SLOWER: Final = 4.0
-"""A wait for a part that lasts this many times its median is a stall, if it is longer than PATIENCE_SECONDS."""
+"""A wait for a part is a stall if it lasts this many times its median, and longer than PATIENCE_SECONDS."""
 BEAT_SECONDS: Final = 2.0
-"""Between two beats of an actor."""
+"""Seconds between two heartbeats of an actor."""
 SILENT_SECONDS: Final = 6.0
 BUS_SECONDS: Final = 5.0
 MANY_FAILED: Final = 3
-"""So many groups failed in a row are no accident of one prompt."""
+"""This many failed groups in a row are not an accident of one prompt."""
 LEARNER: Final = "learner"
 LEARNER_RANK: Final = "learner-rank"
-"""Another rank of the learner, in a process of its own. It is no actor: the learner speaks for all."""
+"""Another rank of the learner, in its own process. It is not an actor: the learner speaks for all ranks."""
 WORKER: Final = "rollout-worker"
 EVALUATION_WORKER: Final = "evaluation-worker"
 REWARD_WORKER: Final = "reward-worker"
@@ -35,32 +36,32 @@ PROMPT_SOURCE: Final = "prompt-source"
 FOLLOWER: Final = "weight-follower"
 SENDER: Final = "weight-sender"
 LEARNERS_ACTORS: Final = {"learner": LEARNER, "prompts": PROMPT_SOURCE, "weights": SENDER}
-"""Actors of the learner's process, by name, with their roles: nobody else has either."""
+"""Names and roles of the actors of the learner's process; no other process has them."""
 
 HELD: Final = "that would become too old"
 QUARANTINED: Final = "quarantined"
-"""A worker's phase."""
+"""Phase of a worker."""
 ROOM_IN_WINDOW: Final = "room in the window"
 ROOM: Final = "room"
-"""The part to wait for when a file cannot be written."""
+"""The part that an actor waits for if a file cannot be written."""
 SPACE_IN_LOG: Final = "space in the trajectory log"
 
 Process = Literal["", "running", "stopped", "gone"]
-"""What the machine says of a process: "" of another machine's."""
+"""State of a process according to its machine; "" if it runs on another machine."""
 Cure = Literal["", "restart", "end"]
-"""What a launcher may do about a finding: start the process again, end the run; "" leaves it to a person."""
+"""What a launcher may do about a finding: restart the process or end the run; "" leaves it to a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``says`` follows the process's name and stands before "for 12 s"."""
+    """A part of a process. ``says`` follows the process's name and precedes "for 12 s"."""
 
     fault: str
     says: str
     remedy: str
     cure: Cure = "restart"
     patience: float | None = None
-    """Seconds after which a wait is a stall; None learns them from earlier waits."""
+    """Seconds after which a wait is a stall; None derives it from earlier waits."""
 
 
 PARTS: Final[Mapping[str, Part]] = {
@@ -69,14 +70,14 @@ PARTS: Final[Mapping[str, Part]] = {
         "reward",
         "'s reward function has not returned",
         "fix it, or lower reward.timeout_seconds to fail such groups",
-        cure="",  # reward.timeout_seconds ends it, and its group alone
+        cure="",  # reward.timeout_seconds ends it, and fails only its group
     ),
     "rollout": Part("rollout", "'s rollout function has not returned", "fix rollout.function: it never stops waiting"),
     "harness": Part(
         "harness",
         "'s harness has not asked the model or ended",
         "fix the agent, or lower rollout.options.timeout_seconds, which ends its sample",
-        cure="",  # the limit of a sample ends it, and all that it started
+        cure="",  # the time limit of the sample ends it and everything it started
     ),
     "load": Part("load", "'s engine has not loaded its weights", "a restart loads the newest version"),
     "folder": Part(
@@ -90,22 +91,22 @@ PARTS: Final[Mapping[str, Part]] = {
         " has been waiting for a disk that cannot be written",
         "make room there, or make it writable: the run goes on by itself, and nothing is lost",
         cure="",  # a restart would find the same disk
-        patience=1.0,  # no guess: the disk has said so, and again a second later
+        patience=1.0,  # no estimate needed: the disk has failed, and again a second later
     ),
     "start": Part(
         "start", " has been starting", "its log says how far it came; it may take ten times run.stall_seconds"
     ),
-    "data": Part("data", "", ""),  # no length of this wait is a stall; a chain that ends here is
+    "data": Part("data", "", ""),  # never a stall by its length; a chain that ends here is one
 }
-"""What an actor of the same process can wait for."""
+"""The parts of its own process that an actor can wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One actor.
+    """One actor as the watcher sees it.
 
-    seconds  since its last beat was heard
-    clock    how far its wall clock was ahead of the watcher's then, in seconds; None if it does not say
+    seconds  seconds since its last heartbeat was received
+    clock    seconds by which its wall clock was ahead of the watcher's at that time; None if it does not report it
     """
 
     beat: Heartbeat
@@ -116,7 +117,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostPart:
-    """A stream, bucket or consumer of the bus that is not as it was, and what became of it (protocols.Loss)."""
+    """A stream, bucket or consumer of the bus that was lost or changed, and what became of it (protocols.Loss)."""
 
     name: str
     topics: tuple[str, ...] = ()
@@ -130,10 +131,14 @@ class LostPart:
 class Observation:
     """What a watcher knows.
 
-    bus_silent   seconds since the bus last answered;  bus_refuses: since it last stored something;  bus_problem: why
-    bus_losses   what of it was lost lately;  is_bus_blind: of whom we listen to nothing is there
-    own_roles    of processes that its launcher keeps up and that have worked: who is not heard ends, or is hidden
-    listened     seconds that the watcher has heard;  leaderless: since it last heard a learner; infinite: it never did
+    listened      seconds during which the watcher could receive
+    leaderless    seconds since it last heard a learner; infinite if it never did
+    bus_silent    seconds since the bus last answered
+    bus_refuses   seconds since the bus last stored something;  bus_problem: why
+    bus_losses    parts of the bus that were lost recently
+    is_bus_blind  whether the bus has lost the topic of heartbeats or of progress
+    own_roles     roles of processes that this launcher keeps running and that have worked; one that is not heard is
+                  ending or hidden
     """
 
     actors: Mapping[str, Seen]
@@ -151,12 +156,15 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault and what follows from it.
+    """One fault and its consequences.
 
-    fault    its name;  actor: whose it is;  cause, remedy: a sentence each;  victims: sentences on who waits for it
-    usual    seconds that this usually takes; 0: unknown; None: no length of it is usual
-    host, pid  of the process to blame; pid 0: none;  which: tells it from others of its fault and actor
-    is_joint   concluded from waits of several, which may be older than it: a watcher counts how long it lasts
+    fault     name of the fault;  actor: whose fault it is;  cause, remedy: a sentence each
+    victims   sentences on who waits for it
+    usual     seconds that this usually takes; 0: unknown; None: no duration is usual
+    host, pid  the process to blame; pid 0: none
+    which     distinguishes findings of the same fault and actor
+    is_joint  whether it is concluded from the waits of several actors, which may be older than the fault; the watcher
+              counts how long it lasts
     """
 
     fault: str
@@ -174,14 +182,15 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The same for the same fault at another time."""
+        """Key that stays the same for the same fault at another time."""
         return (self.fault + self.which, self.actor)
 
     def is_hopeless(self, stall_seconds: float) -> bool:
-        """Whether it has lasted too long to heal by itself.
+        """Return whether the fault has lasted too long to heal by itself.
 
-        A process that beats may only be slow: more than ten times what is usual, or, while nothing is known to be
-        usual, ten times ``stall_seconds``.
+        The limit is ``stall_seconds`` if ``usual`` is None. A process that sends heartbeats may only be slow, so its
+        limit is ten times the usual duration (at least ``stall_seconds``), or ten times ``stall_seconds`` if the usual
+        duration is unknown.
         """
         if self.usual is None:
             return self.seconds > stall_seconds
@@ -193,7 +202,11 @@ class Finding:
 
 
 def limit(usual: float, *, first: float) -> float:
-    """Seconds after which a wait for a part is a stall. ``usual``: its median in the past, 0 when none has ended."""
+    """Return the seconds after which a wait for a part is a stall.
+
+    usual  median of past waits, 0 if none has ended
+    first  limit until then
+    """
     return max(PATIENCE_SECONDS, SLOWER * usual if usual else first)
 
 
@@ -221,7 +234,7 @@ def refused(seen: Observation) -> Finding:
         f"{seen.bus_problem or 'no answer to what is published'}",
         remedy="make room on the disk of its store, then restart it: everybody waits, and nothing is lost",
         seconds=seen.bus_refuses,
-        cure="restart",  # it does not heal by itself when there is room again
+        cure="restart",  # free space alone does not heal it
     )
 
 
@@ -229,7 +242,7 @@ def refused(seen: Observation) -> Finding:
 
 
 def stuck(label: str, name: str, seen: Seen, wait: Wait) -> Finding:
-    """``wait`` of a part of the process of ``name`` lasts too long."""
+    """A wait for a part of the process of ``name`` exceeds its limit."""
     part = PARTS[wait.on]
     lasts = wait.seconds + seen.seconds
     problem = f" ({seen.beat.problem})" if seen.beat.problem else ""
@@ -279,7 +292,7 @@ def silent(label: str, name: str, seen: Seen) -> Finding:
 
 
 def nobody(role: str, seconds: float) -> Finding:
-    """``role``: that somebody waits for; a part of the learner's process comes with the learner."""
+    """``role`` is missing although an actor waits for it; parts of the learner's process count as the learner."""
     role = role if role in MISSING else LEARNER
     fault, cause, remedy, cure = MISSING[role]
     return Finding(fault=fault, actor=role, cause=cause, remedy=remedy, seconds=seconds, cure=cure, is_joint=True)
@@ -300,11 +313,11 @@ MISSING: Final[Mapping[str, tuple[str, str, str, Cure]]] = {
 }
 
 
-# -- one actor's own words ---------------------------------------------------------------------------------------------
+# -- what an actor reports about itself --------------------------------------------------------------------------------
 
 
 def quarantined(seen: Observation) -> Iterable[Finding]:
-    """Workers that wait for the end of the run because the learner trains nothing of theirs."""
+    """Yield the workers that wait for the end of the run because the learner does not train their groups."""
     for name, actor in seen.actors.items():
         if actor.beat.phase == QUARANTINED and actor.seconds <= SILENT_SECONDS:
             yield Finding(
@@ -319,7 +332,7 @@ def quarantined(seen: Observation) -> Iterable[Finding]:
 
 
 def idle(seen: Observation) -> Iterable[Finding]:
-    """The learner gets groups and none that it can train."""
+    """Yield the reasons why the learner receives groups but none that it can train."""
     for name, actor in seen.actors.items():
         numbers, problem = actor.beat.numbers, actor.beat.problem
         if actor.beat.role != LEARNER:
@@ -342,12 +355,12 @@ def idle(seen: Observation) -> Iterable[Finding]:
 
 
 def printable(text: str) -> str:
-    """What an actor says of itself is not believed: it writes nothing else to a terminal than letters."""
+    """Replace unprintable characters: text from an actor is not trusted and must not control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def printable_text(text: str) -> str:
-    """The same of what a model wrote: its lines and tabs are kept."""
+    """Replace unprintable characters in the text of a model; keep newlines and tabs."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 

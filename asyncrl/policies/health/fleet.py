@@ -1,8 +1,7 @@
-"""Findings of processes that work well, each by itself, and do not fit together: other code, other functions, other
-clocks.
+"""Findings about processes that work but do not fit together: other code, other functions, other clocks.
 
-Every process says two checksums of what it runs (run/checks/own_code.py) and what its clock shows; they are
-compared with the learner's. Tests: tests/unit/policies/health/test_fleet.py.
+Every process reports two checksums of what it runs (run/checks/own_code.py) and its wall-clock time. They are compared
+with the learner's. Tests: tests/unit/policies/health/test_fleet.py.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from asyncrl.policies.health.faults import (
 CODE: Final = "process/code"
 FUNCTIONS: Final = "process/functions"
 CLOCK: Final = "process/clock"
-"""Numbers in the heartbeat of a process's first actor: checksums of asyncrl's own code, and of the names of reward and
-rollout function; Unix seconds."""
+"""Numbers in the heartbeat of a process's first actor: checksum of asyncrl's own code; checksum of the names of the
+reward and rollout functions; Unix seconds."""
 JUMP_SECONDS: Final = 5.0
 APART_SECONDS: Final = 60.0
-"""More than a heartbeat may be under way, or lie on the bus before it is heard."""
+"""Longer than a heartbeat can be in transit or wait on the bus."""
 
 SAYS: Final = {
     CODE: (
         "other code",
         "runs another version of asyncrl than the learner",
-        "install the learner's version on its machine and restart it; `asyncrl --version` does not tell edited files",
+        "install the learner's version on its machine and restart it; `asyncrl --version` does not show edited files",
     ),
     FUNCTIONS: (
         "other functions",
@@ -71,8 +70,11 @@ def _others(heard: dict[str, Seen], learner: Seen) -> Iterable[Finding]:
 
 
 def _jumps(seen: Observation) -> Iterable[Finding]:
-    """Nothing waits for a clock; but times in logs and metrics are off. One finding for each jump of a machine, however
-    many of its processes saw it: a clock that was set back and is right again has jumped twice."""
+    """Yield one finding per clock jump of a machine, however many of its processes saw it.
+
+    No wait depends on a clock, but times in logs and metrics are off. A clock that was set back and then corrected has
+    jumped twice.
+    """
     jumps: dict[str, list[float]] = {}
     for one in seen.actors.values():
         known, shift = jumps.setdefault(one.beat.host, []), one.beat.clock_shift
@@ -89,7 +91,7 @@ def _jumps(seen: Observation) -> Iterable[Finding]:
 
 
 def _apart(heard: dict[str, Seen], learner: Seen) -> Iterable[Finding]:
-    """One finding a machine."""
+    """Yield one finding per machine whose clock differs from the learner's."""
     hosts: dict[str, float] = {}
     for one in heard.values():
         if one.clock is not None:

@@ -1,4 +1,4 @@
-"""Findings about what was deleted, purged, replaced or altered on the bus; most is repaired when it is reported."""
+"""Findings about parts of the bus that were deleted, purged, replaced or altered; most are repaired when reported."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _OF_TOPIC: Final[Mapping[str, str]] = {
     ACTORS.name: "the learner has made it again if it was deleted, and every actor sends another heartbeat at once",
     EVENTS.name: "what was in it is gone; `asyncrl tap` and the board show what comes now, and nothing else needs it",
 }
-"""What follows where nobody publishes again what is gone."""
+"""Remedies for topics whose lost messages are not published again."""
 
 
 def present(seen: Observation) -> list[Finding]:
-    """Parts of the bus that somebody deleted, purged, replaced or altered."""
+    """Return a finding for each part of the bus that was deleted, purged, replaced or altered."""
     return [_finding(part) for part in seen.bus_losses]
 
 

@@ -1,6 +1,6 @@
-"""Steps whose loss or gradient was not finite: the backend changed no weights, and here they are counted.
+"""Counts steps whose loss or gradient was not finite, so that the backend changed no weights.
 
-One may be an accident of its batch. The same again and again is no training: the learner ends the run with the reason.
+One such step may be an accident of its batch. If they repeat, the learner ends the run with the reason.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _NUMBERS: Final = ("loss", "grad_norm", "critic/grad_norm")
 
 
 class SkippedSteps:
-    """``most`` in a row are too many; 0 is never. ``in_a_row``: up to and with the last step."""
+    """The skipped steps in a row. ``most`` in a row are too many; 0: never. ``in_a_row`` includes the last step."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.in_a_row = 0
 
     def note(self, step: int, metrics: Mapping[str, float]) -> str:
-        """What to say of a step by its metrics; "" when its update was made."""
+        """Record a step by its metrics, and return what to log about it; "" if it updated the weights."""
         skipped = [name for name in _MODELS if metrics.get(f"{name}/skipped_steps")]
         if not skipped:
             self.in_a_row = 0

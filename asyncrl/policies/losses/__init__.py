@@ -1,1 +1,1 @@
-"""Policy losses per token, their ratios, and how they become one number."""
+"""Policy losses per token, their ratios, and their aggregation into one number."""

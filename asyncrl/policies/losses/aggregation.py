@@ -1,16 +1,16 @@
-"""How token losses become one number: a weight per token of the whole batch, decided before the batch is split.
+"""Aggregation of token losses: a weight for each token of the whole batch, computed before the batch is split.
 
 The batch's loss is the sum of loss x weight over all its tokens (``total``), so gradients do not depend on how the
-batch is cut into micro-batches and data-parallel ranks (tests/unit/policies/losses/test_aggregation.py).
+batch is split into micro-batches and data-parallel ranks (tests/unit/policies/losses/test_aggregation.py).
 
-A formula takes the masks of the tokens that are trained, [B] bool[T] of the batch's B answers, and returns their
-weights, [B] f32[T]. Masks of 0 and 1 as float64 give float64 weights. An answer here is a whole rollout: the parts of
-one count once, as one answer that has all their tokens.
+A formula takes the masks of the trained tokens, [B] bool[T] for the batch's B answers, and returns their weights,
+[B] f32[T]. Masks of 0 and 1 as float64 give float64 weights. An answer here is a whole rollout: its parts count
+together, as one answer with all their tokens.
 
-What a correction rejects is known only in the micro-batch. ``Algorithm.denominator`` says what the sums are divided by
-then, as frameworks differ: "before", the counts of these masks, so that rejecting makes the loss smaller (verl's
-weights, AReaL, slime, NeMo-RL), or "after", the counts of what is kept (SkyRL, ROLL). ``divides_by`` is what "after"
-has to know of an aggregation.
+What a correction rejects is known only in the micro-batch. ``Algorithm.denominator`` selects the divisor, as frameworks
+differ. "before" uses the counts of these masks, so rejecting tokens makes the loss smaller (verl's weights, AReaL,
+slime, NeMo-RL). "after" uses the counts of the kept tokens (SkyRL, ROLL), and needs to know ``divides_by`` of the
+aggregation.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from asyncrl.policies.parts import Part, Positive
 Masks = Sequence[NDArray[Any]]
 Weights = list[NDArray[Any]]
 Counted = Literal["count", "skip"]
-"""Whether an answer, or a prompt, without a trained token counts in a mean over them. "count" as verl and AReaL, so
-that masking one answer does not raise the weight of another's; "skip" divides by those that have some."""
+"""Whether an answer or prompt without a trained token counts in a mean over answers or prompts.
+
+"count" (verl, AReaL) counts it, so masking one answer does not raise the weight of another. "skip" divides by the
+number of those with trained tokens.
+"""
 
 
 def total(loss: Array, weights: Array) -> torch.Tensor:
-    """Sum of loss x weight, where a weight of 0 silences its token altogether, also a nan.  [M] x 2 -> number
+    """Return the sum of loss x weight; a weight of 0 silences its token even if the loss is nan.  [M] x 2 -> number
 
     The totals of micro-batches and ranks add up to the batch's loss.
     """
@@ -45,16 +48,18 @@ def total(loss: Array, weights: Array) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation(Part):
-    """divides_by  what the denominator counts tokens of, so that rejection may change it: "batch", "prompt" or
-    "sequence"; empty where it counts answers or nothing
+    """Base of the aggregations.
+
+    divides_by  unit whose tokens the denominator counts, so that rejection may change it: "batch", "prompt" or
+                "sequence"; empty if the denominator counts answers or nothing
     """
 
     divides_by: ClassVar[Literal["batch", "prompt", "sequence", ""]] = ""
 
     def __call__(self, masks: Masks, *, group: ArrayLike, rollout: ArrayLike | None = None) -> Weights:
-        """The weight of each trained token in the batch's loss.  [B] bool[T], prompt group i64[B] -> [B] f32[T]
+        """Return the weight of each trained token in the batch's loss.  [B] bool[T], prompt group i64[B] -> [B] f32[T]
 
-        rollout  i64[B], rising: which rollout a sequence is a part of; None: each is one by itself
+        rollout  i64[B], non-decreasing: rollout that a sequence is a part of; None if each sequence is a rollout
         """
         if rollout is None:
             return self._of_answers(masks, np.asarray(group))
@@ -73,13 +78,13 @@ class Aggregation(Part):
         return made
 
     def at_most(self, max_response_tokens: int) -> Self:
-        """With the run's longest response, for an aggregation that divides by it."""
+        """Return the aggregation with the run's longest response, if it divides by that."""
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMean(Aggregation):
-    """Every token of the batch counts the same: 1 / (number of trained tokens).
+    """Every token of the batch has the same weight: 1 / (number of trained tokens).
 
     The default of verl, NeMo-RL, AReaL, prime-rl and TRL's dapo.
     """
@@ -94,7 +99,7 @@ class TokenMean(Aggregation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSum(Aggregation):
-    """Every token counts 1: the step grows with the batch's tokens."""
+    """Every token has weight 1, so the step grows with the batch's tokens."""
 
     name = "token_sum"
 
@@ -104,9 +109,9 @@ class TokenSum(Aggregation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqMeanTokenMean(Aggregation):
-    """Every answer counts the same, and its tokens share: 1 / (B x its tokens).
+    """Every answer has the same weight, shared by its tokens: 1 / (B x its tokens).
 
-    Also GSPO's. A token of a long answer counts less. slime's default.
+    A token of a long answer weighs less. slime's default; also the aggregation of GSPO.
     """
 
     name = "seq_mean_token_mean"
@@ -121,7 +126,7 @@ class SeqMeanTokenMean(Aggregation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqMeanTokenSum(Aggregation):
-    """Every token counts 1 / B: long answers count more."""
+    """Every token has weight 1 / B, so long answers weigh more."""
 
     name = "seq_mean_token_sum"
 
@@ -133,10 +138,10 @@ class SeqMeanTokenSum(Aggregation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqMeanTokenSumNorm(Aggregation):
-    """Every token counts 1 / (B x a constant): neither its own length nor others' change a token's weight.
+    """Every token has weight 1 / (B x constant), independent of the lengths of answers.
 
-    The constant is the run's longest allowed response, rollout.max_new_tokens unless it is set, and not the padded
-    length of a batch.
+    The constant is the run's longest allowed response, rollout.max_new_tokens unless set, not the padded length of a
+    batch.
     """
 
     name = "seq_mean_token_sum_norm"
@@ -155,7 +160,7 @@ class SeqMeanTokenSumNorm(Aggregation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptMean(Aggregation):
-    """Every prompt counts the same, and its group's tokens share: 1 / (prompts x tokens of its group). As SkyRL."""
+    """Every prompt has the same weight, shared by its group's tokens: 1 / (prompts x tokens of its group). As SkyRL."""
 
     name = "prompt_mean"
     paper = "ScaleRL, arXiv:2510.13786"
@@ -181,7 +186,7 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
         PromptMean,
     )
 }
-"""What a run file may name (algorithm.aggregation)."""
+"""The aggregations that a run file can name (algorithm.aggregation)."""
 
 
 def _counts(masks: Masks) -> NDArray[np.float64]:
@@ -193,7 +198,7 @@ def _num_counted(masks: Masks, masked: Counted) -> int:
 
 
 def _weights(masks: Masks, divisors: NDArray[np.generic]) -> Weights:
-    """1 / divisor on each trained token; a divisor of 0 belongs to an answer or a batch without any."""
+    """Return 1 / divisor for each trained token; a divisor of 0 means an answer or batch without trained tokens."""
     return [_share(mask, max(float(divisor), 1.0)) for mask, divisor in zip(masks, divisors, strict=True)]
 
 

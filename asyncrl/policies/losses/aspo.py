@@ -1,4 +1,4 @@
-"""ASPO: good tokens weigh the inverse ratio."""
+"""ASPO: good tokens are weighted by the inverse ratio."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from asyncrl.policies.parts import Cap, ClipWidth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ASPO(Loss):
-    """``coupled_ppo``, but good tokens weigh 1/r: the rarer one has become, the more it is pulled up again.
+    """``coupled_ppo``, but good tokens have weight 1/r: the rarer a good token has become, the more it is pulled up.
 
-    Good (A > 0): no gradient where r > 1 + clip_high, else weight 1/r. Bad: PPO's clip. Weights over the caps are cut
-    to them and keep their gradient (a soft dual clip). As Archer2.0 has it.
+    Good (A > 0): no gradient where r > 1 + clip_high, else weight 1/r. Bad: PPO's clip. Weights over the caps are
+    reduced to the caps and keep their gradient (a soft dual clip), as in Archer2.0.
     """
 
     name = "aspo"

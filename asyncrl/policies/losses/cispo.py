@@ -1,4 +1,4 @@
-"""Losses -w A logprob with a capped, detached ratio w, so that no token loses its gradient to a clip."""
+"""Losses -w A logprob with a capped, detached ratio w, so that a clip never removes a token's gradient."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asyncrl.policies.parts import Cap, ClipWidth, Range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cispo(Loss):
-    """-sg(ratio, capped) A logprob: every token keeps a gradient, of bounded weight. Clipped where the cap acts.
+    """-sg(ratio, capped) A logprob: every token keeps a gradient of bounded weight. Clipped: the cap is active.
 
-    ``cap_mode`` says what the numbers mean: "one_plus" clips the ratio to [1 - clip_low, 1 + clip_high], "absolute" to
-    at most clip_high, without a lower bound and without clip_low. The defaults are ScaleRL's cap of 5
-    (arXiv:2510.13786), as in AReaL and SkyRL. verl and slime also add to 1 (verl's 0.2 / 0.2 and ROLL's 0.1 clip both
-    sides); TRL's 5.0 is absolute: the same number means different caps.
+    ``cap_mode`` defines the options. "one_plus" clips the ratio to [1 - clip_low, 1 + clip_high]. "absolute" clips it
+    to at most clip_high, without a lower bound; clip_low is unused. The defaults are ScaleRL's cap of 5
+    (arXiv:2510.13786), as in AReaL and SkyRL. verl and slime also use "one_plus" (verl's 0.2 / 0.2 and ROLL's 0.1 clip
+    both sides). TRL's 5.0 is absolute, so the same number means another cap there.
     """
 
     name = "cispo"
@@ -50,8 +50,8 @@ class Cispo(Loss):
 class AIPO(Loss):
     """LlamaRL's -sg(min(ratio, cap)) A logprob, or as a "surrogate" -min(ratio, cap) A.
 
-    The two agree below the cap; above it the surrogate, which prime-rl had, has no gradient. The paper names no cap; 5
-    is ScaleRL's.
+    The two have the same gradient below the cap. Above it, the surrogate (formerly prime-rl's loss) has none. The paper
+    gives no cap; 5 is ScaleRL's.
     """
 
     name = "aipo"

@@ -1,8 +1,8 @@
-"""Learning from a teacher's logprobs on the student's own samples.
+"""Losses that learn from a teacher's logprobs on the student's own samples.
 
-Off-policy distillation, on a teacher's samples, is the loss ``sft``. The sampled reverse KL is not right on stale
-samples (AsyncOPD, arXiv:2606.24143): both losses recompute the signal under the present student. Divergences over the
-whole vocabulary are not offered: the teacher would have to send a distribution per token.
+For off-policy distillation, on a teacher's samples, use the loss ``sft``. The sampled reverse KL is wrong on stale
+samples (AsyncOPD, arXiv:2606.24143), so both losses recompute the signal under the current student. Divergences over
+the whole vocabulary are not offered, because the teacher would have to send a distribution per token.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from asyncrl.policies.parts import NonNegative, Positive
 class OPDReward(Loss):
     """REINFORCE with A - coef x (student's - teacher's logprob): the reward form of on-policy distillation.
 
-    The reverse KL as a reward per token; pure distillation has advantages of 0. The teacher's part joins the advantages
-    here, where the policy's logprobs are at hand without another pass. coef 1 in tinker and slime.
+    The reverse KL is a reward per token; pure distillation has advantages of 0. The loss adds the teacher's part to the
+    advantages, because the policy's logprobs are available here without another pass. coef is 1 in tinker and slime.
     """
 
     name = "opd_reward"
@@ -37,7 +37,7 @@ class OPDReward(Loss):
         return loss, never(loss)
 
     def mixed(self, prox_logprobs: Array, advantages: Array, teacher_logprobs: Array) -> torch.Tensor:
-        """The advantages with the teacher's part, without gradient.  f32[M] x 3 -> f32[M]"""
+        """Return the advantages plus the teacher's part, without gradient.  f32[M] x 3 -> f32[M]"""
         gap = log_ratio(as_floats(prox_logprobs).detach(), teacher_logprobs)
         return as_floats(advantages).detach() - self.coef * gap
 
@@ -49,10 +49,11 @@ class OPDReward(Loss):
 class OPD(Loss):
     """-R sg(teacher's - student's logprob) + kl_coef (log R)^2, R = policy / behavior: the loss form.
 
-    The first part is 0 (clipped) for tokens whose probability has already dropped by more than ``max_drop`` since they
-    were sampled; the second holds for all and keeps the policy near what sampled. R is live and not truncated.
+    The first term is 0 (clipped) for tokens whose probability has already dropped by more than ``max_drop`` since they
+    were sampled. The second term applies to all tokens and keeps the policy near the policy that sampled. R has a
+    gradient and is not truncated.
 
-    Source: prime-rl's loss against a reference, whose 0.2 and 1e-3 these are.
+    Source: prime-rl's loss against a reference, with its values 0.2 and 1e-3.
     """
 
     name = "opd"

@@ -1,4 +1,4 @@
-"""DPPO: masks by how far the probability of a token has moved, not by its ratio. And prime-rl's form of it."""
+"""DPPO, which masks by how far a token's probability has moved instead of by its ratio, and prime-rl's variant."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from asyncrl.policies.parts import Cap, NonNegative, Positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPPO(Loss):
-    """-sg(min(r, cap)) A logprob, 0 where the token's probability has moved far and A would move it further.
+    """-sg(min(r, cap)) A logprob; 0 where the token's probability has moved far and A would move it further.
 
-    Far is a divergence of the two-outcome distribution {this token, any other} over ``delta_high`` upwards (A > 0) or
-    ``delta_low`` downwards: total variation |pi - mu|, or KL(mu || pi) in nats, whose default is 0.05. A rare token may
-    change its ratio a lot and is not masked for it. Clipped: masked.
+    Far means that the divergence of the two-outcome distribution {this token, any other} exceeds ``delta_high`` upwards
+    (A > 0) or ``delta_low`` downwards (A < 0). The divergence is total variation |pi - mu|, or KL(mu || pi) in nats
+    with default deltas of 0.05. A rare token may change its ratio a lot without being masked. Clipped: masked.
 
-    The cap of 20 is verl's, whose value (not gradient) differs from the paper's -A r. SkyRL has no cap.
+    The cap of 20 is verl's; verl's loss differs from the paper's -A r in value, but not in gradient. SkyRL has no cap.
     """
 
     name = "dppo"
@@ -54,12 +54,12 @@ class DPPO(Loss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrimeRL(Loss):
-    """-R A where the mask keeps the token, plus kl_coef (log R)^2 on every token; R = policy / behavior, live.
+    """-R A where the mask keeps the token, plus kl_coef (log R)^2 on every token; R = policy / behavior, with gradient.
 
-    ``mask`` "dppo" is DPPO's by total variation, "ipo" rejects whatever moved by more than ``delta_high`` up or
-    ``delta_low`` down, whichever way the advantage points. R is not truncated. Clipped: masked.
+    ``mask`` "dppo" is DPPO's mask by total variation. "ipo" rejects every token that moved by more than ``delta_high``
+    up or ``delta_low`` down, whatever the sign of its advantage. R is not truncated. Clipped: masked.
 
-    Source: prime-rl's default and IPO losses, 0.2 / 0.2 and 1e-3 there; the pull is Kimi K2.5's.
+    Source: prime-rl's default and IPO losses, with their 0.2 / 0.2 and 1e-3; the squared term is from Kimi K2.5.
     """
 
     name = "prime_rl"
@@ -84,12 +84,12 @@ class PrimeRL(Loss):
 
 
 def _binary_kl(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """KL of {token, any other} between two policies, from the token's logprobs, in nats."""
+    """Return the KL of {token, any other} between two policies, from the token's logprobs, in nats."""
     left_other, right_other = _log_of_others(left), _log_of_others(right)
     return left.exp() * (left - right) + left_other.exp() * (left_other - right_other)
 
 
 def _log_of_others(logprobs: torch.Tensor) -> torch.Tensor:
-    """log(1 - p), finite where p rounds to 1."""
+    """Return log(1 - p), finite even if p rounds to 1."""
     others: torch.Tensor = -torch.expm1(logprobs)
     return others.clamp(min=1e-30).log()

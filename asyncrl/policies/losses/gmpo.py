@@ -14,11 +14,11 @@ from asyncrl.policies.parts import ClipWidth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GMPO(AnchoredLoss):
-    """-A exp(mean of the sequence's clipped log ratios), where a log ratio is clipped to [-clip_low, clip_high] on the
-    side to which the advantage pushes it.
+    """-A exp(mean of the sequence's clipped log ratios).
 
-    One outlier among the tokens moves a geometric mean less than the arithmetic one of PPO. Each token carries its
-    sequence's value, so use the aggregation ``seq_mean_token_mean``. verl's "geo_mean", which has the same range.
+    A log ratio is clipped to [-clip_low, clip_high], only on the side to which the advantage pushes it. One outlier
+    token moves this geometric mean less than PPO's arithmetic mean. Each token carries the value of its sequence, so
+    use the aggregation ``seq_mean_token_mean``. It is verl's "geo_mean", with the same range.
     """
 
     name = "gmpo"

@@ -18,13 +18,13 @@ from asyncrl.policies.parts import ClipWidth, Positive
 class GSPO(AnchoredLoss):
     """``ppo_clip`` where the ratio is the geometric mean of the sequence's token ratios.
 
-    In the form per token, sg(s) pi / sg(pi), so that advantages may differ within a sequence; where they do not, the
-    gradient is that of the form per sequence. ``advantage_per`` "sequence" averages them over the sequence first
+    It uses the token form, sg(s) pi / sg(pi), so advantages may differ within a sequence; if they do not, the gradient
+    equals that of the sequence form. ``advantage_per`` "sequence" first averages the advantages over the sequence
     (AReaL). The log of the ratio is capped at ``max_log_ratio``, as in verl.
 
-    The clip range is small because the ratio is a mean. Meant with the aggregation ``seq_mean_token_mean`` (the paper,
-    verl); AReaL takes the token mean. With one optimizer step per batch the ratio to the proximal policy is 1 and
-    nothing is clipped; around the behavior policy it is (``anchor``).
+    The clip range is small because the ratio is a mean. Intended for the aggregation ``seq_mean_token_mean`` (the
+    paper, verl); AReaL uses the token mean. With one optimizer step per batch, the ratio to the proximal policy is 1
+    and nothing is clipped; the ratio to the behavior policy (``anchor``) is clipped.
     """
 
     name = "gspo"

@@ -1,14 +1,16 @@
-"""How far a policy is from a reference, per token: estimates of KL(policy || reference) from the token's logprobs.
+"""The distance of a policy from a reference: estimates of KL(policy || reference) from the logprobs of each token.
 
-Each takes ``logprobs`` and ``ref_logprobs`` f32[M] of tokens that the policy sampled and gives nats f32[M]. Which one:
+Each estimate takes ``logprobs`` and ``ref_logprobs`` f32[M] of tokens that the policy sampled, and returns nats f32[M].
+Which one to use:
 
     in the reward (token_rewards)   k1: exact in expectation
-    in the loss, on policy          k2: its gradient is the reverse KL's. k1's is zero in expectation, k3's is that of
-                                    the forward KL (both tested by enumeration, tests/unit/policies/losses/test_kl.py)
-    in the loss, off policy         unbiased: k3 times the ratio to what sampled, which must keep its gradient
-    to look at                      k3: never negative, unbiased, little variance
+    in the loss, on policy          k2: its gradient is that of the reverse KL. The gradient of k1 is zero in
+                                    expectation, that of k3 is the forward KL's (both tested by enumeration,
+                                    tests/unit/policies/losses/test_kl.py)
+    in the loss, off policy         unbiased: k3 times the ratio to the sampling policy, which must keep its gradient
+    for monitoring                  k3: never negative, unbiased, low variance
 
-Gradients flow through ``logprobs`` only. k3 clamps the log ratio before exp.
+Gradients flow only through ``logprobs``. k3 clamps the log ratio before exp.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from asyncrl.policies.losses.segments import Array
 Estimate = Literal["k1", "k2", "k3", "absolute", "low_variance", "unbiased", "k3_weighted"]
 
 CORRECTED: Final = ("unbiased", "k3_weighted")
-"""Estimates that weigh by the ratio to what sampled."""
+"""Estimates that are weighted by the ratio to the policy that sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class Penalty:
     place: Literal["loss", "reward"]
 
     def __call__(self, logprobs: Array, ref_logprobs: Array, behavior_logprobs: Array) -> torch.Tensor:
-        """coef x nats, with gradient in ``logprobs``.  f32[M] x 3 -> f32[M]"""
+        """Return coef x nats, with gradient in ``logprobs``.  f32[M] x 3 -> f32[M]"""
         if self.estimate in CORRECTED:
             is_live = self.estimate == "unbiased"
             return self.coef * unbiased(logprobs, ref_logprobs, behavior_logprobs, is_ratio_live=is_live)
@@ -66,9 +68,9 @@ def absolute(logprobs: Array, ref_logprobs: Array) -> torch.Tensor:
 
 
 def low_variance(logprobs: Array, ref_logprobs: Array, *, limit: float = 10.0) -> torch.Tensor:
-    """k3 of at most ``limit`` nats, so that one token cannot own the batch's gradient.  f32[M] x 2 -> f32[M]
+    """k3, at most ``limit`` nats, so that no token dominates the batch's gradient.  f32[M] x 2 -> f32[M]
 
-    verl's low_var_kl; slime clamps the result only, AReaL that of all of k1, k2 and k3.
+    It is verl's low_var_kl. slime clamps only the result; AReaL clamps the results of k1, k2 and k3.
     """
     return k3(logprobs, ref_logprobs).clamp(-limit, limit)
 
@@ -76,11 +78,12 @@ def low_variance(logprobs: Array, ref_logprobs: Array, *, limit: float = 10.0) -
 def unbiased(
     logprobs: Array, ref_logprobs: Array, behavior_logprobs: Array, *, is_ratio_live: bool = True
 ) -> torch.Tensor:
-    """k3 times the ratio of the policy to what sampled: right for tokens of any policy.  f32[M] x 3 -> f32[M], >= 0
+    """k3 times the ratio of the policy to the sampling policy; valid for any such policy.  f32[M] x 3 -> f32[M], >= 0
 
-    With the live ratio its expected gradient is the exact one (per token: ratio x log(policy / reference)); detached
-    ("k3_weighted") it is biased as k3 is. Source: DeepSeek-V3.2, arXiv:2512.02556 eq. 7; TRL use_bias_correction_kl,
-    NeMo-RL. slime takes the ratio to the recomputed old policy, which is right for that policy's tokens only.
+    With gradient in the ratio, the expected gradient is exact (per token: ratio x log(policy / reference)). With a
+    detached ratio ("k3_weighted") it is biased like that of k3. Source: DeepSeek-V3.2, arXiv:2512.02556 eq. 7; TRL
+    use_bias_correction_kl, NeMo-RL. slime uses the ratio to the recomputed old policy, which is right only for tokens
+    of that policy.
     """
     weight = ratio(logprobs, behavior_logprobs)
     return (weight if is_ratio_live else weight.detach()) * k3(logprobs, ref_logprobs)

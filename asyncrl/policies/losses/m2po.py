@@ -1,4 +1,4 @@
-"""M2PO: the second moment of the log ratios, bounded by leaving out the most distant tokens of the batch."""
+"""M2PO: bounds the second moment of the log ratios by leaving out the most distant tokens of the batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from asyncrl.policies.parts import Positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class M2PO(Loss):
-    """-A r without a clip, 0 for the tokens that ``kept`` leaves out. Clipped: left out.
+    """-A r without a clip; 0 for the tokens that ``kept`` leaves out. Clipped: left out.
 
-    ``keep`` is decided over the whole batch before it is cut up (batching/apply_scores.py). As in AReaL; the authors'
-    own repository clips instead, in a range that it adapts to the tokens that A would move further: not offered.
+    ``keep`` is computed over the whole batch before it is split (batching/apply_scores.py), as in AReaL. The authors'
+    own repository instead clips, with a range adapted to the tokens that A would move further; this is not offered.
     """
 
     name = "m2po"
@@ -33,15 +33,15 @@ class M2PO(Loss):
         return torch.where(kept, loss, 0.0), ~kept
 
     def kept(self, prox_logprobs: Array, behavior_logprobs: Array) -> torch.Tensor:
-        """The tokens left when those of largest squared log ratio are taken out until its mean is below ``threshold``.
+        """Drop the tokens with the largest squared log ratios until the mean is below ``threshold``; return the rest.
 
-        f32[N] x 2 over all response tokens of the batch -> bool[N]; at least one token is kept, the one nearest the
+        f32[N] x 2 over all response tokens of the batch -> bool[N]. At least one token is kept, the one nearest to the
         policy. Source: arXiv:2510.01161 section 3.3, threshold 0.04.
         """
         squares = log_ratio(prox_logprobs, behavior_logprobs).detach().double().square()
         ordered, order = squares.sort(stable=True)
         means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-        # Means of ever larger squares only grow, so the kept ones are a prefix.
+        # Means over ever larger squares only grow, so the kept tokens are a prefix.
         count = max(int((means < self.threshold).sum()), min(len(ordered), 1))
         kept = torch.zeros_like(squares, dtype=torch.bool)
         kept[order[:count]] = True

@@ -1,4 +1,4 @@
-"""Policy mirror descent: REINFORCE with a squared pull to an anchor, and without."""
+"""Policy mirror descent: REINFORCE with a squared pull to an anchor, and a simple form without it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from asyncrl.policies.parts import Positive
 class OPMD(AnchoredLoss):
     """-A logprob + (tau / 2) (log policy / anchor)^2.
 
-    Around the behavior policy it is Kimi k1.5's (tau 0.1 in ROLL), around the proximal one verl's "dro", whose beta is
-    this tau. It bounds the distance to the behavior policy itself, so no weight goes on top.
+    Around the behavior policy it is Kimi k1.5's loss (tau 0.1 in ROLL). Around the proximal policy it is verl's "dro",
+    whose beta is this tau. The loss itself bounds the distance to the behavior policy, so no weight goes on top.
     """
 
     name = "opmd"

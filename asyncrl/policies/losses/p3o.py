@@ -1,4 +1,4 @@
-"""P3O: the effective sample size of the batch sets the cap and the pull back to the behavior policy."""
+"""P3O: the batch's effective sample size sets the cap of the ratio and the pull back to the behavior policy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from asyncrl.policies.losses.segments import Array, as_floats
 class P3O(Loss):
     """-sg(min(ratio, E)) A logprob + (1 - E) k3(policy || behavior), where E is the effective sample fraction.
 
-    E = (sum w)^2 / (n sum w^2) in (0, 1] of the token ratios w over all tokens of the batch, on every rank
-    (batching/apply_scores.py): a batch that is off policy gets small weights and a strong pull back, one on policy is
-    plain REINFORCE. No hyper-parameter. Clipped: the ratio is over E. As FeynRL; meant with ``token_mean``.
+    E = (sum w)^2 / (n sum w^2), in (0, 1], over the token ratios w of all tokens of the batch on every rank
+    (batching/apply_scores.py). An off-policy batch gets small weights and a strong pull back; an on-policy batch is
+    plain REINFORCE. There is no hyper-parameter. Clipped: the ratio is over E. As in FeynRL; intended for
+    ``token_mean``.
     """
 
     name = "p3o"

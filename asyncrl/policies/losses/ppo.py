@@ -1,4 +1,4 @@
-"""PPO's clip around the learner or around the behavior policy."""
+"""PPO's clip, around the learner or around the behavior policy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from asyncrl.policies.parts import ClipWidth, NonNegative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip(Loss):
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) around some anchor. ``dual_clip`` c > 1 also limits the loss
-    to -A c where A < 0; 0 turns it off.
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) around an anchor.
+
+    ``dual_clip`` c > 1 also limits the loss to -A c where A < 0; 0 turns it off.
     """
 
     clip_low: ClipWidth = 0.2
@@ -35,9 +36,9 @@ class Clip(Loss):
 class PPOClip(Clip):
     """The clip around the proximal policy, r = exp(logprobs - prox logprobs).
 
-    With one optimizer step per batch r is 1 and the gradient is -A grad(logprobs): the clip acts from the second step
-    on the same data on. The dual clip of arXiv:1912.09729 eq. 5 is on (c = 3) in verl only; ROLL's c is 1 + 2 x clip.
-    DAPO (arXiv:2503.14476) clips at 0.2 / 0.28.
+    In the first optimizer step on a batch r is 1 and the gradient is -A grad(logprobs); the clip acts only from the
+    second step on the same data. Only verl turns on the dual clip of arXiv:1912.09729 eq. 5 (c = 3); ROLL's c is
+    1 + 2 x clip. DAPO (arXiv:2503.14476) clips at 0.2 / 0.28.
     """
 
     name = "ppo_clip"
@@ -49,9 +50,9 @@ class PPOClip(Clip):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoupledPPO(PPOClip):
-    """``ppo_clip`` times a correction of exp(prox - behavior logprobs), which the algorithm multiplies in.
+    """``ppo_clip`` times a correction of exp(prox - behavior logprobs), which the algorithm applies.
 
-    In the paper the correction is the whole ratio, elsewhere a truncated one. AReaL without a rejection rule has none.
+    The paper's correction is the whole ratio; elsewhere it is truncated. AReaL without a rejection rule has none.
     """
 
     name = "decoupled_ppo"
@@ -60,9 +61,9 @@ class DecoupledPPO(PPOClip):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoupledPPO(Clip):
-    """The clip around the policy that sampled: clip and correction are one ratio.
+    """The clip around the policy that sampled: clip and correction use the same ratio.
 
-    verl's bypass mode, slime with rollout logprobs, TRL's asynchronous GRPO.
+    Used by verl's bypass mode, slime with rollout logprobs, and TRL's asynchronous GRPO.
     """
 
     name = "coupled_ppo"
@@ -78,7 +79,7 @@ class CoupledPPO(Clip):
 def clip(
     r: torch.Tensor, advantages: Array, low: float, high: float, dual_clip: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's pessimistic maximum over the ratio and the clipped ratio; ``clipped`` where the gradient stops."""
+    """Return PPO's pessimistic maximum over the ratio and the clipped ratio; ``clipped`` where the gradient stops."""
     advantage = as_floats(advantages).detach()
     unbounded = -advantage * r
     bounded = -advantage * r.clamp(1.0 - low, 1.0 + high)

@@ -1,4 +1,4 @@
-"""Ratios of probabilities that gradients flow through, and that no infinity or nan comes out of."""
+"""Probability ratios with gradient that never produce an infinity or a nan from infinite logprobs."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import torch
 from asyncrl.policies.losses.segments import Array, as_floats
 
 MAX_LOG_RATIO: Final = 20.0
-"""exp(20) is 5e8: larger than any bound in use, and far from the end of float32."""
+"""exp(20) is 5e8: larger than any bound in use, and far below the limit of float32."""
 
 MIN_LOGPROB: Final = -1e4
-"""A token that the policy rules out altogether (-inf) costs this much and pulls no gradient."""
+"""Logprob that replaces -inf, for a token that the policy rules out; it has no gradient."""
 
 
 def difference(logprobs: Array, anchor_logprobs: Array) -> torch.Tensor:
-    """logprobs - anchor logprobs, 0 where both are the same infinity; a nan stays one. Gradient in the first only."""
+    """Return logprobs - anchor logprobs; 0 if both are the same infinity; nan stays nan. Gradient only in the first."""
     policy, anchor = as_floats(logprobs), as_floats(anchor_logprobs).detach()
     is_same = policy.isinf() & (policy == anchor)
     return (policy - anchor).masked_fill(is_same, 0.0)
 
 
 def log_ratio(logprobs: Array, anchor_logprobs: Array) -> torch.Tensor:
-    """``difference`` clamped to +-20. Gradient in the first only."""
+    """Return ``difference`` clamped to +-20. Gradient only in the first argument."""
     return difference(logprobs, anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def ratio(logprobs: Array, anchor_logprobs: Array) -> torch.Tensor:
-    """exp(logprobs - anchor logprobs), in [e^-20, e^20]. Gradient in the first only."""
+    """Return exp(logprobs - anchor logprobs), in [e^-20, e^20]. Gradient only in the first argument."""
     return log_ratio(logprobs, anchor_logprobs).exp()
 
 
 def live_one(logprobs: Array) -> torch.Tensor:
-    """1, with the gradient of logprobs: weight x live_one has the value of the weight and REINFORCE's gradient."""
+    """Return 1 with the gradient of logprobs: weight x live_one has the weight's value and REINFORCE's gradient."""
     return ratio(logprobs, logprobs)
 
 
 def finite(logprobs: Array) -> torch.Tensor:
-    """logprobs with a floor, so that a weight of 0 times one of them is 0."""
+    """Return logprobs with a floor, so that a weight of 0 times a logprob is 0."""
     return as_floats(logprobs).clamp(min=MIN_LOGPROB)

@@ -1,4 +1,4 @@
-"""REINFORCE, and maximum likelihood: the log likelihood of the tokens, with and without an advantage."""
+"""REINFORCE and maximum likelihood: the log likelihood of the tokens, with and without an advantage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.policies.losses.segments import Array, as_floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reinforce(Loss):
-    """-A logprob. Stale data needs a correction on top. GPG (arXiv:2504.02546) is this loss with the advantage gpg."""
+    """-A logprob. Stale data needs a correction. GPG (arXiv:2504.02546) is this loss with the advantage gpg."""
 
     name = "reinforce"
     paper = "Williams 1992"
@@ -25,10 +25,10 @@ class Reinforce(Loss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFT(Loss):
-    """-logprob: negative log likelihood of the tokens, in nats.
+    """-logprob: the negative log likelihood of the tokens, in nats.
 
-    On a teacher's samples it is off-policy distillation. slime adds up the means of the sequences; verl, and this
-    project, leave that to the aggregation.
+    On a teacher's samples it is off-policy distillation. slime sums the means of the sequences; verl and asyncrl leave
+    this to the aggregation.
     """
 
     name = "sft"

@@ -1,4 +1,4 @@
-"""SAPO: a clip without an edge."""
+"""SAPO: a soft clip without an edge."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from asyncrl.policies.parts import Positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SAPO(AnchoredLoss):
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of the advantage.
+    """-A (4 / tau) sigmoid(tau (r - 1)), with tau depending on the sign of the advantage.
 
-    At r = 1 the gradient is REINFORCE's; away from it on either side it fades. 1.0 and 1.05 in verl, AReaL, SkyRL and
-    TRL.
+    At r = 1 the gradient is that of REINFORCE; it fades on both sides. 1.0 and 1.05 in verl, AReaL, SkyRL and TRL.
     """
 
     name = "sapo"
@@ -35,6 +34,6 @@ class SAPO(AnchoredLoss):
         return loss, never(loss)
 
     def gate(self, r: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """Ratios and advantages f32[M] to f32[M] in (0, 4 / tau)."""
+        """Return the gate of each token from ratios and advantages.  f32[M] x 2 -> f32[M] in (0, 4 / tau)"""
         tau = torch.where(advantages > 0, r.new_tensor(self.tau_positive), r.new_tensor(self.tau_negative))
         return 4.0 / tau * torch.sigmoid(tau * (r - 1.0))

@@ -1,4 +1,4 @@
-"""The losses that a run file may name (algorithm.loss). A loss of your own is "package.module:Class"."""
+"""The losses that a run file can name (algorithm.loss). Name a custom one as "package.module:Class"."""
 
 from __future__ import annotations
 

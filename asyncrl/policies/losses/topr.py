@@ -1,4 +1,4 @@
-"""TOPR: good samples weigh 1, bad ones at most 1."""
+"""TOPR: good samples have weight 1, bad samples at most 1."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from asyncrl.policies.losses.segments import Array, as_floats, segment_sum, spre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TOPR(Loss):
-    """-w A logprob with w = 1 for good samples (A > 0), and the ratio clipped to [0, 1], detached, for bad ones.
+    """-w A logprob, with w = 1 for good samples (A > 0) and the detached ratio clipped to [0, 1] for bad ones.
 
-    Clipped: bad tokens whose ratio is over 1. ``level`` "sequence" takes the product of the sequence's ratios, as the
-    paper does; ROLL takes the token's.
+    Clipped: bad tokens whose ratio is over 1. ``level`` "sequence" uses the product of the sequence's ratios, as in the
+    paper; "token" uses the token's ratio, as in ROLL.
     """
 
     name = "topr"
@@ -51,7 +51,7 @@ class TOPR(Loss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TOPRByReward(TOPR):
-    """``topr`` where a sample is good if its reward, not its advantage, is over 0. As ROLL."""
+    """``topr``, but a sample is good if its reward, not its advantage, is over 0. As in ROLL."""
 
     name = "topr_by_reward"
     paper = "arXiv:2503.14286 eq. 8; the sign as in ROLL"

@@ -1,4 +1,4 @@
-"""What a critic learns: the loss of its value estimates."""
+"""The loss of a critic's value estimates."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def value_loss(
     kind: Literal["mse", "huber"] = "mse",
     huber_delta: float = 10.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """scale x max(error(v), error(old + clip(v - old, -clip, clip))), the error squared or Huber's.
+    """Return scale x max(error(v), error(old + clip(v - old, -clip, clip))); the error is squared or Huber's.
 
-    f32[M] x 3 -> loss f32[M], clipped bool[M] (where the clipped error is the larger, so that nothing is learned).
-    ``old_values`` are the critic's at the start of the step; ``clip`` None does without them. Huber's loss
-    (``huber``: e^2 / 2 up to ``huber_delta``, linear beyond) already holds the half and is not scaled. Gradient in
-    ``values`` only.
+    f32[M] x 3 -> loss f32[M], clipped bool[M] (True where the clipped error is larger, so that nothing is learned).
+    ``old_values`` are the critic's values at the start of the step; with ``clip`` None they are not used. Huber's loss
+    (``huber``: e^2 / 2 up to ``huber_delta``, linear beyond) already contains the factor 1/2 and is not scaled.
+    Gradient only in ``values``.
 
-    Source: the clip of PPO's reference implementation (arXiv:1707.06347 has none). scale 0.5 in verl, NeMo-RL,
-    OpenRLHF, SkyRL and AReaL, 1 in slime; clip 0.5 in verl and AReaL, 0.2 in slime. AReaL offers Huber with delta 10.
+    Source: the clip of PPO's reference implementation (arXiv:1707.06347 has none). scale is 0.5 in verl, NeMo-RL,
+    OpenRLHF, SkyRL and AReaL, 1 in slime; clip is 0.5 in verl and AReaL, 0.2 in slime. AReaL offers Huber with delta
+    10.
     """
     value, target = as_floats(values), as_floats(returns).detach()
 
@@ -42,13 +43,13 @@ def value_loss(
     old = as_floats(old_values).detach()
     moved = value - old
     clipped = error(old + moved.clamp(-clip, clip))
-    is_larger = (moved.abs() > clip) & (clipped > unclipped)  # within the clip they differ by rounding alone
+    is_larger = (moved.abs() > clip) & (clipped > unclipped)  # within the clip they differ only by rounding
     return torch.maximum(unclipped, clipped), is_larger.detach()
 
 
 def has_moved(values: Array, old_values: Array, *, clip: float = 0.5) -> torch.Tensor:
-    """Where the critic is further than ``clip`` from its old value: slime's clip fraction.  f32[M] x 2 -> bool[M]
+    """Mark values further than ``clip`` from the old values: slime's clip fraction.  f32[M] x 2 -> bool[M]
 
-    verl counts where the clipped error is the larger, which is ``value_loss``'s second result.
+    verl instead counts where the clipped error is larger, which is the second result of ``value_loss``.
     """
     return (as_floats(values).detach() - as_floats(old_values).detach()).abs() > clip

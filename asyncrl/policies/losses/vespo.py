@@ -16,8 +16,8 @@ from asyncrl.policies.parts import NonNegative, Positive
 class VESPO(Loss):
     """-sg(phi(W)) A logprob with phi(W) = W^k exp(lambda (1 - W)), W the product of the sequence's ratios.
 
-    phi is 1 on policy and falls to 0 on either side, faster downwards with a larger k, faster upwards with a larger
-    lambda: k, lambda = 2, 3 where A >= 0 and 3, 2 where A < 0, as in TRL.
+    phi is 1 on policy and falls to 0 on both sides: faster downwards with a larger k, faster upwards with a larger
+    lambda. As in TRL, (k, lambda) = (2, 3) where A >= 0 and (3, 2) where A < 0.
     """
 
     name = "vespo"
@@ -39,7 +39,7 @@ class VESPO(Loss):
         return loss, never(loss)
 
     def phi(self, log_weight: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """Log of W and advantages, of tokens or of sequences, to the weight.  f32[M] x 2 -> f32[M]"""
+        """Return the weight from log W and advantages, per token or per sequence.  f32[M] x 2 -> f32[M]"""
         good = advantages >= 0
         k = torch.where(good, log_weight.new_tensor(self.k_positive), log_weight.new_tensor(self.k_negative))
         rate = torch.where(

@@ -1,1 +1,1 @@
-"""How many GPUs should sample and how many should train: what a run would reach, from what its parts take. Pure."""
+"""How many GPUs should sample and how many should train: predicts a run from the timings of its parts. Pure."""

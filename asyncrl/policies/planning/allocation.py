@@ -1,4 +1,4 @@
-"""Which split of N GPUs between learner and engines trains most, and under which staleness bound."""
+"""Which split of N GPUs between learner and engines trains the most tokens, and under which staleness bound."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from asyncrl.policies.planning.ideal import GroupLengths, Ideal, Plan, Reached
 from asyncrl.policies.planning.timing import Timing
 
 BOUNDS: Final = (1, 2, 4, 8)
-"""Staleness bounds that are tried besides the run's own."""
+"""Staleness bounds that are tried in addition to the run's own."""
 ENOUGH: Final = 0.97
-"""A lower bound that reaches this share of the most is the better one: fresher data costs less correction."""
+"""A lower bound is preferred if it reaches this share of the best rate: fresher data needs less correction."""
 STEPS: Final = 12
 """Counted steps of a simulated run."""
 MOST_EVENTS: Final = 400_000
-"""Answers that one simulated run may have; of a larger one fewer steps are counted."""
+"""Most answers in one simulated run; if there are more, fewer steps are counted."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Split:
-    """copies: of the model that train;  engines: rollout workers"""
+    """copies: training copies of the model;  engines: rollout workers"""
 
     copies: int
     engines: int
@@ -34,22 +34,25 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """GPUs of one copy of the model that trains, and of one engine."""
+    """GPUs per training copy of the model, and per engine."""
 
     copy: int
     engine: int
 
     @classmethod
     def of(cls, layout: Layout, *, gpus_per_engine: int) -> Units:
-        """Of the smallest learner with this layout. A process on CPUs counts as one GPU. Where copies of the model
-        share experts, as many copies as share them are one."""
+        """Return the units of the smallest learner with this layout.
+
+        A process on CPUs counts as one GPU. If copies of the model share experts, all copies that share them count as
+        one.
+        """
         one = layout.ranks // layout.data_parallel
         return cls(
             copy=math.lcm(one, layout.expert * layout.expert_tensor * layout.pipeline), engine=max(1, gpus_per_engine)
         )
 
     def splits(self, gpus: int) -> list[Split]:
-        """All that leave no engine's worth of GPUs over. Raises ValueError where there is room for none."""
+        """Return all splits that leave less than one engine's GPUs unused. Raises ValueError if nothing fits."""
         found = [
             Split(copies, (gpus - copies * self.copy) // self.engine)
             for copies in range(1, (gpus - self.engine) // self.copy + 1)
@@ -70,7 +73,8 @@ class Predicted:
 
 
 def likely(splits: Sequence[Split], plan: Plan, timing: Timing, lengths: Sequence[Sequence[int]]) -> list[Split]:
-    """Splits around the one where engines and learner are equally fast by arithmetic: the others need no simulation."""
+    """Return the splits around the one where engines and learner are equally fast by arithmetic; only these need a
+    simulation."""
     tokens = sum(map(sum, lengths)) / len(lengths)
     batch = tokens * plan.groups_per_batch
     packed = round(batch + plan.prompt_tokens * plan.group_size * plan.groups_per_batch)
@@ -86,7 +90,7 @@ def likely(splits: Sequence[Split], plan: Plan, timing: Timing, lengths: Sequenc
 
 
 def drawn(lengths: Sequence[Sequence[int]], *, group_size: int, seed: int) -> GroupLengths:
-    """Groups of the measured ones, drawn with replacement: answers to one prompt stay together."""
+    """Draw groups from the measured ones, with replacement; the answers to one prompt stay together."""
     picks = random.Random(seed)
     chosen: dict[int, list[int]] = {}
 
@@ -102,7 +106,7 @@ def drawn(lengths: Sequence[Sequence[int]], *, group_size: int, seed: int) -> Gr
 def predict(
     plan: Plan, timing: Timing, lengths: Sequence[Sequence[int]], *, splits: Iterable[Split], bounds: Iterable[int]
 ) -> list[Predicted]:
-    """What each split reaches under each bound. ``plan``: the run, whose split, bound and steps are set here."""
+    """Simulate each split under each bound. ``plan`` is the run; its split, bound and steps are replaced here."""
     found = []
     for split, bound in itertools.product(splits, bounds):
         asked = dataclasses.replace(
@@ -118,7 +122,7 @@ def predict(
 
 
 def recommended(found: Sequence[Predicted]) -> Predicted:
-    """Of those that reach ENOUGH of the most: the lowest bound, then the most."""
+    """Return the prediction with the lowest bound, then the highest rate, among those that reach ENOUGH of the best."""
     most = max(_rate(one) for one in found)
     enough = [one for one in found if _rate(one) >= ENOUGH * most]
     return min(enough, key=lambda one: (one.max_staleness, -_rate(one)))

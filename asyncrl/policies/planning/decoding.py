@@ -1,4 +1,4 @@
-"""Continuous batching on a clock that is an argument."""
+"""Continuous batching, simulated on a clock that is passed in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.policies.planning.timing import Timing
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """``entered``: the engine's position (tokens given to every running sequence so far) when it began."""
+    """A finished sequence.  entered: the engine's position (decode steps so far) when the sequence began"""
 
     number: int
     entered: float
@@ -25,9 +25,9 @@ class Finished:
 
 @dataclass(slots=True)
 class Decoding:
-    """One engine's continuous batch, advanced from event to event: between two, all running sequences go equally fast.
+    """The continuous batch of one engine, advanced from event to event; in between, all sequences decode equally fast.
 
-    ``position`` counts decode steps. A sequence that enters at position p with length n is finished at p + n.
+    ``position`` counts decode steps. A sequence that enters at position p with length n finishes at p + n.
     """
 
     timing: Timing
@@ -39,21 +39,21 @@ class Decoding:
     _waiting: deque[tuple[int, int]] = field(default_factory=deque)
 
     def add(self, number: int, length: int) -> None:
-        """A sequence of ``length`` tokens, from ``now`` on: runs if there is a place, else waits for one."""
+        """Add a sequence of ``length`` tokens at ``now``; it runs if a slot is free, else it waits for one."""
         if len(self._running) < self.timing.capacity:
             heapq.heappush(self._running, (self.position + length, number, self.position, length))
         else:
             self._waiting.append((number, length))
 
     def next_finish(self) -> float:
-        """When the next sequence ends if nothing is added; infinity when none runs or decoding is paused."""
+        """Return when the next sequence ends if nothing is added; infinity if none runs or decoding is paused."""
         if not self._running or self.is_paused:
             return math.inf
         left = max(0.0, self._running[0][0] - self.position)
         return self.now + left * self.timing.decode_step(len(self._running))
 
     def advance(self, now: float) -> list[Finished]:
-        """Decode until ``now``; what ended meanwhile, in order. A place that comes free is taken at that instant."""
+        """Decode until ``now``; return what has ended, in order. A slot that becomes free is filled at that moment."""
         ended: list[Finished] = []
         while (finish := self.next_finish()) <= now:
             self.busy_seconds += finish - self.now
@@ -70,7 +70,7 @@ class Decoding:
         return ended
 
     def places(self) -> Iterator[tuple[int, float | None]]:
-        """Each sequence that is not finished, with the position at which it began; None: it waits for a place."""
+        """Yield each unfinished sequence with the position at which it began; None if it waits for a slot."""
         yield from ((number, entered) for _, number, entered, _ in self._running)
         yield from ((number, None) for number, _ in self._waiting)
 
@@ -86,7 +86,7 @@ class Decoding:
 def version_spans(
     changes: Sequence[tuple[float, tuple[int, int]]], *, entered: float, length: int
 ) -> tuple[VersionSpan, ...]:
-    """Which version sampled which token: ``changes`` are (position, version), rising, the first before ``entered``."""
+    """Return the version of each token. ``changes``: (position, version), rising, the first before ``entered``."""
     first = bisect_right(changes, entered, key=lambda change: change[0]) - 1
     starts: dict[int, tuple[int, int]] = {}
     for position, version in itertools.islice(changes, first, None):

@@ -1,15 +1,16 @@
-"""How many rollout workers a run should have, by how busy the learner and the engines are. Pure.
+"""How many rollout workers a run should have, given how busy the learner and the engines are. Pure.
 
-What workers sample grows with their number, and what the learner trains does not. So:
+The number of workers determines how much is sampled, but not how much the learner can train:
 
-  more   engines are busy for nearly all of the time and the learner waits: as many as keep it busy, at most twice as
-         many
-  fewer  the learner is busy for nearly all of the time, and engines wait, or what they sample is thrown away as too
-         old: as many as give what is trained, and a reserve
-  else   as many as there are
+  more   the engines are busy nearly all the time and the learner waits: as many workers as keep the learner busy, at
+         most twice as many as now
+  fewer  the learner is busy nearly all the time, and engines wait or their samples are discarded as too old: as many
+         workers as sample what is trained, plus a reserve
+  else   no change
 
-It decides by STEPS steps with the same workers, so that each change is seen before the next. Behind a change to more no
-change to fewer follows by the same numbers, nor the other way round: see test_a_fleet_comes_to_rest.
+A decision uses STEPS steps with the same workers, so the effect of each change is seen before the next. With unchanged
+numbers, a change to more workers is never followed by a change to fewer, or the reverse: see
+test_a_fleet_comes_to_rest.
 Tests: tests/unit/policies/planning/test_fleet_size.py.
 """
 
@@ -27,13 +28,17 @@ STEPS: Final = 10
 IDLE: Final = 0.15
 """Share of the time that a side must wait before the fleet changes for it."""
 RESERVE: Final = 0.9
-"""Of a fleet that shrinks the engines are busy for this share of the time at most."""
+"""After shrinking, the engines are busy for at most this share of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Of the time of some steps: what the learner trained, engines had something to do, and of the answers what was
-    thrown away as too old; each in [0, 1]."""
+    """Shares over some steps, each in [0, 1].
+
+    learner_busy  share of the time in which the learner trained
+    engines_busy  share of the time in which engines had work
+    discarded     share of the answers that were discarded as too old
+    """
 
     learner_busy: float
     engines_busy: float
@@ -41,7 +46,7 @@ class Shares:
 
 
 def better_size(now: int, shares: Shares) -> int:
-    """Workers that the run should have instead of ``now``, at least 1."""
+    """Return the number of workers that the run should have instead of ``now``, at least 1."""
     if shares.engines_busy >= LIMITING and shares.learner_busy < 1 - IDLE:
         return min(2 * now, math.ceil(now * shares.engines_busy / max(shares.learner_busy, 1e-9)))
     useful = shares.engines_busy * (1 - shares.discarded)
@@ -52,16 +57,16 @@ def better_size(now: int, shares: Shares) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Another number of own workers, and why, in words."""
+    """A new number of the run's own workers, and the reason in words."""
 
     workers: int
     because: str
 
 
 class FleetSizer:
-    """Decides the number of a run's own workers. Others, which joined, sample as well and are counted for nothing else.
+    """Decides how many workers of its own a run should have. Joined workers only count as sampling capacity.
 
-    least, most  own workers; an operator may set a number outside, which stays
+    least, most  limits of own workers; a number that an operator sets outside of them stays
     warmup       first steps, which fill the window and do not count
     """
 
@@ -69,14 +74,15 @@ class FleetSizer:
         self._least, self._most, self._left = least, most, warmup
         self._workers = 0
         self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=STEPS)
-        """Of each with as many workers: seconds; of these the learner trained, engines were busy; share discarded."""
+        """For each step with the current workers: seconds, seconds of training, seconds of busy engines, discarded
+        share."""
 
     def has_room_for(self, most: int) -> None:
-        """No more own workers can be had."""
+        """No more than ``most`` own workers are available."""
         self._most = min(self._most, most)
 
     def look(self, numbers: Mapping[str, float], *, own: int) -> Change | None:
-        """At a step's metrics. ``own``: workers of our own that are asked for now."""
+        """Take in a step's metrics and return a change, if any. ``own``: own workers that are requested now."""
         workers = int(numbers.get("rollout/workers", 0))
         if self._left or not workers:
             self._left = max(0, self._left - 1)
@@ -97,7 +103,7 @@ class FleetSizer:
         shares = Shares(
             learner_busy=_share(trained, seconds),
             engines_busy=_share(busy, seconds),
-            discarded=_share(self._steps[-1][3], 1.0),  # a mean over several steps already
+            discarded=_share(self._steps[-1][3], 1.0),  # already a mean over several steps
         )
         wanted = own + better_size(self._workers, shares) - self._workers
         wanted = min(max(wanted, self._least), self._most)

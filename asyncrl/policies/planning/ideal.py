@@ -1,8 +1,8 @@
-"""What a run would reach if bus, actors and Python took no time: the loop's rules on a clock of their own.
+"""What a run would reach if bus, actors and Python took no time: the rules of the loop on a simulated clock.
 
-Discrete events over the pure parts of the real thing: Admission, the buffer's order and bound, what the learner waits
-for, Decoding, Timing. Where groups are dropped a real run may reach more: a real source publishes one prompt after
-another, which thins the engines' batches, so that long answers decode faster and fewer of them get too old.
+A discrete-event simulation over the pure parts of a real run: Admission, the buffer's order and bound, the learner's
+holds, Decoding, Timing. If groups are dropped, a real run may reach more. A real source publishes prompts one after
+another, which makes the engines' batches smaller, so long answers decode faster and fewer of them become too old.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from asyncrl.policies.planning.timing import Timing
 from asyncrl.policies.staleness.admission import Admission
 
 _ENDLESS: Final = 10**9
-"""Groups: a run that runs dry in its last steps is not steady."""
+"""Number of groups; a run that runs out of groups in its last steps is not in a steady state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One run to simulate: ``steps`` optimizer steps, the first ``warmup`` of them not counted.
+    """One run to simulate: ``steps`` optimizer steps, of which the first ``warmup`` are not counted.
 
-    workers, learner_machines  engines, and copies of the model that train
-    prompt_tokens              of each answer, trained on with it
-    eviction                   of async: "wait" holds a batch for groups that would become too old
-    too_old                    staleness.parts; an answer is one trajectory here, so "alone" is as "whole"
-    kept                       share of the groups that no filter drops
+    workers           engines
+    learner_machines  training copies of the model
+    prompt_tokens     prompt tokens per answer, which are trained with it
+    eviction          async only: with "wait", a full batch waits for groups that would become too old
+    too_old           staleness.parts; every answer is one trajectory here, so "alone" equals "whole"
+    kept              share of the groups that pass the filters
     """
 
     mode: Mode
@@ -57,7 +58,7 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """The window, shared evenly."""
+        """Groups per worker: the window, shared evenly."""
         return -(-(self.bound + 1) * self.groups_per_batch // self.workers)
 
     @property
@@ -71,16 +72,16 @@ class Plan:
 
 
 GroupLengths = Callable[[int], list[int]]
-"""Group id to the lengths of its answers."""
+"""Maps a group id to the lengths of its answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Of the steps behind the warm-up.
+    """Results of the steps after the warm-up.
 
-    tokens_per_second  response tokens that were trained
+    tokens_per_second  trained response tokens per second
     learner_busy       share of the time in which the learner trained
-    engines_busy       share of the time in which an engine had something to decode, mean over engines
+    engines_busy       share of the time in which an engine had work, mean over engines
     """
 
     tokens_per_second: float
@@ -90,7 +91,7 @@ class Reached:
 
 @dataclass(slots=True)
 class _Engine:
-    """``changes``: (position, version), as version_spans takes them."""
+    """``changes``: (position, version), as in version_spans."""
 
     decoding: Decoding
     version: int = 0
@@ -102,7 +103,7 @@ class _Engine:
 
 @dataclass(slots=True)
 class _Group:
-    """``version``: the oldest that sampled a token of it, of what ended so far;  ``sampled``: tokens by version."""
+    """version: oldest version that sampled a token of the finished answers;  sampled: tokens by version"""
 
     version: int
     missing: int
@@ -110,13 +111,13 @@ class _Group:
     sampled: Counter[int] = field(default_factory=Counter)
 
     def trained(self, oldest: int) -> int:
-        """Tokens that ``oldest`` or a newer version sampled."""
+        """Return the number of tokens sampled by version ``oldest`` or newer ones."""
         return sum(count for version, count in self.sampled.items() if version >= oldest)
 
 
 @dataclass(slots=True)
 class Ideal:
-    """State of one run; ``run`` runs it."""
+    """The state of one simulated run; ``run`` simulates it."""
 
     plan: Plan
     timing: Timing
@@ -133,7 +134,7 @@ class Ideal:
     has_changed: bool = True
     engines: list[_Engine] = field(default_factory=list)
     queue: deque[tuple[int, int]] = field(default_factory=deque)  # (group id, min policy version)
-    starts: dict[int, int] = field(default_factory=dict)  # group id to the version that admitted it, until it is here
+    starts: dict[int, int] = field(default_factory=dict)  # group id -> version that admitted it, until it arrives
     groups: dict[int, _Group] = field(default_factory=dict)
     buffer: dict[int, _Group] = field(default_factory=dict)
 
@@ -178,7 +179,7 @@ class Ideal:
             self._foresee(engine)
 
     def _foresee(self, engine: _Engine) -> None:
-        """Between its events an engine is not looked at: fleets are large."""
+        """Compute the engine's next event. Engines are skipped between their events, because fleets are large."""
         engine.next_event = min(engine.decoding.next_finish(), engine.loading_until)
 
     def _end_sequence(self, engine: _Engine, ended: Finished) -> None:
@@ -208,13 +209,13 @@ class Ideal:
                 self._load(engine)
 
     def _load(self, engine: _Engine) -> None:
-        engine.decoding.advance(self.now)  # up to here with the weights before
+        engine.decoding.advance(self.now)  # decode up to now with the previous weights
         engine.version = self.steps_done
         engine.decoding.is_paused, engine.loading_until = True, self.now + self.timing.load_seconds
         self._foresee(engine)
 
     def _move(self) -> None:
-        """Everything that takes no time: take a batch, admit prompts, hand them to workers."""
+        """Do everything that takes no time: take a batch, admit prompts, hand them to workers."""
         self.has_changed = False
         limit, by_token = self.steps_done - self.plan.bound, self.plan.too_old == "tokens"
         stale = [i for i, one in self.buffer.items() if (max(one.sampled) if by_token else one.version) < limit]
@@ -235,7 +236,7 @@ class Ideal:
             self.queue.popleft()
 
     def _holds(self) -> bool:
-        """Whether a full batch waits for groups that would become too old."""
+        """Return whether a full batch waits for groups that would become too old."""
         if self.plan.eviction != "wait" or self.plan.mode != "async":
             return False
         rule, count = Selection(max_staleness=self.plan.bound), self.plan.groups_per_batch
@@ -247,7 +248,7 @@ class Ideal:
         )
 
     def _begun(self) -> dict[int, int]:
-        """Of the groups that an engine has, the oldest version that has sampled one, or can (groups/begun.py)."""
+        """Return group id -> oldest version that has sampled it, or may, for groups on an engine (groups/begun.py)."""
         begun: dict[int, int] = {}
         for engine in self.engines:
             for number, entered in engine.decoding.places():
@@ -268,7 +269,7 @@ class Ideal:
         self.published += count
 
     def _place(self, group_id: int, min_version: int) -> bool:
-        """On the worker with the fewest groups; one that must load first must be quiet."""
+        """Put the group on the worker with the fewest groups; a worker that must load weights first must be idle."""
         freest = min(self.engines, key=lambda engine: engine.groups)
         is_ready = freest.version >= min_version or not freest.groups
         for engine in (freest,) if is_ready else sorted(self.engines, key=lambda engine: engine.groups):

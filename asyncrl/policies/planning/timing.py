@@ -1,4 +1,4 @@
-"""What engines and the learner take, and how it follows from what was measured of them."""
+"""Timings of engines and the learner, and how to fit them to measurements."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What one machine takes.
+    """Timings of one machine.
 
-    seconds_per_token     a: reading the weights, once a decode step however many sequences run
-    seconds_per_sequence  b: each running sequence's own part of a decode step
-    capacity              sequences that run at once; more of them queue
-    load_seconds          decoding stands still while new weights are loaded
-    train_tokens_per_second, train_seconds   an optimizer step of T tokens on m machines: T / (m x rate) + constant
+    seconds_per_token     a: reading the weights, once per decode step however many sequences run
+    seconds_per_sequence  b: additional time of a decode step per running sequence
+    capacity              sequences that run at once; further ones queue
+    load_seconds          pause of decoding while new weights are loaded
+    train_tokens_per_second, train_seconds   an optimizer step of T tokens on m machines takes T / (m x rate) + constant
     """
 
     seconds_per_token: float
@@ -36,7 +36,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReading:
-    """What an engine did for a while: ``running`` sequences on average, ``tokens`` in ``seconds``, prefill included."""
+    """A measurement of an engine: ``running`` sequences on average, ``tokens`` in ``seconds``, including prefill."""
 
     running: float
     tokens: float
@@ -45,17 +45,17 @@ class DecodeReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReading:
-    """One optimizer step of the smallest learner on ``tokens``, prompts included."""
+    """A measurement of one optimizer step of the smallest learner on ``tokens``, including prompts."""
 
     tokens: int
     seconds: float
 
 
 def fit_decode(readings: Iterable[DecodeReading]) -> tuple[float, float]:
-    """(a, b) of a decode step of a + b x running seconds, both >= 0, from readings at different ``running``.
+    """Fit (a, b) of a decode step of a + b x running seconds, both >= 0, to measurements at different ``running``.
 
-    Least squares over the readings' whole seconds, so that long ones weigh more; then scaled so that all readings
-    together take as long as they took. Raises ValueError without a token.
+    Least squares over the total seconds of each measurement, so long ones weigh more. The result is scaled so that all
+    measurements together take as long as they did. Raises ValueError without a token.
     """
     given = [reading for reading in readings if reading.running > 0 and reading.seconds > 0]
     steps = np.array([reading.tokens / reading.running for reading in given])
@@ -69,16 +69,16 @@ def fit_decode(readings: Iterable[DecodeReading]) -> tuple[float, float]:
 
 
 def fit_training(readings: Iterable[TrainReading]) -> tuple[float, float]:
-    """(tokens a second, constant seconds) of an optimizer step, from readings at different ``tokens``.
+    """Fit (tokens per second, constant seconds) of an optimizer step to measurements at different ``tokens``.
 
-    Raises ValueError without one.
+    Raises ValueError without a token.
     """
     given = list(readings)
     if not given or not any(reading.tokens for reading in given):
         raise ValueError("the learner trained no token")
     tokens = np.array([float(reading.tokens) for reading in given])
     constant, per_token = _positive_line(np.ones(len(given)), tokens, np.array([one.seconds for one in given]))
-    if per_token <= 0:  # too short to tell them apart: all of it grows with the tokens
+    if per_token <= 0:  # too short to separate the two: attribute all time to the tokens
         constant, per_token = 0.0, float(sum(one.seconds for one in given) / tokens.sum())
     return 1 / per_token, constant
 
@@ -86,7 +86,7 @@ def fit_training(readings: Iterable[TrainReading]) -> tuple[float, float]:
 def _positive_line(
     first: NDArray[np.float64], second: NDArray[np.float64], seconds: NDArray[np.float64]
 ) -> tuple[float, float]:
-    """Least squares of first x a + second x b = seconds, with neither below 0."""
+    """Return the least-squares fit of first x a + second x b = seconds, with a >= 0 and b >= 0."""
     both = np.stack([first, second], axis=1)
     a, b = np.linalg.lstsq(both, seconds, rcond=None)[0]
     if a < 0:

@@ -1,1 +1,1 @@
-"""Staleness control: admission, the buffer's order and bound, age weights."""
+"""Staleness control: admission, the order and bound of the buffer, age weights."""

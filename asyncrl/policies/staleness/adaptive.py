@@ -1,6 +1,6 @@
-"""Controllers that answer the effective sample size (ESS) of the off-policy weights: it falls before the reward does.
+"""Controllers that react to the effective sample size (ESS) of the off-policy weights, which falls before the reward.
 
-Both take the ESS of the untruncated sequence ratios as a fraction of the sequences (offpolicy/sequence_ess).
+Both take the ESS of the untruncated sequence ratios, as a fraction of the sequences (offpolicy/sequence_ess).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from asyncrl.config.staleness import StalenessSection
 def vcpo_learning_rate(
     learning_rate: float, *, ess_fraction: float, base_ess_fraction: float = 1.0, rule: str = "sqrt"
 ) -> float:
-    """The learning rate of a step whose batch is worth ``ess_fraction`` of its sequences, in (0, learning_rate].
+    """Return the learning rate of a step whose batch has this ESS fraction, in (0, learning_rate].
 
-    learning_rate x min(1, ess / base), under a root with rule "sqrt" as noise scales for Adam, as it is with "linear".
-    It holds for this step alone. Source: VCPO, arXiv:2602.17616, base 1 and unclipped sequence weights. Raises KeyError
-    for another rule.
+    The result is learning_rate x share or, with rule "sqrt", learning_rate x sqrt(share), as noise scales for Adam;
+    share = min(1, ess / base). It applies to this step only. Raises KeyError for any rule but "sqrt" and "linear".
+    Source: VCPO, arXiv:2602.17616, with base 1 and unclipped sequence weights.
     """
     share = min(1.0, ess_fraction / base_ess_fraction)
     return float(learning_rate * share ** {"sqrt": 0.5, "linear": 1.0}[rule])
@@ -26,19 +26,19 @@ def vcpo_learning_rate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveBound:
-    """A bound on staleness that follows the ESS: additive increase, multiplicative decrease. Ours.
+    """A bound on staleness that follows the ESS: additive increase, multiplicative decrease. Our own method.
 
-    It is the bound of admission: from the next step on the window is (bound + 1) batches. Eviction stays at
-    ``largest``, the run file's max_staleness, which no trained token is ever over. So a bound that falls drops nothing:
-    what was generated under the old one is paid for, within the guarantee, and trained oldest first, while nothing is
-    published until the narrower window has room. A straggler may be older than ``bound``, never than ``largest``.
+    Only admission uses ``bound``: from the next step on, the window is (bound + 1) batches. Eviction keeps using
+    ``largest``, the run file's max_staleness, and no trained token is ever older than that. A falling bound therefore
+    drops nothing. Groups generated under the old bound are already paid for and within the guarantee, so they are
+    trained, oldest first; nothing is published until the narrower window has room. A straggler may be older than
+    ``bound``, but never older than ``largest``.
 
-    bound             what admission allows now, in [smallest, largest]
-    low, high         ESS fractions: below ``low`` the bound is halved at once; ``patience`` steps in a row above
-                      ``high`` raise it by one
-    calm              steps in a row above ``high`` so far
-    hold              steps for which the ESS is not looked at, after a halving: so long do batches of the old bound
-                      still come
+    bound      what admission allows now, in [smallest, largest]
+    low, high  ESS fractions: an ESS below ``low`` halves the bound at once; ``patience`` consecutive steps above
+               ``high`` raise the bound by one
+    calm       consecutive steps above ``high`` so far
+    hold       steps for which the ESS is still ignored after a halving, because batches of the old bound keep arriving
     """
 
     bound: int
@@ -52,12 +52,12 @@ class AdaptiveBound:
 
     @classmethod
     def fixed(cls, bound: int) -> AdaptiveBound:
-        """One that stays where it is."""
+        """Return a bound that never changes."""
         return cls(bound=bound, largest=bound, smallest=bound)
 
     @classmethod
     def of(cls, section: StalenessSection, *, largest: int) -> AdaptiveBound:
-        """What the run file's [staleness] says, before any step: ``largest``, and fixed there unless it is adaptive."""
+        """Return the bound before the first step: ``largest``, and fixed there unless [staleness] says adaptive."""
         if not section.adaptive:
             return cls.fixed(largest)
         low, high = section.ess_low, section.ess_high
@@ -66,16 +66,16 @@ class AdaptiveBound:
         )
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps; the rest is the run file's."""
+        """Return the part that a checkpoint keeps; the rest comes from the run file."""
         return {"bound": self.bound, "calm": self.calm, "hold": self.hold}
 
     def resumed(self, state: Mapping[str, int]) -> AdaptiveBound:
-        """Where a checkpoint left off, within the limits of now; an empty ``state`` changes nothing."""
+        """Return the bound of a checkpoint, clipped to the current limits; an empty ``state`` changes nothing."""
         found = replace(self, **state)
         return replace(found, bound=min(self.largest, max(self.smallest, found.bound)))
 
     def update(self, ess: float) -> AdaptiveBound:
-        """The bound after a step whose batch had this ESS fraction; nan, of a batch without tokens, is no calm step."""
+        """Return the bound after a step with this ESS fraction; nan (a batch without tokens) resets ``calm``."""
         if self.hold:
             return replace(self, hold=self.hold - 1)
         if ess < self.low:

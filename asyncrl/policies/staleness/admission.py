@@ -1,7 +1,7 @@
-"""How many prompt groups may be outstanding: staleness is bounded before generation, at no cost in tokens.
+"""How many prompt groups may be outstanding. This bounds staleness before generation, at no cost in tokens.
 
-One formula for the three modes. With B groups per batch, a group published and not lost (dropped or failed) belongs to
-one of the batches that may be open at once:
+One formula covers the three modes. With B groups per batch, each group that is published and not lost (dropped,
+failed or filtered) belongs to one of the batches that may be open at once:
 
     may publish = B x (batches released + 1 + slack) - (published - lost)
 
@@ -10,13 +10,13 @@ one of the batches that may be open at once:
     one_step_off  it is taken to train       0               2B (one training, one generating)
     async         its step is done           max_staleness   B x (max_staleness + 1)
 
-A group is born fresh: it carries the version at which it was published, and no worker starts it on older weights. With
-a full window it is trained max_staleness versions later, so older weights at its start would be over the bound.
+A group starts fresh: it carries the version at which it was published, and no worker starts it on older weights. With a
+full window the group is trained max_staleness versions later, so starting on older weights would exceed the bound.
 
-Steps count as far as workers can get their weights: what a step releases is published when its version, or a newer one,
-is announced. It could not begin before; and a learner that dies in between leaves no prompt that nobody can begin.
-The window saves work; the check when a batch is taken (groups/selection.py) is the guarantee. A bound that adapts
-(adaptive.py) takes the place of max_staleness in the slack of async, and never in the check.
+A step counts only once workers can get its weights: the groups that it releases are published when its version, or a
+newer one, is announced. They could not start earlier, and a learner that dies in between leaves no prompt behind that
+no worker can start. The window only saves work; the guarantee is the check when a batch is taken (groups/selection.py).
+An adaptive bound (adaptive.py) replaces max_staleness in the slack of async, but never in that check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncrl.config import RunConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The rule of one run. ``total_groups`` is what the whole run trains: no group is generated for nothing."""
+    """The admission rule of a run. ``total_groups``: groups that the run trains, so that no more are generated."""
 
     mode: str
     groups_per_batch: int
@@ -37,7 +37,7 @@ class Admission:
 
     @classmethod
     def of(cls, run: RunConfig) -> Admission:
-        """The rule that the run file asks for."""
+        """Return the rule that the run file asks for."""
         return cls(
             mode=run.run.mode,
             groups_per_batch=run.learner.groups_per_batch,
@@ -47,7 +47,7 @@ class Admission:
 
     @property
     def most(self) -> int:
-        """Groups that are never all outstanding: the window and a batch more."""
+        """An upper limit that the number of outstanding groups never reaches: the window plus one batch."""
         return self.groups_per_batch * (self.max_staleness + 2)
 
     def may_publish(
@@ -60,10 +60,10 @@ class Admission:
         bound: int | None = None,
         obtainable: int | None = None,
     ) -> int:
-        """Groups that may be published now, >= 0.
+        """Return how many groups may be published now, >= 0.
 
-        bound       the adapted one; None is max_staleness
-        obtainable  newest policy version that workers can get; None where no policy samples. What is published asks for
+        bound       adaptive bound; None means max_staleness
+        obtainable  newest policy version that workers can get; None if no policy samples. A published group asks for
                     version min(steps_done, obtainable)
         """
         if obtainable is not None:
@@ -78,16 +78,16 @@ class Admission:
 def version_to_begin(
     min_policy_version: int, *, incarnation: int, engine_incarnation: int, fork: int, max_staleness: int
 ) -> int:
-    """The oldest version that may begin a group which was published in ``incarnation``, of an engine's
-    ``engine_incarnation``.
+    """Return the oldest version that may start a group: published in ``incarnation``, for ``engine_incarnation``.
 
-    Where they differ the learner fell back to version ``fork``, and what the group asks for belongs to a lost history.
-    The log brings the new one up to there, or as far as it may train what the old one sampled: through the step from
-    fork + max_staleness. At the version after that the rest is dropped as stale, so whatever is left is next.
+    If the two differ, the learner fell back to version ``fork``, and the version that the group asks for belongs to a
+    lost history. Groups on the log bring the new incarnation up to that version, or as far as it may train samples of
+    the old incarnation: through the step from fork + max_staleness. At the version after that the remaining ones are
+    dropped as stale, and the groups that are left are next.
 
-    A group that begins earlier would be among the dropped; one that waited longer might wait for ever, as the learner
-    may need it to get there. It may not get there even so, where the new incarnation loses groups of the log (a
-    quarantine): a worker that has nothing else to do begins after a while anyway (WeightFollower).
+    A group that starts earlier would be dropped with them. A group that waits longer might wait forever, because the
+    learner may need it to get that far. If the new incarnation loses groups of the log (a quarantine), the learner may
+    not get that far anyway, so an idle worker starts the group after a while (WeightFollower).
     """
     if engine_incarnation <= incarnation:
         return min_policy_version

@@ -1,7 +1,7 @@
-"""Which of the groups that have arrived the next step trains, as functions of (oldest version, group id) alone.
+"""Which of the arrived groups the next step trains, as functions of (oldest version, group id) only.
 
-No arrival time enters, so the order of training does not depend on it. ``Key`` is (effective version of the group's
-oldest token, group id); ids are handed out in the order of the prompts.
+Arrival times are not an input, so the training order does not depend on them. ``Key`` is (effective version of the
+group's oldest token, group id). Ids are assigned in the order of the prompts.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Final, Literal
 
 Key = tuple[int, int]
 Order = Callable[[Key], Key]
-"""A sort key: the groups of the lowest go first."""
+"""A sort key: groups with the lowest key go first."""
 
 
 def oldest_first(key: Key) -> Key:
-    """By version, then id: nothing waits until it is too old. The default, and NeMo-RL's weight FIFO without a gate."""
+    """By version, then id, so that no group waits until it is too old. The default; NeMo-RL's weight FIFO, ungated."""
     return key
 
 
 def freshest_first(key: Key) -> Key:
-    """Newest version first, then id: least staleness now, and old groups go stale in the buffer.
+    """Newest version first, then by id: lowest staleness now, but old groups go stale in the buffer.
 
-    As NeMo-RL's windowed sampler with freshest first. Long answers are always old ones, so they are what it drops:
+    This is NeMo-RL's windowed sampler with freshest first. Long answers are always old, so they are the ones dropped:
     compare length/dropped with length/trained.
     """
     version, group_id = key
@@ -30,7 +30,7 @@ def freshest_first(key: Key) -> Key:
 
 
 def in_order(key: Key) -> Key:
-    """By id, which is the order of the prompts. With ``leading`` a batch waits for the groups between."""
+    """By id, which is the order of the prompts. With ``leading``, a batch waits for all groups in between."""
     version, group_id = key
     return (group_id, version)
 
@@ -39,15 +39,14 @@ ORDERS: Final[dict[str, Order]] = {"oldest_first": oldest_first, "freshest_first
 
 
 def select(keys: Collection[Key], *, count: int, order: Order = oldest_first) -> list[Key] | None:
-    """The first ``count`` groups; None when there are fewer: a batch is whole."""
+    """Return the first ``count`` groups; None if there are fewer, since a batch is never partial."""
     return sorted(keys, key=order)[:count] if len(keys) >= count else None
 
 
 def leading(keys: Iterable[Key], *, is_done: Callable[[int], bool], first: int = 0) -> list[Key]:
-    """The groups behind which nothing is missing: from id ``first`` on, up to the first that is neither here nor done.
+    """Return the groups with no gap before them: from id ``first`` up to the first that is neither here nor done.
 
-    NeMo-RL's in-order sampler, and what makes one: ``select`` from these with ``in_order``. One straggler holds
-    everybody up.
+    ``select`` from these with ``in_order`` is NeMo-RL's in-order sampler. One straggler holds up all later groups.
     """
     by_id = {group_id: (version, group_id) for version, group_id in keys if group_id >= first}
     result: list[Key] = []
@@ -59,7 +58,7 @@ def leading(keys: Iterable[Key], *, is_done: Callable[[int], bool], first: int =
     return result
 
 
-# -- groups that are not whole yet -------------------------------------------------------------------------------------
+# -- groups that are still incomplete ---------------------------------------------------------------------------------
 
 Action = Literal["train", "wait", "drop"]
 
@@ -73,15 +72,16 @@ def group_action(
     max_staleness: int,
     at_least: int | None = None,
 ) -> Action:
-    """What to do with a group some of whose members may still be generated.
+    """Decide what to do with a group that still has members in generation.
 
-    versions  of each member that has started, of its oldest token;  is_done  whether it has finished
+    versions  for each member that has started, the version of its oldest token
+    is_done   for each of these members, whether it has finished
 
-    A group is trained whole: all members done, none too old (prime-rl, miles, SkyRL); one that is too old drops the
-    whole group. With ``at_least`` (2 or more, or a group baseline means nothing) a straggler does not take the others
-    with it: at the last step that may train the group, the members that are done are trained if they are so many. There
-    is no clock in the rule; the bound on staleness is the time-out. The mean over fewer members is still a baseline,
-    the unbiased standard deviation divides by their number - 1.
+    By default a group is trained whole: all members done, none too old. One member that is too old drops the whole
+    group (prime-rl, miles, SkyRL). With ``at_least``, a straggler does not take the others with it: at the last step
+    that may train the group, the finished members are trained if there are at least that many. ``at_least`` counts as
+    2 or more, since a group baseline needs two. The rule uses no clock; the bound on staleness is the timeout. The mean
+    over fewer members is still a valid baseline, and the unbiased standard deviation divides by their number - 1.
     """
     if not versions:
         return "wait"

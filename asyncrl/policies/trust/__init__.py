@@ -1,1 +1,1 @@
-"""Which trajectories to believe: validation and logprob mismatch."""
+"""Which trajectories to trust: validation and logprob mismatch."""

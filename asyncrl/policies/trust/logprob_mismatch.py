@@ -1,20 +1,21 @@
-"""Whether a worker's behavior logprobs are those of the policy: a few of its answers are scored again by the trainer.
+"""Checks that a worker's behavior logprobs are those of the policy: the trainer scores a few of its answers again.
 
-A step reports the mismatch of the whole batch; here it is kept apart by worker. Every ``every`` steps, of each worker
-the batch's youngest and oldest answer are scored by the weights about to be trained. One forward pass is a third of
-what training an answer takes, so the learner's time grows by 2 x workers / (3 x answers of a batch x every).
+A step reports the mismatch of the whole batch; this module reports it per worker. Every ``every`` steps, the youngest
+and the oldest answer of each worker in the batch are scored with the weights about to be trained. A forward pass takes
+a third of the time to train an answer, so the learner's time grows by 2 x workers / (3 x answers of a batch x every).
 
-A fresh answer (age 0) was sampled from these very weights:
+A fresh answer (age 0) was sampled from exactly these weights:
 
     mean |trainer - behavior logprob| <= bound     nats per token
 
-An older one may differ by what the policy moved meanwhile, which nobody knows but the other workers: their old answers
-tell how far it moves a version. A worker without fresh answers is judged by its old ones,
+An older answer may also differ by how far the policy has moved since. The old answers of the other workers tell how far
+it moves per version. A worker without fresh answers is judged by its old ones:
 
     mean |trainer - behavior logprob| <= bound + age x max(bound, SLACK x median of the others' mismatch / age)
 
-and one that has neither fresh answers nor others beside it is no suspect: a policy that moves fast looks the same.
-Over the bound twice in a row, the second time at the next step that has an answer of the worker: it is quarantined.
+A worker is no suspect if it has no fresh answers and there are no old answers of others to compare with, because a
+policy that moves fast looks the same. A worker that is over the bound twice in a row, the second time at the next step
+with one of its answers, is quarantined.
 Tests: tests/unit/policies/trust/test_logprob_mismatch.py.
 """
 
@@ -30,12 +31,12 @@ from numpy.typing import NDArray
 from asyncrl.policies.batching.packing import Document
 
 SLACK: Final = 2.0
-"""How much further than others' old answers a worker's may be off: two answers are a small sample."""
+"""How much further off than the old answers of others a worker's may be, because two answers are a small sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The answer of document ``document``; age: of its oldest sampled token, in versions."""
+    """The answer of document ``document``.  age: versions since its oldest token was sampled"""
 
     document: int
     worker: str
@@ -44,9 +45,9 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """mean |trainer - behavior| in nats per token of a worker's answers, and what it may be.
+    """Mean |trainer - behavior| of a worker's answers, in nats per token, and the allowed value.
 
-    is_certain  whether the bound is none that a fast policy could break: of fresh answers, or of what others have
+    is_certain  whether a fast-moving policy cannot explain it: judged by fresh answers, or compared with others
     """
 
     mean: float
@@ -56,11 +57,11 @@ class Mismatch:
 
     @property
     def is_over(self) -> bool:
-        return not self.mean <= self.allowed  # NaN is no agreement
+        return not self.mean <= self.allowed  # NaN is over
 
 
 class LogprobMismatch:
-    """Holds who was over the bound the last time. ``bound`` 0 looks at nobody."""
+    """Remembers which workers were over the bound the last time. A ``bound`` of 0 turns the check off."""
 
     def __init__(self, *, bound: float, every: int) -> None:
         self.bound = bound
@@ -72,20 +73,20 @@ class LogprobMismatch:
         return self.bound > 0
 
     def forget(self, worker: str) -> None:
-        """It is another one of that name."""
+        """Forget the suspicion: the name now belongs to another worker."""
         self._suspects.discard(worker)
 
     def choose(self, documents: Sequence[Document], workers: Sequence[str], *, step: int) -> list[Chosen]:
-        """Which ``documents`` to score before the step after ``step`` steps; ``workers[i]`` made document i.
+        """Return which ``documents`` to score before the step after ``step`` steps; ``workers[i]`` made document i.
 
-        Everybody's when it is time or there are suspects in the batch; most often nothing.
+        These are documents of every worker if a check is due or the batch has suspects, and none otherwise.
         """
         if not self.is_on or not (step % self._every == 0 or self._suspects & set(workers)):
             return []
         known: dict[str, list[Chosen]] = {}
         for index, (document, worker) in enumerate(zip(documents, workers, strict=True)):
             if worker and document.response_mask.any():
-                age = max(0, int(document.staleness.max()))  # also of what is left out: fresh tokens may follow it
+                age = max(0, int(document.staleness.max()))  # includes left-out tokens: fresh tokens may follow them
                 known.setdefault(worker, []).append(Chosen(document=index, worker=worker, age=age))
         by_age = (sorted(of, key=lambda chosen: (chosen.age, chosen.document)) for of in known.values())
         return [chosen for of in by_age for chosen in (of if len(of) < 2 else (of[0], of[-1]))]
@@ -93,7 +94,7 @@ class LogprobMismatch:
     def judge(
         self, chosen: Sequence[Chosen], documents: Sequence[Document], logprobs: Mapping[int, NDArray[np.float32]]
     ) -> tuple[dict[str, Mismatch], list[str]]:
-        """Each worker's mismatch, and those to quarantine.  ``logprobs``: the trainer's, f32[T] by document"""
+        """Return each worker's mismatch, and the workers to quarantine.  ``logprobs``: trainer's, f32[T] by document"""
         answers = [_ScoredAnswer.of(one, documents[one.document], logprobs[one.document]) for one in chosen]
         found = {worker: self._mismatch(worker, answers) for worker in {one.worker for one in answers}}
         over = {worker for worker, mismatch in found.items() if mismatch.is_over}
@@ -119,9 +120,9 @@ class LogprobMismatch:
 def routing_mismatch(
     documents: Sequence[Document], replayed: Mapping[int, NDArray[np.float32]], own: Mapping[int, NDArray[np.float32]]
 ) -> dict[str, float]:
-    """Metrics of how far the trainer is from the engine with the engine's experts and with its own.
+    """Return metrics of the trainer's distance from the engine, with the engine's experts and with its own.
 
-    replayed, own  the trainer's logprobs f32[T] by document
+    replayed, own  trainer logprobs f32[T] by document
     """
     made = {}
     for name, logprobs in (("replayed", replayed), ("own", own)):
@@ -138,7 +139,7 @@ def routing_mismatch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoredAnswer:
-    """One that was scored: ``mean`` |trainer - behavior| of its ``tokens``."""
+    """A scored answer: ``mean`` |trainer - behavior| over its ``tokens``."""
 
     worker: str
     age: int
@@ -152,7 +153,7 @@ class _ScoredAnswer:
 
 
 def _moved(others: Sequence[_ScoredAnswer]) -> float | None:
-    """Nats per token and version that the policy moved, as the old answers of ``others`` have it; None without any."""
+    """Return how far the policy moves, in nats per token and version, by others' old answers; None without any."""
     known: dict[str, list[float]] = {}
     for one in others:
         if one.age and np.isfinite(one.mean):

@@ -1,9 +1,10 @@
-"""Tokens that a worker took over from an earlier attempt at its group: they are not held against it. Pure.
+"""Tokens that a worker took over from an earlier attempt at its group, and is not accountable for. Pure.
 
-A worker that takes a group over goes on from what others saved (topic ``segments``), and sends it with its own tokens.
-Who saved it may have invented it. So a trajectory says how many of its sampled tokens were taken over, always its first
-ones, and a worker is judged by the others alone (logprob_mismatch.py). What was taken over is scored whenever it is
-about to be trained: where it is none of the policy's, its group is not trained, and nobody is quarantined for it.
+A worker that takes over a group continues from the tokens that others saved (topic ``segments``), and sends them along
+with its own. The saved tokens may be invented. So a trajectory states how many of its sampled tokens were taken over
+(always the first ones), and the worker is judged only by the rest (logprob_mismatch.py). Tokens that were taken over
+are scored whenever they are about to be trained. If they are not the policy's, their group is not trained, and no
+worker is quarantined.
 
 Tests: tests/unit/policies/trust/test_resumed_tokens.py, tests/actors/learner/test_validator.py.
 """
@@ -23,9 +24,10 @@ from asyncrl.policies.batching.packing import Document
 def split(
     documents: Sequence[Document], groups: Sequence[TrajectoryGroup]
 ) -> tuple[list[Document], dict[int, Document]]:
-    """(each document with the tokens that its worker sampled itself; index -> document with those it took over).
+    """Split documents by who sampled their tokens.
 
-    The tokens are in the masks. ``documents`` are those of the groups' trajectories, in order.
+    Return (each document masked to the tokens that its worker sampled, index -> document masked to the tokens that the
+    worker took over). ``documents`` are those of the groups' trajectories, in order.
     """
     own, taken_over = list(documents), dict[int, Document]()
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
@@ -37,7 +39,7 @@ def split(
                 response_mask=document.response_mask & ~before,
                 staleness=np.where(before, np.int32(0), document.staleness),
             )
-            if document.response_mask.any():  # what is left out as too old steers what is trained behind it
+            if document.response_mask.any():  # tokens left out as too old still influence the trained tokens after them
                 prompt = np.zeros(len(document) - len(trajectory.tokens), np.bool_)
                 sampled = np.concatenate([prompt, trajectory.response_mask])
                 taken_over[index] = dataclasses.replace(document, response_mask=sampled & before)
@@ -47,16 +49,16 @@ def split(
 def spoiled(
     taken_over: Mapping[int, Document], logprobs: Mapping[int, NDArray[np.float32]], *, bound: float
 ) -> dict[int, str]:
-    """Index -> why, of those that are none of the policy's: further off than ``bound`` nats per token and version.
+    """Return index -> reason for tokens that are not the policy's: over ``bound`` nats per token and version.
 
-    logprobs  the trainer's, f32[T] by document
+    logprobs  trainer logprobs f32[T] by document
     """
     found: dict[int, str] = {}
     for index, document in taken_over.items():
         mask = document.response_mask
         off = float(np.abs(logprobs[index].astype(np.float64) - document.behavior_logprobs)[mask].mean())
         allowed = bound * (1 + max(0, int(document.staleness[mask].max())))
-        if not off <= allowed:  # NaN is no agreement
+        if not off <= allowed:  # NaN is over
             found[index] = (
                 f"{np.count_nonzero(mask)} tokens that an earlier attempt saved are {off:.3g} nats per token off the "
                 f"trainer's ({allowed:.3g} are allowed)"
@@ -65,5 +67,5 @@ def spoiled(
 
 
 def _end(trajectory: Trajectory) -> int:
-    """Behind the last token that was taken over."""
+    """Return the index after the last token that was taken over."""
     return int(np.flatnonzero(trajectory.response_mask)[trajectory.resumed - 1]) + 1

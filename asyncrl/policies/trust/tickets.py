@@ -1,9 +1,10 @@
-"""Who may answer a prompt group: whoever was lent its prompt. Pure.
+"""Who may answer a prompt group: the workers to which its prompt was delivered. Pure.
 
-A prompt carries its group's ticket, 128 bits that only the learner can make, and an answer's key names it. Workers see
-the prompts that they are lent, and no key of another's answer. So an answer to a group that its sender was never lent
-is nobody's: it takes no place in the log, fails nothing, and the group stays outstanding. A prompt that is redelivered
-or published again has the same ticket: whoever was lent it may answer, and the first answer counts.
+A prompt carries its group's ticket, 128 bits that only the learner can compute, and the key of an answer contains the
+ticket. Workers see the prompts delivered to them, but not the keys of other workers' answers. So an answer from a
+sender that never got the prompt does not count: it takes no place in the log and fails nothing, and the group stays
+outstanding. A redelivered or republished prompt has the same ticket: any worker that got it may answer, and the first
+answer counts.
 
 Tests: tests/unit/policies/trust/test_tickets.py, tests/integration/security/test_liar.py.
 """
@@ -18,23 +19,23 @@ _TICKET_BYTES = 16
 
 
 class Tickets:
-    """Of one run. ``secret``: the learner's; empty for a run without: whoever comes first answers."""
+    """The tickets of one run. ``secret`` is the learner's; empty turns tickets off, so any sender may answer."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret
 
     def of(self, group_id: int) -> str:
-        """The ticket that a group's prompt carries; "" in a run without."""
+        """Return the ticket in the group's prompt; "" in a run without tickets."""
         if not self._secret:
             return ""
         return hmac.digest(self._secret, b"ticket of group %d" % group_id, "sha256")[:_TICKET_BYTES].hex()
 
     def key(self, group_id: int) -> str:
-        """Under which the group is answered."""
+        """Return the key under which the group is answered."""
         return answer_key(group_id, ticket=self.of(group_id))
 
     def group_answered(self, key: str) -> int | None:
-        """The group that a key of ``trajectories`` answers; None if it is none, or its ticket is another."""
+        """Return the group that a key of ``trajectories`` answers; None if it is no such key or the ticket is wrong."""
         group_id = group_id_of(key)
         if group_id is None or not hmac.compare_digest(key, self.key(group_id)):
             return None

@@ -1,9 +1,9 @@
-"""Trajectory groups that cannot be: each is looked at alone, before it is held, so that no such number reaches a step.
+"""Validation of trajectory groups: each group is checked alone, before it is buffered, so no bad value reaches a step.
 
-What a message can tell of itself (lengths of its arrays, positive or non-finite logprobs) it checks when it is built
-(messages/rollout.py). What only the learner knows is here: what the group's prompt asked for, the model's vocabulary
-and context, the versions there have been. ``CHECKS`` is the table, in the order in which they are made: what is cheap
-and bounds the size of the rest comes first. A group that passes costs the learner no more than an honest one may.
+A message checks by itself what it can when it is built: lengths of arrays, positive or non-finite logprobs
+(messages/rollout.py). This module checks what only the learner knows: what the group's prompt asked for, the model's
+vocabulary and context, the versions that existed. ``CHECKS`` is the table, in the order of checking; cheap checks that
+bound the size of the rest come first. A group that passes costs the learner no more than an honest group may.
 
 Tests: tests/unit/policies/trust/test_validation.py.
 """
@@ -25,19 +25,19 @@ from asyncrl.messages.validation import MOST_SECONDS, name_problem
 from asyncrl.policies.staleness.staleness import Forks, effective_version
 
 MOST_PARTS: Final = 64
-"""Parts of one answer's reward. Each is a metric of every step."""
+"""Parts of one answer's reward. Each part is a metric of every step."""
 LARGEST_PART_NAME: Final = 128
 OWN_METRICS: Final = frozenset({"mean", "std", "same_in_group"})
-"""Parts of a reward are metrics ``reward/NAME``; these are the learner's."""
+"""Metrics of the learner. A part of a reward becomes the metric ``reward/NAME``, so it may not use these names."""
 
 LEAST_LOGPROB: Final = -104.0
-"""Of a token that an engine sampled. The smallest probability above 0 in float32 is 2^-149, whose logarithm is -103.3;
-a token of probability 0 is never sampled. The rest is rounding."""
+"""Lower limit of the logprob of a sampled token. The smallest positive float32 probability is 2^-149, whose logarithm
+is -103.3, and a token of probability 0 is never sampled. The rest is margin for rounding."""
 UNLIKELY: Final = 42.0
-"""Nats by which an answer may be less likely than tokens drawn evenly from the vocabulary, ln(10^18).
+"""Nats by which an answer may be less likely than tokens drawn uniformly from the vocabulary, ln(10^18).
 
-For an answer of n tokens of a vocabulary V that was sampled with the logprobs it carries, E[exp(-sum)] <= V^n, so by
-Markov's inequality P(sum < -(n ln V + 42)) <= exp(-42): once in 10^18 answers, which no run samples.
+For an answer of n tokens from a vocabulary V that was sampled with the logprobs it carries, E[exp(-sum)] <= V^n. By
+Markov's inequality P(sum < -(n ln V + 42)) <= exp(-42): once in 10^18 answers, more than any run samples.
 """
 
 
@@ -45,11 +45,11 @@ Markov's inequality P(sum < -(n ln V + 42)) <= exp(-42): once in 10^18 answers, 
 class Asked:
     """What the prompt of a group asked for, as far as the learner knows.
 
-    samples            answers
-    max_tokens         of one answer
-    max_prompt_tokens  of the prompt
-    prompt_digest      of the prompt's tokens (``digest``); empty: not known
-    epoch              of the data; None: not known
+    samples            allowed numbers of answers
+    max_tokens         limit of tokens per answer
+    max_prompt_tokens  limit of tokens of the prompt
+    prompt_digest      digest of the prompt's tokens (``digest``); empty if unknown
+    epoch              pass over the data; None if unknown
     """
 
     samples: frozenset[int]
@@ -60,13 +60,13 @@ class Asked:
 
 
 def digest(tokens: NDArray[np.int32]) -> bytes:
-    """Of a prompt's tokens, the same in every process."""
+    """Return a digest of a prompt's tokens that is the same in every process."""
     return hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """Where the learner is when the group arrives."""
+    """The learner's position when the group arrives."""
 
     incarnation: int
     policy_version: int
@@ -75,17 +75,18 @@ class Learner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupValidation:
-    """What is possible in a run.
+    """The limits of a run.
 
     vocabulary_size    tokens are 0..vocabulary_size - 1
-    context_tokens     that fit into the model, the prompt included
-    largest_reward     magnitude of a reward and of its parts (reward.largest)
-    are_answers_whole  whether every answer that was asked for must be there; False where stragglers are cut off
-    are_sampled        False where answers come from the data: no version sampled them, and their logprobs mean nothing
-    are_whole          whether a rollout is one trajectory that follows the group's prompt: the rollout function is one
-                       that comes along. False where a function of the user's may give several, each with its prompt
-    max_parts          trajectories of one rollout; 0: any number
-    num_experts, experts_shape  of the model: experts of a layer, and (layers, experts per token); 0: answers name none
+    context_tokens     tokens that fit into the model, including the prompt
+    largest_reward     largest magnitude of a reward and of its parts (reward.largest)
+    are_answers_whole  whether all requested answers must be present; False if stragglers are cut off
+    are_sampled        False if answers come from the data: no version sampled them, and their logprobs mean nothing
+    are_whole          whether a rollout is one trajectory that follows the group's prompt, as from the built-in rollout
+                       functions. False for a custom function, which may return several, each with its own prompt
+    max_parts          trajectories per rollout; 0: unlimited
+    num_experts        experts per layer of the model; 0: answers name no experts
+    experts_shape      (layers, experts per token) of the model
     """
 
     vocabulary_size: int = 2**31
@@ -98,7 +99,7 @@ class GroupValidation:
     num_experts: int = 0
     experts_shape: tuple[int, int] = (0, 0)
     asked_before: Asked | None = None
-    """Of groups whose prompt an earlier incarnation published: what any of them may have asked for."""
+    """What prompts that an earlier incarnation published may have asked for."""
 
     def problem(
         self,
@@ -109,10 +110,10 @@ class GroupValidation:
         forks: Forks,
         asked: Asked | None = None,
     ) -> str:
-        """Why a learner at (incarnation, policy_version) must not train the group; "" when nothing speaks against it.
+        """Return why a learner at (incarnation, policy_version) must not train the group; "" if nothing is wrong.
 
-        ``asked``: None when this incarnation did not publish its prompt. A failed group has no answers to look
-        at.
+        ``asked`` is None if this incarnation did not publish the prompt. Checks of answers are skipped for a failed
+        group, which has none.
         """
         vetted = Vetted(
             group=group,
@@ -128,7 +129,7 @@ class GroupValidation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vetted:
-    """One group and all that is known of it without looking at any other."""
+    """One group and everything that is known about it without looking at other groups."""
 
     group: TrajectoryGroup
     asked: Asked | None
@@ -138,7 +139,7 @@ class Vetted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """problems: what is wrong, in words, as far as this check goes; is_of_failed: made of a failed group too."""
+    """One check.  problems: yields what is wrong, in words;  is_of_failed: whether failed groups are checked as well"""
 
     what: str
     problems: Callable[[Vetted], Iterator[str]]
@@ -254,7 +255,7 @@ def _experts(vetted: Vetted) -> Iterator[str]:
 
 
 def _are_distinct(experts: ExpertArray) -> bool:
-    """Whether each row of k names k experts, or none."""
+    """Return whether each row of k entries names k different experts, or none at all."""
     in_order = np.sort(experts, axis=-1)
     is_same = in_order[..., 1:] == in_order[..., :-1]
     return not bool((is_same & (in_order[..., :1] != unrouted(experts))).any())
@@ -268,9 +269,9 @@ def _rewards(vetted: Vetted) -> Iterator[str]:
 
 
 def reward_problems(rewards: Mapping[str, float], parts: Mapping[str, float], *, largest: float) -> Iterator[str]:
-    """What is wrong with what an answer has earned.  rewards: by what to call them;  largest: reward.largest"""
+    """Yield what is wrong with an answer's rewards.  rewards: by display name;  largest: reward.largest"""
     yield from _part_names(parts)
-    for name, value in (*rewards.items(), *parts.items()):  # a part may be named "reward"
+    for name, value in (*rewards.items(), *parts.items()):  # a part may be called "reward"
         if not math.isfinite(value):
             yield f"{name} is {value}"
         elif abs(value) > largest:
@@ -286,7 +287,7 @@ def _part_names(parts: Mapping[str, float]) -> Iterator[str]:
 
 
 def part_problem(name: str) -> str:
-    """What is wrong with the name of a reward's part; "" if nothing is. It becomes the metric reward/NAME."""
+    """Return what is wrong with the name of a reward part, which becomes the metric reward/NAME; "" if nothing is."""
     if name in OWN_METRICS:
         return f"a part of a reward is named {name!r}, and reward/{name} is a metric of the learner"
     if not 0 < len(name) <= LARGEST_PART_NAME or not name.isprintable():

@@ -1,1 +1,1 @@
-"""Runs programs that nobody has read, such as those that models write, and lets out only their output."""
+"""Sandboxes for untrusted programs, such as those that models write. Only a program's output leaves its sandbox."""

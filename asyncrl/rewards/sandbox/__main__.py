@@ -1,8 +1,8 @@
-"""Which sandboxes start on this machine, and what a start costs: of `true`, and of Python that prints a number.
+"""Show which sandboxes start on this machine, and how long a start takes for `true` and for Python printing a number.
 
     python -m asyncrl.rewards.sandbox [--repeats 50] [--json FILE]
 
-The least and the median of starts one after the other; what else runs on the machine only adds to them.
+Prints the least and the median time of sequential starts. Other load on the machine only adds to these times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAMS = {"true": ["true"], "print(42)": [os.path.realpath(sys.executable), "-
 
 
 def milliseconds(sandbox: Sandbox, command: list[str], *, repeats: int) -> dict[str, float]:
-    """From the call to the end of the program."""
+    """Measure the time from the call to the end of the program; return least and median."""
     found = []
     for _ in range(repeats):
         outcome = sandbox.run(command, limits=Limits())

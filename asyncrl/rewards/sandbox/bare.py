@@ -1,7 +1,7 @@
-"""sandbox = "none": limits and no walls. For programs that are trusted, or a worker that is a sandbox itself.
+"""sandbox = "none": limits without isolation. For trusted programs, or a worker that itself runs in a sandbox.
 
-A program reads what the worker can read, writes where the worker can write, and reaches its network; only time, output,
-memory, the size of a file and the number of processes are limited, and a process that leaves its session outlives it.
+A program can read and write all files that the worker can, and can use its network. Only time, output, memory, file
+size and the number of processes are limited. A process that leaves the program's session can outlive the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.rewards.sandbox.sandbox import NO_FILES, Limits, Outcome
 
 
 class Bare:
-    """A Sandbox (sandbox.py) in name."""
+    """A Sandbox (sandbox.py) without isolation."""
 
     def __init__(self, *, readable: Sequence[str], network: bool) -> None:
         pass
@@ -33,4 +33,4 @@ class Bare:
             )
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Always succeeds."""

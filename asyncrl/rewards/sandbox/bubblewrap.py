@@ -1,8 +1,9 @@
-"""sandbox = "bwrap": namespaces of its own for every program (bubblewrap, https://github.com/containers/bubblewrap).
+"""sandbox = "bwrap": separate namespaces for every program (bubblewrap, https://github.com/containers/bubblewrap).
 
-A program sees the system's programs and what ``readable`` names, read-only, and an empty folder of limited size. It has
-no network, no other process, no environment of ours and no rights; with its first process all of them end, and they end
-with us. Bugs of the kernel are not held: against those take a machine of its own.
+A program sees the system's programs and the folders in ``readable``, all read-only, and an empty folder of limited
+size. It has no network, sees no other processes, inherits no environment variables and has no privileges. When its
+first process ends, or when the worker ends, all its processes end. The sandbox does not protect against kernel bugs;
+for that, use a separate machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from asyncrl.rewards.sandbox.program import ENVIRONMENT, limited, run_program
 from asyncrl.rewards.sandbox.sandbox import MIB, NO_FILES, Limits, Outcome
 
 FOLDER: Final = "/work"
-"""Where a program is, and the only place, with /dev/shm, that it can write to."""
+"""The program's working directory. It can write only here and to /dev/shm."""
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _NOBODY: Final = "65534"
 _INSTALL: Final = "install bubblewrap (apt install bubblewrap; the `bubblewrap` of PyPI is something else)"
@@ -68,13 +69,13 @@ class Bubblewrap:
             *("--proc", "/proc", *self._settings(), "--dev", "/dev", "--remount-ro", "/dev"),
             *(*size, "--tmpfs", "/dev/shm", *size, "--tmpfs", FOLDER, "--symlink", FOLDER, "/tmp"),
             *(word for name, file in files.items() for word in ("--file", str(file), f"{FOLDER}/{name}")),
-            *("--remount-ro", "/"),  # or its memory would be a disk without a limit
+            *("--remount-ro", "/"),  # else the root would be writable memory without a size limit
             *("--chdir", FOLDER, "--"),
             *limited(command, limits),
         ]
 
     def _mounts(self) -> Iterator[str]:
-        """A link of the system's root, such as /lib to usr/lib, stays one."""
+        """Mount the readable paths. Symlinks of the system's root, such as /lib to usr/lib, stay symlinks."""
         for path in self._readable:
             if os.path.islink(path) and path in _SYSTEM:
                 yield from ("--symlink", os.readlink(path), path)
@@ -85,10 +86,10 @@ class Bubblewrap:
                 yield from ("--ro-bind-try", str(Path(path).resolve()), path)
 
     def _settings(self) -> Iterator[str]:
-        """The machine's settings in /proc, read-only: where we are root, a program's writes there would be root's."""
+        """Mount the machine's settings in /proc read-only. If the worker runs as root, a program could change them."""
         with os.scandir("/proc") as entries:
             for entry in entries:
-                if entry.name.isdecimal() or entry.is_symlink():  # of processes: the sandbox has its own
+                if entry.name.isdecimal() or entry.is_symlink():  # processes: the sandbox has its own
                     continue
                 if entry.is_dir() or entry.stat().st_mode & 0o222 or entry.name == "kcore":
                     yield from ("--ro-bind", entry.path, entry.path)
@@ -96,7 +97,7 @@ class Bubblewrap:
 
 @contextlib.contextmanager
 def _in_memory(data: bytes) -> Iterator[int]:
-    """A file descriptor from which ``data`` can be read."""
+    """Yield a file descriptor to read ``data`` from."""
     descriptor = os.memfd_create("asyncrl-sandbox")
     try:
         with open(descriptor, "wb", closefd=False) as file:

@@ -15,10 +15,10 @@ SANDBOXES: Final[Mapping[str, type[Sandbox]]] = {"bwrap": Bubblewrap, "sandlock"
 
 
 def open_sandbox(name: str, *, readable: Sequence[str] = (), network: bool = False) -> Sandbox:
-    """The sandbox of this name; starts nothing. Raises ConfigError.
+    """Return the sandbox of this name. Starts no process. Raises ConfigError.
 
-    readable  folders of the machine that its programs may read, besides those of the system's own programs
-    network   whether they may use the network, this machine's own servers included
+    readable  folders of the machine that programs may read, besides those of the system's programs
+    network   whether programs may use the network, including servers on this machine
     """
     if name not in SANDBOXES:
         raise ConfigError(f"sandbox: {name!r} is unknown; known: {', '.join(SANDBOXES)}")

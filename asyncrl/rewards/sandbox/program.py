@@ -1,8 +1,8 @@
-"""One program as a process of its own: fed, listened to, watched, and ended with all that it has started.
+"""Run one program as a process: feed its input, read its output, watch its limits, and end it with all its descendants.
 
-What holds whatever the sandbox is: the time, how much output is kept, how many processes its tree has and how much
-memory they have together, and rlimits. The kernel's limit on processes is none of them: it does not hold for root, and
-counts what the user runs elsewhere.
+These limits apply in every sandbox: time, size of the output, number of processes in the tree and their memory
+together, and rlimits. The kernel's limit on processes (RLIMIT_NPROC) is not used, because it does not apply to root and
+counts all processes of the user.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from typing import Final
 from asyncrl.rewards.sandbox.sandbox import MIB, Limits, Outcome, Stopped
 
 WATCH_SECONDS: Final = 0.05
-"""Between two looks at the tree of processes."""
+"""Interval between two checks of the process tree."""
 ENVIRONMENT: Final[Mapping[str, str]] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
-"""All that a program sees of ours."""
+"""The environment of every program; nothing is inherited."""
 _CHUNK: Final = 65_536
 _MOST_ROUNDS: Final = 100
-"""Of ending what begins more meanwhile."""
+"""Limit of rounds to kill a tree that keeps starting processes."""
 _WITH_LIMITS: Final = (
     'ulimit -t "$1" && ulimit -v "$2" && ulimit -f "$3" && ulimit -c 0 || exit 125; shift 3; exec "$@"'
 )
-"""For /bin/sh: a function of ours between fork and exec (preexec_fn) could hang in a process with threads."""
+"""Script for /bin/sh. A Python function between fork and exec (preexec_fn) could hang in a process with threads."""
 
 
 def limited(command: Sequence[str], limits: Limits) -> list[str]:
-    """``command`` under rlimits: CPU, addresses, size of a file, no core file."""
-    cpu_seconds = 4 * math.ceil(limits.seconds)  # for what outlives us: the time ends it before, unless it has threads
+    """Wrap ``command`` so that it runs under rlimits for CPU time, address space, file size and core files (none)."""
+    # The CPU limit is for processes that outlive the worker. Otherwise limits.seconds ends them first, except programs
+    # with several threads.
+    cpu_seconds = 4 * math.ceil(limits.seconds)
     blocks = limits.disk_mib * MIB // 512
     return ["/bin/sh", "-c", _WITH_LIMITS, "sh", str(cpu_seconds), str(limits.memory_mib * 1024), str(blocks), *command]
 
@@ -49,9 +51,9 @@ def run_program(
     folder: str | None = None,
     inherited: Sequence[int] = (),
 ) -> Outcome:
-    """Runs ``command`` to its end or to a limit. Blocks; raises OSError when it cannot be started.
+    """Run ``command`` to its end or to a limit. Blocks. Raises OSError if it cannot be started.
 
-    inherited: file descriptors that it gets
+    inherited  file descriptors to pass on
     """
     began = time.monotonic()
     process = subprocess.Popen(
@@ -83,7 +85,7 @@ def run_program(
 
 
 def _until_end(process: subprocess.Popen[bytes], pipes: _Pipes, limits: Limits, *, deadline: float) -> Stopped:
-    """Empty when the process has ended by itself, whatever it left behind."""
+    """Wait until the process ends by itself (returns "") or exceeds a limit (returns its name)."""
     ended = os.pidfd_open(process.pid)
     look_at = time.monotonic() + WATCH_SECONDS
     try:
@@ -106,11 +108,11 @@ def _until_end(process: subprocess.Popen[bytes], pipes: _Pipes, limits: Limits, 
 
 
 def _excess(pid: int, limits: Limits) -> Stopped:
-    """What the tree under ``pid`` has too much of; empty: nothing."""
+    """Return the limit that the tree under ``pid`` exceeds; "" if none."""
     resident = 0
     for num_processes, one in enumerate(_tree(pid), 1):
         resident += _resident_bytes(one)
-        if num_processes > limits.processes + 2:  # the sandbox's own two
+        if num_processes > limits.processes + 2:  # the sandbox itself has two
             return "processes"
         if resident > limits.memory_mib * MIB:
             return "memory"
@@ -118,18 +120,18 @@ def _excess(pid: int, limits: Limits) -> Stopped:
 
 
 def _tree(pid: int) -> Iterator[int]:
-    """``pid`` and all below it, which may become more meanwhile."""
+    """Yield ``pid`` and its descendants. New ones may start during the iteration."""
     left = [pid]
     while left:
         yield (one := left.pop())
-        with contextlib.suppress(OSError):  # it has just ended, or one of its threads has
+        with contextlib.suppress(OSError):  # the process or one of its threads has just ended
             for path in Path(f"/proc/{one}/task").glob("*/children"):
                 with contextlib.suppress(OSError):
                     left.extend(map(int, path.read_text().split()))
 
 
 def _is_dead(pid: int) -> bool:
-    """Gone, or ended and not waited for."""
+    """Whether a process is gone or a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -139,12 +141,12 @@ def _is_dead(pid: int) -> bool:
 def _resident_bytes(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):  # it has just ended
+    except (OSError, IndexError):  # the process has just ended
         return 0
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """All that it has started first: what is in a session of its own is still below it."""
+    """Kill the descendants, even those in other sessions, while they are still below ``process``; then kill it."""
     for _ in range(_MOST_ROUNDS):
         below = [pid for pid in _tree(process.pid) if pid != process.pid]
         for pid in below:
@@ -153,12 +155,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if not below or all(_is_dead(pid) for pid in below):
             break
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the pid cannot have been reused
     process.wait()
 
 
 class _Pipes:
-    """The three of a process; no more than ``most`` bytes of each output are kept."""
+    """The three pipes of a process. At most ``most`` bytes of each output are kept."""
 
     def __init__(self, process: subprocess.Popen[bytes], stdin: bytes, *, most: int) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -176,16 +178,16 @@ class _Pipes:
         self.selector.register(self._in, selectors.EVENT_WRITE)
 
     def move(self, descriptor: int) -> bool:
-        """Moves what is ready there; False when an output has become too long."""
+        """Move the data that is ready at ``descriptor``. Return False if an output has become too long."""
         if descriptor == self._in:
             self._feed()
             return True
         return self._read(descriptor) <= self._most
 
     def drain(self) -> bool:
-        """What lies in the pipes of a process that has ended: what it left running may hold them open for ever.
+        """Read what is left in the pipes of an ended process. Return whether an output is too long.
 
-        Whether an output is too long.
+        Does not wait for the end of the pipes, because processes left running may hold them open forever.
         """
         for descriptor, kept in self._outputs.items():
             length = -1
@@ -207,7 +209,7 @@ class _Pipes:
             self._left = self._left[os.write(self._in, self._left[:_CHUNK]) :]
         except BlockingIOError:
             return
-        except BrokenPipeError:  # it does not want more
+        except BrokenPipeError:  # the program closed its input
             self._left = self._left[:0]
         if not self._left:
             self.selector.unregister(self._in)
@@ -220,7 +222,7 @@ class _Pipes:
         except BlockingIOError:
             return len(kept)
         if not data:
-            with contextlib.suppress(KeyError):  # it is at its end already
+            with contextlib.suppress(KeyError):  # already unregistered
                 self.selector.unregister(descriptor)
         kept += data
         return len(kept)

@@ -1,6 +1,6 @@
-"""What a sandbox is: it runs one program with limits, and says how that ended.
+"""The interface of a sandbox: it runs one program with limits and reports how the program ended.
 
-A sandbox that cannot start on this machine is refused (``check``); none is ever replaced by a weaker one.
+A sandbox that cannot start on this machine is refused (``check``). It is never replaced by a weaker one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Stopped = Literal["", "time", "output", "processes", "memory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one program may use. A program over a limit is ended with all that it has started.
+    """The limits of one program. A program that exceeds one is ended with all its descendants.
 
-    seconds     from its start to its end
-    memory_mib  addresses of each process, and pages of all of them together
-    disk_mib    of a file, and of all files where the sandbox has a disk of its own
-    output_kib  of its standard output, and again of its standard error
-    processes   it and all that it has started, at once
+    seconds     wall-clock time from start to end
+    memory_mib  address space of each process, and resident memory of all processes together
+    disk_mib    size of a file, and of all files together if the sandbox has its own disk
+    output_kib  size of standard output, and again of standard error
+    processes   number of concurrent processes, the program and its descendants
     """
 
     seconds: float = 10.0
@@ -43,8 +43,8 @@ class Limits:
 class Outcome:
     """How a program ended.
 
-    code     its exit status; -N when the signal N ended it
-    stopped  the limit that it was ended for; empty: it ended by itself, or the kernel ended it
+    code     exit status; -N if signal N ended it
+    stopped  the limit that it exceeded; empty: it ended by itself, or the kernel ended it
     """
 
     code: int
@@ -58,19 +58,23 @@ NO_FILES: Final[Mapping[str, bytes]] = {}
 
 
 class Sandbox(Protocol):
-    """Made once with the folders that its programs may read; ``run`` may be called from many threads at once."""
+    """Runs programs in isolation. ``run`` may be called from many threads at once.
+
+    readable  folders that programs may read
+    network   whether programs may use the network
+    """
 
     def __init__(self, *, readable: Sequence[str], network: bool) -> None: ...
 
     def run(
         self, command: Sequence[str], *, limits: Limits, stdin: bytes = b"", files: Mapping[str, bytes] = NO_FILES
     ) -> Outcome:
-        """Runs ``command`` in a folder of its own that holds ``files``, by their names; both are gone afterwards.
+        """Run ``command`` in a temporary folder with ``files`` (name to content). Both are gone afterwards.
 
-        Blocks for limits.seconds at most. Raises OSError when it cannot be started.
+        Blocks for at most limits.seconds. Raises OSError if the command cannot be started.
         """
         ...
 
     def check(self) -> None:
-        """Starts it once. Raises ConfigError where it is missing or cannot start, with what to do about that."""
+        """Start the sandbox once. Raises ConfigError, with advice, if it is missing or cannot start."""
         ...

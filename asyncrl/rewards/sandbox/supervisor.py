@@ -1,7 +1,7 @@
-"""A script, run by sandlock.py in a process of its own: RULES COMMAND..., with the command under the rules.
+"""Run a command under sandlock's rules: a script that sandlock.py starts with the arguments RULES COMMAND...
 
-It imports nothing of asyncrl: it is started for every program. What the program leaves without a parent comes to this
-process, so that whoever ends us finds it.
+It imports nothing from asyncrl, because it starts for every program. This process adopts the program's orphans (as a
+subreaper), so that the worker finds and ends them with it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _SET_CHILD_SUBREAPER = 36
 
 def main(rules: str, command: list[str]) -> int:
     if ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError("prctl: cannot take in what programs leave behind")
+        raise OSError("prctl: cannot adopt orphaned processes")
     code = int(importlib.import_module("sandlock").Sandbox(**json.loads(rules)).run_interactive(command))
-    if code < 0:  # a signal ended it; which one nobody tells
+    if code < 0:  # a signal ended it; sandlock does not say which
         os.kill(os.getpid(), signal.SIGKILL)
     return code
 

@@ -1,1 +1,1 @@
-"""Agents: programs that speak to an endpoint of the rollout worker, which records and trains what they sample there."""
+"""Agents: programs that call the rollout worker's endpoint, which records the sampled tokens for training."""

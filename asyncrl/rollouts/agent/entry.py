@@ -1,14 +1,14 @@
-"""The HTTP entry for producers outside, `asyncrl serve`: programs that take samples of a run and say how they ended.
+"""The HTTP entry of `asyncrl serve` for outside producers: programs that play samples of a run and report the outcome.
 
-    POST /sessions               start one: base_url and key of a model server, and the task; 204 if there is none now
+    POST /sessions               start a session: base_url and key of a model server, and the task; 204: none available
     POST /sessions/ID/end        {"reward": 1.0, ...} (an Outcome, harnesses/protocol.py)
     POST /sessions/ID/abandon    {"reason": "..."}: the sample fails
     GET  /sessions               counts
-    GET  /offers                 a WebSocket for the harness "outside" of rollout workers, one a sample
+    GET  /offers                 a WebSocket for the rollout workers' harness "outside", one per sample
 
-Each request shows the key ("Authorization: Bearer KEY"). A session is a sample of a prompt group; the oldest group's go
-first, so that groups become whole. What is sampled goes from the producer to the worker itself, not through here. An
-entry that dies loses nothing: workers offer again what they have, and say which of it was begun.
+Each request must show the key ("Authorization: Bearer KEY"). A session is one sample of a prompt group. Samples of the
+oldest group go first, so that groups complete. Producers send their model requests directly to the worker, not through
+the entry. An entry that dies loses nothing: workers offer their samples again and say which ones have started.
 Tests: tests/unit/rollouts/agent/test_entry.py.
 """
 
@@ -32,11 +32,11 @@ from asyncrl.rollouts.agent.harnesses.protocol import outcome_of
 
 MOST_BYTES: Final = 16 * 2**20
 LONGEST_WAIT_SECONDS: Final = 60.0
-"""For a session to be there, in one request."""
+"""Longest time that one request may wait for a session."""
 TAKEN_SECONDS: Final = 30.0
-"""For a worker to take an outcome."""
+"""Longest time that a worker may need to accept an outcome."""
 MOST_REMEMBERED: Final = 100_000
-"""Sessions that are over, of which a producer that is late hears why."""
+"""Number of finished sessions to remember, to tell a late producer why its session is over."""
 ENDED: Final = "ended"
 
 log: Final = logging.getLogger("asyncrl.serve")
@@ -45,7 +45,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Offer:
-    """One sample that a worker holds, its connection, and whether a producer has begun it."""
+    """One sample that a worker offers, its connection, and whether a producer has started it."""
 
     id: str
     task: Mapping[str, Any]
@@ -53,10 +53,10 @@ class Offer:
     socket: web.WebSocketResponse
     is_started: bool
     end: str = ""
-    """How it is being ended."""
+    """How the session is being ended: ENDED or "abandoned"; "" if it is not."""
     asked: dict[int, asyncio.Future[str | None]] = field(default_factory=dict)
-    """Ends that the worker has been told, and has not answered: why it refuses one, "" if it takes it, None once it has
-    gone."""
+    """End messages that await the worker's answer, by number. The answer is "" if the worker accepts the end, the
+    reason if it refuses, and None if it has disconnected."""
     is_taken: bool = False
 
     @property
@@ -65,23 +65,23 @@ class Offer:
 
 
 class Entry:
-    """Hands samples of workers to producers, and their outcomes back."""
+    """Gives workers' samples to producers, and returns the outcomes to the workers."""
 
     def __init__(self, *, host: str, port: int, key: str) -> None:
-        """port 0: any that is free"""
+        """port   0: any free port"""
         self._host, self._port, self._key = host, port, key.encode()
         self._offers: dict[str, Offer] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
-        """Why sessions are over."""
+        """Why each finished session is over."""
         self._numbers = itertools.count()
         self._arrived = asyncio.Condition()
         self.counts: Counter[str] = Counter()
-        """Of sessions: started, ended, abandoned, over (their time, or their worker's)."""
+        """Number of sessions that were started, ended, abandoned, or over (out of time, or their worker is gone)."""
         self.url = ""
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Entry]:
-        """Raises OSError if it cannot listen."""
+        """Listen while the context is open. Raises OSError if the address is not available."""
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._checked])
         app.router.add_get("/sessions", self._count)
         app.router.add_post("/sessions", self._start)
@@ -102,13 +102,13 @@ class Entry:
     # -- producers ---------------------------------------------------------------------------------------------------
 
     async def _start(self, request: web.Request) -> web.Response:
-        """consumes: offers    waits for: one that fits    woken by: workers"""
+        """consumes: offers    waits for: an offer that fits    woken by: workers"""
         wish = await _body(request)
         seconds = wish.get("wait_seconds", 0)
         if not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_WAIT_SECONDS:
             raise _refused(400, f"wait_seconds must be from 0 to {LONGEST_WAIT_SECONDS:g}, got {seconds!r}")
         if not isinstance(wish.get("metadata", {}), dict):
-            raise _refused(400, "metadata must be an object: the values that the task's metadata has to have")
+            raise _refused(400, "metadata must be an object with values that the task's metadata must have")
         if unknown := sorted(wish.keys() - {"wait_seconds", "metadata", "group_id"}):
             raise _refused(400, f"unknown {unknown[0]!r}; there are wait_seconds, metadata and group_id")
         try:
@@ -117,7 +117,7 @@ class Entry:
                     await self._arrived.wait()
         except TimeoutError:
             return web.Response(status=204)
-        if request.transport is None or request.transport.is_closing():  # nobody would play it
+        if request.transport is None or request.transport.is_closing():  # the producer is gone
             return web.Response(status=204)
         offer.is_started = True
         try:
@@ -129,7 +129,7 @@ class Entry:
         return web.json_response({"session": offer.id, **offer.endpoint, "task": offer.task})
 
     def _next(self, wish: Mapping[str, Any]) -> Offer | None:
-        """Of the oldest group that fits."""
+        """Return a waiting offer of the oldest group that fits the wish."""
         fitting = (offer for offer in self._offers.values() if not offer.is_started and _fits(offer, wish))
         return min(fitting, key=lambda offer: offer.order, default=None)
 
@@ -148,14 +148,14 @@ class Entry:
         return await self._close(request.match_info["id"], {"abandoned": reason}, how="abandoned")
 
     async def _close(self, session: str, message: Mapping[str, Any], *, how: str) -> web.Response:
-        """Hand the end of a session to its worker; answered when that has it. Asked again, it is the same end."""
+        """Send the end of a session to its worker, and respond once the worker has accepted it. Safe to repeat."""
         if self._over.get(session) == how:
             return web.json_response({"session": session, "state": how})
         offer = self._offers.get(session)
         if offer is None or not offer.is_started:
             if session in self._over:
                 raise _refused(410, f"this session is over: {self._over[session]}")
-            raise _refused(404, "no such session; a worker that was away for a moment offers its own again: ask again")
+            raise _refused(404, "no such session; if its worker has just lost its connection, retry in a moment")
         if offer.end not in ("", how):
             raise _refused(410, f"this session is over: {offer.end}")
         offer.end = how
@@ -188,7 +188,10 @@ class Entry:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     async def _offered(self, request: web.Request) -> web.StreamResponse:
-        """One sample, until its worker leaves.  consumes: what that says    woken by: it"""
+        """Hold one sample's offer until its worker disconnects.
+
+        consumes: the worker's messages    woken by: the worker
+        """
         socket = web.WebSocketResponse(heartbeat=HEARTBEAT_SECONDS, max_msg_size=0)
         await socket.prepare(request)
         offer: Offer | None = None
@@ -217,7 +220,7 @@ class Entry:
 
     def _forget(self, offer: Offer, why: str) -> None:
         _answer(offer.asked, None)
-        if self._offers.get(offer.id) is not offer:  # its worker is there again, over another connection
+        if self._offers.get(offer.id) is not offer:  # the worker has reconnected
             return
         del self._offers[offer.id]
         if offer.is_started and not offer.is_taken:
@@ -231,15 +234,15 @@ class Entry:
             self._over.popitem(last=False)
 
     async def _hang_up(self, app: web.Application) -> None:
-        """Once nobody is listened to any more: a worker would come back at once."""
-        for offer in list(self._offers.values()):  # which takes it out
+        """Close all worker connections. Runs after the server stops listening; else workers would reconnect at once."""
+        for offer in list(self._offers.values()):  # a copy: closing a socket removes its offer
             await offer.socket.close()
 
     @web.middleware
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(shown.encode(errors="replace"), self._key):
-            raise _refused(401, "no key, or another one: send Authorization: Bearer KEY of the file that serve names")
+            raise _refused(401, "missing or wrong key: send Authorization: Bearer KEY of the key file of asyncrl serve")
         return await handler(request)
 
 
@@ -259,7 +262,7 @@ def _answer(asked: Mapping[int, asyncio.Future[str | None]], problem: str | None
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         found = json.loads(await request.read() or b"{}")
-        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(found, ensure_ascii=False).encode()  # an unpaired surrogate is not valid text
     except (ValueError, RecursionError) as error:
         raise _refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""The rollout function "agent": a harness lets an agent work on the prompt, and what it samples is trained.
+"""The rollout function "agent": a harness runs an agent on the prompt, and the agent's sampled tokens are trained.
 
     [rollout]
     function = "agent"
@@ -7,8 +7,8 @@
     [rollout.options.harness_options]
     command = ["python", "my_agent.py"]
 
-The agent runs in a process of its own and knows a URL, a key and a model's name (endpoint/). One that fails fails its
-sample; one that never asks the model has nothing to train, which is a failure, too.
+The agent runs in a separate process and is given a URL, a key and a model name (endpoint/). If the agent fails, its
+sample fails. An agent that never calls the model also fails, because there is nothing to train.
 """
 
 from __future__ import annotations
@@ -42,40 +42,42 @@ class Options:
     """[rollout.options] with rollout.function = "agent"."""
 
     harness: str
-    """command, verifiers, outside, or "package.module:Harness" of your own."""
+    """command, verifiers, outside, or your own "package.module:Harness"."""
     harness_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the harness."""
     timeout_seconds: float = 600.0
-    """Limit of a sample, answers of the model included."""
+    """Time limit of a sample, including the model's answers."""
     on_timeout: Literal["truncate", "fail"] = "truncate"
-    """What becomes of a sample that takes longer: truncate trains what there is, with finish_reason "length"."""
+    """What to do with a sample over the limit. truncate: train what was sampled, with finish_reason "length". fail: the
+    sample fails."""
     timeout_reward: float | None = None
-    """Of a sample that was truncated; not set: the run's reward function says."""
+    """Reward of a truncated sample; not set: the run's reward function decides."""
     restart: Literal["again", "never"] = "again"
-    """never: a group whose worker died fails, as the harness cannot be run again (it has sent a mail, say). again: what
-    was sampled is found again where the harness asks the same."""
+    """What to do with a group that a worker began and did not finish, because it died or left. again: run the group
+    again; where the harness repeats its requests, sampled tokens are reused. never: fail the group, for harnesses that
+    must not run twice, for example because they send mail."""
     thinking: Literal["keep", "template"] = "keep"
-    """keep: what the model thought stays in its prompt. template: as the model's chat template says; where that leaves
-    out what was thought before a new question, a new sequence begins."""
+    """keep: the model's reasoning stays in its prompt. template: follow the model's chat template; where the template
+    drops the reasoning before a new question, a new sequence begins."""
     renderer: str = "auto"
-    """What writes and reads the model's conversations: a renderer of the package renderers, by its name (qwen3), or
-    none for the chat template and the parsers below. auto: the renderer of a model of the folder's name, if the package
-    is installed and it writes what the model's chat template writes; else none."""
+    """How to write and read the model's conversations: the name of a renderer of the package renderers (qwen3), or none
+    for the chat template and the parsers below. auto: the renderer that matches the name of the model's folder, if the
+    package is installed and the renderer writes the same tokens as the model's chat template; otherwise none."""
     tool_parser: str = ""
-    """Name of one of SGLang's (--tool-call-parser). Empty: <tool_call>{JSON}</tool_call>."""
+    """Name of an SGLang parser (--tool-call-parser). Empty: <tool_call>{JSON}</tool_call>."""
     reasoning_parser: str = ""
-    """Name of one of SGLang's (--reasoning-parser). Empty: <think>...</think>."""
+    """Name of an SGLang parser (--reasoning-parser). Empty: <think>...</think>."""
     chat_template: str = ""
-    """Jinja; empty: that of the model's tokenizer."""
+    """Jinja chat template; empty: the tokenizer's."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Handed to the chat template, such as {enable_thinking = false}."""
+    """Options passed to the chat template, such as {enable_thinking = false}."""
     model: str = "policy"
-    """Name that the endpoint gives the model; a request may say any other."""
+    """Model name that the endpoint reports; requests may use any name."""
     host: str = "127.0.0.1"
-    """Address to listen on. Another than the loopback's is for harnesses on other machines: whoever reaches it and has
-    a sample's key samples and is trained on."""
+    """Address to listen on. Use a non-loopback address only for harnesses on other machines: anyone who can reach it
+    with a sample's key can sample, and those tokens are trained."""
     port: int = 0
-    """0: any that is free."""
+    """Port to listen on; 0: any free port."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -87,17 +89,17 @@ class Options:
 
     @property
     def used_renderer(self) -> str:
-        """With parsers or a template of its own, the run has no use for a renderer."""
+        """The renderer option, or NONE if the run sets its own parsers or chat template."""
         return NONE if self.tool_parser or self.reasoning_parser or self.chat_template else self.renderer
 
     def _limits(self) -> Limits:
-        """Raises ConfigError."""
+        """Return the limits of a sample. Raises ConfigError."""
         return Limits(
             timeout_seconds=self.timeout_seconds, on_timeout=self.on_timeout, timeout_reward=self.timeout_reward
         )
 
     def check_machine(self) -> None:
-        """Raises ConfigError if the harness's program, module or virtual environment, or the renderer, is not here."""
+        """Raise ConfigError if the renderer, or the harness's program, module or virtual environment, is missing."""
         try:
             self.load_harness().check_machine()
         except ConfigError as error:
@@ -106,16 +108,16 @@ class Options:
         check_renderer(self.renderer)
 
     def load_harness(self) -> Limited:
-        """The harness within its limits; starts nothing. Raises ConfigError."""
+        """Return the harness wrapped in its limits. Starts no process. Raises ConfigError."""
         return load_harness(self.harness, self.harness_options, limits=self._limits())
 
 
 class Agent:
-    """A RolloutFn: one endpoint and one harness for a worker, one session for a sample."""
+    """A RolloutFn with one endpoint and one harness per worker, and one session per sample."""
 
     runs_programs = True
     has_harness = True
-    """Its samples end in time by themselves: a worker that waits for one is not restarted for it."""
+    """Samples end by themselves within their time limit, so a worker that waits for one is not restarted."""
 
     def __init__(self, tokenizer: Any, options: Options) -> None:
         """Raises ConfigError."""
@@ -158,9 +160,9 @@ class Agent:
 
 
 def trajectories(turns: Turns, outcome: Outcome) -> list[Trajectory]:
-    """What is trained of a sample: a trajectory for each sequence, all with the rollout's reward.
+    """Return one trajectory per training sequence of a sample; each has the rollout's reward.
 
-    Raises RolloutError, as ``check_outcome``.
+    Raises RolloutError as ``check_outcome`` does.
     """
     check_outcome(turns, outcome)
     of_turn = {turn.number: reward for turn, reward in zip(turns, outcome.turn_rewards, strict=False)}
@@ -168,7 +170,7 @@ def trajectories(turns: Turns, outcome: Outcome) -> list[Trajectory]:
 
 
 def check_outcome(turns: Turns, outcome: Outcome) -> None:
-    """Raises RolloutError where nothing was sampled, or there are rewards for turns that there were not."""
+    """Raise RolloutError if nothing was sampled, or if there are more turn rewards than turns."""
     if not turns.sequences():
         raise RolloutError("the harness ended without an answer of the model: there is nothing to train")
     if len(outcome.turn_rewards) > len(turns):
@@ -190,7 +192,7 @@ def _trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[in
 
 
 def _chat_format(tokenizer: Any, options: Options) -> ChatFormat:
-    """Raises ConfigError."""
+    """Return the chat format that the options choose. Raises ConfigError."""
     template = Template(tokenizer, chat_template=options.chat_template, options=options.chat_template_options)
     keeps = options.thinking == "keep"
     renderer = choose(options.used_renderer, template, keeps_thinking=keeps, options=options.chat_template_options)

@@ -1,1 +1,1 @@
-"""The actors of a process, put together from a run file."""
+"""Assembles the actors of a process from a run file."""

@@ -1,4 +1,4 @@
-"""Which alarms look at the metrics of a run's steps."""
+"""Chooses the alarms that watch the metrics of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.run import registry
 
 
 def alarms_of(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
-    """are_sampled: whether engines sample the answers, and no data gives them"""
+    """are_sampled: whether engines sample the answers, rather than the data providing them"""
     alarms: list[Alarm] = [
         MismatchAlarm(run.metrics.mismatch_alarm),
         DropAlarm(run.metrics.drop_alarm),
@@ -35,7 +35,7 @@ def alarms_of(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
 
 
 def _split_alarm(run: RunConfig) -> SplitAlarm | None:
-    """None where learner and engines take turns, or share processors, so that none is another's to give."""
+    """None if learner and engines take turns or share processors, so that neither can give any to the other."""
     gpus_per_engine = registry.engine_class(run).num_gpus(run)
     if (
         run.run.mode != "async"
@@ -53,7 +53,7 @@ def _split_alarm(run: RunConfig) -> SplitAlarm | None:
 
 
 def has_gpus() -> bool:
-    """Of this process."""
+    """Whether this process sees GPUs."""
     import torch
 
     return torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""The actors of a process, put together: the learner with what runs beside it, and a rollout worker."""
+"""Assembles the learner and the actors that run in its process."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ from asyncrl.state.samples import RotatedLines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerPorts:
-    """What a learner is made of besides its run file: adapters, data, and where its numbers go.
+    """Everything the learner is made of except its run file: adapters, data and destinations of metrics.
 
-    admission                   the run file's, if None
-    samples, answers            what is recorded of groups and of evaluations; None: nothing
-    evaluation_sets             the data sets of [evaluation]; empty evaluates nothing
-    most_failed, most_filtered  groups in a row that may fail, or be filtered, before the run ends
-    tickets                      that prompts carry, and answers name
+    admission                   None: as the run file says
+    samples, answers            recorders of groups and of evaluations; None: nothing is recorded
+    evaluation_sets             data sets of [evaluation]; empty: nothing is evaluated
+    most_failed, most_filtered  consecutive groups that may fail, or be filtered, before the run ends
+    tickets                     secret numbers that prompts carry and answers must name
     """
 
     algorithm: Algorithm
@@ -98,7 +98,7 @@ class LearnerPorts:
 
 
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
-    """The learner, and the actors that run beside it in its process; ready to be supervised."""
+    """Return the learner and the other actors of its process, ready to be supervised."""
     resume_checks.refuse_others(run)
     progress = (await bus.states(PROGRESS)).get("")
     state, restore_from = await _starting_point(
@@ -139,7 +139,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
 def assemble_learner(
     run: RunConfig, ports: LearnerPorts, *, bus: Bus, state: LearnerState, restore_from: Path | None = None
 ) -> tuple[Learner, PromptSource]:
-    """The learner and the prompt source of its process, from their parts. ``state``: what they start from."""
+    """Assemble the learner and the prompt source of its process from their parts. ``state``: the starting point"""
     history = History(run.run_directory / HISTORY_FILE, incarnation=state.incarnation)
     history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
     table = saved_table.restore(
@@ -306,13 +306,13 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
 
 
 def _max_parts(run_files: Sequence[Mapping[str, Any]]) -> int:
-    """Of a rollout, in any incarnation of the run; 0: any number."""
+    """Return the maximum number of parts of a rollout in any incarnation of the run; 0: no limit."""
     found = [one["rollout"].get("max_parts", 0) for one in run_files]
     return max(found) if all(found) else 0
 
 
 def _of_experts(model: ModelFolder) -> dict[str, Any]:
-    """What answers may say of them, those of an earlier incarnation too, whatever this one replays."""
+    """Return the limits on experts in answers. They also cover earlier incarnations, whatever this one replays."""
     if (experts := model.experts) is None:
         return {}
     return {"num_experts": experts.num_experts, "experts_shape": (experts.num_layers, experts.experts_per_token)}
@@ -322,12 +322,13 @@ _ANY: Final = 2**31
 
 
 def _max_tokens(run: RunConfig) -> int:
-    """Of an answer. A rollout function of the user's may take turns, as many as the model's context holds."""
+    """Return the maximum number of tokens of an answer. A user's rollout function may take turns up to the model's
+    context."""
     return run.rollout.max_new_tokens if rollout_functions.traits(run.rollout.function).gives_one else _ANY
 
 
 def _asked_before(run_files: Sequence[Mapping[str, Any]]) -> Asked:
-    """What a prompt that is still on the bus may ask for. ``run_files``: of each incarnation."""
+    """Return what a prompt that is still on the bus may ask for. ``run_files``: settings of every incarnation"""
     rollouts = [one["rollout"] for one in run_files]
     built_in = all(rollout_functions.traits(rollout["function"]).gives_one for rollout in rollouts)
     return Asked(
@@ -338,14 +339,15 @@ def _asked_before(run_files: Sequence[Mapping[str, Any]]) -> Asked:
 
 
 def _are_sampled(run: RunConfig) -> bool:
-    """Whether answers come from a policy, with its logprobs; given ones have none."""
+    """Whether answers come from a policy with logprobs; answers given by the data have none."""
     return rollout_functions.traits(run.rollout.function).samples
 
 
 async def _starting_point(
     run: RunConfig, *, bus: Bus, resume: bool, last_heard: int
 ) -> tuple[LearnerState, Path | None]:
-    """Where the learner starts, and the backend folder to restore.  last_heard: newest incarnation on the bus, or -1"""
+    """Return the learner's starting state and the backend folder to restore.  last_heard: newest incarnation on the
+    bus, or -1"""
     if not resume:
         if checkpoint.complete(run.run_directory / "checkpoints") or last_heard >= 0:
             raise ConfigError(
@@ -371,8 +373,8 @@ async def _starting_point(
 def prometheus(
     run: RunConfig, bus: Bus, *actors: Actor, step_numbers: Callable[[], Mapping[str, float]] | None = None
 ) -> list[Actor]:
-    """What answers Prometheus for the actors of a process, if the run file asks for it. ``step_numbers``: of the
-    learner's newest step."""
+    """Return the Prometheus endpoint for the actors of a process, if the run file has one. ``step_numbers``: metrics of
+    the learner's newest step"""
     if not run.metrics.prometheus:
         return []
     from asyncrl.actors.prometheus import PrometheusEndpoint

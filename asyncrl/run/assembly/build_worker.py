@@ -1,4 +1,4 @@
-"""A rollout worker, put together: its engine, what keeps its weights new, its stages. And a reward worker."""
+"""Assembles a rollout worker (its engine, the follower that updates its weights, its stages) and a reward worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.protocols import Bus
+from asyncrl.protocols import Bus, Engine
 from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run import colocated, registry
 
@@ -28,40 +28,31 @@ from asyncrl.run import colocated, registry
 async def build_worker(
     run: RunConfig, *, bus: Bus, name: str, is_dedicated: bool = False
 ) -> tuple[RolloutWorker, WeightFollower]:
-    """The worker and what keeps its engine's weights new, ready to be supervised.
+    """Return the worker and its weight follower, ready to be supervised.
 
-    is_dedicated: it evaluates and does nothing else
+    is_dedicated: it only evaluates
     """
     engine = registry.engine(run, name=name)
     if run.run.colocated:
         engine = colocated.engine(run, engine)
-    weights = registry.channel(run, bus=bus)
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
-    follower = WeightFollower(
-        f"{name}.weights",
-        bus,
-        engine=engine,
-        verify=weights.verify,
-        load=run.load,
-        progress=lambda: weights.progress,
-        receiver_of=lambda intake: None if is_dedicated else weights.receiver(intake, engine=name),
-        max_staleness=run.max_staleness,
-        follows=not is_dedicated,
-    )
+    follower = _follower(run, bus=bus, engine=engine, name=name, is_dedicated=is_dedicated)
+    model = await asyncio.to_thread(check_model, Path(run.model.path))
     shared = SharedEngine(
         engine,
         follower=follower,
         max_running=run.rollout.max_running,
         max_ungraded=run.reward.max_ungraded,
-        context_tokens=(await asyncio.to_thread(check_model, Path(run.model.path))).context_tokens,
+        context_tokens=model.context_tokens,
     )
     partial_rollouts = PartialRollouts(
         bus,
         worker=name,
         seconds=0 if is_dedicated else run.rollout.partial_save_seconds,
         max_attempts=run.rollout.max_attempts,
-        max_staleness=None if run.staleness.parts == "tokens" else run.max_staleness,  # it is what follows that trains
+        # with "tokens", tokens sampled after those too old are trained
+        max_staleness=None if run.staleness.parts == "tokens" else run.max_staleness,
     )
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
     answering: dict[str, Any] = {
         "worker": name,
         "engine": shared,
@@ -74,28 +65,8 @@ async def build_worker(
     }
     stages = []
     if not is_dedicated:
-        stages.append(
-            training_stage(
-                bus,
-                reward=RewardsElsewhere(bus, worker=name, largest=run.reward.largest)
-                if run.reward.workers
-                else registry.load_reward(run),
-                partial_rollouts=partial_rollouts,
-                stragglers=_stragglers(run),
-                over_sampling=OverSampling(
-                    extra=run.rollout.extra_samples,
-                    seconds=run.rollout.group_seconds,
-                    at_least=run.rollout.min_group,
-                ),
-                min_group=run.rollout.min_group,
-                limits=RolloutLimits(
-                    max_parts=run.rollout.max_parts,
-                    largest=run.reward.largest,
-                    needs_reward=run.reward.takes_given,
-                ),
-                **answering,
-            )
-        )
+        training = _training(run, bus=bus, name=name)
+        stages.append(training_stage(bus, partial_rollouts=partial_rollouts, **training, **answering))
     if is_dedicated or (run.evaluation.is_on and run.evaluation.place == "shared"):
         stages.append(
             evaluation_stage(
@@ -110,8 +81,39 @@ async def build_worker(
     return kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts), follower
 
 
+def _follower(run: RunConfig, *, bus: Bus, engine: Engine, name: str, is_dedicated: bool) -> WeightFollower:
+    weights = registry.channel(run, bus=bus)
+    return WeightFollower(
+        f"{name}.weights",
+        bus,
+        engine=engine,
+        verify=weights.verify,
+        load=run.load,
+        progress=lambda: weights.progress,
+        receiver_of=lambda intake: None if is_dedicated else weights.receiver(intake, engine=name),
+        max_staleness=run.max_staleness,
+        follows=not is_dedicated,
+    )
+
+
+def _training(run: RunConfig, *, bus: Bus, name: str) -> dict[str, Any]:
+    """What a training stage needs besides what every stage does. Raises ConfigError."""
+    elsewhere = RewardsElsewhere(bus, worker=name, largest=run.reward.largest) if run.reward.workers else None
+    return {
+        "reward": elsewhere or registry.load_reward(run),
+        "stragglers": _stragglers(run),
+        "over_sampling": OverSampling(
+            extra=run.rollout.extra_samples, seconds=run.rollout.group_seconds, at_least=run.rollout.min_group
+        ),
+        "min_group": run.rollout.min_group,
+        "limits": RolloutLimits(
+            max_parts=run.rollout.max_parts, largest=run.reward.largest, needs_reward=run.reward.takes_given
+        ),
+    }
+
+
 def build_reward_worker(run: RunConfig, *, bus: Bus, name: str) -> RewardWorker:
-    """Ready to be supervised. Raises ConfigError."""
+    """Return a reward worker, ready to be supervised. Raises ConfigError."""
     return RewardWorker(
         name,
         bus,
@@ -123,7 +125,7 @@ def build_reward_worker(run: RunConfig, *, bus: Bus, name: str) -> RewardWorker:
 
 
 def _stragglers(run: RunConfig) -> Stragglers | None:
-    """None waits for every sample of a group."""
+    """None: wait for every sample of a group."""
     if run.staleness.stragglers != "partial":
         return None
     return Stragglers(

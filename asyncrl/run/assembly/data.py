@@ -1,7 +1,7 @@
-"""The prompts of a run and of its evaluation: looked at without a tokenizer first, then opened with it.
+"""The prompts of a run and of its evaluation: checked without a tokenizer first, then opened with it.
 
-Every row is parsed once. What is wrong with one is said before torch and transformers are imported, which takes many
-seconds on a busy machine. Tests: tests/unit/run/checks/test_run_file.py, tests/unit/cli/test_cli.py.
+Every row is parsed once. A bad row is reported before torch and transformers are imported, which takes many seconds on
+a busy machine. Tests: tests/unit/run/checks/test_run_file.py, tests/unit/cli/test_cli.py.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ if TYPE_CHECKING:
 
 
 def index_rows(run: RunConfig) -> Positions:
-    """Every row of the data, looked at but not tokenised. Raises ConfigError for the first that cannot be a prompt."""
+    """Check every row of the data without tokenising it.
+
+    Raises ConfigError for the first row that cannot be a prompt.
+    """
     return indexed(run.data, seed=run.run.seed, limits=_limits(run))
 
 
 def require_batch(run: RunConfig, rows: Positions) -> None:
-    """Raises ConfigError where the data ends before the first step."""
+    """Raise ConfigError if the data ends before the first step."""
     if run.data.epochs and rows.num_rows * run.data.epochs < run.learner.groups_per_batch:
         raise ConfigError(
             f"data.epochs: {rows.num_rows} rows x {run.data.epochs} are no batch of learner.groups_per_batch = "
@@ -47,7 +50,7 @@ def require_batch(run: RunConfig, rows: Positions) -> None:
 
 
 def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
-    """The prompts; ``rows`` of ``index_rows``, or they are read here. Raises ConfigError."""
+    """Open the prompts. ``rows``: result of ``index_rows``; None: read them here. Raises ConfigError."""
     limits = _limits(run)
     rows = index_rows(run) if rows is None else rows
     tokenizer = load_tokenizer(Path(run.model.path))
@@ -55,7 +58,7 @@ def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
 
 
 def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
-    """The data sets of [evaluation], tokenised. Raises ConfigError for the first row that cannot be a prompt."""
+    """Tokenise the data sets of [evaluation]. Raises ConfigError for the first row that cannot be a prompt."""
     model = check_model_at("model.path", Path(run.model.path))
     tokenizer = load_tokenizer(Path(run.model.path))
     sets = []
@@ -83,7 +86,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
 
 
 def look_at_evaluation_rows(run: RunConfig) -> None:
-    """Every row of the data sets of [evaluation], none tokenised. Raises ConfigError."""
+    """Check every row of the data sets of [evaluation] without tokenising it. Raises ConfigError."""
     for dataset in run.evaluation.datasets:
         look_at_rows(dataset, limits=_limits_of_set(run, dataset.reward or run.reward))
 
@@ -114,7 +117,7 @@ def _limits(run: RunConfig) -> RowLimits:
 
 
 def _keeps_messages(run: RunConfig) -> bool:
-    """Whether the rollout function may want them: those that give one trajectory go by tokens."""
+    """Whether the rollout function may use messages; functions that return one trajectory use only tokens."""
     return not rollout_functions.traits(run.rollout.function).gives_one
 
 

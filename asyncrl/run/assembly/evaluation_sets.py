@@ -1,4 +1,4 @@
-"""The data sets of an evaluation: every prompt of them, tokenised once, in the order of the file."""
+"""The data sets of an evaluation: every prompt, tokenised once, in the order of the file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from asyncrl.policies.evaluation.results import Measured, metric_names
 
 _ANY: Final = 2**31
 ANSWER_BYTES: Final = 512
-"""Of an answer in the log: a vote of 64 characters, and some numbers; as much again for the prompt that it is of."""
+"""Size of an answer in the log: a vote of 64 characters and some numbers. Each prompt takes the same again."""
 TOKEN_BYTES: Final = 9
-"""Of an answer that is recorded whole: a token, its logprob, and whether the policy sampled it."""
+"""Size of each token of an answer that is recorded whole: the token, its logprob, and whether the policy sampled it."""
 PROMPT_TOKEN_BYTES: Final = 4
-"""Of a prompt that is recorded with its answers."""
+"""Size of each token of a prompt that is recorded with its answers."""
 
 
 def row_limits(*, row_bytes: int, labelled_for: str, keeps_messages: bool = False, **more: Any) -> RowLimits:
-    """As in RowLimits. A prompt that is too long is refused by ``open_set``."""
+    """Return RowLimits without a limit on the prompt length; ``open_set`` refuses prompts that are too long."""
     return RowLimits(
         prompt_tokens=_ANY,
         row_bytes=row_bytes,
@@ -39,7 +39,10 @@ def row_limits(*, row_bytes: int, labelled_for: str, keeps_messages: bool = Fals
 
 
 def look_at_rows(dataset: EvaluationDataset, *, limits: RowLimits) -> None:
-    """Every row, and its tags, without a tokenizer. Raises ConfigError for the first that cannot be a prompt."""
+    """Check every row and its tags without a tokenizer.
+
+    Raises ConfigError for the first row that cannot be a prompt.
+    """
     try:
         num_rows = indexed(_section(dataset), seed=0, limits=limits).num_rows
         _tags(dataset, min(num_rows, dataset.limit or num_rows))
@@ -56,12 +59,12 @@ def open_set(
     vocabulary: int,
     limits: RowLimits,
 ) -> EvaluationSet:
-    """Read and tokenise it. Raises ConfigError for the first row that cannot be a prompt.
+    """Read and tokenise a data set. Raises ConfigError for the first row that cannot be a prompt.
 
-    max_new_tokens  of an answer, where the data set says none
-    context_tokens  of the model, the answer included
-    vocabulary      of the model
-    limits          of its rows, as ``row_limits`` makes them
+    max_new_tokens  limit for an answer if the data set has none
+    context_tokens  context length of the model, including the answer
+    vocabulary      vocabulary size of the model
+    limits          limits of its rows, from ``row_limits``
     """
     max_new_tokens = dataset.max_new_tokens or max_new_tokens
     most = context_tokens - max_new_tokens
@@ -124,12 +127,12 @@ def _section(dataset: EvaluationDataset) -> config.DataSection:
         chat_template_options=dataset.chat_template_options,
         shuffle=False,
         epochs=1,
-        max_prompt_tokens=_ANY,  # a longer one is refused by ``open_set``
+        max_prompt_tokens=_ANY,  # ``open_set`` refuses longer prompts
     )
 
 
 def _whole(row: PromptRow | None, index: int, dataset: EvaluationDataset, most: int) -> PromptRow:
-    """most: tokens that the model's context has for a prompt"""
+    """Check the length of a prompt.  most: tokens that the model's context has for a prompt"""
     assert row is not None, "one epoch has every row"
     own = dataset.max_prompt_tokens
     if len(row.tokens) > min(most, own or most):
@@ -178,7 +181,7 @@ def _of_row(value: Any, where: str, dataset: EvaluationDataset) -> tuple[str, ..
 
 
 def require_metric(best: str, sets: Iterable[EvaluationSet]) -> None:
-    """Raises ConfigError when the rows lack the labels for the metric of ``checkpoint.best``, which would keep nothing.
+    """Raise ConfigError if rows lack the labels for the metric of ``checkpoint.best``, because no model would be kept.
 
     best  DATASET/METRIC, a metric that the data set would have with labels; "" for none
     """
@@ -197,11 +200,11 @@ def require_metric(best: str, sets: Iterable[EvaluationSet]) -> None:
 def require_space(
     sets: Iterable[EvaluationSet], *, log_bytes: int, num_recorded: int = 0, turn_tokens: int = 0
 ) -> None:
-    """Raises ConfigError when the answers do not fit into their log, which is trimmed when the next evaluation begins.
+    """Raise ConfigError if the answers do not fit into their log, which is trimmed when the next evaluation begins.
 
-    log_bytes     bus.max_log_bytes, which that log has too
-    num_recorded  prompts of each data set whose answers are there whole
-    turn_tokens   that an answer may have with all its turns, tools' answers included; 0: it has one turn
+    log_bytes     bus.max_log_bytes, which also limits that log
+    num_recorded  prompts of each data set whose answers are recorded whole
+    turn_tokens   maximum tokens of an answer with all its turns, including tool output; 0: it has one turn
     """
     counted, whole = 0, 0
     for its in sets:

@@ -1,4 +1,4 @@
-"""What writes down texts of a run for a person to read."""
+"""Recorders that write the texts of a run for people to read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.state.samples import EVALUATION_FILE, SampleFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorders:
-    """samples: of what was trained or lost;  answers: of evaluations;  writers: of both"""
+    """samples: records groups that were trained or lost;  answers: records evaluations;  writers: those of both"""
 
     samples: SampleRecorder | None
     answers: AnswerRecorder | None
@@ -45,7 +45,10 @@ def recorders_of(run: RunConfig, *, algorithm: Algorithm) -> Recorders:
 
 
 def answer_writer(run: RunConfig, file: SampleFile, *, most_kept: int) -> SampleWriter:
-    """Of answers of evaluations, into ``file``. None is left out: they are few, or all that somebody asks for."""
+    """Return a writer of evaluation answers to ``file``.
+
+    It leaves none out, because they are few or were all requested.
+    """
     return SampleWriter(
         file,
         load_decode=functools.partial(load_decode, run.model.path),

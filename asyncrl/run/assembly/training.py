@@ -1,4 +1,4 @@
-"""The learner of a run, from its parts to its last line; whatever else is in its process runs beside it."""
+"""Runs the learner from assembly to its last line of output, with the other actors of its process."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ async def train(
     beside: Sequence[Actor] = (),
     supervised: Callable[..., Awaitable[None]] = supervise,
 ) -> int:
-    """Train to the end of the run, or until it is drained; the exit code.
+    """Train to the end of the run, or until the learner is drained, and return the exit code.
 
-    beside      actors that run in this process too and end with the learner
-    supervised  runs the actors it is given until the first one is done
+    beside      other actors of this process, which end with the learner
+    supervised  runs the given actors until the first one is done
     """
     started = time.monotonic()
     about = await asyncio.to_thread(checksums, run)
@@ -51,7 +51,7 @@ async def train(
 
 
 def outcome(run: RunConfig, learner: Learner, *, was_drained: bool, seconds: float) -> str:
-    """The learner's last line."""
+    """Return the learner's last line of output."""
     text = (
         f"{'stopped' if was_drained else 'done'}: {learner.step} steps in {seconds:.0f} s, {learner.counts}; policy "
         f"version {learner.policy_version}, checkpoint in {run.run_directory / 'checkpoints'}"

@@ -1,1 +1,1 @@
-"""What is checked before a run, its learner or a rollout worker starts, and refused in one line."""
+"""Checks before a run, its learner or a worker starts. Each problem is reported in one line."""

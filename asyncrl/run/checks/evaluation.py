@@ -1,6 +1,6 @@
-"""Checks [evaluation] of a run file, and what [checkpoint] wants of it.
+"""Checks [evaluation] of a run file, and the parts of [checkpoint] that depend on it.
 
-Tests: tests/unit/run/checks/test_evaluation.py, and the refusals in test_run_file.py beside it.
+Tests: tests/unit/run/checks/test_evaluation.py, and the refusals in test_run_file.py in the same folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("asyncrl.check")
 
 
 def check_section(run: RunConfig) -> None:
-    """The data sets' files are the learner's: only what each process can see is looked at here."""
+    """Check what every process can see. The files of the data sets are checked by the learner."""
     section, best = run.evaluation, run.checkpoint.best
     if section.is_on and not rollout_functions.traits(run.rollout.function).samples:
         raise ConfigError(
@@ -32,14 +32,15 @@ def check_section(run: RunConfig) -> None:
     name, _, metric = best.partition("/")
     dataset = section.named(name)
     assert dataset is not None, "EvaluationSection.check saw to it"
-    known = metric_names(dataset.samples, k=dataset.k, has_labels=True)  # the rows say: evaluation_sets.require_metric
+    # the rows are checked in evaluation_sets.require_metric
+    known = metric_names(dataset.samples, k=dataset.k, has_labels=True)
     if metric not in known:
         raise ConfigError(f"checkpoint.best: {name} has no metric {metric!r}; it has {', '.join(known)}")
 
 
 def check_paths(run: RunConfig) -> None:
     for dataset in run.evaluation.datasets:
-        if not dataset.path:  # as machines that join have it: they open no data
+        if not dataset.path:  # machines that join have no paths, because they open no data
             raise ConfigError(f"evaluation.datasets: {dataset.name}: path is empty; name a file")
         try:
             require_data(dataset.path)
@@ -48,9 +49,9 @@ def check_paths(run: RunConfig) -> None:
 
 
 def warn_of_share(run: RunConfig) -> None:
-    """Where the least that can be held, one worker, is more than the run file allows.
+    """Warn if one worker, the fewest that an evaluation can hold, is more than the run file allows.
 
-    For `asyncrl run` and its check: where others start the workers, nobody knows yet how many there will be.
+    Only for `asyncrl run` and its check: if the workers are started separately, their number is not yet known.
     """
     section, workers = run.evaluation, run.rollout.workers
     if not section.is_on or section.place != "shared" or not workers:

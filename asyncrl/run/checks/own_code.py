@@ -1,4 +1,4 @@
-"""What tells a process that runs other code than the learner: checksums that its heartbeats carry.
+"""Checksums in heartbeats that reveal a process running different code than the learner.
 
 Tests: tests/unit/run/checks/test_own_code.py.
 """
@@ -14,10 +14,10 @@ from asyncrl.policies.health.fleet import CODE, FUNCTIONS
 
 
 def checksums(run: RunConfig, *, package: Path | None = None) -> dict[str, float]:
-    """Of asyncrl's own code as it is installed here, and of the names of the run's functions.
+    """Return checksums of the installed asyncrl code, and of the names of the run's functions.
 
-    Options are none of it: a machine may have its own keys, addresses and paths.  package: asyncrl's, if None. Blocks
-    for some ten milliseconds.
+    Options are not included, because machines may have their own keys, addresses and paths.  package: None is asyncrl's
+    folder. Blocks for about ten milliseconds.
     """
     parts = {name: [part.kind, part.weight] for name, part in sorted(run.reward.parts.items())}
     names = [run.reward.kind, dict(sorted(run.reward.rows.items())), parts, run.data.reward_key, run.rollout.function]
@@ -27,6 +27,6 @@ def checksums(run: RunConfig, *, package: Path | None = None) -> dict[str, float
     try:
         for path in sorted(folder.rglob("*.py")):
             code = zlib.crc32(path.read_bytes(), zlib.crc32(path.relative_to(folder).as_posix().encode(), code))
-    except OSError:  # nothing is said of what cannot be read
+    except OSError:  # code that cannot be read gets no checksum
         return found
     return {**found, CODE: float(code)}

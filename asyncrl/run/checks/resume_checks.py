@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run is resumed from, and refuses a folder that does not have what it needs."""
+"""Finds the checkpoint to resume from, and refuses a folder that lacks required files."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ log = logging.getLogger("asyncrl.learner")
 
 
 async def starting_checkpoint(run: RunConfig, *, bus: Bus) -> tuple[LearnerState, Path] | None:
-    """The newest whole checkpoint of the run, and its backend folder; None when it may start from its whole log.
+    """Return the newest complete checkpoint of the run and its backend folder; None to start from the whole log.
 
-    Damaged ones are set aside (state/checkpoint.py). Raises ConfigError when no checkpoint is left and one is needed,
-    DiskError when none can be read now, or not by this user.
+    Damaged checkpoints are set aside (state/checkpoint.py). Raises ConfigError if a checkpoint is needed but none is
+    left, and DiskError if none can be read now or by this user.
     """
     folder = run.run_directory / "checkpoints"
     try:
         found = await asyncio.to_thread(functools.partial(checkpoint.resume, folder, say=log.warning))
     except OSError as error:
         text = f"{error.filename or folder}: cannot be read: {error.strerror or error}; nothing is set aside for it"
-        if isinstance(error, PermissionError):  # of a restarted learner, something that may be over soon
+        if isinstance(error, PermissionError):  # for a restarted learner this may be temporary
             text += ". If it stays so, resume as the user who started the run, or give this one the files"
         raise DiskError(text) from error
     if found is None:
@@ -43,11 +43,11 @@ async def starting_checkpoint(run: RunConfig, *, bus: Bus) -> tuple[LearnerState
 
 
 async def refuse(run: RunConfig, *, bus: Bus) -> None:
-    """Raises ConfigError when the bus has seen a checkpoint of the run, and its folder here has none.
+    """Raise ConfigError if the bus has seen a checkpoint of the run, but its folder has none.
 
-    What that checkpoint has consumed is no longer on the log, so a learner without it would wait forever for those
-    groups. The same holds when a checkpoint was set aside and the log is gone with the bus that had it. A run that was
-    killed before its first checkpoint still has its whole log, and starts again from that.
+    Groups that the checkpoint has consumed are no longer on the log, so a learner without it would wait for them
+    forever. The same applies if a checkpoint was set aside and the log is gone with its bus. A run that was killed
+    before its first checkpoint still has its whole log, and restarts from it.
     """
     folder = run.run_directory / "checkpoints"
     if checkpoint.complete(folder):
@@ -65,15 +65,17 @@ async def refuse(run: RunConfig, *, bus: Bus) -> None:
 
 
 def refuse_others(run: RunConfig) -> None:
-    """Raises ConfigError for what is no file in the place of one that the learner writes, such as a folder, a pipe or a
-    loop, and for what is no folder in the place of one."""
+    """Raise ConfigError if a path of the learner's files or folders is something else.
+
+    Examples are a folder, a pipe or a link loop in place of a file.
+    """
     files = [run.run_directory / name for name in (HISTORY_FILE, IN_PROGRESS_FILE, "metrics.jsonl")]
     folders = [run.run_directory / "checkpoints", run.weights_directory]
     wanted = [*((path, stat.S_ISREG, "file") for path in files), *((path, stat.S_ISDIR, "folder") for path in folders)]
     for path, is_right, what in wanted:
         try:
             problem = "" if is_right(path.stat().st_mode) else f"is not a {what}"
-        except OSError as error:  # not there yet, or it may be over soon
+        except OSError as error:  # does not exist yet, or may be temporary
             problem = "is a link to itself" if error.errno == errno.ELOOP else ""
         if problem:
             of = "weights.directory" if path == run.weights_directory else "run.directory"

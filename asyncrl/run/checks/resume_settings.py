@@ -1,4 +1,4 @@
-"""Refuses to resume a run as another model or backend than it was begun with, and says what else is changed."""
+"""Refuses to resume a run with another model or backend than it was started with, and logs other changed settings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ log = logging.getLogger("asyncrl.check")
 
 
 def refuse_others(run: RunConfig, *, level: int = logging.WARNING) -> None:
-    """Raises ConfigError when checkpoints of the run do not fit its settings, and logs all other changes at ``level``.
+    """Raise ConfigError if the run's checkpoints do not fit its settings, and log all other changes at ``level``.
 
-    Compared with what the newest incarnation of the learner recorded; a run without a record has nothing to compare.
+    The settings are compared with those recorded by the newest incarnation of the learner. Without a record nothing is
+    compared.
     """
     try:
         before = RecordedRun(run.run_directory).newest_settings()
@@ -51,7 +52,7 @@ def refuse_others(run: RunConfig, *, level: int = logging.WARNING) -> None:
 
 
 def _adapters(run: RunConfig) -> str:
-    """What is trained, as far as adapters go; the scale is part of what they mean."""
+    """Describe what is trained: the whole model, or adapters. The scale (alpha) is part of the description."""
     lora = run.learner.lora
     if not lora.rank:
         return "the whole model"
@@ -59,7 +60,7 @@ def _adapters(run: RunConfig) -> str:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of: str = "") -> list[str]:
-    """``key: old -> new`` of every key that differs, but for those that say where a run is and how long it goes on."""
+    """Return ``key: old -> new`` for every changed key, except those for the run's place and length."""
     found = []
     for key in sorted({*before, *now}):
         name, old, new = f"{of}{key}", before.get(key), now.get(key)
@@ -71,7 +72,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of: str = "") 
 
 
 def _order(run: RunConfig) -> Any:
-    """What says which row is at which position."""
+    """Return the settings that determine the order of the rows."""
     data = run.data
     files = [(_absolute(file.path), file.weight) for file in data.files]
     return (run.run.seed, data.shuffle, data.source, data.options, files, _absolute(data.path) if data.path else None)
@@ -82,7 +83,7 @@ def _absolute(path: str) -> Path:
 
 
 def _model_config(run: RunConfig) -> Any:
-    """None when it cannot be read."""
+    """Return the model's config.json; None if it cannot be read."""
     try:
         return json.loads((Path(run.model.path) / "config.json").read_bytes())
     except (OSError, ValueError):

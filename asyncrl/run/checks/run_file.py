@@ -28,14 +28,17 @@ log = logging.getLogger("asyncrl.check")
 
 
 def check(run: RunConfig) -> None:
-    """Refuse, with a ConfigError that says what to change, what `asyncrl run` could not do here. Starts nothing."""
+    """Check everything that `asyncrl run` needs here, without starting anything.
+
+    Raises ConfigError that says what to change.
+    """
     registry.check_names(run)
     registry.bus_class(run).check_machine(run)
     launcher = registry.launcher_class(run)
     launcher.check_machine(run)
     _check_settings(run)
     evaluation.warn_of_share(run)
-    if launcher.places:  # on other machines: each process looks at its own
+    if launcher.places:  # each process checks its own machine
         return
     _check_prometheus(run)
     registry.backend_class(run).check_machine(run)
@@ -47,7 +50,7 @@ def check(run: RunConfig) -> None:
 
 
 def _check_prometheus(run: RunConfig) -> None:
-    """Its host is this machine's. Whether the port is free, the learner finds out."""
+    """Check that the host is an address of this machine. The learner finds out whether the port is free."""
     if not run.metrics.prometheus:
         return
     host, _ = host_and_port(run.metrics.prometheus)
@@ -63,14 +66,14 @@ def _check_prometheus(run: RunConfig) -> None:
 
 
 def check_learner(run: RunConfig) -> None:
-    """What ``check`` refuses, on a machine that has the learner only."""
+    """Same as ``check``, for a machine that runs only the learner."""
     _check_settings(run)
     _check_prometheus(run)
     registry.backend_class(run).check_machine(run)
 
 
 def check_worker(run: RunConfig) -> None:
-    """What ``check`` refuses, on a machine that has a rollout worker only: no data, no learner."""
+    """Same as ``check``, for a machine that runs only a rollout worker: no data, no learner."""
     _check_of_worker_before_torch(run)
     _check_engine_and_channel(run)
     registry.engine_class(run).check_machine(run)
@@ -79,7 +82,7 @@ def check_worker(run: RunConfig) -> None:
 
 
 def check_reward_worker(run: RunConfig) -> None:
-    """What ``check`` refuses, on a machine that has a reward worker only: no data, no model."""
+    """Same as ``check``, for a machine that runs only a reward worker: no data, no model."""
     if not run.reward.workers:
         raise ConfigError(
             "reward.workers: is 0, so the rollout workers of this run grade what they generate; set it to the number "
@@ -89,7 +92,7 @@ def check_reward_worker(run: RunConfig) -> None:
 
 
 def check_before_torch(run: RunConfig) -> None:
-    """What ``check`` can refuse of a whole run without torch, whose import takes many seconds on a busy machine."""
+    """Check what is possible without torch, whose import takes many seconds on a busy machine."""
     _check_data(run)
     for key, folder in run.model_paths.items():
         check_model_at(key, folder)
@@ -120,7 +123,7 @@ def check_before_torch(run: RunConfig) -> None:
 
 def _check_settings(run: RunConfig) -> None:
     check_before_torch(run)
-    algorithm = registry.algorithm(run)  # imports torch, and no more
+    algorithm = registry.algorithm(run)  # imports torch only
     _check_engine_and_channel(run)  # may import transformers
     _check_given(run, algorithm)
     _check_reward(run, algorithm)
@@ -147,13 +150,13 @@ def _check_curriculum(run: RunConfig) -> None:
 
 
 def _check_sinks(run: RunConfig) -> None:
-    from asyncrl.metrics.sinks import check_sinks  # imports torch: not before other mistakes have been told
+    from asyncrl.metrics.sinks import check_sinks  # imports torch; other problems are reported before
 
     check_sinks(run)
 
 
 def _check_data(run: RunConfig) -> None:
-    """What can be said before a row is read."""
+    """Check what is possible before any row is read."""
     data = run.data
     if data.source:
         make_source(data)
@@ -172,7 +175,7 @@ def _check_data(run: RunConfig) -> None:
 
 
 def _check_directory(key: str, directory: Path) -> None:
-    """The run's folder for its files at ``key`` is there, or can be made."""
+    """Check that the folder for the run's files at ``key`` exists or can be created."""
     there = next((path for path in (directory, *directory.parents) if path.exists()), directory)
     if not there.is_dir():
         raise ConfigError(f"{key}: {there} is a file; the run's files go to {directory}")
@@ -181,7 +184,7 @@ def _check_directory(key: str, directory: Path) -> None:
 
 
 def _check_of_worker_before_torch(run: RunConfig) -> None:
-    """Code of the user's may import torch."""
+    """User code that is loaded here may import torch."""
     registry.check_names(run)
     registry.bus_class(run).check(run)
     _check_bus(run)
@@ -226,7 +229,7 @@ def _check_engine_and_channel(run: RunConfig) -> None:
             if is_on and what not in adapter.takes:
                 raise ConfigError(f'{key}: {where} = "{name}" takes no {what}; remove it')
     if run.weights.quantization and run.learner.lora.publish == "adapter":
-        raise ConfigError('weights.quantization: was not tried with adapters; use learner.lora.publish = "merged"')
+        raise ConfigError('weights.quantization: is not supported with adapters; use learner.lora.publish = "merged"')
 
 
 def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:
@@ -240,8 +243,11 @@ def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:
 
 
 def _check_filters(run: RunConfig) -> None:
-    """Each is asked about a group made up here. What only real groups have, such as the parts of a reward, it may
-    miss; a TypeError or an AttributeError a real group would raise too."""
+    """Call each filter with a made-up group.
+
+    The group may lack what only real groups have, such as parts of a reward, so only TypeError and AttributeError are
+    refused, which real groups would raise too.
+    """
     from asyncrl.actors.learner.group_filters import ask, sample_group
 
     for name, function in registry.filters(run).items():
@@ -252,12 +258,12 @@ def _check_filters(run: RunConfig) -> None:
                 f"algorithm.filters: {name} raised {type(error).__name__}: {error}; a filter is a function of one "
                 "TrajectoryGroup that returns True to keep it"
             ) from error
-        except Exception as error:  # the learner will say so, if a real group raises it too
+        except Exception as error:  # the learner reports it if a real group raises it too
             log.warning("algorithm.filters: %s raised %s on a made-up group", name, plugins.raised(error))
 
 
 def check_evaluation(run: RunConfig) -> None:
-    """What ``check`` refuses, for who evaluates saved models only."""
+    """Same as ``check``, for evaluating saved models only."""
     evaluation.check_paths(run)
     check_model_at("model.path", Path(run.model.path))
     registry.load_evaluation_rewards(run)
@@ -287,7 +293,7 @@ def _check_bus(run: RunConfig) -> None:
 
 
 def _check_log(run: RunConfig, largest: int) -> None:
-    """largest: bytes of a group"""
+    """largest: size of a group in bytes"""
     between = run.run.steps if run.checkpoint.keep_log else 2 * run.checkpoint.every_steps or run.run.steps
     groups = run.window + min(between, run.run.steps) * run.learner.groups_per_batch
     if groups * largest > run.bus.max_log_bytes:
@@ -330,7 +336,7 @@ def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
 
 
 def _check_given(run: RunConfig, algorithm: Algorithm) -> None:
-    """Answers from the data train what looks at nothing but them: no policy sampled them."""
+    """Check that answers from the data are used only by algorithms that need no sampling policy."""
     rollout, key = run.rollout, run.data.response_key or run.data.conversation_key
     name, traits = rollout.function, rollout_functions.traits(run.rollout.function)
     if traits.samples:

@@ -1,4 +1,7 @@
-"""Processes of one run must speak one message schema: a newer learner and an older worker would misread each other."""
+"""Ensures that all processes of a run use the same message schema.
+
+A newer learner and an older worker would misread each other.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, REWARD_WO
 from asyncrl.protocols import Bus
 
 SECOND_BEAT_SECONDS = 5.0
-"""A process that is up has beaten again by then."""
+"""A running process sends another heartbeat within this time."""
 MOST_ASKED = 16
-"""Of a large fleet some are enough."""
+"""Maximum number of processes to check; in a large fleet some are enough."""
 
 log = logging.getLogger("asyncrl.run.checks.same_version")
 
 
 async def refuse_others(bus: Bus, *, run: str, is_trusted: Callable[[str], bool] = lambda name: True) -> None:
-    """For a learner before it publishes anything. Raises ConfigError while a process of another schema is up.
+    """Raise ConfigError while a process with another schema is up. The learner calls this before it publishes anything.
 
-    is_trusted  whether what says that it has this name has it; of others it is only said: they could keep a learner
-                that is restarted out
+    is_trusted  whether an actor of this name has proved its name. Others only cause a warning; otherwise they could
+                keep a restarted learner out
     """
     beats = (await bus.states(ACTORS)).values()
     roles = (LEARNER, WORKER, EVALUATION_WORKER, REWARD_WORKER)
@@ -47,7 +50,10 @@ async def refuse_others(bus: Bus, *, run: str, is_trusted: Callable[[str], bool]
 
 
 async def await_learner(bus: Bus, *, run: str) -> None:
-    """For a worker before it takes prompts: wait while the run's weights are of a learner of another schema."""
+    """Wait while the run's weights come from a learner with another schema.
+
+    A worker calls this before it takes prompts.
+    """
     versions = (await bus.states(WEIGHTS)).values()
     if not versions or any(version.schema == SCHEMA for version in versions):
         return
@@ -65,9 +71,10 @@ async def await_learner(bus: Bus, *, run: str) -> None:
 
 
 async def still_beating(bus: Bus, beats: Iterable[Heartbeat]) -> Heartbeat | None:
-    """A newer heartbeat of one of these actors; None when all of them have ended.
+    """Return a newer heartbeat of one of these actors; None if all of them have ended.
 
-    A killed process leaves its last heartbeat behind; one of this machine that is gone is not waited for.
+    A killed process leaves its last heartbeat behind. Processes of this machine that no longer exist are not waited
+    for.
     """
 
     async def beats_again(last: Heartbeat) -> Heartbeat | None:

@@ -1,7 +1,7 @@
-"""At most one launcher per run and one rollout worker per name: the second one is told where the first is.
+"""Allows one launcher per run and one rollout worker per name. A second one is told where the first is.
 
-The first answers for itself on the bus as long as it is up (services ``launcher`` and ``workers``). One that was killed
-is gone with its connection, so whoever replaces it does not have to wait for anything it left behind.
+While it is up, the first one answers requests on the bus (services ``launcher`` and ``workers``). A killed process
+disappears with its connection, so its replacement does not have to wait.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from asyncrl.messages.topics import LAUNCHER, Service, worker_named
 from asyncrl.protocols import Asked, Bus
 
 ANSWER_SECONDS = 5.0
-"""One that is up answers in milliseconds, and that nobody is there is known as fast. A frozen one is waited for."""
+"""A running instance answers in milliseconds, and the absence of one is detected as fast. The limit applies to a frozen
+instance."""
 
 log = logging.getLogger("asyncrl.run.checks.single_instance")
 
 
 def launcher(bus: Bus, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
-    """Inside, no other `asyncrl run` of this run starts. Raises ConfigError while one is up."""
+    """In this context, no other `asyncrl run` of this run can start. Raises ConfigError while one is up."""
     remedy = "choose another run.name, or end that one first"
     return _alone(bus, LAUNCHER, problem=f"run.name: `asyncrl run` of {run!r} is up on this bus", remedy=remedy)
 
 
 def worker(bus: Bus, name: str, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
-    """Inside, no other rollout worker of this name joins the run. Raises NameTaken while one is up."""
+    """In this context, no other rollout worker of this name can join the run. Raises NameTaken while one is up."""
     problem = f"--name: a rollout worker {name!r} is up in run {run!r}"
     remedy = "give this one another --name, or end that one first"
     return _alone(bus, worker_named(name), problem=problem, remedy=remedy, kind=NameTaken)
@@ -61,11 +62,12 @@ async def _alone(
             yield
             return
         raised: Exception | None = None
-        async with asyncio.TaskGroup() as group:  # who cannot answer any more is not alone for sure: it ends
+        # ends the process if it can no longer answer, because it may not be alone
+        async with asyncio.TaskGroup() as group:
             answering = group.create_task(_answer(questions, ours), name=f"answer-{service.name}")
             try:
                 yield
-            except Exception as error:  # the caller's own, which are no group
+            except Exception as error:  # the caller's error, not part of an ExceptionGroup
                 raised = error
             finally:
                 answering.cancel()
@@ -74,6 +76,6 @@ async def _alone(
 
 
 async def _answer(questions: AsyncIterator[Asked[Claim, Claim]], ours: Claim) -> None:
-    """waits for: another process that wants our place"""
+    """waits for: another process that claims the same place"""
     async for asked in questions:
         await asked.answer(ours)

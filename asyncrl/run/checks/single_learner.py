@@ -1,4 +1,4 @@
-"""At most one learner per run: two would overwrite each other's weights."""
+"""Allows one learner per run; two would overwrite each other's weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from asyncrl.state.history import HISTORY_FILE
 
 @contextlib.contextmanager
 def in_folder(directory: Path) -> Iterator[None]:
-    """Holds the run's folder; the lock ends with its process.
+    """Hold the lock of the run's folder; the lock ends with its process.
 
-    Raises ConfigError while another process holds it, DiskError when the lock cannot be opened now.
+    Raises ConfigError while another process holds it, and DiskError if the lock file cannot be opened now.
     """
     path = directory / "learner.lock"
     try:
@@ -38,12 +38,12 @@ def in_folder(directory: Path) -> Iterator[None]:
 
 
 async def on_bus(bus: Bus, *, run: str) -> None:
-    """Raises ConfigError while a learner of this run sends heartbeats on its bus, from any machine and folder.
+    """Raise ConfigError while a learner of this run sends heartbeats on its bus, from any machine and folder.
 
-    A learner that was killed leaves a last heartbeat behind. We wait for a newer one, unless its process was on this
-    machine and is gone.
+    A killed learner leaves its last heartbeat behind. This waits for a newer one, unless the process was on this
+    machine and no longer exists.
     """
-    states = await bus.states(ACTORS)  # anybody may call itself one, but not under the learner's name
+    states = await bus.states(ACTORS)  # any process may claim the role, but not the name of the learner's actors
     learners = [beat for beat in states.values() if beat.role == LEARNER and beat.actor in LEARNERS_ACTORS]
     if (beat := await still_beating(bus, learners)) is not None:
         raise ConfigError(
@@ -53,9 +53,9 @@ async def on_bus(bus: Bus, *, run: str) -> None:
 
 
 async def of_this_key(bus: Bus, run_config: RunConfig) -> None:
-    """Raises ConfigError for a new run when another learner, with another key, has begun one of its name on the bus.
+    """Raise ConfigError for a new run if another learner, with another key, has started a run of this name on the bus.
 
-    One that goes on has its key, and passes over what others said in its name.
+    A resumed learner has the run's key, and ignores messages that others sent under its name.
     """
     directory, name = run_config.run_directory, run_config.run.name
     if (directory / HISTORY_FILE).exists() or await bus.states(PROGRESS):

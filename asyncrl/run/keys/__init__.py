@@ -1,1 +1,1 @@
-"""The keys of a run, in files: who may sign which messages, and what of others has been heard."""
+"""The key files of a run: who may sign which messages, and which messages of others were heard."""

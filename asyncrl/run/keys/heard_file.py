@@ -1,7 +1,7 @@
-"""What the run's own processes have heard of others (messages/freshness.py), kept over their restarts in keys/heard.
+"""Keeps the newest messages heard from others (messages/freshness.py) in keys/heard, across restarts.
 
-Without it, whoever recorded the heartbeats of a worker could say them again to a learner that has just started. The
-processes write it side by side: what each adds is the newest of both.
+Without this file, recorded heartbeats of a worker could be replayed to a learner that has just started. Several
+processes write the file; each merges the newest of its own and the stored entries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ log = logging.getLogger("asyncrl.keys")
 
 
 def load(folder: Path) -> dict[Place, Order]:
-    """Nothing where there is none that can be read: what is old is then told from what is heard from now on."""
+    """Load the file; empty if it cannot be read.
+
+    Without it, old messages are recognised only by comparison with those heard from now on.
+    """
     try:
         rows = json.loads((folder / _NAME).read_bytes())
         return {(str(topic), str(key), str(signer)): (int(a), int(b)) for topic, key, signer, a, b in rows}
@@ -36,7 +39,7 @@ def load(folder: Path) -> dict[Place, Order]:
 
 
 def save(folder: Path, newest: dict[Place, Order]) -> None:
-    """Raises OSError."""
+    """Merge ``newest`` into the file. Raises OSError."""
     before = load(folder)
     of_others = {place: order for place, order in before.items() if place not in newest}
     merged = of_others | {place: max(order, before.get(place, order)) for place, order in newest.items()}
@@ -46,7 +49,7 @@ def save(folder: Path, newest: dict[Place, Order]) -> None:
 
 
 async def keep(folder: Path, heard: Freshness) -> None:
-    """Until cancelled. waits for: the clock"""
+    """Save until cancelled. waits for: the clock"""
     problem = ""
     while True:
         await asyncio.sleep(SAVE_SECONDS)
@@ -61,7 +64,7 @@ async def keep(folder: Path, heard: Freshness) -> None:
 
 @contextlib.asynccontextmanager
 async def kept(folder: Path, heard: Freshness) -> AsyncIterator[None]:
-    """Inside it is saved every SAVE_SECONDS, and once more at the end."""
+    """In this context, save every SAVE_SECONDS, and once more at the end."""
     keeping = asyncio.ensure_future(keep(folder, heard))
     try:
         yield
@@ -70,5 +73,5 @@ async def kept(folder: Path, heard: Freshness) -> AsyncIterator[None]:
         await asyncio.wait((keeping,))
         try:
             save(folder, heard.newest())
-        except OSError as error:  # the next life believes what this one would have taken for old
+        except OSError as error:  # the next life accepts messages that this one would have rejected as old
             log.warning("%s: cannot be written: %s; what was heard last is not kept", folder / _NAME, error.strerror)

@@ -1,4 +1,4 @@
-"""Writes the small files of keys/ in a run's folder, and counts the lives of the processes that sign."""
+"""Writes the small files of keys/ in a run's folder, and counts the lives of processes that sign."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("asyncrl.keys")
 
 
 def next_life(folder: Path) -> int:
-    """Higher than any before, also where the clock went back meanwhile."""
+    """Return a number higher than all before, even if the clock went back."""
     path, life = folder / "life", now()
     try:
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+", errors="replace") as file:
@@ -24,7 +24,7 @@ def next_life(folder: Path) -> int:
             text = file.read(_LIFE_DIGITS + 1).strip()
             life = max(int(text) + 1 if text.isdecimal() and len(text) <= _LIFE_DIGITS else 0, life)
             file.seek(0)
-            file.write(str(life))  # over the last one: a full disk takes it, too
+            file.write(str(life))  # overwrites the old number, which works on a full disk too
             file.truncate()
     except OSError as error:
         log.warning("%s: cannot be written: %s; this process goes by the clock", path, error.strerror)
@@ -32,12 +32,12 @@ def next_life(folder: Path) -> int:
 
 
 def now() -> int:
-    """The life of a process whose key is as old as it is itself."""
+    """Return the life of a process whose key is as new as the process."""
     return time.time_ns() // 1000
 
 
 def write(path: Path, text: str, *, mode: int) -> None:
-    """Whole or not at all, and on disk when this returns. Raises OSError."""
+    """Write a file completely or not at all; it is on disk on return. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -1,15 +1,16 @@
-"""The keys by which the processes of a run know each other's messages (messages/signing.py).
+"""The keys with which the processes of a run authenticate each other's messages (messages/signing.py).
 
     keys/learner      in the run's folder: the learner's secret, 0600
     keys/learner.pub  its public half, for bus.learner_key of workers on other machines
-    keys/heard        what was said last by others (heard_file.py)
-    keys/tickets       the learner's secret that tickets are made of (policies/trust/tickets.py), 0600; a run that was
-                      begun without one, by an older version, has no tickets
-    keys/life         of the newest process that signs, workers that the run's launcher starts too; it rises with each
+    keys/heard        newest messages of others (heard_file.py)
+    keys/tickets      the learner's secret for making tickets (policies/trust/tickets.py), 0600; a run that an older
+                      version started without this file has no tickets
+    keys/life         life of the newest process that signs, including workers that the launcher starts; each start
+                      increases it
 
-The learner's key is made with the run, whoever starts it, or was given with its credentials (bin/nats-config), and so
-was its public half to the other roles. A run that was begun without one, by an older version, goes
-on without one.
+The learner's key is created with the run by the first process that needs it, or comes with the learner's credentials
+(bin/nats-config), which also give the public half to the other roles. A run that an older version started without a key
+continues without one.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from asyncrl.run.keys import heard_file, key_files, worker_keys
 from asyncrl.state.history import HISTORY_FILE
 
 LEARNER_KEY_VARIABLE: Final = "ASYNCRL_LEARNER_KEY"
-"""In the environment of processes that `asyncrl run` starts: the learner's public key."""
+"""Environment variable with the learner's public key, for processes that `asyncrl run` starts."""
 _FOLDER: Final = "keys"
 KEY_FILES: Final = (f"{_FOLDER}/learner", f"{_FOLDER}/learner.pub", f"{_FOLDER}/tickets")
-"""In the folder of a run that signs."""
+"""Key files in the folder of a run that signs."""
 
 _OURS: Final[dict[tuple[int, Path], Signatures]] = {}
-"""By process id and folder: what this process signs with. It has one life, however often it connects to the bus."""
+"""By process id and folder: the signatures of this process. It keeps one life across all its connections to the bus."""
 _TAKING: Final = threading.Lock()
 
 log = logging.getLogger("asyncrl.keys")
@@ -47,17 +48,17 @@ log = logging.getLogger("asyncrl.keys")
 def signatures(
     run: RunConfig, *, role: str, own: SigningKey | None = None, life: int = 0, has_joined: bool = False
 ) -> Signatures:
-    """What a process of this role signs with, and whom it believes. Raises ConfigError for a key that is damaged.
+    """Return what a process of this role signs with, and which keys it trusts. Raises ConfigError for a damaged key.
 
     own, life   of a rollout worker; a key that is as new as its process needs no life
-    has_joined  it has come by the bus: the run's folder on this machine may be of another run of that name
+    has_joined  it joined through the bus; the run's folder on this machine may belong to another run of that name
     """
     name, folder = run.run.name, run.run_directory / _FOLDER
     if role != "learner":
         known = run.bus.learner_key or _given(run, role).get("learner-key", "")
         known = known or ("" if has_joined else _public(folder))
-        # One without a key of its own is of a run without keys: what the learner signed while it had some is not to be
-        # believed more than what it says now.
+        # A worker without its own key belongs to a run without keys. It must not trust old messages that the learner
+        # signed while it had a key more than what the learner sends now.
         learns = role == "rollout-worker" and not known and (own is not None or has_joined)
         bound: Callable[[str], str] = worker_keys.digits_in
         life = life or key_files.now()
@@ -69,7 +70,7 @@ def signatures(
         except (ConfigError, OSError):
             if ours is None:
                 raise
-            return ours.for_another_connection()  # a disk that fails now says nothing about the bus
+            return ours.for_another_connection()  # a disk failure now does not affect the bus connection
         if key is None:
             return Signatures(run=name)
         if ours is None or ours.learner != key.public:
@@ -82,7 +83,7 @@ def signatures(
 
 @contextlib.asynccontextmanager
 async def heard_kept(run: RunConfig) -> AsyncIterator[None]:
-    """Inside, what this process of the learner's role hears of others is kept for its next life."""
+    """In this context, messages that this learner process hears from others are kept for its next life."""
     ours = signatures(run, role="learner")
     keeping = heard_file.kept(run.run_directory / _FOLDER, ours.heard) if ours.learner else contextlib.nullcontext()
     async with keeping:
@@ -90,19 +91,19 @@ async def heard_kept(run: RunConfig) -> AsyncIterator[None]:
 
 
 def is_launched(run: RunConfig) -> Callable[[str], bool]:
-    """Whether a name is one that nobody but an own process of the run can have; of a run without keys every name is."""
+    """Return whether only the run's own processes can have a name. In a run without keys this holds for every name."""
     bound = worker_keys.bound_names(run.run_directory / _FOLDER, learner=learner_key(run))
     return lambda name: not learner_key(run) or is_public_key(bound(name))
 
 
 def learner_key(run: RunConfig) -> str:
-    """The learner's public key, made if the run has none; empty for a run that goes on without."""
+    """Return the learner's public key, creating the key if needed; empty for a run without keys."""
     key = _key(run)
     return key.public if key is not None else ""
 
 
 def _key(run: RunConfig) -> SigningKey | None:
-    """The learner's, from its credentials or its folder; None for a run that goes on without."""
+    """Return the learner's key from its credentials or its folder; None for a run without keys."""
     directory, folder = run.run_directory, run.run_directory / _FOLDER
     given = _given(run, "learner").get("signing-key", "")
     if given and directory.is_dir() and (folder.is_dir() or not (directory / HISTORY_FILE).exists()):
@@ -117,7 +118,7 @@ def _key(run: RunConfig) -> SigningKey | None:
 
 
 def _publish(key: SigningKey, folder: Path) -> None:
-    """Write the public half where it is not: a crash may have come before it."""
+    """Write the public half if it is missing, for example after a crash between the two writes."""
     public = folder / "learner.pub"
     try:
         if not public.exists() or public.read_bytes().strip() != key.public.encode():
@@ -127,12 +128,16 @@ def _publish(key: SigningKey, folder: Path) -> None:
 
 
 def _given(run: RunConfig, role: str) -> dict[str, str]:
-    """Keys in the role's credentials, where `bin/nats-config` wrote them."""
+    """Return the keys in the role's credentials, as written by `bin/nats-config`."""
     return keys(run.bus.credentials, role=role) if run.bus.credentials else {}
 
 
 def _made(run: RunConfig) -> SigningKey | None:
-    """None for a run that has begun without, and for one whose folder is not there yet: nothing is said before."""
+    """Create the learner's key.
+
+    None for a run that has started without keys, and if the run's folder does not exist yet, since nothing is sent
+    before it does.
+    """
     directory, folder = run.run_directory, run.run_directory / _FOLDER
     if not directory.is_dir() or (directory / HISTORY_FILE).exists():
         return None
@@ -151,7 +156,7 @@ def _made(run: RunConfig) -> SigningKey | None:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """One process at a time, where the file system locks folders: several of a run may start in the same moment."""
+    """Allow one process at a time if the file system can lock folders; several processes of a run may start at once."""
     held = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -190,9 +195,9 @@ def _public(folder: Path) -> str:
 
 
 def ticket_secret(run: RunConfig) -> bytes:
-    """What the tickets of the run's prompts are made of, made with the run; empty for a run that goes on without.
+    """Return the secret for the tickets of the run's prompts.
 
-    Raises ConfigError.
+    It is created with the run; empty for a run without tickets. Raises ConfigError.
     """
     path = run.run_directory / _FOLDER / "tickets"
     try:
@@ -201,7 +206,7 @@ def ticket_secret(run: RunConfig) -> bytes:
         secret = path.read_bytes().strip() if path.exists() else b""
     except OSError as error:
         raise ConfigError(f"{path}: cannot keep the secret of the run's tickets there: {error.strerror}") from None
-    if secret and not is_public_key(secret.decode(errors="replace")):  # it looks like one
+    if secret and not is_public_key(secret.decode(errors="replace")):  # the secret has the same format as a public key
         raise ConfigError(
             f"{path}: is not the secret of the run's tickets, 64 hexadecimal digits; put it back from a copy, or "
             "remove it: a run that has begun continues without tickets"
@@ -210,7 +215,7 @@ def ticket_secret(run: RunConfig) -> bytes:
 
 
 def keyed(launcher: Launcher, run: RunConfig) -> Launcher:
-    """The launcher, giving the run's workers keys of their own if the run has keys."""
+    """Wrap the launcher so that it gives workers their own keys, if the run has keys."""
     folder = run.run_directory / _FOLDER
-    ticket_secret(run)  # before two processes look for it
+    ticket_secret(run)  # created before two processes need it
     return worker_keys.KeyedLauncher(launcher, folder=folder) if learner_key(run) else launcher

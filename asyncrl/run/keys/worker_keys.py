@@ -1,16 +1,17 @@
-"""Keys of rollout workers: nobody else can speak under their names.
+"""Keys of rollout workers: no other process can send messages under their names.
 
-A worker that a run's launcher starts has its key from it:
+The run's launcher gives each worker that it starts a key:
 
-    keys/workers/NAME   the worker's secret, 0600; it gets it through its environment
-    keys/names          name -> public key of those that run now, for the learner
+    keys/workers/NAME   the worker's secret, 0600, passed to it through its environment
+    keys/names          name -> public key of the workers that run now, for the learner
 
-and its name is its own for as long as the launcher keeps it up. A worker that joins by itself makes a key, and its name
-ends with the first digits of it: ``gpu7-6bd3c0f4a1e29578``. So whoever reads what it says knows by the name alone who
-may say it. Nothing is registered, no name can be taken before its worker comes, and none is left behind.
+The worker owns its name while the launcher keeps it running. A worker that joins by itself creates a key, and its name
+ends with the first digits of the public key: ``gpu7-6bd3c0f4a1e29578``. A reader of its messages therefore knows from
+the name alone which key must have signed them. Nothing has to be registered, no name can be taken in advance, and no
+name is left behind.
 
-What others say under such a name is refused where the learner or `asyncrl run` reads it, and is not held against the
-worker.
+Messages of others under such a name are refused where the learner or `asyncrl run` reads them, and do not count against
+the worker.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from asyncrl.protocols.launcher import LaunchedProcess, Launcher, ProcessSpec
 from asyncrl.run.keys import key_files
 
 WORKER_KEY_VARIABLE: Final = "ASYNCRL_WORKER_KEY"
-"""In the environment of a worker that `asyncrl run` starts: its secret, or nothing in a run without keys."""
+"""Environment variable with the secret of a worker that `asyncrl run` starts; empty in a run without keys."""
 WORKER_LIFE_VARIABLE: Final = "ASYNCRL_WORKER_LIFE"
-"""And which life of that key it is (messages/signing.py): what it said in another one is old."""
+"""Environment variable with the life of that key (messages/signing.py); messages of earlier lives are old."""
 _NAMES: Final = "names"
 _DIGITS: Final = 16
-"""To make a key that begins with 16 given digits takes 2^64 tries."""
+"""Creating a key that begins with 16 given digits takes 2^64 attempts."""
 _KEYED_NAME: Final = re.compile(f".*-([0-9a-f]{{{_DIGITS}}})", re.DOTALL)
 
 
 class KeyedLauncher:
-    """A launcher that gives each rollout worker a key and binds its name to it. See Launcher."""
+    """A launcher that gives each worker a key and binds its name to it. See Launcher."""
 
     def __init__(self, launcher: Launcher, *, folder: Path) -> None:
-        """``folder``: keys/ in the run's folder. Raises ConfigError when it cannot be written."""
+        """``folder``: keys/ in the run's folder. Raises ConfigError if it cannot be written."""
         self._launcher = launcher
         self._folder = folder
         self._names: dict[str, str] = {}
@@ -61,7 +62,7 @@ class KeyedLauncher:
         self._launcher.check_room(specs)
 
     async def start(self, spec: ProcessSpec) -> LaunchedProcess:
-        """Raises DiskError, too: it is tried again."""
+        """Also raises DiskError, after which the start is retried."""
         if spec.role not in (WORKER, EVALUATION_WORKER, REWARD_WORKER):
             return await self._launcher.start(spec)
         key = self._key(spec.name)
@@ -73,7 +74,7 @@ class KeyedLauncher:
         await self._launcher.release(name)
         try:
             self._bind({one: key for one, key in self._names.items() if one != name})
-        except DiskError as error:  # it stays bound to who had it, who is gone
+        except DiskError as error:  # the name stays bound to the worker that is gone
             log.warning("%s", error)
 
     async def close(self) -> None:
@@ -85,11 +86,11 @@ class KeyedLauncher:
             self._names = dict(names)
 
     def _key(self, name: str) -> SigningKey:
-        """The one that it had: what it said before stays its own."""
+        """Return the worker's existing key, so that its earlier messages stay valid, or create one."""
         path = self._folder / "workers" / name
         try:
             return SigningKey.from_text(path.read_text().strip())
-        except (OSError, ValueError):  # there is none yet, or it is damaged
+        except (OSError, ValueError):  # no key yet, or a damaged one
             key = SigningKey.generate()
             self._write(f"workers/{name}", key.text())
             return key
@@ -106,11 +107,11 @@ log = logging.getLogger("asyncrl.keys")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this worker is.
+    """Identity of this worker.
 
-    key          what it signs with; None in a run without keys
-    has_own_key  it made its key itself, so that no other worker can have its name
-    life         which start of a process with this key it is; 0: the key is as new as its process
+    key          key that it signs with; None in a run without keys
+    has_own_key  it created the key itself, so no other worker can have its name
+    life         number of the start of a process with this key; 0: the key is as new as its process
     """
 
     name: str
@@ -120,10 +121,10 @@ class Identity:
 
 
 def identity(label: str, environment: MutableMapping[str, str]) -> Identity:
-    """That of this process.
+    """Return the identity of this process.
 
-    label        what its launcher calls it; of a worker that joins by itself, what its name begins with
-    environment  of this process; the key is taken out of it, so that whom this process starts does not inherit it
+    label        name from its launcher; for a worker that joins by itself, the first part of its name
+    environment  environment of this process; the key is removed, so that child processes do not inherit it
     """
     text = environment.pop(WORKER_KEY_VARIABLE, None)
     if text is None:
@@ -138,15 +139,15 @@ def identity(label: str, environment: MutableMapping[str, str]) -> Identity:
 
 
 def digits_in(name: str) -> str:
-    """The first digits of the key of a worker that joined by itself; "" for other names."""
+    """Return the first digits of the key of a worker that joined by itself; "" for other names."""
     found = _KEYED_NAME.fullmatch(name)
     return found[1] if found else ""
 
 
 def bound_names(folder: Path, *, learner: str) -> Callable[[str], str]:
-    """A function from a name to the public key that it is bound to, or its first digits; "" for none.
+    """Return a function from a name to the public key it is bound to, or its first digits; "" if it is not bound.
 
-    learner  its public key
+    learner  public key of the learner
     """
     path, read = folder / _NAMES, (0, 0)
     names: dict[str, str] = {}
@@ -155,7 +156,7 @@ def bound_names(folder: Path, *, learner: str) -> Callable[[str], str]:
         nonlocal read, names
         if name in LEARNERS_ACTORS:
             return learner
-        with contextlib.suppress(OSError, ValueError):  # no launcher has been here
+        with contextlib.suppress(OSError, ValueError):  # no launcher has written the file
             found = path.stat()
             if read != (this := (found.st_ino, found.st_mtime_ns)):
                 names, read = json.loads(path.read_text()), this

@@ -1,1 +1,1 @@
-"""`asyncrl plan`: measures an engine and the learner of a run, and says how to share GPUs between them."""
+"""`asyncrl plan`: measures an engine and the learner of a run, and recommends how to split GPUs between them."""

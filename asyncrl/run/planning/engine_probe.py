@@ -1,8 +1,8 @@
-"""What one engine of a run samples: a real rollout worker on a bus in memory, with nobody who trains.
+"""Measures one engine of a run: a real rollout worker on a bus in memory, without training.
 
-Prompts, rollout function, tools and rewards are the run's own. The worker is kept as full as a run of one engine would
-keep it for a while, and then drains, which shows how fast it is with few sequences. So every group that is begun is
-seen to its end, and long answers count as often as they occur.
+Prompts, rollout function, tools and rewards are those of the run. For a while the worker is kept as full as in a run
+with one engine. Then it drains, which shows its speed with few sequences. Every started group is completed, so long
+answers are not underrepresented.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from asyncrl.run.assembly.build_worker import build_worker
 
 LOOK_SECONDS: Final = 0.5
 LEVELS: Final = 4
-"""Readings are joined by how many sequences ran: as many levels as this between a number and its double."""
+"""Resolution for merging readings by the number of running sequences: levels per doubling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMeasured:
-    """groups: whole ones, as sampled;  num_failed: that no answer came of;  num_unfinished: answers, when time was up;
-    most_running: sequences at once"""
+    """groups: complete ones, as sampled;  num_failed: groups without an answer;  num_unfinished: answers in progress at
+    the end;  most_running: maximum number of sequences at once"""
 
     readings: tuple[DecodeReading, ...]
     groups: tuple[TrajectoryGroup, ...]
@@ -50,8 +50,10 @@ class EngineMeasured:
 
 
 def measure_engine(run: RunConfig, *, seconds: float, dry_seconds: float | None = None) -> EngineMeasured:
-    """Full for ``seconds``, then dry in ``dry_seconds`` at most, as many again if None. Blocks. Raises ConfigError, and
-    what engines raise."""
+    """Measure with a full engine for ``seconds``, then drain it for at most ``dry_seconds`` (None: the same time).
+
+    Blocks. Raises ConfigError and errors of the engine.
+    """
     return asyncio.run(_measure(run, seconds=seconds, dry_seconds=seconds if dry_seconds is None else dry_seconds))
 
 
@@ -68,7 +70,7 @@ async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> Eng
             group_size=run.rollout.group_size,
             state=LearnerState(incarnation=0, step=0, policy_version=0, groups={}, consumed={}, prompts=PromptState()),
             link=PromptLink(),
-            are_sampled=False,  # no version will come
+            are_sampled=False,  # no new weights will come
         )
         probe = _Probe(bus, worker=worker, seconds=seconds, dry_seconds=dry_seconds)
         await supervise(probe, follower, prompts, owns_process=False)
@@ -78,7 +80,7 @@ async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> Eng
 
 
 class _Probe(Actor):
-    """consumes: trajectories    publishes: progress, which lets prompts into the window    owns: the worker"""
+    """consumes: trajectories    publishes: progress, which admits prompts    owns: the worker"""
 
     role = "learner"
 
@@ -114,7 +116,7 @@ class _Probe(Actor):
                 task.cancel()
 
     def measured(self) -> EngineMeasured:
-        """Raises EngineError where nothing was sampled."""
+        """Return the measurements. Raises EngineError if nothing was sampled."""
         if not self._groups:
             why = f": {self._failed[0]}" if self._failed else ""
             raise EngineError(
@@ -130,7 +132,7 @@ class _Probe(Actor):
         )
 
     async def _read(self) -> None:
-        """consumes: trajectories    waits for: the next one"""
+        """consumes: trajectories    waits for: the next trajectory"""
         await self._let_in()
         async with self.bus.read(TRAJECTORIES) as records:
             async for record in records:
@@ -147,7 +149,7 @@ class _Probe(Actor):
         await self.bus.put(PROGRESS, Progress(incarnation=0, step=done, policy_version=0))
 
     async def _look(self) -> None:
-        """consumes: nothing    waits for: the clock    woken by: it"""
+        """consumes: nothing    waits for: the clock    woken by: the clock"""
         stats, since = self._worker.engine_stats(), time.monotonic()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -159,7 +161,10 @@ class _Probe(Actor):
 
 
 def joined(looks: Iterable[DecodeReading]) -> Iterator[DecodeReading]:
-    """Readings of about as many sequences as one: tokens arrive in bursts. Those of none are left out."""
+    """Merge readings with similar numbers of sequences, because tokens arrive in bursts.
+
+    Readings without sequences are left out.
+    """
     levels: dict[int, list[DecodeReading]] = {}
     for look in looks:
         if look.running > 0:

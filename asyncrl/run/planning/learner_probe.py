@@ -1,4 +1,7 @@
-"""What the learner of a run takes for a step: its own backend, algorithm and packing, on groups of an engine."""
+"""Measures how long a step of the run's learner takes, with its own backend, algorithm and packing.
+
+It trains on groups that an engine sampled.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ from asyncrl.protocols import Backend
 from asyncrl.run import learner_models, registry
 
 WARM_UP_STEPS: Final = 2
-"""Kernels are compiled and memory is found in them."""
+"""The first steps compile kernels and allocate memory."""
 LEAST_STEPS: Final = 2
-"""Timed steps of each size."""
+"""Minimum number of timed steps for each size."""
 LARGER_ROWS: Final = 2
-"""Times learner.micro_batch_tokens that are tried besides them."""
+"""Factor of learner.micro_batch_tokens that is tried in addition."""
 
 log = logging.getLogger("asyncrl.plan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMeasured:
-    """readings: steps of the smallest learner (Units.copy), weights copied for engines included.
+    """readings: steps of the smallest learner (Units.copy), including copying the weights for engines.
 
-    larger  tokens a second with LARGER_ROWS times the packed tokens per forward pass, divided by those with the run's;
-            0 where they do not fit, None where a batch has too few tokens to tell
+    larger  tokens per second with LARGER_ROWS times the packed tokens per forward pass, divided by those with the
+            run's; 0 if they do not fit, None if a batch has too few tokens to measure it
     """
 
     readings: tuple[TrainReading, ...]
@@ -42,14 +45,17 @@ class LearnerMeasured:
 
 
 def measure_learner(run: RunConfig, groups: Sequence[TrajectoryGroup], *, seconds: float) -> LearnerMeasured:
-    """Steps on batches of two sizes for about ``seconds``. Blocks. Raises ConfigError, and what a backend raises."""
+    """Time steps on batches of two sizes for about ``seconds``.
+
+    Blocks. Raises ConfigError and errors of the backend.
+    """
     algorithm, backend = registry.algorithm(run), registry.backend(run)
     try:
         backend.start()
         probe = _Probe(run, backend, algorithm, groups)
         large = probe.fitting(seconds / 4)
         sizes = sorted({max(1, large // 4), large})
-        probe.step(large, rows=run.learner.micro_batch_tokens)  # its kernels, too
+        probe.step(large, rows=run.learner.micro_batch_tokens)  # compiles the kernels for this size
         until, readings = time.monotonic() + seconds, list[TrainReading]()
         for count, size in enumerate(itertools.cycle(sizes)):
             if count >= LEAST_STEPS * len(sizes) and time.monotonic() > until:
@@ -61,7 +67,7 @@ def measure_learner(run: RunConfig, groups: Sequence[TrajectoryGroup], *, second
 
 
 def _larger(run: RunConfig, probe: _Probe, size: int, readings: Sequence[TrainReading]) -> float | None:
-    """Last of all: memory that runs out may leave a backend broken."""
+    """Measure larger micro-batches. This must come last, because running out of memory may leave the backend broken."""
     rows = LARGER_ROWS * run.learner.micro_batch_tokens
     own = [one for one in readings if one.tokens == max(reading.tokens for reading in readings)]
     if own[0].tokens < rows * run.learner.data_parallel:
@@ -69,7 +75,7 @@ def _larger(run: RunConfig, probe: _Probe, size: int, readings: Sequence[TrainRe
     try:
         probe.step(size, rows=rows)
         larger = [probe.step(size, rows=rows) for _ in range(LEAST_STEPS)]
-    except Exception as error:  # whatever its backend makes of memory that runs out
+    except Exception as error:  # errors for a lack of memory depend on the backend
         log.warning("learner.micro_batch_tokens = %d does not fit: %s", rows, str(error).partition("\n")[0])
         return 0.0
     return min(one.seconds for one in own) / min(one.seconds for one in larger)
@@ -81,17 +87,18 @@ class _Probe:
     ) -> None:
         self._run, self._backend, self._algorithm, self._groups = run, backend, algorithm, groups
         self._training = TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run))
-        self._step = learner_models.training_options(run)["critic_warmup_steps"]  # behind it the policy trains, too
+        # after the critic's warm-up the policy trains too
+        self._step = learner_models.training_options(run)["critic_warmup_steps"]
 
     def fitting(self, seconds: float) -> int:
-        """Groups of a batch that takes at most as long, or the run's batch. Warms up."""
+        """Return how many groups a batch may have to take at most ``seconds``, up to the run's batch. Warms up."""
         size = max(1, self._run.learner.groups_per_batch // 4)
         for _ in range(WARM_UP_STEPS):
             reading = self.step(size, rows=self._run.learner.micro_batch_tokens)
         return max(1, min(self._run.learner.groups_per_batch, int(size * seconds / reading.seconds)))
 
     def step(self, size: int, *, rows: int) -> TrainReading:
-        """On ``size`` groups, with ``rows`` packed tokens per forward pass."""
+        """Train ``size`` groups, with ``rows`` packed tokens per forward pass."""
         groups = list(itertools.islice(itertools.cycle(self._groups), size))
         batch = batches.build(
             groups, algorithm=self._algorithm, policy_version=0, max_staleness=self._run.max_staleness, forks={}

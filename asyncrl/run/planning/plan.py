@@ -1,4 +1,4 @@
-"""Measures what one engine and one copy of the model take, each in a process of its own, and simulates every split."""
+"""Measures one engine and one copy of the model, each in a separate process, and simulates every split of the GPUs."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from asyncrl.run.planning.learner_probe import LearnerMeasured, measure_learner
 from asyncrl.run.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus
 
 LOAD_SECONDS: Final = 0.1
-"""That an engine stands still for a new version; not measured, as a step takes many times that."""
+"""Assumed pause of an engine for a new version; not measured, because a step takes many times as long."""
 END_SECONDS: Final = 10.0
-"""For a process that has measured to end what it started."""
+"""Time for a measuring process to end the processes that it started."""
 MOST_BOUNDED: Final = 2
-"""Splits, the best ones, that are tried with other staleness bounds."""
+"""Number of best splits that are also tried with other staleness bounds."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What is known of a run, and what follows.
+    """Measurements of a run, and the resulting predictions.
 
     kept   share of the sampled groups that algorithm.filters keep
-    found  every split and bound that was simulated;  best: of them;  now: the run file's own, if it is of as many GPUs
+    found  every simulated split and bound;  best: the best of them;  now: the run file's own, if it uses as many GPUs
     """
 
     units: Units
@@ -56,9 +56,11 @@ class Allocation:
 
 
 def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], None]) -> Allocation:
-    """Measure for about ``seconds`` each, then simulate. Blocks for minutes; ``tells`` hears what it does.
+    """Measure engine and learner for about ``seconds`` each, then simulate.
 
-    Raises ConfigError where the run file or this machine has no room for it.
+    Blocks for minutes; ``tells`` is called with progress.
+
+    Raises ConfigError if the run file or this machine does not allow it.
     """
     _require_split(run)
     check(run)
@@ -68,7 +70,7 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
     except ValueError as error:
         raise ConfigError(f"--gpus {gpus}: {error}") from None
     there, needed = num_gpus(), max(gpus_per_worker(run), gpus_of_learner(run) and units.copy)
-    if 0 < there < needed:  # without any, all of it is on the CPU
+    if 0 < there < needed:  # without GPUs, everything runs on the CPU
         raise ConfigError(f"asyncrl plan measures on this machine, which has {there} of the {needed} GPUs needed")
     with tempfile.TemporaryDirectory(prefix="asyncrl-plan-") as folder:
         alone = _alone(run, units, Path(folder))
@@ -117,7 +119,7 @@ def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured) 
 
 
 def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
-    """The run, to be simulated; its split and its steps are another's."""
+    """Return the run as a Plan for simulation. Its split and number of steps are placeholders."""
     filters = registry.filters(run).values()
     kept = [group for group in engine.groups if all(ask(function, group) for function in filters)]
     if not kept:
@@ -142,12 +144,12 @@ def plan_of(run: RunConfig, engine: EngineMeasured) -> Plan:
 
 
 def lengths_of(group: TrajectoryGroup) -> list[int]:
-    """Tokens that the engine sampled for each rollout, all its parts and turns together; one at least."""
+    """Return the number of tokens that the engine sampled for each rollout, over all parts and turns; at least 1."""
     return [max(1, sum(int(part.response_mask.sum()) for part in parts)) for parts in group.rollouts]
 
 
 def _possible(run: RunConfig, units: Units, splits: Sequence[Split]) -> Sequence[Split]:
-    """Those with a learner that the backend takes: some have one rank."""
+    """Return the splits whose learner the backend supports; some backends support only one rank."""
     two = dataclasses.replace(run, learner=dataclasses.replace(run.learner, ranks=2 * units.copy, gpus=()))
     try:
         registry.backend_class(run).check(two)
@@ -169,7 +171,7 @@ def _require_split(run: RunConfig) -> None:
 
 
 def _alone(run: RunConfig, units: Units, folder: Path) -> RunConfig:
-    """The run with one copy of the model and one engine, in a folder of its own, and nothing beside training."""
+    """Return the run with one copy of the model and one engine, in a separate folder, and only training."""
     return dataclasses.replace(
         run,
         run=dataclasses.replace(run.run, directory=str(folder), name="plan"),
@@ -184,7 +186,10 @@ def _alone(run: RunConfig, units: Units, folder: Path) -> RunConfig:
 
 
 def in_process(measure: Callable[..., T], run: RunConfig, *arguments: object, seconds: float) -> T:
-    """In a fresh process, whose end gives back all memory. Raises what it raised; AsyncRLError when it was killed."""
+    """Run ``measure`` in a fresh process, whose end frees all memory.
+
+    Raises its errors; AsyncRLError if it was killed.
+    """
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_tell, args=(sender, measure, run, *arguments), kwargs={"seconds": seconds})
@@ -196,7 +201,7 @@ def in_process(measure: Callable[..., T], run: RunConfig, *arguments: object, se
         raise AsyncRLError(
             f"{measure.__name__}: its process was killed; memory may have run out. See what `asyncrl run` says"
         ) from None
-    finally:  # Ctrl-C too
+    finally:  # after Ctrl-C too
         process.terminate()
         process.join(END_SECONDS)
         process.kill()
@@ -208,7 +213,7 @@ def in_process(measure: Callable[..., T], run: RunConfig, *arguments: object, se
 
 
 def _tell(sender: Connection, measure: Callable[..., object], *arguments: object, seconds: float) -> None:
-    """Sends what ``measure`` gives or raises."""
+    """Send the result or the error of ``measure``."""
     signal_on_parent_death(signal.SIGKILL)
     try:
         sender.send(measure(*arguments, seconds=seconds))

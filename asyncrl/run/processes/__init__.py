@@ -1,1 +1,1 @@
-"""The processes of a run: what each is started with, and how the launcher keeps them up."""
+"""The processes of a run: how each is started, and how the launcher keeps them running."""

@@ -1,4 +1,4 @@
-"""One process of a run across its restarts: what it is started with, how often it may be, and how each start ended."""
+"""One process of a run across its restarts: how it is started, how often it may restart, and how each start ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_BACK_OFF_SECONDS = 30.0
 HEALTHY_SECONDS = 600.0
 """A process that has worked and was up for this long gets all its restarts back."""
 MOST_RENAMES = 10
-"""Names that others may have, one after the other, besides those whose heartbeats are heard."""
+"""Number of names that may be taken by others, one after the other, in addition to those whose heartbeats are heard."""
 
 
 @dataclass(slots=True)
@@ -31,13 +31,13 @@ class RestartPolicy:
     restarts: int
     used: int = 0
     failed_starts: int = 0
-    """In a row."""
+    """Consecutive failed starts."""
 
     def next_delay(self, uptime_seconds: float, *, has_worked: bool) -> float | None:
-        """Seconds to wait before the next start; None when no restart is left.
+        """Return the seconds to wait before the next start; None if no restart is left.
 
-        A process that has worked is missed, so it restarts at once. So does one after its first failed start: it may
-        have worked and died before its first heartbeat was heard.
+        A process that has worked is restarted immediately. So is one after its first failed start: it may have worked
+        and died before its first heartbeat was heard.
         """
         if has_worked and uptime_seconds >= HEALTHY_SECONDS:
             self.used = 0
@@ -60,9 +60,9 @@ class RestartPolicy:
 class Exit:
     """How one start of a process ended.
 
-    code         as ``LaunchedProcess.ended`` gives it
-    reason       for a person
-    has_no_room  it was never started: no GPUs are free
+    code         as returned by ``LaunchedProcess.ended``
+    reason       the reason as text
+    has_no_room  it was never started, because no GPUs are free
     node, pid    of the process, if there was one
     """
 
@@ -76,7 +76,7 @@ class Exit:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChildProcess:
-    """One name in the run, and the process that has it now."""
+    """A name in the run, and the process that has it now."""
 
     spec: ProcessSpec
     restarts: RestartPolicy
@@ -88,26 +88,29 @@ class ChildProcess:
     is_added: bool = False
     """The worker was added while the run was up."""
     is_leaving: bool = False
-    """It was told to drain while the run goes on, so its exit is no failure."""
+    """It was told to drain while the run continues, so its exit is not a failure."""
     is_configured: bool = False
-    """It has worked before: if it now says that its run file is wrong, it cannot reach the bus."""
+    """It has worked before. If it now reports a wrong run file, the real cause is that it cannot reach the bus."""
     starts: int = 0
     no_restart: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
-    """Once set, it is not started again."""
+    """Once set, the process is not started again."""
     fault: str = ""
-    """What we killed it for."""
+    """Reason why the manager killed it."""
     process: LaunchedProcess | None = None
     since: float = 0.0
     """Monotonic time of the last start or exit."""
     _pending_signal: int = field(default=0, repr=False)
-    """A signal that was sent while there was no process to take it."""
+    """A signal that was sent while there was no process to receive it."""
 
     @property
     def name(self) -> str:
         return self.spec.name
 
     def launched(self) -> list[Launched]:
-        """What the health monitor should know of it; empty once it is not kept running any more, or is no actor."""
+        """Return the process for the health monitor.
+
+        Empty once it is no longer kept running, and for ranks, which are not actors.
+        """
         if not self.is_kept_running or self.spec.role == LEARNER_RANK:
             return []
         pid, host = (self.process.pid, self.process.node) if self.process is not None else (0, "")
@@ -124,7 +127,7 @@ class ChildProcess:
         ]
 
     async def run_once(self, launcher: Launcher) -> Exit:
-        """Start the process and wait for its exit. A start that fails is an exit too."""
+        """Start the process and wait for its exit. A failed start counts as an exit."""
         began, self.since = time.monotonic(), time.monotonic()
         self.fault, has_no_room = "", False
         node, pid = "", 0
@@ -149,7 +152,7 @@ class ChildProcess:
         return Exit(code=code, reason=reason, uptime_seconds=uptime, has_no_room=has_no_room, node=node, pid=pid)
 
     async def _start(self, launcher: Launcher, spec: ProcessSpec) -> LaunchedProcess | None:
-        """None if ``no_restart`` is set first: a launcher may wait long for free GPUs."""
+        """Start the process; None if ``no_restart`` is set first. A launcher may wait long for free GPUs."""
         start = asyncio.ensure_future(launcher.start(spec))
         given_up = asyncio.ensure_future(self.no_restart.wait())
         try:
@@ -158,21 +161,21 @@ class ChildProcess:
         finally:
             start.cancel()
             given_up.cancel()
-            await asyncio.wait({start, given_up})  # until what was begun is undone
+            await asyncio.wait({start, given_up})  # until a partial start is undone
 
     async def back_off(self, seconds: float) -> None:
-        """Wait before the next start; ends early when there is to be none."""
+        """Wait before the next start. Ends early if there will be none."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.no_restart.wait(), seconds)
 
     def drain(self) -> None:
-        """Tell it to finish what it has and leave for good."""
+        """Tell the process to finish its work and leave for good."""
         self.is_leaving = True
         self.no_restart.set()
         self.signal(signal.SIGTERM)
 
     def signal(self, number: int) -> None:
-        """Send a signal to its process, or to the next one if none is up."""
+        """Send a signal to the process, or to the next one if none is up."""
         if self.process is not None:
             self.process.signal(number)
         else:

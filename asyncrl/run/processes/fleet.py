@@ -1,7 +1,7 @@
-"""The processes of one run, and how many of its workers `asyncrl run` keeps up: who comes, who leaves, with which name.
+"""The processes of one run, and how many workers `asyncrl run` keeps up: which are added, which leave, and their names.
 
 The number of rollout workers and of reward workers may change while the run is up (``resize``, called by
-actors/fleet_scaler.py for `asyncrl scale`). New workers get free GPUs or are refused; workers that leave drain,
+actors/fleet_scaler.py for `asyncrl scale`). New workers get free GPUs or are refused. Workers that leave drain,
 quarantined ones first, then the newest.
 """
 
@@ -21,18 +21,18 @@ from asyncrl.run.processes.child_process import ChildProcess
 DRAIN_SECONDS: Final = 120.0
 """How long processes may take to drain."""
 HAND_OVER_SECONDS: Final = 15.0
-"""How much longer a leaving worker may take to hand over what it has; then it is killed."""
+"""Additional time for a leaving worker to hand over its work; then it is killed."""
 
 LETTERS: Final = {WORKER: "w", REWARD_WORKER: "r"}
-"""Roles that may have any number of workers, and how their names begin."""
+"""Roles that may have any number of workers, and the first letter of their names."""
 WORDS: Final = {WORKER: "rollout worker", REWARD_WORKER: "reward worker"}
 
 NewWorker = Callable[[str, str, frozenset[int]], ChildProcess]
-"""Makes a worker of this role and name that uses none of these GPUs. Raises NoRoom."""
+"""Creates a worker with this role and name that uses none of these GPUs. Raises NoRoom."""
 
 
 class Fleet:
-    """Sized by a FleetScaler (actors/fleet_scaler.py)."""
+    """Processes that a FleetScaler resizes (actors/fleet_scaler.py)."""
 
     def __init__(
         self,
@@ -43,18 +43,18 @@ class Fleet:
         over: asyncio.Event,
         say: Callable[[str], None],
     ) -> None:
-        """start: keeps one more process running;  over: once it is set, the fleet changes no more"""
+        """start: keeps one more process running;  over: once set, the fleet no longer changes"""
         self.children = list(children)
         self.changed = asyncio.Event()
         self.quarantined: set[str] = set()
-        """Names, as the health monitor saw them last."""
+        """Names of quarantined workers at the health monitor's last look."""
         self._new_worker, self._start, self._over, self.say = new_worker, start, over, say
-        self._taken: set[str] = set()  # names of workers that are not ours
+        self._taken: set[str] = set()  # names of workers that this run did not start
         self._sizes = {role: sum(child.spec.role == role for child in self.children) for role in LETTERS}
         self._request = self._problem = ""
 
     def resize(self, size: FleetSize) -> None:
-        """Start or drain workers until there are this many; ``status`` says what came of it."""
+        """Start or drain workers until their numbers match. ``status`` reports the result."""
         asked = {WORKER: size.rollout_workers, REWARD_WORKER: size.reward_workers}
         wanted = {role: count for role, count in asked.items() if count is not None}
         is_new = any(self._sizes[role] != count for role, count in wanted.items())
@@ -83,7 +83,7 @@ class Fleet:
             self.say(f"{len(workers)} -> {wanted} {WORDS[role]}s: {'+' if added else '-'} {names}")
 
     def status(self) -> FleetStatus:
-        """Of the workers that we started; workers that joined by themselves do not count."""
+        """Return the status of the workers that this run started; workers that joined by themselves do not count."""
         return FleetStatus(
             request=self._request,
             rollout_workers=self._sizes[WORKER],
@@ -95,26 +95,26 @@ class Fleet:
         )
 
     def workers(self, role: str) -> list[ChildProcess]:
-        """Those that are to stay. The last leaves first: quarantined ones, then the newest."""
+        """Return the workers that are to stay. The last one leaves first: quarantined workers, then the newest."""
         workers = [one for one in self.children if one.spec.role == role and one.is_kept_running and not one.is_leaving]
         return sorted(workers, key=lambda child: child.name in self.quarantined)
 
     def refuse_size(self, role: str, reason: str) -> None:
-        """The fleet stays as large as it is."""
+        """Keep the present size, and report the reason."""
         size = self._sizes[role] = len(self.workers(role))
         self._problem = f"{reason}; the fleet stays at {size} {WORDS[role]}{'s' * (size != 1)}"
         self.say(self._problem)
         self.changed.set()
 
     def ended(self, child: ChildProcess) -> None:
-        """It is not started again."""
+        """Record that a process will not be started again."""
         child.is_kept_running = False
         if child.spec.role in LETTERS:
             self.children.remove(child)
         self.changed.set()
 
     def rename(self, child: ChildProcess, *, besides: Collection[str]) -> None:
-        """A worker that is not ours has its name."""
+        """Rename a worker whose name is used by a worker that this run did not start."""
         self._taken.add(taken := child.name)
         child.spec = child.spec.renamed(self._free_name(child.spec.role, besides=besides))
         self.say(f"{taken!r} is the name of a {WORDS[child.spec.role]} that is not ours: ours is {child.name!r} now")

@@ -1,4 +1,4 @@
-"""How many GPUs the processes of a run need, and which of this machine's GPUs each process gets."""
+"""How many GPUs the processes of a run need, and which GPUs of this machine each process gets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from asyncrl.run import registry
 
 
 def placement(run: RunConfig) -> Placement:
-    """How this machine's GPUs are dealt to the processes that `asyncrl run` starts on it. Raises ConfigError.
+    """Assign this machine's GPUs to the processes that `asyncrl run` starts on it. Raises ConfigError.
 
-    Not part of ``check``: a process that has been given its GPUs sees no others.
+    Not part of ``check``, because a process that has been given its GPUs sees no others.
     """
     ranks, there = gpus_of_learner(run), num_gpus()
     own = run.rollout.gpus

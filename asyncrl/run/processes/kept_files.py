@@ -1,6 +1,7 @@
-"""Files of a run's folder that other processes need while the run is up: written again when somebody took them.
+"""Rewrites files of a run's folder that other processes need, if they are removed or changed while the run is up.
 
-Without bus.json nobody finds the run's bus, and without its keys a worker that starts cannot tell the learner's words.
+Without bus.json no process finds the run's bus. Without its keys, a worker that starts cannot verify the learner's
+messages.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class KeptFile(Protocol):
     def path(self) -> Path: ...
 
     def stands(self) -> bool:
-        """Whether it is as it was written. Raises OSError where that cannot be told."""
+        """Whether the file is unchanged. Raises OSError if it cannot be checked."""
         ...
 
     def write(self) -> None:
@@ -34,8 +35,10 @@ class KeptFile(Protocol):
 
 
 class AddressFile:
-    """Where a run's bus answers, for its owner alone. Its inode tells it from a copy of the folder, whose run is not
-    up."""
+    """Address of the run's bus, readable only by its owner.
+
+    It contains its own inode, which exposes a copied folder whose run is not up.
+    """
 
     def __init__(self, path: Path, *, url: str, token: str) -> None:
         self.path = path
@@ -62,7 +65,7 @@ class AddressFile:
 
 
 class KeyFile:
-    """A key as it is now."""
+    """A key file with its present content."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,14 +82,14 @@ class KeyFile:
 
 
 def of_run(directory: Path, server: BusServer | None) -> list[KeptFile]:
-    """What is there of them. ``server``: that of the run's own bus."""
+    """Return the files of this run that exist. ``server``: server of the run's own bus"""
     keys = [path for name in KEY_FILES if (path := directory / name).exists()]
     found: list[KeptFile] = [KeyFile(path) for path in keys]
     return found if server is None else [AddressFile.of(directory, server), *found]
 
 
 async def keep(files: Sequence[KeptFile], *, say: Callable[[str], None]) -> None:
-    """Until cancelled. waits for: the clock"""
+    """Check the files until cancelled. waits for: the clock"""
     problems: dict[Path, str] = {}
     while True:
         await asyncio.sleep(LOOK_SECONDS)

@@ -1,7 +1,7 @@
 """Starts a whole run from one run file and keeps it up: its bus, its learner and its rollout workers.
 
-One process = one command = one failure domain. Nothing that a run needs is kept here: kill this process, and the same
-command with --resume continues the run. Whatever it started ends with it, so nothing is left behind.
+One process = one command = one failure domain. This process holds nothing that a run needs: after it is killed, the
+same command with --resume continues the run. Everything that it started ends with it.
 """
 
 from __future__ import annotations
@@ -48,45 +48,45 @@ async def launch(
     import_path: Sequence[str] = (),
     handles_signals: bool = False,
 ) -> Outcome:
-    """Run to the end. Cancelling it drains the run, as Ctrl-C does.
+    """Run to the end. Cancelling drains the run, as Ctrl-C does.
 
-    run_file         read again by every process, with ``overrides``; ``run_config`` is what they make of it
-    token            of the bus at bus.url
-    import_path      folders that every process imports from, before those it finds itself
-    handles_signals  SIGINT and SIGTERM drain the run, a second one kills it: the process is there for this run alone
+    run_file         read again by every process, with ``overrides``; ``run_config`` is the result
+    token            token of the bus at bus.url
+    import_path      folders from which every process imports, before its default ones
+    handles_signals  SIGINT and SIGTERM drain the run, a second signal kills it; for a process dedicated to this run
 
-    Raises ConfigError for a run that cannot be started here, or is up already.
+    Raises ConfigError for a run that cannot be started here, or is already up.
     """
     directory = run_config.run_directory
     has_run = (directory / HISTORY_FILE).exists() or checkpoint.complete(directory / "checkpoints")
-    if not resume and has_run:  # an empty folder for checkpoints may be a disk of its own
+    if not resume and has_run:  # an empty checkpoints folder may be a mounted disk
         raise ConfigError(
             f"{directory} already holds a run; continue it with --resume, or start another with --set run.name=NAME"
         )
     if not registry.bus_class(run_config).is_shared:
-        # It imports torch, as the other processes do otherwise.
+        # Imports torch, which otherwise only the child processes do.
         from asyncrl.run.processes.one_process import run_in_one_process
 
         return await run_in_one_process(run_config, resume=resume, owns_process=handles_signals)
     if resume:
         if not run_config.bus.url:
             _require_run(directory)
-        RecordedRun(directory).checkpoint()  # cannot be read: its learner would wait until it can
+        RecordedRun(directory).checkpoint()  # raises if it cannot be read; the learner would wait for it
         resume_settings.refuse_others(run_config)
     launcher = registry.launcher(run_config)
     host = launcher.connect()
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
     async with contextlib.AsyncExitStack() as stack:
         server = None if run_config.bus.url else stack.enter_context(_own_server(run_config, host=host))
-        if server is None:  # a server of our own has no other run
+        if server is None:  # a server of this run has no other run
             await stack.enter_async_context(_only_one(run_config, resume=resume, token=token))
-            _make(directory)  # only once somebody has answered at bus.url
+            _make(directory)  # only after the server at bus.url has answered
         environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}
         if server is not None:
             environment = {"ASYNCRL_BUS_URL": server.url, "ASYNCRL_BUS_TOKEN": server.token}
         if import_path:
             environment[PYTHON_PATH] = os.pathsep.join(import_path)
-        environment[WORKER_KEY_VARIABLE] = ""  # in a run without keys its workers make none either
+        environment[WORKER_KEY_VARIABLE] = ""  # in a run without keys, workers create none either
         if key := signing_keys.learner_key(run_config):
             environment[signing_keys.LEARNER_KEY_VARIABLE] = key
         launcher = signing_keys.keyed(launcher, run_config)
@@ -110,21 +110,21 @@ async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str
     files = kept_files.of_run(run_config.run_directory, server)
     keeping = asyncio.ensure_future(kept_files.keep(files, say=manager.say))
     scaler = FleetScaler(bus, manager.fleet, rule=_fleet_rule(run_config))
-    running = asyncio.ensure_future(manager.run(monitor, scaler))  # awaited on every way out
+    running = asyncio.ensure_future(manager.run(monitor, scaler))  # awaited on every exit
     try:
         async with signing_keys.heard_kept(run_config):
             return await asyncio.shield(running)
     except asyncio.CancelledError:
         manager.interrupt()
-        await running  # a second cancellation kills what is left
+        await running  # a second cancellation kills the remaining processes
         raise
     finally:
         keeping.cancel()
-        await asyncio.wait((keeping,))  # it writes no file of a run that is over
+        await asyncio.wait((keeping,))  # it must not write files after the run has ended
 
 
 def _fleet_rule(run_config: RunConfig) -> FleetSizer | None:
-    """None where the number of workers is what the run file or `asyncrl scale` says."""
+    """None if the number of workers comes only from the run file or `asyncrl scale`."""
     rollout = run_config.rollout
     if rollout.most_workers <= rollout.workers:
         return None
@@ -136,15 +136,18 @@ def _fleet_rule(run_config: RunConfig) -> FleetSizer | None:
 
 @contextlib.contextmanager
 def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
-    """The server of this run's bus, its address in the run's folder. Raises ConfigError while the run is up already."""
+    """Start the server of this run's bus, with its address in the run's folder.
+
+    Raises ConfigError if the run is already up.
+    """
     directory = run_config.run_directory
     _make(directory)
     server = registry.bus_class(run_config).server(run_config, directory=directory, host=host)
     if server is None:
         raise ConfigError(f'bus.url: bus.kind = "{run_config.bus.kind}" needs the address of a server that runs')
     try:
-        server.start()  # in this thread, not another: the server ends with the thread that started it
-    except ConfigError:  # its store is in use, or its port if the run file gives one
+        server.start()  # in this thread: the server ends with the thread that starts it
+    except ConfigError:  # its store is in use, or the port that the run file gives
         if pid := launcher_pid(directory):
             raise ConfigError(
                 f"{directory}: this run is up (`asyncrl run`, process {pid}); `asyncrl doctor` says how it is, Ctrl-C "
@@ -164,7 +167,7 @@ def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
 
 @contextlib.asynccontextmanager
 async def _only_one(run_config: RunConfig, *, resume: bool, token: str) -> AsyncIterator[None]:
-    """Inside, nobody else starts this run on the bus. Raises ConfigError while somebody has.
+    """In this context, no other process can start this run on the bus. Raises ConfigError if one already has.
 
     A second learner would be refused anyway, but only after its workers had mixed with those of the first one.
     """
@@ -184,7 +187,7 @@ async def _only_one(run_config: RunConfig, *, resume: bool, token: str) -> Async
 
 
 async def _reopen(run_config: RunConfig, *, token: str) -> FleetSize | None:
-    """Take back "finished" before workers read it. Returns the size that `asyncrl scale` set last."""
+    """Reset the state "finished" before workers read it. Returns the size that `asyncrl scale` set last."""
     bus = await connect(run_config, token=token)
     try:
         progress = (await bus.states(PROGRESS)).get("")
@@ -199,7 +202,7 @@ async def _reopen(run_config: RunConfig, *, token: str) -> FleetSize | None:
 
 
 def _require_run(directory: Path) -> None:
-    """Raise ConfigError when there is no run to continue: a typing error in its name would start another one."""
+    """Raise ConfigError if there is no run to continue. Otherwise a typo in its name would start a new one."""
     if not directory.is_dir():
         there = sorted(path.parent.name for path in directory.parent.glob(f"*/{HISTORY_FILE}"))
         known = f"; in {directory.parent} there are {', '.join(there[-8:])}" if there else ""
@@ -215,7 +218,7 @@ def _make(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM interrupt the run, where this is the main thread: no other may handle signals."""
+    """Interrupt the run on SIGINT and SIGTERM. Only the main thread can handle signals; in others this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

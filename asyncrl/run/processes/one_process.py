@@ -1,6 +1,6 @@
-"""A run on a bus that no other process can reach: learner and rollout workers as actors of one event loop.
+"""A run on a bus inside one process: the learner and the rollout workers are actors of one event loop.
 
-Nothing restarts the process and nothing outlives it: such a run cannot be resumed, joined, scaled or looked at.
+Nothing restarts the process and nothing outlives it. Such a run cannot be resumed, joined, scaled or watched.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger("asyncrl.run")
 
 
 async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool) -> Outcome:
-    """Train to the end in a folder that holds no run yet. Cancelling it drains the run; a second time, ends it.
+    """Train to the end in a folder that holds no run yet. Cancelling drains the run; cancelling again ends it.
 
-    owns_process  the process is there for this run alone, whose logs it keeps and whose signals drain it
+    owns_process  the process is dedicated to this run, which keeps its logs and handles its signals
 
     Raises ConfigError for a run that cannot be started here.
     """
@@ -74,9 +74,9 @@ async def _trained(run: RunConfig, bus: Bus, *, beside: list[Actor], owns_proces
     except asyncio.CancelledError:
         for learner in learners:
             learner.drain()
-        if not learners:  # its models are still being loaded: there is nothing to keep
+        if not learners:  # its models are still loading, so there is nothing to save
             training.cancel()
-        await training  # cancelled here, it ends at once
+        await training  # a cancellation here ends it immediately
         raise
 
 

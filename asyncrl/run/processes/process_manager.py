@@ -1,13 +1,14 @@
 """Starts, watches, restarts and ends the processes of one run, over any launcher.
 
-A learner that dies is restarted with --resume, a rollout worker as it was. Each has a limited number of restarts, and a
-process that cannot come back ends the run with its exit code. Other ranks of a learner end with it and it with any of
-them: the learner's restarts count for all. Exit codes 2 (configuration, unless it has worked before) and 3 (only failed
-groups) are never retried; 5 (a disk cannot be written) is retried until it can, at no cost. A process that dies because
-the bus is away loses no restart. The health monitor (actors/health_monitor.py) finds what is stuck; a stuck process of
-ours that does not recover is killed, and then restarts like any other.
+A learner that dies is restarted with --resume, a rollout worker with its original command. Each has a limited number of
+restarts. A process that cannot be restarted ends the run with its exit code. The learner and its other ranks end
+together; the learner's restarts count for all of them. Exit codes 2 (configuration, unless the process has worked
+before) and 3 (only failed groups) are never retried. Exit code 5 (a disk cannot be written) is retried without using a
+restart, until the disk can be written. A process that dies because the bus is away uses no restart. The health monitor
+(actors/health_monitor.py) finds stuck processes; a stuck process of this run that does not recover is killed, and then
+restarted like any other.
 
-How many workers there are may change while the run is up (fleet.py).
+The number of workers may change while the run is up (fleet.py).
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ from asyncrl.run.processes.fleet import DRAIN_SECONDS, LETTERS, Fleet, NewWorker
 from asyncrl.run.processes.server_restarts import keep_up, kill
 
 NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
-"""Exit codes of a process that would end the same way again."""
+"""Exit codes of failures that a restart would repeat."""
 DRAINED = (0, INTERRUPTED, -signal.SIGTERM)
-"""Exit codes of a learner that was told to drain: the signal itself if it was still starting."""
+"""Exit codes of a learner that was told to drain; the signal itself if it was still starting."""
 FINISH_SECONDS = 10.0
-"""How long workers may take to notice that the run is finished."""
+"""Time for workers to notice that the run is finished."""
 DRAIN_REPORT_SECONDS = 10.0
-"""How often an interrupted run says who still drains."""
+"""Seconds between reports on which processes of an interrupted run still drain."""
 
 BUS_FAULTS = ("bus", "bus storage")
 LOST = "lost"
-"""A part of the bus is gone, or was made anew: who could not wait for it is no worse than who waits for the bus."""
+"""A part of the bus is gone or was recreated. A process that died of it is treated like one that waits for the bus."""
 BUS_SECONDS = 90.0
-"""A process that dies within this time after the bus was away, or stored nothing, died of that: no restart is used."""
+"""A process that dies within this time after the bus was away, or could not store, is assumed to have died of that and
+uses no restart."""
 BUS_PAUSE_SECONDS = 10.0
 DISK_PAUSE_SECONDS = 10.0
 RANK_PAUSE_SECONDS = 1.0
@@ -57,8 +59,8 @@ RANK_PAUSE_SECONDS = 1.0
 class Outcome:
     """How a run ended.
 
-    exit_code  of `asyncrl run`: 0 when the learner is done
-    reason     "done", "interrupted", or in one line what failed
+    exit_code  exit code of `asyncrl run`: 0 if the learner is done
+    reason     "done", "interrupted", or the failure in one line
     """
 
     exit_code: int
@@ -79,9 +81,9 @@ class ProcessManager:
     ) -> None:
         """
         settings    section [run] of the run file
-        children    the learner, then its rollout workers, those that evaluate, and those that give rewards
-        new_worker  makes one more worker when the run is scaled up
-        server      the server of the run's own bus, restarted when it ends; None if the run uses another one
+        children    the learner, then rollout workers, evaluation workers and reward workers
+        new_worker  creates another worker when the run is scaled up
+        server      server of the run's own bus, restarted when it ends; None if the run uses another one
         """
         self._settings, self._launcher, self._server = settings, launcher, server
         self._lasting = Lasting()
@@ -90,17 +92,17 @@ class ProcessManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._killing_server: asyncio.Task[None] | None = None
         self._group = asyncio.TaskGroup()
-        self._over = asyncio.Event()  # the learner is done, we were interrupted, or a process cannot come back
+        self._over = asyncio.Event()  # the learner is done, the run was interrupted, or a process cannot be restarted
         self.fleet = Fleet(children, new_worker=new_worker, start=self._keep_running, over=self._over, say=self.say)
-        self._is_done = False  # the learner ended well: whatever comes now, nothing is left to continue
+        self._is_done = False  # the learner ended well, so there is nothing to continue
         self._interrupts = 0
         self._failure = 0
         self._reason = ""
         self._bus_was_away = -math.inf  # monotonic time
-        self._is_refused: Callable[[], bool] = lambda: False  # a wrong token stays wrong
+        self._is_refused: Callable[[], bool] = lambda: False  # a wrong token, which will not become right
 
     def launched(self) -> list[Launched]:
-        """What the health monitor should know of our processes."""
+        """Return the processes of this run for the health monitor."""
         return [launched for child in self.fleet.children for launched in child.launched()]
 
     async def run(self, monitor: HealthMonitor, scaler: FleetScaler) -> Outcome:
@@ -130,17 +132,17 @@ class ProcessManager:
             for task in helpers:
                 task.cancel()
             await self._end_processes()
-            for task in (*server, *self._tasks):  # a launcher may wait for ever for free GPUs
+            for task in (*server, *self._tasks):  # a launcher may wait forever for free GPUs
                 task.cancel()
 
     async def _end_processes(self) -> None:
-        """Drain them, and kill after a time those that do not end."""
+        """Drain the processes, and kill those that do not end in time."""
         for child in self.fleet.children:
             child.no_restart.set()
         if not self._failure and not self._interrupts:  # workers read on the bus that the run is finished
             await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
         self._signal_all(signal.SIGTERM)
-        # An interrupted run has answers worth waiting for, a failed one steps that are in no checkpoint yet.
+        # An interrupted run waits for its answers; a failed one may have steps that are not in a checkpoint yet.
         if self._interrupts:
             await self._wait_aloud(DRAIN_SECONDS)
         else:
@@ -152,7 +154,7 @@ class ProcessManager:
         await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
 
     async def _wait_aloud(self, seconds: float) -> None:
-        """Until all processes have ended, saying every ten seconds which have not and when they are killed."""
+        """Wait until all processes have ended, and report every ten seconds which are left and when they are killed."""
         deadline = time.monotonic() + seconds
         while self._tasks and (left := deadline - time.monotonic()) > 0:
             _, waiting = await asyncio.wait(self._tasks, timeout=min(left, DRAIN_REPORT_SECONDS))
@@ -163,7 +165,7 @@ class ProcessManager:
                 self.say(f"still draining: {names}; killed in {left:.0f} s, or at once by another Ctrl-C")
 
     def _trained(self) -> list[asyncio.Task[None]]:
-        """The learner's task, if its process is up and has got past its start."""
+        """Return the learner's task if its process is up and has finished starting."""
         has_trained = any(
             one.spec.role == LEARNER and one.process and self._has_worked(one.process.node, one.process.pid)
             for one in self.fleet.children
@@ -175,7 +177,7 @@ class ProcessManager:
         self._tasks.add(self._group.create_task(self._run_and_restart(child), name=child.name))
 
     async def _run_and_restart(self, child: ChildProcess) -> None:
-        """Start the process, and restart it until it ends well, has no restarts left, or is not to be restarted."""
+        """Start the process and restart it until it ends well, has no restarts left, or must not be restarted."""
         try:
             while not child.no_restart.is_set():
                 name, ended = child.name, await child.run_once(self._launcher)
@@ -189,7 +191,10 @@ class ProcessManager:
             self.fleet.ended(child)
 
     def _restart_delay(self, child: ChildProcess, ended: Exit) -> float | None:
-        """Seconds until the process is restarted; None when it is not. Ends the run where that is the end of it."""
+        """Return the seconds until the process is restarted; None if it is not.
+
+        Ends the run if the exit requires it.
+        """
         code, is_learner, was_over = ended.code, child.spec.role == LEARNER, self._over.is_set()
         if is_learner and self._interrupts == 1 and code not in DRAINED:
             self._fail(code, f"{ended.reason} while draining")
@@ -236,13 +241,13 @@ class ProcessManager:
         return delay
 
     def _end_ranks(self) -> None:
-        """Of a learner that has ended. They would end by themselves, but for one that hangs."""
+        """Kill the other ranks of a learner that has ended. They would end by themselves unless they hang."""
         for child in self.fleet.children:
             if child.spec.role == LEARNER_RANK and child.process is not None:
                 child.signal(signal.SIGKILL)
 
     def _rename(self, child: ChildProcess, ended: Exit) -> float | None:
-        """A worker that is not ours has this name: restart ours under another one."""
+        """Restart a worker under another name, because a worker that this run did not start has its name."""
         if (delay := child.renames.next_delay(0.0, has_worked=False)) is None:
             self._fail(ended.code, f"{ended.reason}; ending the run")
             return None
@@ -250,7 +255,7 @@ class ProcessManager:
         return delay
 
     def _without_room(self, child: ChildProcess, ended: Exit) -> float | None:
-        """Its GPUs went with their machine, so it waits for others. A worker that never had any is given up."""
+        """Wait for other GPUs after a machine was lost. A worker that never had GPUs is given up."""
         if not child.starts:
             child.is_kept_running = False
             self.fleet.refuse_size(child.spec.role, ended.reason)
@@ -265,12 +270,12 @@ class ProcessManager:
     # -- what is stuck -------------------------------------------------------------------------------------------------
 
     def _on_findings(self, findings: Iterable[Finding]) -> None:
-        """Report faults that begin or end; restart processes of ours that do not recover."""
+        """Report faults that begin or end, and restart processes of this run that do not recover."""
         self.fleet.quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
         if not self._is_refused() and any(finding.fault in (*BUS_FAULTS, LOST) for finding in findings):
             self._bus_was_away = time.monotonic()
         begun, ended = self._lasting.update(findings)
-        for finding in begun if not self._over.is_set() else ():  # a run that ends lacks its processes, and says why
+        for finding in begun if not self._over.is_set() else ():  # while a run ends, its processes are missing anyway
             self.say(f"{printable(finding.text)}\n  -> {printable(finding.remedy)}")
         for finding in ended:
             self.say(f"over after {finding.seconds:.0f} s: {finding.fault} of {printable(finding.actor)}")
@@ -289,9 +294,7 @@ class ProcessManager:
         elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)
-        elif finding.cure == "end" and self.fleet.workers(
-            WORKER
-        ):  # without workers of our own, others may be on their way
+        elif finding.cure == "end" and self.fleet.workers(WORKER):  # otherwise other workers may still join
             self._fail(STUCK_EXIT_CODE, f"{printable(finding.text)}; ending the run")
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -303,11 +306,11 @@ class ProcessManager:
         self._over.set()
 
     def say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # where it goes is full; nothing depends on it
+        with contextlib.suppress(OSError):  # the output may be full; nothing depends on it
             print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
 
     def interrupt(self) -> None:
-        """Ctrl-C: the first drains the run, the second kills everything. Neither undoes a run that is done."""
+        """Handle Ctrl-C: the first drains the run, the second kills everything. Neither affects a run that is done."""
         self._interrupts += 1
         if self._interrupts == 1:
             doing = "the run is done, its processes end" if self._is_done else "draining"

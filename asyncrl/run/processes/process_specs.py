@@ -1,4 +1,4 @@
-"""What each process of a run is started with: its command, GPUs, environment and paths."""
+"""How each process of a run is started: its command, GPUs, environment and paths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncrl.run.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpu
 
 
 class ProcessSpecs:
-    """Makes the processes of one run; nothing is started."""
+    """Creates the processes of one run without starting them."""
 
     def __init__(
         self, run_config: RunConfig, *, launcher: Launcher, common: Sequence[str], environment: Mapping[str, str]
@@ -38,13 +38,12 @@ class ProcessSpecs:
         self._environment = dict(environment)
 
     def initial(self, *, size: FleetSize | None, resume: bool) -> list[ChildProcess]:
-        """The learner, its other ranks if they are processes of their own, then the rollout workers, those that
-        evaluate, and those that give rewards.
+        """Return the learner and its separate ranks, then rollout workers, evaluation workers and reward workers.
 
-        size  the last one that `asyncrl scale` set; what it leaves out is as the run file says
+        size  size that `asyncrl scale` set last; missing numbers are taken from the run file
 
-        Prints which process gets which GPUs, if there are any, and what slows their start. Raises ConfigError when
-        there are too few.
+        Prints which process gets which GPUs, if there are any, and what slows their start. Raises ConfigError if there
+        are too few GPUs.
         """
         run = self._run
         workers = _scaled("rollout", run.rollout.workers, size.rollout_workers if size is not None else None)
@@ -67,7 +66,7 @@ class ProcessSpecs:
         ]
 
     def new_worker(self, role: str, name: str, taken: frozenset[int]) -> ChildProcess:
-        """One more worker of this role, on none of the GPUs ``taken``. Raises NoRoom."""
+        """Create another worker of this role, on none of the GPUs ``taken``. Raises NoRoom."""
         if role == REWARD_WORKER:
             if not self._run.reward.workers:
                 raise NoRoom("reward.workers is 0, so rollout workers grade; set it to 1 or more and --resume the run")
@@ -103,7 +102,7 @@ class ProcessSpecs:
     def _rank(
         self, name: str, gpus: Gpus, environment: Mapping[str, str], *, num_gpus: int, resume: bool, **where: Any
     ) -> ChildProcess:
-        """The learner, or another rank of it. ``where``: beside, apart and meets of its ProcessSpec"""
+        """Return the learner or another rank of it. ``where``: beside, apart and meets of its ProcessSpec"""
         spec = ProcessSpec(
             name=name,
             role=LEARNER if name == LEARNER else LEARNER_RANK,
@@ -119,7 +118,7 @@ class ProcessSpecs:
         return ChildProcess(spec=spec, restarts=restarts, restart_arguments=("--resume",), resumed=resume)
 
     def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False) -> ChildProcess:
-        """evaluates: it does nothing else"""
+        """evaluates: it only evaluates"""
         spec = ProcessSpec(
             name=name,
             role=EVALUATION_WORKER if evaluates else WORKER,
@@ -143,7 +142,7 @@ class ProcessSpecs:
 
 
 def _scaled(kind: str, configured: int, scaled: int | None) -> int:
-    """How many workers of a kind to start with."""
+    """Return how many workers of a kind to start."""
     if scaled is None or scaled == configured:
         return configured
     said = f"the last size set by `asyncrl scale`; {kind}.workers is {configured}"
@@ -152,5 +151,5 @@ def _scaled(kind: str, configured: int, scaled: int | None) -> int:
 
 
 def _nowhere(workers: int, evaluating: int) -> Placement:
-    """The launcher finds the GPUs itself."""
+    """Placement without GPUs, for a launcher that finds them itself."""
     return Placement(learner=(), workers=((),) * workers, evaluation_workers=((),) * evaluating)

@@ -1,4 +1,4 @@
-"""What the processes of a run need on the machines they are on: files that are there, and folders that are shared."""
+"""Files that the processes of a run need on their machines, and folders that must be shared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.run import registry
 
 
 def learner_paths(run: RunConfig) -> Mapping[str, Path]:
-    """Key of the run file -> what the learner reads."""
+    """Key of the run file -> path that the learner reads."""
     files = [run.data.path] if run.data.path else [file.path for file in run.data.files]
     return {
         **worker_paths(run),
@@ -21,15 +21,15 @@ def learner_paths(run: RunConfig) -> Mapping[str, Path]:
 
 
 def worker_paths(run: RunConfig) -> Mapping[str, Path]:
-    """Key of the run file -> what a rollout worker reads: its tokenizer and what its engine needs."""
+    """Key of the run file -> path that a rollout worker reads: its tokenizer and the files of its engine."""
     return {"model.path": Path(run.model.path), **registry.engine_class(run).required_paths(run)}
 
 
 def learner_folders(run: RunConfig) -> Mapping[str, Path]:
-    """Where the learner writes what the machine of `asyncrl run` reads: checkpoints, metrics, history."""
+    """Folders that the learner writes and the machine of `asyncrl run` reads: checkpoints, metrics, history."""
     return {"run.directory": run.run_directory}
 
 
 def worker_folders(run: RunConfig) -> Mapping[str, Path]:
-    """Where a worker reads what the learner writes."""
+    """Folders that the learner writes and workers read."""
     return registry.channel_class(run).required_paths(run)

@@ -23,14 +23,15 @@ async def keep_up(
     say: Callable[[str], None],
     look_seconds: float = LOOK_SECONDS,
 ) -> str:
-    """Restart the server on its port and store whenever it ends: every actor waits for it, and nothing is lost.
+    """Restart the server on its port and store whenever it ends. All actors wait for it, and nothing is lost.
 
-    One that says itself that it stores no more, as after a full disk or without file descriptors, is named at once and
-    ended as soon as there is room: it would refuse for good. If its disk was full, that uses no restart up: somebody
-    has made room since, and a run outlives as many full disks as there are.
+    If the server itself reports that it can no longer store, as after a full disk or without file descriptors, this is
+    logged immediately, and the server is killed as soon as there is room; otherwise it would refuse for good. If its
+    disk was full, the restart is not counted, because someone has made room: a run survives any number of full disks.
 
     waits for: the end of the server's process, which the kernel signals; the clock
-    Returns only when no restart is left: the reason why the server ended, for a person.
+
+    Returns only if no restart is left: the reason why the server ended, as text.
     """
     while True:
         started = time.monotonic()
@@ -48,7 +49,7 @@ async def keep_up(
             say(f"{reason}; {restarts}")
             await asyncio.sleep(delay)
             try:
-                server.start()  # here and not in another thread: the server ends with the thread that started it
+                server.start()  # in this thread: the server ends with the thread that starts it
                 break
             except AsyncRLError as error:
                 reason, has_worked, uptime = str(error), False, 0.0
@@ -57,15 +58,19 @@ async def keep_up(
 
 
 async def kill(server: BusServer, pid: int, *, needs_room: bool) -> None:
-    """End a server that hangs; ``keep_up`` restarts it. One that would not come up again on a full disk stays."""
-    if needs_room and not await asyncio.to_thread(server.has_room):  # in a thread: a dead disk may not answer
+    """Kill a server that hangs; ``keep_up`` restarts it. Leave it if it could not restart on a full disk."""
+    # in a thread, because a failed disk may not respond
+    if needs_room and not await asyncio.to_thread(server.has_room):
         return
     if server.pid == pid:
         os.kill(pid, signal.SIGKILL)
 
 
 async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: float) -> tuple[str, bool]:
-    """Wait until the server's process has ended. Why it was ended here, if it was; whether its disk had been full."""
+    """Wait until the server's process has ended.
+
+    Return why it was killed here, if it was, and whether its disk was full.
+    """
     pid, failure, is_killed, has_room, was_full = server.pid, "", False, True, False
     ended = asyncio.create_task(_ended(pid), name="server-ended")
     try:
@@ -73,7 +78,7 @@ async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: 
             if not failure and (failure := await asyncio.to_thread(server.failure)):
                 say(f"{server.name} can store no more ({failure}); it is restarted as soon as there is room")
             had_room, has_room = has_room, await asyncio.to_thread(server.has_room)
-            if had_room and not has_room:  # the server may have none to say it either
+            if had_room and not has_room:  # the server may have no room to log it
                 say(f"{server.name}: the disk of its store is full; make room there: everybody waits, nothing is lost")
             was_full |= not has_room
             if failure and not is_killed and has_room and server.pid == pid:
@@ -85,7 +90,7 @@ async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: 
 
 
 async def _ended(pid: int) -> None:
-    """Wait until the process with this id, a child of ours, has ended."""
+    """Wait until the child process with this id has ended."""
     if not pid:
         return
     watched, ended = os.pidfd_open(pid), asyncio.Event()

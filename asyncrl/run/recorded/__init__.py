@@ -1,1 +1,1 @@
-"""A run as its folder and its bus record it: rows, samples, its account, its replay."""
+"""A run as recorded by its folder and its bus: rows, samples, its account, its replay."""

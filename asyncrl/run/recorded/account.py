@@ -1,4 +1,4 @@
-"""The account of a recorded run: reads its history, checkpoint, metrics and bus for policies/audit to compare."""
+"""Builds the account of a recorded run from its history, checkpoint, metrics and bus (policies/audit)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from asyncrl.state import checkpoint
 
 
 def account_of(directory: Path, *, token: str = "") -> Account:
-    """What became of every prompt group of the run in ``directory``. Raises ConfigError for a folder without a run.
+    """Account for every prompt group of the run in ``directory``. Raises ConfigError for a folder without a run.
 
-    token  of the bus at bus.url
+    token  token of the bus at bus.url
     """
     recorded = RecordedRun(directory)
     run = recorded.bus_settings()
@@ -40,7 +40,7 @@ def account_of(directory: Path, *, token: str = "") -> Account:
 
 
 async def account_with(recorded: RecordedRun, bus: Bus) -> Account:
-    """The account of a run whose bus is connected."""
+    """Account for a run with a connected bus."""
     queued = {group_id for key in await bus.keys(PROMPTS) if (group_id := group_id_of(key)) is not None}
     log, first = [], 0
     async with contextlib.aclosing(log_records(bus, TRAJECTORIES)) as records:

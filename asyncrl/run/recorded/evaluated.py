@@ -1,8 +1,8 @@
-"""Answers of a run's evaluations as a person reads them: what `asyncrl samples --evaluation` shows.
+"""Answers of a run's evaluations in readable form, for `asyncrl samples --evaluation`.
 
     RUN_DIR/evaluation_samples.jsonl   some prompts of each data set, of every evaluation, decoded (state/samples.py)
-    RUN_DIR/saved_model_samples.jsonl  the same of saved models (`asyncrl evaluate`)
-    the bus                            from another machine: of the newest evaluation, what is on the log of answers
+    RUN_DIR/saved_model_samples.jsonl  the same for saved models (`asyncrl evaluate`)
+    the bus                            from another machine: answers of the newest evaluation that are on their log
 
 Tests: tests/integration/test_samples.py.
 """
@@ -26,7 +26,7 @@ from asyncrl.state import samples as sample_file
 
 
 class EvaluationSamples(RunSamples):
-    """dataset: answers of this data set alone; "": of all"""
+    """dataset: only answers of this data set; "": of all data sets"""
 
     is_of_evaluations = True
 
@@ -34,7 +34,7 @@ class EvaluationSamples(RunSamples):
         super().__init__(run, directory, token=token)
         self._dataset = dataset
         self._evaluation: Evaluation | None = None
-        self._datasets: set[str] = set()  # that answers were seen of
+        self._datasets: set[str] = set()  # data sets with answers
 
     def recorded(self) -> Iterator[GroupSample]:
         if self.directory is None:
@@ -45,7 +45,7 @@ class EvaluationSamples(RunSamples):
 
     @contextlib.contextmanager
     def bus_address(self) -> Iterator[RunConfig | None]:
-        """None where the folder is here: it has more than the bus."""
+        """None if the folder is available, because it has more than the bus."""
         yield self.run if self.directory is None else None
 
     async def logged(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
@@ -59,7 +59,7 @@ class EvaluationSamples(RunSamples):
                     yield sample
 
     async def arriving(self, bus: Bus) -> AsyncGenerator[GroupSample, None]:
-        """Answers as they arrive; ends with the run.
+        """Yield answers as they arrive; ends with the run.
 
         waits for: an arrival, the end of the run    woken by: the bus
         """
@@ -88,13 +88,13 @@ class EvaluationSamples(RunSamples):
             yield from filter(self._is_wanted, rows)
 
     def why_none(self) -> str:
-        """Why no answer is shown, once what is there was read."""
+        """Explain why no answer is shown, after everything available was read."""
         if self._datasets:
             return "Of those that are recorded none is asked for (metrics.samples_per_evaluation prompts a data set)"
         return self.why_no_log or "None is recorded: nothing is evaluated yet, or metrics.samples_per_evaluation = 0"
 
     def require_dataset(self) -> None:
-        """Raises ConfigError for a data set that neither the run file nor what was read knows."""
+        """Raise ConfigError for a data set that is neither in the run file nor in the answers read so far."""
         known = {one.name for one in self.run.evaluation.datasets} | self._datasets
         if known and self._dataset not in ("", *known):
             raise ConfigError(f"--evaluation {self._dataset}: no such data set; there are {', '.join(sorted(known))}")
@@ -110,7 +110,7 @@ class EvaluationSamples(RunSamples):
         return self._evaluation is None or self._evaluation.number != answers.number
 
     def _of_answers(self, record: Record[EvaluationAnswers]) -> GroupSample | None:
-        """Of those that count and are whole. Not decoded."""
+        """Return a sample if the answers are complete and belong to the newest evaluation. Not decoded."""
         answers, evaluation = record.message, self._evaluation
         if answers is None or answers.group is None or evaluation is None or answers.number != evaluation.number:
             return None

@@ -1,4 +1,4 @@
-"""One line of metrics.jsonl, as whoever reads it may rely on it: somebody may have edited it, and disks flip bits."""
+"""Parses lines of metrics.jsonl defensively: the file may have been edited or damaged on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def parsed(line: bytes) -> Row | None:
-    """None for a line that is no row: without a step, or with a number that is none (a row has null in its place)."""
+    """Parse a row; None if it has no step, or a number that is not finite (the learner writes null for those)."""
     try:
         row = upgrade.metrics(json.loads(line, parse_constant=_refused))
         incarnation = row.get("learner/incarnation", 0)
@@ -24,7 +24,7 @@ def parsed(line: bytes) -> Row | None:
 
 
 def _is_finite(value: Any) -> bool:
-    """Or no number at all. Raises OverflowError for a whole number too large for a float."""
+    """Whether a value is finite or not a number. Raises OverflowError for an integer that does not fit into a float."""
     return not isinstance(value, float | int) or math.isfinite(value)
 
 

@@ -1,7 +1,7 @@
-"""What a run has recorded, as rows for a program: metrics, prompt groups and trajectories.
+"""The records of a run as rows for a program: metrics, prompt groups and trajectories.
 
 A row is a flat dict of numbers, strings and lists, so ``pandas.DataFrame(run.metrics())`` is a table. The run may be
-finished, stopped or up; nothing of it is changed.
+finished, stopped or running; nothing of it is changed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from asyncrl.run.recorded.run_folder import RecordedRun
 Row = dict[str, Any]
 
 READ_AHEAD = 16
-"""Groups that are read from the log before somebody asks for them."""
+"""Maximum number of groups that are read from the log in advance."""
 
 
 def open_run(folder: str | Path, *, bus_token: str = "") -> OpenedRun:
-    """The run in ``folder`` (run.directory/run.name). Raises ConfigError if none was started there.
+    """Open the run in ``folder`` (run.directory/run.name). Raises ConfigError if no run was started there.
 
     Lines of its files that cannot be read are left out; `asyncrl audit` counts them.
 
-    bus_token  of the nats-server at bus.url, for ``trajectories``
+    bus_token  token of the nats-server at bus.url, for ``trajectories``
     """
     directory = Path(folder)
     if not directory.is_dir():
@@ -47,10 +47,10 @@ def open_run(folder: str | Path, *, bus_token: str = "") -> OpenedRun:
 
 
 class OpenedRun:
-    """What one run has recorded; made by ``open_run``.
+    """The records of one run; created by ``open_run``.
 
     folder    run.directory/run.name
-    settings  the run file of its last start, defaults filled in; run.directory and run.name are those of the folder now
+    settings  run file of its last start, defaults filled in; run.directory and run.name are those of the present folder
     """
 
     def __init__(self, folder: Path, *, bus_token: str) -> None:
@@ -59,25 +59,25 @@ class OpenedRun:
         self._recorded = RecordedRun(folder)
         here = f"run.directory={toml_text(str(folder.absolute().parent))}"
         self._begun = self._recorded.newest_settings([here])
-        """With the name that it has on its bus."""
+        """Settings with the run's name on its bus."""
         name = folder.absolute().name
         self.settings: RunConfig = replace(self._begun, run=replace(self._begun.run, name=name))
 
     def metrics(self) -> Iterator[Row]:
-        """A row a step, as metrics.jsonl has it; docs/reference/metrics.md says what each number is.
+        """Yield a row per step, as in metrics.jsonl; docs/reference/metrics.md describes the metrics.
 
-        A histogram is two columns, NAME/edges and NAME/counts. Of steps that a resumed learner trained again, the last
-        row.
+        A histogram has two columns, NAME/edges and NAME/counts. For a step that a resumed learner trained again, only
+        the last row is included.
         """
         yield from metric_rows(self._recorded)
 
     def groups(self) -> Iterator[Row]:
-        """A row for each prompt group that is done, in the order in which they were done.
+        """Yield a row for each finished prompt group, in the order in which they finished.
 
         group_id     number of the group, from 0
         outcome      "trained", "dropped" (too stale), "failed" (could not be made) or "filtered" (nothing to learn)
-        step         that trained it; of the others, how many steps were done
-        incarnation  start of the learner, from 0
+        step         step that trained it; for other outcomes, the number of steps done at that time
+        incarnation  incarnation of the learner, from 0
         """
         for entry in present(self._recorded.history()):
             if entry.kind == BEGUN:
@@ -91,22 +91,22 @@ class OpenedRun:
                 }
 
     def trajectories(self, *, text: bool = False) -> Iterator[Row]:
-        """A row for each trajectory on the run's log: all of them if checkpoint.keep_log, else the newest.
+        """Yield a row for each trajectory on the run's log: all with checkpoint.keep_log, otherwise the newest.
 
-        group_id, sample    which prompt group, and which of its rollouts, from 0
-        part                which of the rollout's trajectories, from 0
+        group_id, sample    number of the prompt group, and of the rollout in it, from 0
+        part                number of the trajectory in its rollout, from 0
         sequence            position of the group on the log
-        reward              of the rollout, and reward/NAME, what the reward function says besides
-        turn_rewards        list of (start, reward): what single turns earned besides
-        prompt_tokens       list of token ids: what ``tokens`` follow
-        tokens              list of token ids: everything after those
-        response_mask       list of bool: the policy sampled the token
+        reward              reward of the rollout; reward/NAME: other values from the reward function
+        turn_rewards        list of (start, reward): additional rewards of single turns
+        prompt_tokens       list of token ids that precede ``tokens``
+        tokens              list of token ids after the prompt
+        response_mask       list of bool: whether the policy sampled the token
         behavior_logprobs   list of float, nats; 0 where the mask is False
-        sampled_tokens      how many tokens the policy sampled
+        sampled_tokens      number of tokens that the policy sampled
         finish_reason       "stop", "length" or "abort"
-        oldest_version, newest_version  policy versions that sampled it
-        incarnation         of the learner that made the newest of them
-        worker, seconds     who sampled the group, and how long it took
+        oldest_version, newest_version  oldest and newest policy version that sampled it
+        incarnation         incarnation of the learner that made the newest version
+        worker, seconds     worker that sampled the group, and how long it took
         prompt, response    with ``text``: decoded by the run's tokenizer
 
         Raises ConfigError if nothing is left of the log, BusError if it cannot be read.
@@ -124,7 +124,7 @@ class OpenedRun:
 
 
 def metric_rows(recorded: RecordedRun) -> Iterator[Row]:
-    """As ``OpenedRun.metrics``; none of a run whose learner has not begun."""
+    """See ``OpenedRun.metrics``; empty for a run whose learner has not begun."""
     rows: list[Row] = []
     for _, row in sorted(recorded.metrics().items()):
         while rows and rows[-1]["step"] >= row["step"]:
@@ -134,7 +134,7 @@ def metric_rows(recorded: RecordedRun) -> Iterator[Row]:
 
 
 def _flat(row: Row) -> Row:
-    """Tables in the row as columns of their own: {"a": {"b": 1}} is {"a/b": 1}."""
+    """Flatten tables in a row to columns: {"a": {"b": 1}} becomes {"a/b": 1}."""
     flat: Row = {}
     for name, value in row.items():
         flat |= {f"{name}/{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
@@ -166,7 +166,7 @@ def _row(group: TrajectoryGroup, trajectory: Trajectory, *, sample: int, sequenc
 
 
 def _log(recorded: RecordedRun, run: RunConfig, *, token: str) -> Iterator[Record[TrajectoryGroup]]:
-    """The records that the log has now. They are read by a thread, as an event loop may be running in ours.
+    """Yield the records that are on the log now. A thread reads them, because the caller may run an event loop.
 
     waits for: that thread, which waits for the bus
     """
@@ -207,6 +207,6 @@ def _log(recorded: RecordedRun, run: RunConfig, *, token: str) -> Iterator[Recor
             reading.result()
         finally:
             is_left.set()
-            while not reading.done():  # it may be waiting for room in the queue
+            while not reading.done():  # the thread may be waiting for room in the queue
                 with contextlib.suppress(queue.Empty):
                     found.get(timeout=0.05)

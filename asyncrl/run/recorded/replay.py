@@ -1,7 +1,7 @@
-"""Plans a replay of a recorded run and trains its steps again: what `asyncrl replay` does before it compares.
+"""Plans a replay of a recorded run and trains its steps again, for `asyncrl replay` to compare.
 
-Steps are those of the history that the newest weights have. Their groups are read from the log
-(checkpoint.keep_log = true); batches are built, packed and trained by the learner's own code.
+The steps are those in the history of the newest weights. Their groups are read from the log (checkpoint.keep_log =
+true). Batches are built, packed and trained by the learner's own code.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ CHANGEABLE: Final = (
     *("algorithm.", "critic.", "reference.", "teacher.", "learner."),
     *("staleness.weight", "staleness.learning_rate", "model.dtype"),
 )
-"""What --set may begin with; the rest of a run file decides nothing once the batches are known."""
+"""Allowed prefixes for --set. The rest of a run file has no effect once the batches are known."""
 
 
 class Planned(NamedTuple):
-    """One step to train: its line of the history, the line that began its incarnation, and the run file of that; or,
-    as step ``number`` of its own, with a run file of its own."""
+    """One step to train: its line of the history, the line that began its incarnation, and its run file.
+
+    The run file is that of the incarnation; or the step is number ``number`` of a different run file.
+    """
 
     entry: HistoryEntry
     begun: HistoryEntry
@@ -57,7 +59,7 @@ class Planned(NamedTuple):
 def plan_of(
     recorded: RecordedRun, history: Sequence[HistoryEntry], *, from_step: int, overrides: Sequence[str]
 ) -> tuple[list[Planned], Path | None]:
-    """The steps to train, and the backend folder to start from (None: the run's model). Raises ConfigError."""
+    """Return the steps to train, and the backend folder to start from (None: the run's model). Raises ConfigError."""
     trained = list(steps(history))
     last = trained[-1][0].step if trained else 0
     if not 1 <= from_step <= last:
@@ -91,8 +93,10 @@ def plan_of(
 def plan_from(
     recorded: RecordedRun, history: Sequence[HistoryEntry], *, run: RunConfig, batches: tuple[int, int], times: int
 ) -> list[Planned]:
-    """The batches that ``recorded`` trained in its steps ``batches`` (first and last), ``times`` over, each a step of
-    ``run``, whose model they start from. Raises ConfigError."""
+    """Plan to train the batches of steps ``batches`` (first, last) of ``recorded``, ``times`` times.
+
+    Each is a step of ``run``, whose model is the starting point. Raises ConfigError.
+    """
     trained = [one for one in steps(history) if batches[0] <= one[0].step <= batches[1]]
     if not trained:
         last = max((entry.step for entry, _, _ in steps(history)), default=0)
@@ -107,7 +111,7 @@ def plan_from(
 
 
 def _check(run: RunConfig) -> None:
-    """Refuse now what the trainer could not start with, perhaps after an hour. Raises ConfigError."""
+    """Check now what would otherwise fail when the trainer starts, perhaps after an hour. Raises ConfigError."""
     learner_models.check_folders(run, registry.algorithm(run))
     backend = registry.backend_class(run)
     backend.check(run)
@@ -124,7 +128,10 @@ def _changed(begun: HistoryEntry, overrides: Sequence[str]) -> RunConfig:
 async def train_again(
     plan: Sequence[Planned], bus: Bus, *, folder: Path | None, out: Path
 ) -> AsyncGenerator[tuple[int, Mapping[str, Metric]], None]:
-    """(step, metrics) of every step of ``plan``, from the backend state in ``folder``; writes its files to ``out``."""
+    """Train every step of ``plan`` from the backend state in ``folder`` and yield (step, metrics).
+
+    Writes its files to ``out``.
+    """
     loop = asyncio.get_running_loop()
     needed = {group_id: planned.entry for planned in plan for group_id in planned.entry.batch}
     uses = Counter(group_id for planned in plan for group_id in planned.entry.batch)
@@ -143,7 +150,7 @@ async def train_again(
                     if record is None:
                         raise ConfigError(f"step {entry.step} trained group {missing[0]}, which is not on the log")
                     group = record.message
-                    if group is None or group_id_of(record.key) != group.group_id:  # no group of the run's
+                    if group is None or group_id_of(record.key) != group.group_id:  # not a group of this run
                         continue
                     trained = needed.get(group.group_id)
                     if trained is None or group.error:
@@ -174,7 +181,7 @@ async def train_again(
 
 
 def _check_tokens(groups: Sequence[TrajectoryGroup], planned: Planned, vocabulary: int) -> None:
-    """Raises ConfigError for tokens that the model does not have: another model's."""
+    """Raise ConfigError for tokens outside of the model's vocabulary, which another model sampled."""
     largest = max(
         int(tokens.max())
         for group in groups

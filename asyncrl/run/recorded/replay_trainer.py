@@ -1,4 +1,4 @@
-"""One backend that takes the steps of a recorded run again, and changes its settings on the way. Blocking."""
+"""Trains the steps of a recorded run again on one backend, and applies changes of settings between steps. Blocking."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl.weights.files import FilesChannel
 
 
 class Trainer:
-    """Call everything from one thread, as the learner does: a backend may keep to the one that started it."""
+    """Call all methods from one thread, as the learner does: a backend may be bound to the thread that started it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -38,11 +38,12 @@ class Trainer:
         forks: Forks,
         number: int = 0,
     ) -> dict[str, Metric]:
-        """Train on ``groups``, which a run trained in step ``step``, with the settings ``run``; the step's metrics.
+        """Train on ``groups``, which the run trained in step ``step``, and return the step's metrics.
 
-        number  of the step that this is here, if it is another one
+        run     settings of the step
+        number  number of this step here, if it differs from ``step``
 
-        The first one starts from ``folder``, a checkpoint's, or from the run's model when that is None.
+        The first step starts from ``folder`` (of a checkpoint), or from the run's model if ``folder`` is None.
         """
         backend = self._backend_for(run, folder)
         algorithm, section = registry.algorithm(run), run.staleness
@@ -68,7 +69,7 @@ class Trainer:
         return dict(batch.metrics) | dict(result.metrics)
 
     def export(self, *, incarnation: int, version: int) -> None:
-        """Write the present weights as a model folder."""
+        """Write the current weights as a model folder."""
         assert self._backend is not None and self._run is not None
         channel = FilesChannel(self._directory / "weights", keep=1, model_path=Path(self._run.model.path))
         channel.publish(self._backend.export(), incarnation=incarnation, policy_version=version)
@@ -79,7 +80,7 @@ class Trainer:
         self._backend = None
 
     def _backend_for(self, run: RunConfig, folder: Path | None) -> Backend:
-        """The backend, made anew with the same state where the settings change."""
+        """Return the backend. If the settings changed, recreate it with the same state."""
         if self._backend is not None and run == self._run:
             return self._backend
         between = self._directory / ".between"

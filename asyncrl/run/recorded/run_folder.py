@@ -1,8 +1,8 @@
-"""A run as its folder records it: history, settings, checkpoint, metrics, and the bus it left behind.
+"""A run as recorded by its folder: history, settings, checkpoint, metrics, and the bus that it left behind.
 
-Nothing here changes the run. The bus is that of a run that is up, or a nats-server started on the run's own store for
-as long as somebody reads; it makes no topic that is not there with the same settings, publishes nothing and acks
-nothing. The store's lock keeps it and `asyncrl run` apart (bus/nats_server/server.py).
+Nothing here changes the run. The bus is that of the running run, or a nats-server that is started on the run's store
+while it is read. Readers open only existing topics with the same settings, publish nothing and ack nothing. The lock of
+the store prevents simultaneous use by `asyncrl run` (bus/nats_server/server.py).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from asyncrl.state.history import HISTORY_FILE, read, whole_bytes
 M = TypeVar("M")
 
 SILENT_SECONDS = 10.0
-"""How long the log may take to give its next record."""
+"""Time limit for the next record of a log."""
 
 
 _TRACES: Final = ("checkpoints", "metrics.jsonl", "nats", registry.BUS_FILE)
-"""What a run leaves in its folder besides its history."""
+"""Files and folders that a run leaves in its folder besides its history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Of a bus that answers."""
+    """Address of a bus that answers."""
 
     url: str
     token: str
 
 
 def launcher_pid(directory: Path) -> int:
-    """The process of the `asyncrl run` that is up in ``directory``, by what it wrote there; 0 when there is none."""
+    """Return the process id of the `asyncrl run` that is up in ``directory``, as recorded there; 0 if there is none."""
     try:
         pid = int(json.loads((directory / registry.BUS_FILE).read_text())["pid"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -62,7 +62,7 @@ def launcher_pid(directory: Path) -> int:
 
 
 def newest_model(run: RunConfig) -> Path | None:
-    """The Hugging Face folder of the newest weights; None if there is none on disk."""
+    """Return the Hugging Face folder of the newest weights; None if there is none on disk."""
     versions = {}
     for folder in run.weights_directory.glob("*-*"):
         incarnation, _, version = folder.name.partition("-")
@@ -72,9 +72,9 @@ def newest_model(run: RunConfig) -> Path | None:
 
 
 def run_at(where: Path | None, overrides: list[str], *, verb: str, needs_bus: bool = True) -> RunConfig:
-    """The run in a folder, or of a run file, or named by ``overrides`` alone. Raises ConfigError.
+    """Return the settings of the run in a folder, of a run file, or named only by ``overrides``. Raises ConfigError.
 
-    needs_bus: of a folder that was renamed or copied, while its run is not up, raise NoSuchRun
+    needs_bus: raise NoSuchRun for a folder that was renamed or copied, while its run is not up
     """
     if where is None:
         if not overrides:
@@ -90,7 +90,7 @@ def run_at(where: Path | None, overrides: list[str], *, verb: str, needs_bus: bo
     run = RecordedRun(where).bus_settings(overrides)
     if where.absolute().name == run.run.name or run.bus.url or not registry.bus_class(run).is_shared:
         return run
-    try:  # renamed or copied: not that of the folder with the run's own name
+    try:  # renamed or copied: use the server of this folder, not of the folder with the run's name
         url, token = registry.own_address(where)
     except NoSuchRun:
         if needs_bus:
@@ -100,7 +100,7 @@ def run_at(where: Path | None, overrides: list[str], *, verb: str, needs_bus: bo
 
 
 class RecordedRun:
-    """Raises ConfigError for a folder that holds no run."""
+    """The records in a run's folder. Methods raise ConfigError for a folder that holds no run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -111,19 +111,19 @@ class RecordedRun:
 
     @property
     def history_bytes(self) -> int:
-        """Of the history, up to the end of its last whole line; 0 when it is gone."""
+        """Size of the history up to the end of its last complete line; 0 if there is none."""
         return whole_bytes(self.history_file)
 
     @property
     def is_run(self) -> bool:
-        """Whether anything in the folder is a run's. Raises ConfigError for one that may not be looked into."""
+        """Whether the folder holds anything of a run. Raises ConfigError if it may not be read."""
         try:
             return any((self.directory / name).exists() for name in (HISTORY_FILE, *_TRACES))
         except OSError as error:
             raise ConfigError(f"{error.filename or self.directory}: cannot be read: {error.strerror}") from None
 
     def settings(self, begun: HistoryEntry) -> RunConfig:
-        """The run file of one incarnation of the learner, from the line that began it."""
+        """Return the run file of one incarnation of the learner, from the history line that began it."""
         if not begun.settings:
             raise ConfigError(
                 f"{self.history_file}: the line that began incarnation {begun.incarnation} is damaged, so its run file "
@@ -132,7 +132,7 @@ class RecordedRun:
         return config_record.from_table(begun.settings, where=f"{self.history_file}: incarnation {begun.incarnation}")
 
     def newest_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
-        """Those of the last incarnation, with ``section.key=value`` overrides applied."""
+        """Return the settings of the last incarnation, with ``section.key=value`` overrides applied."""
         begun = [entry for entry in self.history() if entry.kind == BEGUN]
         if not begun:
             raise NoHistory(f"{self.history_file}: has no line of a learner that began this run")
@@ -142,7 +142,10 @@ class RecordedRun:
         return config_record.from_table(table, where=f"{self.history_file}: incarnation {begun[-1].incarnation}")
 
     def bus_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
-        """The newest settings for who needs the bus and the run's name: without a history, what the folder says."""
+        """Return the newest settings, for use of the bus and the run's name.
+
+        Without a history, derive them from the folder.
+        """
         here = f"run.directory={toml_text(str(self.directory.absolute().parent))}"
         try:
             return self.newest_settings([here, *overrides])
@@ -153,9 +156,9 @@ class RecordedRun:
             return config.only_overrides([here, name, *overrides], where=str(self.directory))
 
     def checkpoint(self, *, say: Callable[[str], None] = lambda line: None) -> tuple[LearnerState, Path] | None:
-        """The newest whose learner.json is whole; ``say`` is called with a line for each newer one.
+        """Return the newest checkpoint with a complete learner.json. ``say`` is called with a line for each newer one.
 
-        Raises ConfigError when the folder cannot be read.
+        Raises ConfigError if the folder cannot be read.
         """
         folder = self.directory / "checkpoints"
         try:
@@ -164,9 +167,11 @@ class RecordedRun:
             raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
 
     def checkpoint_before(self, step: int, history: Sequence[HistoryEntry]) -> tuple[int, Path | None]:
-        """(steps done, backend folder) of the newest checkpoint of ``history`` that ``step`` may start from; or 0.
+        """Return (steps done, backend folder) of the newest checkpoint from which ``step`` can start.
 
-        Raises ConfigError when one cannot be read.
+        The checkpoint must belong to ``history``. Returns (0, None) if there is none.
+
+        Raises ConfigError if a checkpoint cannot be read.
         """
         for folder in reversed(checkpoint.complete(self.directory / "checkpoints")):
             try:
@@ -181,12 +186,12 @@ class RecordedRun:
         return 0, None
 
     def metrics(self, *, say: Callable[[str], None] = lambda line: None) -> dict[tuple[int, int], dict[str, Any]]:
-        """(incarnation, step) -> row of metrics.jsonl. ``say`` is called with a line on what cannot be read of it."""
+        """Return (incarnation, step) -> row of metrics.jsonl. ``say`` is called with a line on what cannot be read."""
         path = self.directory / "metrics.jsonl"
         rows: dict[tuple[int, int], dict[str, Any]] = {}
         damaged: list[int] = []
         try:
-            *whole, _ = path.read_bytes().split(b"\n")  # the last is cut short by a kill, or being written
+            *whole, _ = path.read_bytes().split(b"\n")  # the last line may be incomplete
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -197,7 +202,7 @@ class RecordedRun:
                 damaged.append(number)
                 continue
             key = (int(row.get("learner/incarnation", 0)), row["step"])
-            rows[key] = rows.get(key, {}) | row  # an evaluation has a row of its own
+            rows[key] = rows.get(key, {}) | row  # an evaluation has a separate row
         if damaged:
             lines = f"line {damaged[0]}" if len(damaged) == 1 else f"lines {damaged[0]} to {damaged[-1]}"
             say(f"{path.name} is damaged: {len(damaged)} of its {len(whole)} rows cannot be read ({lines})")
@@ -205,9 +210,9 @@ class RecordedRun:
 
     @contextlib.contextmanager
     def server(self, run: RunConfig, *, token: str) -> Iterator[Address | None]:
-        """Where the run's bus answers, while this is open. None when nothing is left of it.
+        """Yield the address of the run's bus while the context is open; None if nothing is left of the bus.
 
-        Call it before the event loop runs. Raises ConfigError when another process has the store.
+        Call this before the event loop runs. Raises ConfigError if another process uses the store.
         """
         if run.bus.url:
             yield Address(url=run.bus.url, token=token)
@@ -229,7 +234,7 @@ class RecordedRun:
         return ConfigError(f"{self.directory}: {self.why_no_log(run)}")
 
     def why_no_log(self, run: RunConfig) -> str:
-        """Where ``server`` gives None: the key of the run file that kept the log in memory, if one did."""
+        """Explain why ``server`` yields None: the key of the run file that kept the log in memory, if one did."""
         if not registry.bus_class(run).is_shared:
             return f'bus.kind = "{run.bus.kind}" keeps the log in the run\'s own process; "nats" can be read by others'
         if run.bus.store == "memory":
@@ -237,9 +242,9 @@ class RecordedRun:
         return "nothing is left of its log: the store of its bus is not there"
 
     def _address_of_running(self) -> Address | None:
-        """What `asyncrl run` wrote, None when it ended; killed, it leaves the file behind.
+        """Return the address that `asyncrl run` wrote; None after it has ended. A killed one leaves the file behind.
 
-        A nats-server that was killed is on its way back: to start another one on its store would end the run.
+        A nats-server that was killed is being restarted; starting another one on its store would end the run.
         """
         try:
             found = Address(*registry.own_address(self.directory))
@@ -260,7 +265,7 @@ def _answers(address: Address) -> bool:
         parts = urlsplit(address.url)
         with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=2.0):
             return True
-    except (OSError, ValueError):  # nobody there, or no address
+    except (OSError, ValueError):  # no server there, or not an address
         return False
 
 
@@ -269,14 +274,14 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is there, and somebody else's
+    except PermissionError:  # the process exists and belongs to another user
         return True
     return True
 
 
 @contextlib.asynccontextmanager
 async def connected(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
-    """The run's bus, to read only: nothing is made or changed there."""
+    """Connect to the run's bus for reading: nothing is created or changed there."""
     bus = await registry.observe(
         dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=address.url)), token=address.token
     )
@@ -287,7 +292,10 @@ async def connected(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
 
 
 async def log_records(bus: Bus, topic: Topic[M], *, after: int = 0) -> AsyncGenerator[Record[M], None]:
-    """Every record behind ``after`` that a log has now, in order. Close it (``contextlib.aclosing``) to stop early."""
+    """Yield every record after ``after`` that a log has now, in order.
+
+    To stop early, close it (``contextlib.aclosing``).
+    """
     last = await bus.last_sequence(topic)
     if not await bus.depth(topic):
         return
@@ -298,7 +306,7 @@ async def log_records(bus: Bus, topic: Topic[M], *, after: int = 0) -> AsyncGene
                 async with asyncio.timeout(SILENT_SECONDS):
                     record = await anext(records)
             except TimeoutError:
-                if not await bus.depth(topic):  # a learner trimmed it all meanwhile
+                if not await bus.depth(topic):  # a learner has trimmed all of it since
                     return
                 raise BusError(
                     f"the log of {topic.name} gave nothing for {SILENT_SECONDS:.0f} s behind {sequence}"

@@ -1,12 +1,12 @@
-"""Prompt groups of a run as a person reads them, from its folder and its bus: what `asyncrl samples` shows.
+"""Prompt groups of a run in readable form, from its folder and its bus, for `asyncrl samples`.
 
-Three sources, each bounded in what it holds in memory:
+There are three sources, each with bounded memory:
 
   samples.jsonl   some groups of every step, decoded, with advantage and staleness (state/samples.py)
-  the bus         the trajectory log: every group that is still on it; of the run that is up, or of its own store
-  the history     what became of each group; from another machine, the events on the bus
+  the bus         the trajectory log: every group that is still on it, from the running run or from the run's store
+  the history     the fate of each group; from another machine, the events on the bus
 
-Who has the run's folder is told every group's fate; from the bus alone, those of its events.
+With the run's folder the fate of every group is known; from the bus alone, only the fates in its events.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ from asyncrl.run.recorded.run_folder import RecordedRun, log_records
 from asyncrl.state import samples as sample_file
 
 MOST_HELD: Final = 4096
-"""Groups of a live run that have arrived and not met their fate; older ones are shown as pending."""
+"""Maximum number of groups of a live run that have arrived and not met their fate; older ones are shown as pending."""
 LOOK_SECONDS: Final = 0.25
-"""How often a file that grows is looked at: nobody announces that it did."""
+"""Interval for checking a growing file; nothing signals that it grew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What became of a group, and at which step; ``forks``: as the learner saw them then; ``bound``: as sample_of's."""
+    """The fate of a group, and its step.
+
+    ``forks``: forks known to the learner at that time; ``bound``: as in sample_of
+    """
 
     kind: str
     step: int
@@ -53,15 +56,15 @@ class Fate:
 
 
 class Fates:
-    """Of every group that has left the window, as far as is known."""
+    """Fates of all groups that have left the window, as far as known."""
 
     def __init__(self) -> None:
         self.of: dict[int, Fate] = {}
         self.is_complete = False
-        """Whether a group that is not in it is pending for sure."""
+        """Whether every group that is not in ``of`` is pending."""
 
     def read_history(self, entries: Sequence[HistoryEntry]) -> None:
-        """What the history says is what counts; it knows no reasons."""
+        """Read the fates from the history, which is authoritative but has no reasons."""
         forks: dict[int, int] = {}
         bound: int | None = None
         for entry in present(entries):
@@ -83,7 +86,7 @@ class Fates:
         self.is_complete = True
 
     def note(self, event: Event) -> list[int]:
-        """An event of the learner's. The groups that it is about."""
+        """Process an event of the learner and return the groups that it is about."""
         if event.kind not in FATES:
             return []
         found = event.data.get("group_ids", [event.data.get("group_id")])
@@ -100,7 +103,7 @@ class Fates:
         return groups
 
     def sample(self, group: TrajectoryGroup, *, stored: int = 0) -> GroupSample:
-        """As it is on the log, with what became of it. ``stored``: as of its record."""
+        """Return a group of the log with its fate. ``stored``: storage time of its record"""
         fate = self.of.get(group.group_id)
         if fate is None:
             return sample_of(group, fate=PENDING if self.is_complete else UNKNOWN, time=stored / 1e9)
@@ -116,7 +119,7 @@ class Fates:
         )
 
     def matches(self, recorded: GroupSample) -> bool:
-        """Whether it is of the history that counts, and not of one that a learner lost."""
+        """Whether a recorded group belongs to the current history, not to a lost one."""
         fate = self.of.get(recorded.group_id)
         if fate is None or not self.is_complete:
             return not self.is_complete
@@ -124,7 +127,7 @@ class Fates:
 
 
 class RunSamples:
-    """The groups of a run. ``directory``: its folder; None: only its bus can be reached."""
+    """The groups of a run. ``directory``: its folder; None if only its bus can be reached"""
 
     is_of_evaluations = False
 
@@ -134,7 +137,7 @@ class RunSamples:
         self.directory = directory
         self.fates = Fates()
         self.why_no_log = ""
-        """Why the log could not be read, so that only what was recorded is there; empty when it was."""
+        """Why the log could not be read, so that only recorded groups are available; empty if it was read."""
         self._token = token
         self._recorded = RecordedRun(directory) if directory is not None else None
         if self._recorded is not None:
@@ -142,23 +145,25 @@ class RunSamples:
                 self.fates.read_history(self._recorded.history())
 
     def recorded(self) -> Iterator[GroupSample]:
-        """Those of samples.jsonl, each once, the oldest first."""
+        """Yield the groups of samples.jsonl, each once, oldest first."""
         if self.directory is not None:
             newest = {row.group_id: row for row in sample_file.read(self.directory) if self.fates.matches(row)}
             yield from newest.values()
 
     def why_none(self) -> str:
-        """Why a group's text is not here."""
+        """Explain why the text of a group is not available."""
         why = self.why_no_log or "the log no longer has it"
         return f"Some groups of each step are recorded (metrics.samples_per_step); of the others: {why}"
 
     def require_dataset(self) -> None:
-        """Where they are of evaluations: raises ConfigError for a data set that nobody knows."""
+        """For evaluations: raise ConfigError for an unknown data set."""
 
     @contextlib.contextmanager
     def bus_address(self) -> Iterator[RunConfig | None]:
-        """The run file with the address of its bus while this is open, None when nothing is left of it (``why_no_log``
-        says why). Call it before the event loop runs."""
+        """Yield the run file with the address of its bus while the context is open.
+
+        Yields None if nothing is left of the bus (see ``why_no_log``). Call this before the event loop runs.
+        """
         if self._recorded is None:
             yield self.run
             return
@@ -175,11 +180,14 @@ class RunSamples:
             yield dataclasses.replace(self.run, bus=dataclasses.replace(self.run.bus, url=address.url))
 
     def connected(self, there: RunConfig) -> contextlib.AbstractAsyncContextManager[Bus]:
-        """The bus at ``bus_address``, as an observer."""
+        """Connect to the bus at ``bus_address`` as an observer."""
         return observing(there, token=self._token)
 
     async def logged(self, bus: Bus, *, newest: int = 0) -> AsyncGenerator[GroupSample, None]:
-        """Those of the log, in its order; with ``newest`` only the last so many records.  Not decoded."""
+        """Yield the groups of the log in order; with ``newest``, only those of the last ``newest`` records.
+
+        Not decoded.
+        """
         await self.read_events(bus)
         last = await bus.last_sequence(TRAJECTORIES)
         if not last:
@@ -195,7 +203,7 @@ class RunSamples:
                     yield sample
 
     async def read_events(self, bus: Bus) -> int:
-        """The fates and reasons of the events that are still there. Sequence of the last one."""
+        """Read the fates and reasons from the remaining events. Returns the sequence number of the last event."""
         last = await bus.last_sequence(EVENTS)
         if not last or not await bus.depth(EVENTS):
             return last
@@ -208,9 +216,9 @@ class RunSamples:
         return last
 
     async def arriving(self, bus: Bus) -> AsyncGenerator[GroupSample, None]:
-        """Groups of a live run as they meet their fate, those that just did first; ends with the run.
+        """Yield groups of a live run as they meet their fate, starting with recent ones; ends with the run.
 
-        waits for: an event of the learner's, an arrival    woken by: the bus
+        waits for: an event of the learner, an arrival    woken by: the bus
         """
         held: dict[int, GroupSample] = {}
         found: asyncio.Queue[tuple[str, Record[Any]] | dict[str, int] | Exception] = asyncio.Queue(maxsize=MOST_HELD)
@@ -267,7 +275,7 @@ class RunSamples:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def growing(self) -> Generator[GroupSample, None, None]:
-        """Groups that samples.jsonl gets from now on, without end; close it.
+        """Yield groups that are added to samples.jsonl from now on, without end; close it to stop.
 
         waits for: a line    woken by: the clock
         """
@@ -276,14 +284,14 @@ class RunSamples:
 
     def _of_record(self, record: Record[TrajectoryGroup]) -> GroupSample | None:
         group = record.message
-        if group is None or group_id_of(record.key) != group.group_id:  # no group of the run's
+        if group is None or group_id_of(record.key) != group.group_id:  # not a group of this run
             return None
         return self.fates.sample(group, stored=record.stored)
 
 
 @contextlib.asynccontextmanager
 async def observing(run: RunConfig, *, token: str) -> AsyncIterator[Bus]:
-    """The run's bus for somebody who only looks. Raises ConfigError."""
+    """Connect to the run's bus as an observer. Raises ConfigError."""
     bus = await registry.observe(run, token=token)
     try:
         yield bus
@@ -292,7 +300,7 @@ async def observing(run: RunConfig, *, token: str) -> AsyncIterator[Bus]:
 
 
 async def model_path(bus: Bus, run: RunConfig) -> str:
-    """Where the run's model is, by its run file or by what its learner left on the bus."""
+    """Return the path of the run's model, from its run file or from the settings that its learner put on the bus."""
     if run.model.path:
         return run.model.path
     settings = (await bus.states(SETTINGS)).get("")
@@ -301,16 +309,17 @@ async def model_path(bus: Bus, run: RunConfig) -> str:
 
 
 def growing(path: Path) -> Generator[GroupSample, None, None]:
-    """What a file of samples gets from now on, without end; close it."""
+    """Yield samples that are added to a file from now on, without end; close it to stop."""
     return _growing(path, _opened(path, at_end=True))
 
 
 def _growing(path: Path, file: BinaryIO | None) -> Generator[GroupSample, None, None]:
-    """``file``: at the place to begin from; None: it is not there yet."""
+    """``file``: positioned at the start; None if it does not exist yet"""
     rest = b""
     try:
         while True:
-            is_replaced = file is None or _is_another(path, file)  # asked first: it gets no line after it was replaced
+            # checked before reading: a replaced file gets no more lines
+            is_replaced = file is None or _is_another(path, file)
             *lines, rest = (rest + (b"" if file is None else file.read())).split(b"\n")
             for line in lines:
                 if (sample := sample_file.parsed(line)) is not None:
@@ -338,5 +347,5 @@ def _opened(path: Path, *, at_end: bool = False) -> BinaryIO | None:
 def _is_another(path: Path, file: BinaryIO) -> bool:
     try:
         return path.stat().st_ino != os.fstat(file.fileno()).st_ino
-    except FileNotFoundError:  # between two
+    except FileNotFoundError:  # between removal and replacement
         return False

@@ -1,4 +1,4 @@
-"""The timeline of a recorded run: rows of timeline.jsonl, or what metrics.jsonl says in their place."""
+"""The timeline of a recorded run: rows of timeline.jsonl, or rows derived from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ _SHAPES: Final[Mapping[str, tuple[type, ...]]] = {
     "loads": (str, int, *(float,) * 3),
     "waits": (str, str, str, float),
 }
-"""Of the items of a row."""
+"""Types of the items in a row."""
 
 
 def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
-    """The rows, in the order of their steps, and the file that they are of. Of a step that a resumed learner trained
-    again, the last row. Raises ConfigError for a folder that holds no run, or that cannot be read."""
+    """Return the rows in the order of their steps, and the name of their file.
+
+    For a step that a resumed learner trained again, only the last row is included. Raises ConfigError if the folder
+    holds no run or cannot be read.
+    """
     recorded = RecordedRun(directory)
     if not recorded.is_run:
         raise ConfigError(f"{directory}: holds no run")
@@ -48,8 +51,10 @@ def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def evaluations_of(directory: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl of versions that were evaluated, in the order in which the evaluations ended. None of
-    a run of an older version, whose rows do not say when."""
+    """Return the rows of metrics.jsonl for evaluated versions, in the order in which the evaluations ended.
+
+    Empty for runs of an older version, whose rows have no time.
+    """
     rows = [row for row in RecordedRun(directory).metrics().values() if _is_time(row.get(EVALUATED_AT))]
     return sorted(rows, key=lambda row: float(row[EVALUATED_AT]))
 
@@ -68,7 +73,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def newest_rows(directory: Path, *, most_bytes: int) -> list[dict[str, Any]]:
-    """The rows at the end of timeline.jsonl and of the file before it; none where none was recorded. Blocks."""
+    """Return the last rows of timeline.jsonl and of the file before it; empty if none were recorded. Blocks."""
     rows: dict[int, dict[str, Any]] = {}
     for name in (OLDER_FILE, TIMELINE_FILE):
         with contextlib.suppress(OSError), (directory / name).open("rb") as file:
@@ -81,7 +86,7 @@ def newest_rows(directory: Path, *, most_bytes: int) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """None for a line that is not whole."""
+    """Parse a row; None if it is incomplete."""
     try:
         row = json.loads(line)
         is_whole = type(row["step"]) is int and _is(float, row["time"])
@@ -95,7 +100,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _is(kind: type, value: Any) -> bool:
-    """Whether it is of this kind: float is any number of seconds that can be."""
+    """Whether a value has this type; float stands for any plausible number of seconds."""
     if kind is float:
         return type(value) in (int, float) and abs(value) <= MOST_SECONDS
     return type(value) is kind

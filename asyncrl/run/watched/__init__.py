@@ -1,1 +1,1 @@
-"""A run as somebody sees it who looks on while it goes, and changes nothing."""
+"""Read-only views of a run while it is running."""

@@ -1,4 +1,4 @@
-"""Reads the lines that a file gets while somebody else writes it. Tests: tests/unit/run/watched/test_watched_run.py."""
+"""Reads lines that another process appends to a file. Tests: tests/unit/run/watched/test_watched_run.py."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from pathlib import Path
 from typing import Final
 
 MOST_BYTES: Final = 4 * 2**20
-"""Read at a time."""
+"""Maximum number of bytes per read."""
 
 
 class FileTail:
-    """Whole lines, each once. A file that was cut or replaced is read again from its begin."""
+    """Returns complete lines, each once. A file that was truncated or replaced is read again from the start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
         self.inode = 0
-        """Of the file that the last lines are of."""
+        """Inode of the file of the last lines."""
         self.is_anew = False
-        """Whether the last lines are the first of a file that was cut or replaced."""
+        """Whether the last lines are the first ones of a truncated or replaced file."""
 
     def read(self) -> tuple[list[tuple[int, bytes]], bool]:
-        """([(position, line without its end)], whether there may be more at once). Blocks. Nothing of no file."""
+        """Return ([(position, line without its end)], whether more can be read immediately).
+
+        Blocks. Empty if there is no file.
+        """
         self.is_anew = False
         try:
             with self._path.open("rb") as file:
@@ -31,12 +34,12 @@ class FileTail:
                     self._position, self.inode = 0, there.st_ino
                 file.seek(self._position)
                 found = file.read(MOST_BYTES)
-        except OSError:  # not there yet, or not for us
+        except OSError:  # does not exist yet, or may not be read
             return [], False
         begin = self._position
         whole, newline, _ = found.rpartition(b"\n")
         self._position += len(whole) + len(newline)
-        if not newline and len(found) == MOST_BYTES:  # no line is so long
+        if not newline and len(found) == MOST_BYTES:  # no valid line is this long
             self._position += len(found)
         lines = []
         for line in whole.split(b"\n") if newline else ():

@@ -1,11 +1,11 @@
-"""The newest prompt groups of a run, to be listed and opened one by one: what the table of `asyncrl board` shows.
+"""Index of the newest prompt groups of a run, for the table of `asyncrl board`.
 
-A row is kept of each group, in bounded memory; text is read when a group is opened:
+A row of each group is kept, in bounded memory. Text is read when a group is opened:
 
-  history.jsonl   what became of every group, and where on the log it is
-  samples.jsonl   some groups of every step, with text, reward and advantage; evaluation_samples.jsonl: of evaluations
-  events          from the bus: why a group was not trained; without a folder, what became of it
-  the log         a group that is opened and was not recorded, while its run still has it
+  history.jsonl   the fate of every group, and its position on the log
+  samples.jsonl   some groups of every step, with text, reward and advantage; evaluation_samples.jsonl: evaluations
+  events          from the bus: why a group was not trained; without a folder, also its fate
+  the log         for an opened group that was not recorded, while its run still has it
 
 Tests: tests/unit/run/watched/test_group_index.py.
 """
@@ -36,20 +36,23 @@ from asyncrl.state import history, samples
 
 MOST_GROUPS: Final = 5000
 MOST_SCANNED: Final = 2000
-"""Records of the log that are read for a group whose place there is not known."""
+"""Maximum number of log records that are read for a group whose position there is not known."""
 PREVIEW: Final = 120
-"""Letters of a prompt in its row."""
+"""Maximum number of characters of a prompt in its row."""
 MOST_ROWS: Final = 500
 _OF_EVALUATIONS: Final = (samples.SAVED_MODELS_FILE, samples.EVALUATION_FILE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    """What is known of a group without its text.
+    """Everything known about a group without its text.
 
-    position  of its line in the history; -1 of an event
-    sequence  of its record on the log; 0: not known
-    rest      None where it was not recorded; reward: mean over ``answers`` answers;  tokens: of all of them
+    position  position of its line in the history; -1 for an event
+    sequence  sequence number of its record on the log; 0 if unknown
+    reward    mean over ``answers`` answers
+    tokens    sum over all answers
+
+    Fields that are None were not recorded.
     """
 
     group_id: int
@@ -80,7 +83,7 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedGroup:
-    """texts: of each answer the text of each token; empty without the run's tokenizer: ``problem`` says why"""
+    """texts: for each answer, the text of each token; empty without the run's tokenizer: ``problem`` says why"""
 
     sample: GroupSample
     texts: Sequence[Sequence[str]] = ()
@@ -97,17 +100,18 @@ ORDERS: Final = {
 
 
 class GroupIndex:
-    """directory: None where only the bus can be reached"""
+    """directory: None if only the bus can be reached"""
 
     def __init__(self, settings: Callable[[], RunConfig], directory: Path | None, *, token: str) -> None:
-        """settings: the run's as they are recorded now"""
+        """settings: returns the run's settings as recorded now"""
         self._settings, self._directory, self._token = settings, directory, token
         self._rows: dict[int, GroupRow] = {}
         self._evaluated: dict[int, GroupRow] = {}
-        self._numbers: dict[Hashable, int] = {}  # of those: a group id names a prompt of one evaluation only
-        self._places: dict[int, tuple[int, int, int]] = {}  # in a samples file: inode, position, bytes
+        # numbers of evaluated prompts; a group id is unique only within one evaluation
+        self._numbers: dict[Hashable, int] = {}
+        self._places: dict[int, tuple[int, int, int]] = {}  # place in a samples file: inode, position, bytes
         self._lock = threading.Lock()
-        self._reading = threading.Lock()  # of the log, one at a time: it may take a nats-server of its own
+        self._reading = threading.Lock()  # one read of the log at a time, because it may start a nats-server
         self._decode: Decode | None = None
         self._has_older = False
         if directory is not None:
@@ -122,7 +126,7 @@ class GroupIndex:
         if self._directory is None:
             return
         is_other = self._read_samples(self._samples)
-        if is_other or not self._has_older:  # what was written last before it became the older one
+        if is_other or not self._has_older:  # lines that were written last before the file was rotated
             self._read_samples(FileTail(self._directory / samples.OLDER_FILE))
         if not self._has_older:
             for name in _OF_EVALUATIONS:
@@ -132,7 +136,7 @@ class GroupIndex:
         self._has_older = True
 
     def note(self, event: Event) -> None:
-        """An event of the learner's."""
+        """Process an event of the learner."""
         if event.kind not in FATES:
             return
         step, found = event.data.get("step", 0), event.data.get("group_ids", [event.data.get("group_id")])
@@ -150,9 +154,11 @@ class GroupIndex:
     def rows(
         self, *, fate: str = "", text: str = "", order: str = "newest", has_text: bool = False, limit: int = 100
     ) -> tuple[list[GroupRow], int]:
-        """(at most ``limit`` rows, how many there are). text: in its number, fate, worker, reason or prompt
+        """Return (at most ``limit`` rows, total number).
 
-        Prompts of evaluations are there with their own fate alone.
+        text: part of the number, fate, worker, reason, data set or prompt
+
+        Prompts of evaluations are listed only with fate "evaluated".
         """
         with self._lock:
             rows = list((self._evaluated if fate == EVALUATED else self._rows).values())
@@ -162,10 +168,10 @@ class GroupIndex:
         return found[: min(limit, MOST_ROWS)], len(found)
 
     def _read_samples(self, tail: FileTail) -> bool:
-        """Whether it is another file than the last time."""
+        """Read new samples and return whether the file was replaced since the last time."""
         is_other, has_more = False, True
         while has_more:
-            lines, has_more = tail.read()  # before the history, which has a group's line before this file has it
+            lines, has_more = tail.read()  # read before the history, which has a group's line first
             is_other |= tail.is_anew
             self._take_history()
             self._take_samples(tail.inode, lines)
@@ -183,7 +189,7 @@ class GroupIndex:
                         self._take_entry(entry)
 
     def _take_entry(self, entry: HistoryEntry) -> None:
-        if entry.kind == BEGUN:  # what lies behind its checkpoint is not in the history of the weights
+        if entry.kind == BEGUN:  # lines after its checkpoint do not belong to the history of the weights
             lost = [row.group_id for row in self._rows.values() if row.position >= entry.kept]
             for group_id in lost:
                 del self._rows[group_id]
@@ -239,16 +245,16 @@ class GroupIndex:
     # -- one of them -------------------------------------------------------------------------------------------------
 
     def open(self, group_id: int) -> OpenedGroup:
-        """The group with its text. Blocks, for seconds when it must be read from the log of a run that is over.
+        """Return the group with its text. Blocks; takes seconds if it must be read from the log of a finished run.
 
-        Raises ConfigError, which says why its text is not here.
+        Raises ConfigError that says why its text is not available.
         """
         with self._lock:
             row, place = self._rows.get(group_id), self._places.get(group_id)
         sample = self._recorded(*place) if place is not None else None
         settings = self._settings()
         path = settings.model.path
-        if sample is not None and self._number(sample) != group_id:  # its file was replaced
+        if sample is not None and self._number(sample) != group_id:  # the file was replaced
             sample = None
         if sample is None and group_id >= FIRST_GROUP_ID:
             raise ConfigError("these answers of an evaluation are not here any more: their file was replaced")
@@ -265,7 +271,7 @@ class GroupIndex:
         return OpenedGroup(sample=sample, texts=[token_texts(answer.tokens, decode) for answer in sample.answers])
 
     def _number(self, sample: GroupSample) -> int | None:
-        """Under which it is listed."""
+        """Return the number under which a sample is listed."""
         return self._numbers.get(sample.identity) if sample.fate == EVALUATED else sample.group_id
 
     def _recorded(self, inode: int, position: int, length: int) -> GroupSample | None:
@@ -281,7 +287,7 @@ class GroupIndex:
         return None
 
     def _logged(self, settings: RunConfig, group_id: int, row: GroupRow | None) -> tuple[GroupSample, str]:
-        """(group, path of its model)"""
+        """Return (group, path of its model)."""
         source = RunSamples(settings, self._directory, token=self._token)
         try:
             with source.bus_address() as there:
@@ -307,7 +313,7 @@ class GroupIndex:
                 async for sample in groups:
                     if sample.group_id == group_id:
                         return sample, await model_path(bus, there)
-                    if row is not None and row.sequence:  # it was trimmed, and this is a later one
+                    if row is not None and row.sequence:  # the record was trimmed, and this is a later one
                         return None
         return None
 
@@ -333,6 +339,6 @@ def _with(row: GroupRow, sample: GroupSample) -> GroupRow:
 
 
 def rows_as_json(rows: Sequence[GroupRow]) -> Iterator[dict[str, Any]]:
-    """For a browser."""
+    """Yield rows for a browser."""
     for row in rows:
         yield {name: getattr(row, name) for name in row.__slots__ if name not in ("position", "sequence")}

@@ -1,4 +1,4 @@
-"""Looks at a run again and again, from any machine: what `asyncrl top` and `asyncrl board` show. It changes nothing."""
+"""Observes a run repeatedly from any machine, for `asyncrl top` and `asyncrl board`. It changes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncrl.run.registry import bus_address, observe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """One look. metrics: None before the first step;  evaluation: None before the first."""
+    """Result of one look. metrics: None before the first step;  evaluation: None before the first one"""
 
     where: str
     observation: Observation
@@ -32,8 +32,11 @@ class View:
 
 
 class Looker:
-    """Looks at a run again and again; a bus that is away is something it sees, and so is one that comes back elsewhere:
-    `asyncrl run` gives its own server another port and password each time. Raises ConfigError: it has no address."""
+    """Observes a run repeatedly.
+
+    It tolerates a bus that is away, and follows one that returns at another address: `asyncrl run` gives its own server
+    a new port and password each time. Raises ConfigError if the run has no address.
+    """
 
     def __init__(self, run: RunConfig, *, token: str) -> None:
         self._run, self._token = run, token
@@ -50,11 +53,14 @@ class Looker:
 
     @property
     def is_connecting(self) -> bool:
-        """Whether the last look saw nothing, because the bus has not answered."""
+        """Whether the last look saw nothing because the bus did not answer."""
         return self._watcher.error is not None
 
     async def look(self) -> View:
-        """Raises NoSuchRun, and ConfigError when waiting will not help and nothing was seen yet: a wrong token."""
+        """Observe once.
+
+        Raises NoSuchRun, and ConfigError if nothing was seen yet and waiting will not help, as with a wrong token.
+        """
         if self._watcher.error is not None:
             await self._follow()
         observation = await self._watcher.look()
@@ -63,7 +69,7 @@ class Looker:
             raise refused
         self._has_seen |= not self.is_connecting
         if self._bus is not None and not observation.bus_silent:
-            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the next look of the watcher says it
+            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the watcher reports it at the next look
                 async with asyncio.timeout(LOOK_SECONDS):
                     found = await self._bus.states(METRICS)
                     self._metrics = found.get("", self._metrics)
@@ -78,8 +84,8 @@ class Looker:
         )
 
     async def _follow(self) -> None:
-        """To where the run's bus is now, if it has moved."""
-        with contextlib.suppress(ConfigError):  # it is not up
+        """Switch to the current address of the run's bus, if it has moved."""
+        with contextlib.suppress(ConfigError):  # the run is not up
             address = bus_address(self._run, token=self._token)
             if address != self._address:
                 await self._watcher.close()
@@ -87,7 +93,7 @@ class Looker:
 
     @property
     def address(self) -> tuple[str, str]:
-        """(url, token) of the bus that it looks at; another one once the run has moved."""
+        """(url, token) of the observed bus; changes when the run moves."""
         return self._address
 
     async def close(self) -> None:
@@ -100,5 +106,5 @@ def is_silent(seen: Seen) -> bool:
 
 
 def look_seconds(view: View) -> float:
-    """Until the next look: a look costs the bus a message an actor."""
+    """Return the seconds until the next look. A look costs the bus a message per actor."""
     return LOOK_SECONDS if len(view.observation.actors) <= LARGE_FLEET else 2 * LOOK_SECONDS

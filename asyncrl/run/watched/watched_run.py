@@ -1,7 +1,7 @@
-"""A run for somebody who looks on: where its folder and its bus are, and what is new there. Nothing is changed.
+"""A run for observers: where its folder and its bus are, and their new contents. Nothing is changed.
 
-Rows of metrics.jsonl come from the folder; who has no folder gets the newest row from the bus. Heartbeats come from
-the bus (run/watched/looker.py), and so do events.
+Rows of metrics.jsonl come from the folder; without a folder, the newest row comes from the bus. Heartbeats
+(run/watched/looker.py) and events come from the bus.
 
 Tests: tests/unit/run/watched/test_watched_run.py.
 """
@@ -28,10 +28,13 @@ MOST_TIMELINE_BYTES: Final = 8 * 2**20
 
 
 class WatchedRun:
-    """directory: its folder; None where only its bus can be reached"""
+    """directory: the run's folder; None if only its bus can be reached"""
 
     def __init__(self, where: Path | None, overrides: list[str], *, token: str, verb: str) -> None:
-        """The run in a folder, or of a run file, or named by ``overrides`` alone. Raises ConfigError for no run."""
+        """Find the run in a folder, of a run file, or named only by ``overrides``.
+
+        Raises ConfigError if there is none.
+        """
         self._where, self._overrides, self._verb = where, overrides, verb
         settings = self._recorded()
         self._token = token or settings.bus.token
@@ -40,15 +43,18 @@ class WatchedRun:
         self.name = self.directory.absolute().name if self.directory is not None else settings.run.name
 
     def _settings(self) -> RunConfig:
-        """With its bus. Raises NoSuchRun for a folder that was renamed, while its run is not up."""
+        """Return the settings, including the bus.
+
+        Raises NoSuchRun for a folder that was renamed while its run is not up.
+        """
         return run_folder.run_at(self._where, self._overrides, verb=self._verb)
 
     def _recorded(self) -> RunConfig:
-        """As they are recorded now."""
+        """Return the settings as recorded now."""
         return run_folder.run_at(self._where, self._overrides, verb=self._verb, needs_bus=False)
 
     def steps(self) -> int:
-        """The run is done after so many; 0 while nobody has written it down. Blocks."""
+        """Return the number of steps after which the run is done; 0 if it is not recorded yet. Blocks."""
         if self.directory is None:
             return 0
         try:
@@ -57,15 +63,15 @@ class WatchedRun:
             return 0
 
     def looker(self) -> Looker:
-        """Raises ConfigError while the run is not up."""
+        """Return a looker. Raises ConfigError while the run is not up."""
         return Looker(self._settings(), token=self._token)
 
     def is_up(self) -> bool:
-        """Whether it may be: a server of its own has its bus, or its `asyncrl run` is up on this machine."""
+        """Whether the run may be up: its bus has its own server, or its `asyncrl run` is up on this machine."""
         return self.directory is None or self._has_server or run_folder.launcher_pid(self.directory) != 0
 
     async def events(self, *, newest: int) -> AsyncGenerator[Event, None]:
-        """The last ``newest`` events, then those to come. Raises AsyncRLError.
+        """Yield the last ``newest`` events, then new ones. Raises AsyncRLError.
 
         waits for: an event    woken by: the bus
         """
@@ -80,35 +86,35 @@ class WatchedRun:
             await bus.close()
 
     def groups(self) -> GroupIndex:
-        """Its newest prompt groups; none before ``refresh``."""
+        """Return the index of its newest prompt groups; empty before ``refresh``."""
         return GroupIndex(self._recorded, self.directory, token=self._token)
 
     def timeline(self) -> list[Row]:
-        """The newest rows of its timeline.jsonl. Blocks."""
-        # It imports torch, which a board of live runs can do without.
+        """Return the newest rows of timeline.jsonl. Blocks."""
+        # Imports torch, which a board of live runs does not need.
         from asyncrl.run.recorded.timeline import newest_rows
 
         return newest_rows(self.directory, most_bytes=MOST_TIMELINE_BYTES) if self.directory is not None else []
 
     def rows(self) -> RowTail | None:
-        """Of its metrics.jsonl; None without a folder."""
+        """Return a reader of its metrics.jsonl; None without a folder."""
         return RowTail(self.directory / METRICS_FILE) if self.directory is not None else None
 
 
 class RowTail:
-    """Rows of metrics.jsonl. A resumed learner may cut it: then what it lost is written again, and read again."""
+    """Rows of metrics.jsonl. A resumed learner may truncate the file; rewritten rows are then read again."""
 
     def __init__(self, path: Path) -> None:
         self._tail = FileTail(path)
 
     def read(self) -> tuple[list[Row], bool]:
-        """(rows, whether there may be more at once). Lines that are no row are left out. Blocks."""
+        """Return (rows, whether more can be read immediately). Invalid lines are left out. Blocks."""
         lines, has_more = self._tail.read()
         return [row for _, line in lines if (row := parsed(line)) is not None], has_more
 
 
 def row_of(metrics: StepMetrics) -> Row:
-    """What the bus has of a step, as a row of metrics.jsonl: without histograms other than that of staleness."""
+    """Convert metrics of a step from the bus to a row of metrics.jsonl; staleness is its only histogram."""
     counts = list(metrics.staleness)
     histogram = {"edges": list(range(len(counts) + 1)), "counts": counts}
     return {"step": metrics.step, **metrics.numbers, **({"staleness/histogram": histogram} if counts else {})}

@@ -1,1 +1,1 @@
-"""Weights through the bus's object store: whole versions and deltas."""
+"""Weights in the bus's object store: full versions and deltas."""

@@ -1,7 +1,8 @@
-"""Which objects hold which weight versions, and the cheapest route from a worker's version to the newest. Pure.
+"""Tracks which objects hold which weight versions, and finds the cheapest route from a worker's version to the newest.
+Pure.
 
 A version is stored as a delta from the previous one (NAME.delta), in full (NAME.full), or both. Every version's
-description lists the chain of links from a full one on, so a worker that missed some versions knows what to fetch.
+description lists the chain of links from a full version on, so a worker that missed versions knows what to fetch.
 
 Tests: tests/unit/weights/objects/test_chain.py.
 """
@@ -17,8 +18,12 @@ from asyncrl.errors import WeightsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One version of a weight file.  sha256: of the file;  full, delta: bytes of its objects, 0 if absent;  part: the
-    number of the part of the model that it is, from 1; 0: it is the whole."""
+    """One version of a weight file.
+
+    sha256       hash of the file
+    full, delta  bytes of its objects; 0 if the object does not exist
+    part         number of the part of the model, from 1; 0: the whole model
+    """
 
     incarnation: int
     policy_version: int
@@ -45,7 +50,7 @@ class Link:
 
     @property
     def uri(self) -> str:
-        """The object that describes this version."""
+        """Name of the object that describes this version."""
         return self.delta_name if self.delta else self.full_name
 
     @property
@@ -54,13 +59,13 @@ class Link:
 
 
 Chain = tuple[Link, ...]
-"""Consecutively published versions of one incarnation, the newest last. If the first is only a delta, only workers that
-already have its weights can start there."""
+"""Consecutively published versions of one incarnation, the newest last. If the first version is only a delta, only
+workers that already have its weights can start there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Start at ``base``, available locally or fetched in full, then apply the deltas of ``links``."""
+    """Starts at ``base``, available locally or fetched in full, then applies the deltas of ``links``."""
 
     base: Link
     is_at_hand: bool
@@ -77,8 +82,9 @@ class Route:
 
 
 def grown(chain: Chain, link: Link, *, keep: int, behind: int) -> Chain:
-    """Add a newer link and drop unneeded ones. Kept are a full version from which each of the newest ``keep`` versions
-    can be reached, and all deltas of the last ``behind`` versions, even across a full one, which may be far larger."""
+    """Add a newer link and drop links that are not needed. Keep a full version from which each of the newest ``keep``
+    versions can be reached. Also keep all deltas of the last ``behind`` versions, even across a full version, which may
+    be far larger."""
     chain = (*chain, link)
     oldest = max(0, len(chain) - keep)
     start = max(index for index in range(oldest + 1) if chain[index].full)
@@ -94,7 +100,7 @@ def is_full_due(chain: Chain, *, every: int) -> bool:
 
 
 def route(chain: Chain, *, at_hand: Collection[Link], lost: Collection[str]) -> Route | None:
-    """The route to the last link with the fewest bytes to fetch; None if there is none.  ``lost``: missing objects"""
+    """Return the route to the last link with the fewest bytes to fetch, or None. ``lost``: names of missing objects"""
     found: list[Route] = []
     for index, base in enumerate(chain):
         links = chain[index + 1 :]
@@ -111,7 +117,7 @@ def to_text(chain: Chain) -> str:
 
 
 def from_text(text: str) -> Chain:
-    """Raises WeightsError."""
+    """Parse a chain. Raises WeightsError."""
     try:
         return tuple(Link(**fields) for fields in json.loads(text))
     except (ValueError, TypeError) as error:
@@ -119,13 +125,13 @@ def from_text(text: str) -> Chain:
 
 
 def part_of(name: str) -> int | None:
-    """Of which part an object is; None of an index over the parts."""
+    """Number of the part that an object belongs to; None for an index over the parts."""
     _, *part, kind = name.split(".")
     return None if kind == "index" else int(part[0]) if part and part[0].isdigit() else 0
 
 
 def index_name(incarnation: int, policy_version: int) -> str:
-    """Of the object that says what the parts of a version are."""
+    """Name of the object that lists the parts of a version."""
     return f"{incarnation}-{policy_version}.index"
 
 

@@ -1,9 +1,9 @@
-"""Weight versions in the run's object store, for hosts that share no disk with the learner.
+"""Stores weight versions in the run's object store, for hosts that share no disk with the learner.
 
 Invariants (tests/contracts/test_weights.py, tests/unit/weights/objects/test_channel.py):
-  C1 a version is announced only after everything it needs is stored; what a kept version needs is never removed.
+  C1 a version is announced only after everything it needs is stored. What a kept version needs is never removed.
   C2 a version's folder on a worker appears atomically, after its sha256 was verified.
-  C3 a missing or corrupt object costs a longer route (an older base, the full version), never wrong weights.
+  C3 a missing or corrupt object costs a longer route (an older base, the full version), but never yields wrong weights.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Options:
 class ObjectsChannel(ChannelAdapter):
     """See WeightChannel. The learner writes folders as FilesChannel does, then stores full versions and deltas.
 
-    directory   local; workers on a machine share the versions fetched into DIRECTORY/fetched
-    keep        versions kept in the store and in ``fetched``; everything that kept deltas need stays too, as do the
+    directory   local folder; workers on one machine share the versions fetched into DIRECTORY/fetched
+    keep        versions to keep in the store and in ``fetched``; everything that kept deltas need also stays, as do the
                 deltas of ``full_every`` versions, for workers that have fallen behind
     full_every, delta_share  see Options
     """
@@ -106,7 +106,7 @@ class ObjectsChannel(ChannelAdapter):
         return self._whole.progress + self._parts.progress + self._fetched.progress
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
-        """Store one version and remove old ones. Raises WeightsError when it cannot be stored."""
+        """Store one version and remove old ones. Raises WeightsError if it cannot be stored."""
         self._is_in_parts = bool(snapshot.others)
         retained = self._retained_names
         try:
@@ -124,9 +124,9 @@ class ObjectsChannel(ChannelAdapter):
         return version
 
     def restore(self) -> WeightVersion | None:
-        """Of a version of which something is gone: stored in full, from the folder of who wrote it.
+        """If an object of the newest version is missing, store the version in full from the writer's folder.
 
-        Raises WeightsError when that is gone for good: the next version is stored in full, whatever it is a delta from.
+        Raises WeightsError if the folder's files are lost as well. The next version is then stored in full.
         """
         if self._is_in_parts:
             return self._parts.restore()
@@ -140,11 +140,11 @@ class ObjectsChannel(ChannelAdapter):
         return set[str]().union(*tuple(self._retained.values()))
 
     def verify(self, weights: WeightVersion) -> Path:
-        """The folder of a version, fetched if it is not on this machine yet. Raises WeightsError."""
+        """Return the folder of a version; fetch the version if this machine does not have it. Raises WeightsError."""
         return self._fetched.folder(weights)
 
     def retain(self, weights: WeightVersion) -> None:
-        """Everything that its description names. What is gone already is not kept."""
+        """Keep every object that the version's description names, if it still exists."""
         try:
             self._retained[weights.order] = needed_names(self._objects, weights.uri)
         except (BusError, WeightsError) as error:

@@ -1,8 +1,8 @@
 """Exact deltas between two versions of a weight file: gaps between changed elements, and differences of their bits.
 
 A small optimizer step changes few weights of a narrow type, most of them to a neighbouring value. A weight is treated
-as the unsigned integer of its bits, so NaN payloads and -0.0 need no special case. After MAGIC comes, for each block of
-the file with changes:
+as the unsigned integer of its bits, so NaN payloads and -0.0 need no special case. After MAGIC, the delta has one
+record for each block of the file with changes:
 
     block    start u64, itemsize u8, changed u32, gaps u32, payload u32, little-endian; then payload bytes:
     payload  deflate of: gap bytes, then the differences
@@ -10,7 +10,7 @@ the file with changes:
     value    new - old modulo 2^bits, in zigzag (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), byte-shuffled: the lowest
              byte of all values, then the second, ...; neighbouring values differ only in the lowest
 
-There is no end marker: whoever applies a delta must verify the result's checksum.
+A delta has no end marker, so its user must verify the result's checksum.
 Tests: tests/unit/weights/objects/test_delta.py.
 """
 
@@ -28,7 +28,7 @@ from asyncrl.errors import WeightsError
 
 Bytes = NDArray[np.uint8]
 Section = tuple[int, int, int]
-"""(start, stop, itemsize): bytes of a file that hold elements of one width; start is a multiple of itemsize."""
+"""(start, stop, itemsize): bytes of a file that hold elements of one width. ``start`` is a multiple of itemsize."""
 
 MAGIC: Final = b"delta-1\n"
 BLOCK_BYTES: Final = 8 * 2**20
@@ -39,7 +39,7 @@ _LEVEL: Final = 1
 
 
 def encode(old: Bytes, new: Bytes, *, sections: Iterable[Section]) -> Iterator[bytes]:
-    """The delta from ``old`` to ``new``, u8[N] each, block by block.  ``sections`` must cover the whole file."""
+    """Yield the delta from ``old`` to ``new``, u8[N] each, block by block. ``sections`` must cover the whole file."""
     if len(old) != len(new):
         raise ValueError(f"a delta needs files of equal size, got {len(old)} and {len(new)} bytes")
     yield MAGIC
@@ -51,7 +51,7 @@ def encode(old: Bytes, new: Bytes, *, sections: Iterable[Section]) -> Iterator[b
 
 
 def apply(weights: Bytes, delta: Iterable[bytes]) -> None:
-    """Turn ``weights``, u8[N] with the old version, into the new one, in place. Raises WeightsError if malformed.
+    """Turn ``weights``, u8[N] with the old version, into the new version in place. Raises WeightsError if malformed.
 
     ``delta``: its bytes, in pieces of any size. A delta of other weights is not detected: verify the checksum.
     """
@@ -81,7 +81,7 @@ def _apply_block(weights: Bytes, head: bytes, stream: _Stream) -> None:
     start, itemsize, num_changed, num_gaps, num_bytes = _HEAD.unpack(head)
     length = num_gaps + num_changed * itemsize
     _require(itemsize in _UNSIGNED and start % itemsize == 0 and start < len(weights))
-    _require(num_gaps + num_changed + num_bytes <= 8 * BLOCK_BYTES)  # more than any block has
+    _require(num_gaps + num_changed + num_bytes <= 8 * BLOCK_BYTES)  # upper bound for a block
     data = _inflated(stream.take(num_bytes), length)
     positions = _positions(data[:num_gaps])
     planes = data[num_gaps:].reshape(itemsize, num_changed)
@@ -99,7 +99,7 @@ def _gap_bytes(gaps: NDArray[np.int64]) -> Bytes:
 
 
 def _positions(gap_bytes: Bytes) -> NDArray[np.int64]:
-    """A changed element is one position after its gap."""
+    """Return the positions of changed elements: each is one position after its gap."""
     is_end = gap_bytes != _ESCAPE
     found: NDArray[np.int64] = np.cumsum(gap_bytes, dtype=np.int64)[is_end] + np.arange(np.count_nonzero(is_end))
     return found
@@ -119,7 +119,7 @@ def _unzigzag(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _inflated(payload: bytes, length: int) -> Bytes:
-    """Decompress to exactly ``length`` bytes, never using more memory."""
+    """Decompress to exactly ``length`` bytes, without using more memory."""
     decompressor = zlib.decompressobj()
     try:
         data = decompressor.decompress(payload, length + 1)
@@ -142,7 +142,7 @@ class _Stream:
         self._rest = bytearray()
 
     def take(self, count: int) -> bytes:
-        """``count`` bytes; fewer only at the end."""
+        """Return ``count`` bytes; fewer only at the end."""
         while len(self._rest) < count and (piece := next(self._pieces, None)) is not None:
             self._rest += piece
         taken = bytes(self._rest[:count])

@@ -1,4 +1,4 @@
-"""Weight versions fetched from the object store as model folders, shared by all workers on a machine."""
+"""Weight versions fetched from the object store as model folders, which all workers on a machine share."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _SIDE_BY_SIDE: Final = 8
 
 
 class FetchedVersions:
-    """Folders DIRECTORY/INCARNATION-POLICY_VERSION-SHA256. Any number of processes of one machine may share it."""
+    """Folders DIRECTORY/INCARNATION-POLICY_VERSION-SHA256. Any number of processes of one machine may share them."""
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path, objects: ObjectStore) -> None:
-        """``keep``: versions kept. ``model_path``: the folder whose config and tokenizer are added to every version."""
+        """``keep``: versions to keep. ``model_path``: folder whose config and tokenizer are added to every version."""
         self._directory = directory.absolute()
         self._keep = max(keep, 2)
         self._model_path = model_path
@@ -51,7 +51,7 @@ class FetchedVersions:
         return self._progress + sum(part.progress for part in tuple(self._parts.values()))
 
     def folder(self, weights: WeightVersion) -> Path:
-        """The folder of a version, fetched if need be, with its checksum verified. Raises WeightsError."""
+        """Return the folder of a version. Fetch it if necessary, and verify its checksum. Raises WeightsError."""
         if not re.fullmatch("[0-9a-f]{64}", weights.sha256):
             raise WeightsError(f"weights {weights.uri!r}: {weights.sha256[:12]!r} is not a sha256")
         folder = self._directory / f"{weights.incarnation}-{weights.policy_version}-{weights.sha256[:_DIGITS]}"
@@ -71,7 +71,7 @@ class FetchedVersions:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lock among this machine's processes; one that waited finds what the other fetched."""
+        """Lock out this machine's other processes. A process that waited finds what the other one fetched."""
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._directory / ".lock").open("w") as lock:
             while True:
@@ -79,7 +79,7 @@ class FetchedVersions:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    self._progress += 1  # if the other process hangs, it is the one to be reported as stuck
+                    self._progress += 1  # if the other process hangs, that process must be reported as stuck
                     time.sleep(_LOOK_SECONDS)
             yield
 
@@ -111,7 +111,7 @@ class FetchedVersions:
         raise WeightsError(f"weights {weights.uri}: cannot be fetched: {problem}")
 
     def _fetch_parts(self, weights: WeightVersion, folder: Path, uris: Sequence[str]) -> None:
-        """Each part is fetched as if it were a whole version; the folder has its file under another name."""
+        """Fetch each part like a whole version, and link its file into the folder under the part's name."""
         index = b"".join(self._counted(weights.uri))
         if (found := hashlib.sha256(index).hexdigest()) != weights.sha256:
             raise WeightsError(
@@ -141,7 +141,7 @@ class FetchedVersions:
         temporary.rename(folder)
 
     def _at_hand(self, links: chain.Chain) -> set[Link]:
-        """Links whose weights are on this machine, not verified yet."""
+        """Return the links whose weights are on this machine. They are not verified yet."""
         files = {link: self._kept(link) / WEIGHTS_FILE for link in links}
         return {link for link, file in files.items() if file.exists() and file.stat().st_size}
 
@@ -151,7 +151,7 @@ class FetchedVersions:
     # -- one way ------------------------------------------------------------------------------------------------------
 
     def _take(self, route: Route) -> Path:
-        """Follow a route to a verified file with its weights. Raises _Lost if an object is missing or wrong."""
+        """Follow a route. Return a verified file with its weights. Raises _Lost if an object is missing or wrong."""
         base = self._kept(route.base) / WEIGHTS_FILE if route.is_at_hand else self._take_whole(route.base)
         if not route.links:
             return base
@@ -166,14 +166,14 @@ class FetchedVersions:
                 raise WeightsError("the result differs from the published weights")
         except WeightsError as error:
             if route.is_at_hand and safetensors_file.sha256(base) != route.base.sha256:
-                shutil.rmtree(base.parent)  # the deltas may be right
+                shutil.rmtree(base.parent)  # the base is wrong; the deltas may be right
                 raise _Lost(set(), f"{base}: has changed since it was fetched") from error
             deltas = {link.delta_name for link in route.links}
             raise _Lost(deltas, f"{', '.join(sorted(deltas))}: {error}") from error
         return file
 
     def _apply(self, links: chain.Chain, file: Path) -> None:
-        """Apply deltas in order. Small ones are fetched concurrently: over a long link their cost is round trips."""
+        """Apply deltas in order. Small ones are fetched concurrently, as each costs a round trip over a long link."""
         with concurrent.futures.ThreadPoolExecutor(_SIDE_BY_SIDE, "delta") as readers:
             small = [link for link in links if link.delta <= _SMALL_BYTES]
             read = {link: readers.submit(list, self._counted(link.delta_name)) for link in small}
@@ -185,7 +185,7 @@ class FetchedVersions:
                     raise _Lost({link.delta_name}, str(error)) from error
 
     def _take_whole(self, link: Link) -> Path:
-        """Fetch a full version, resuming an earlier process's partial download."""
+        """Fetch a full version. Resumes the partial download of an earlier process."""
         part = self._directory / f"{_PART}{link.name}-{link.sha256[:_DIGITS]}"
         is_resumed = part.exists()
         try:
@@ -204,7 +204,7 @@ class FetchedVersions:
         return part
 
     def _download(self, link: Link, part: Path) -> str:
-        """Download the rest of ``part``; returns the file's SHA-256."""
+        """Download the rest of ``part``. Return the file's SHA-256."""
         digest = hashlib.sha256()
         with part.open("a+b") as stream:
             stream.seek(0)
@@ -229,10 +229,10 @@ class FetchedVersions:
         temporary.rename(folder)
 
     def _collect(self, *, fetched: tuple[int, int]) -> None:
-        """Remove all but the last ``keep`` versions fetched, counting separately those newer than the one just fetched.
+        """Remove all but the last ``keep`` fetched versions. Versions newer than the one just fetched count separately.
 
-        Newer ones belong to a worker that is ahead of this one and may be loading them, or to an earlier run in this
-        directory; the latter were fetched before any of ours, so they are removed first.
+        Newer versions belong to a worker that is ahead of this one and may be loading them, or to an earlier run in
+        this directory. The latter were fetched before any of ours, so they are removed first.
         """
         found = {path: order for path in self._directory.iterdir() if (order := _order(path)) is not None}
         came = sorted(found, key=lambda path: (path.stat().st_mtime_ns, found[path]))

@@ -1,6 +1,6 @@
-"""One weight file in the object store: a whole model, or the part of one that a rank of the learner exports.
+"""One weight file in the object store: a whole model, or the part that one rank of the learner exports.
 
-Every version is stored as what changed since the one before, in full, or both (chain.py).
+Every version is stored as a delta from the previous one, in full, or both (chain.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _BLOCK_BYTES: Final = 2**20
 
 
 class StoredFile:
-    """The writer of one file's versions.
+    """Writes the versions of one file.
 
-    directory   local
-    number      of the part of the model, from 1; 0: it is the whole
-    keep        versions kept in the store; everything that kept deltas need stays too, as do the deltas of
+    directory   local folder
+    number      number of the part of the model, from 1; 0: the whole model
+    keep        versions to keep in the store; everything that kept deltas need also stays, as do the deltas of
                 ``full_every`` versions, for workers that have fallen behind
     full_every, delta_share  see channel.Options
     """
@@ -57,8 +57,8 @@ class StoredFile:
         self._objects = objects
         self._keep, self._full_every, self._delta_share = keep, full_every, delta_share
         self._chain: Chain = ()
-        self._is_broken = False  # something that the chain needs is gone
-        self._published = WeightVersion(incarnation=0, policy_version=0)  # the newest, once there is a chain
+        self._is_broken = False  # whether an object that the chain needs is missing
+        self._published = WeightVersion(incarnation=0, policy_version=0)  # the newest, once the chain is not empty
         self._stored_bytes = 0
 
     @property
@@ -67,16 +67,16 @@ class StoredFile:
 
     @property
     def stored_bytes(self) -> int:
-        """In all."""
+        """Bytes stored so far, over all versions."""
         return self._stored_bytes
 
     @property
     def names(self) -> set[str]:
-        """Of the objects that the newest version needs."""
+        """Names of the objects that the newest version needs."""
         return chain.names(self._chain)
 
     def store(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
-        """Store one version; older ones stay until ``collect``. Raises WeightsError when it cannot be stored."""
+        """Store one version. Older ones stay until ``collect``. Raises WeightsError if it cannot be stored."""
         version = self._files.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
         try:
             self._chain = self._store(snapshot, version)
@@ -87,9 +87,9 @@ class StoredFile:
         return self._published
 
     def restore(self) -> WeightVersion | None:
-        """Of a version of which something is gone: stored in full, from the learner's own folder.
+        """If an object of the newest version is missing, store the version in full from the learner's own folder.
 
-        Raises WeightsError when that is gone for good: the next version is stored in full, whatever it is a delta from.
+        Raises WeightsError if the folder's files are lost as well. The next version is then stored in full.
         """
         if not self._chain or self.names <= self._objects.whole():
             return None
@@ -117,16 +117,16 @@ class StoredFile:
         return self._published
 
     def collect(self, *, retained: Collection[str]) -> None:
-        """Remove what neither the newest versions need nor is ``retained``. Raises BusError."""
+        """Remove objects that the newest versions do not need and that are not ``retained``. Raises BusError."""
         for name in self._objects.names() - self.names - set(retained):
             if not self._number or chain.part_of(name) == self._number:
                 self._objects.remove(name)
 
     def _store(self, snapshot: Snapshot, version: WeightVersion) -> Chain:
-        """Store this version; returns the chain that ends with it."""
+        """Store this version. Return the chain that ends with it."""
         before = self._chain if self._chain and self._chain[-1].order < version.order else ()
         if before and (self._is_broken or before[-1].incarnation != version.incarnation):
-            before = ()  # nothing to change, or another history
+            before = ()  # no usable base, or another history
         with tempfile.TemporaryFile(dir=self._directory) as changes:
             delta_bytes = self._write_delta(changes, before[-1], version, snapshot) if before else 0
             is_whole = not delta_bytes or chain.is_full_due(before, every=self._full_every)
@@ -152,7 +152,7 @@ class StoredFile:
             self._objects.put(link.full_name, self._blocks(whole), metadata={"chain": chain.to_text(links)})
 
     def _write_delta(self, stream: IO[bytes], old: Link, new: WeightVersion, snapshot: Snapshot) -> int:
-        """Returns the delta's size; 0 if it is not worth storing."""
+        """Write the delta. Return its size; 0 if it is not worth storing."""
         old_file, new_file = self._file(old), Path(new.uri) / WEIGHTS_FILE
         if not old_file.exists() or old_file.stat().st_size != new.num_bytes:
             return 0

@@ -1,7 +1,7 @@
-"""A version in the object store of which every rank of the learner stores its own part.
+"""Stores weight versions in parts: every rank of the learner stores its own part in the object store.
 
-Each part is a file with deltas of its own (stored_file.py); an object over them, stored last, is the index of the
-folder that they make. Nothing is announced before it, and nothing older removed.
+Each part is a file with its own deltas (stored_file.py). An object stored last holds the index of the folder that the
+parts form. Before that object is stored, no part is announced and nothing older is removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncrl.weights.objects.stored_file import StoredFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSettings:
-    """What StoredFile needs in every rank.  opens, address: see ObjectStore.elsewhere"""
+    """Settings of StoredFile in every rank.  opens, address: see ObjectStore.elsewhere"""
 
     directory: str
     keep: int
@@ -40,7 +40,12 @@ class PartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOrder:
-    """kind: store, restore or collect.  number: of the part, from 1.  retained: objects that are not to be removed"""
+    """An order to a rank.
+
+    kind      store, restore or collect
+    number    number of the part, from 1
+    retained  objects that must not be removed
+    """
 
     kind: str
     number: int
@@ -52,7 +57,12 @@ class PartOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPart:
-    """uri: of the part's newest version;  objects: all that it needs;  stored_bytes: by this rank, in all"""
+    """A rank's answer.
+
+    uri           object that describes the part's newest version
+    objects       all objects that the version needs
+    stored_bytes  bytes stored by this rank so far
+    """
 
     uri: str = ""
     sha256: str = ""
@@ -63,10 +73,10 @@ class StoredPart:
 
 
 class PartStorer(PartWorker):
-    """Stores the part of one rank, in its process."""
+    """Stores the part of one rank, in that rank's process."""
 
     def __init__(self, objects: ObjectStore | None = None) -> None:
-        """``objects``: ours, where this process has a bus"""
+        """``objects``: our object store, if this process has a bus"""
         self._objects = objects
         self._lock = threading.Lock()
         self._file: StoredFile | None = None
@@ -108,7 +118,7 @@ class PartStorer(PartWorker):
                 directory,
                 number=told.number,
                 keep=settings.keep,
-                model_path=directory,  # no config and tokenizer beside it: no model is loaded from there
+                model_path=directory,  # without config and tokenizer: no engine loads a model from there
                 objects=self._objects or _opened(settings),
                 full_every=settings.full_every,
                 delta_share=settings.delta_share,
@@ -117,12 +127,12 @@ class PartStorer(PartWorker):
 
 
 class StoredParts:
-    """The learner's end: tells the ranks, and writes the index."""
+    """The learner's end: sends orders to the ranks, and writes the index."""
 
     def __init__(self, settings: PartSettings, objects: ObjectStore) -> None:
         self._settings, self._objects = settings, objects
         self._worker = PartStorer(objects)
-        self._snapshot: Snapshot | None = None  # the newest, for its ranks
+        self._snapshot: Snapshot | None = None  # the newest; gives access to its ranks
         self._version = WeightVersion(incarnation=0, policy_version=0)
         self._parts: list[StoredPart] = []
         self._indices: list[tuple[int, int]] = []
@@ -130,13 +140,13 @@ class StoredParts:
 
     @property
     def progress(self) -> int:
-        """Of our own part."""
+        """Progress of our own part."""
         return self._worker.progress
 
     def store(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
-        """Raises WeightsError, BusError."""
+        """Store one version. Raises WeightsError, BusError."""
         if self._snapshot is None:
-            self._objects.names()  # makes the store, and removes what a killed writer left, before anybody writes
+            self._objects.names()  # creates the store and removes a killed writer's leftovers before any rank writes
         order = self._order("store", incarnation=incarnation, policy_version=policy_version)
         parts = self._told(snapshot, order)
         total = sum(part.stored_bytes for part in parts)
@@ -145,7 +155,7 @@ class StoredParts:
         return self._write_index(incarnation=incarnation, policy_version=policy_version)
 
     def collect(self, snapshot: Snapshot, *, retained: Collection[str]) -> None:
-        """Remove what no version needs that is kept. Raises BusError."""
+        """Remove objects that no kept version needs. Raises BusError."""
         self._told(snapshot, self._order("collect", retained=retained))
         kept = [chain.index_name(*order) for order in self._indices[-self._settings.keep :]]
         for name in self._objects.names() - set(retained):
@@ -155,7 +165,10 @@ class StoredParts:
                 self._objects.remove(name)
 
     def restore(self) -> WeightVersion | None:
-        """The newest version, if something of it was gone and is there again. Raises WeightsError, BusError."""
+        """Store missing objects of the newest version again. Return the version if any were missing, else None.
+
+        Raises WeightsError, BusError.
+        """
         if self._snapshot is None:
             return None
         there = self._objects.whole()
@@ -216,7 +229,7 @@ class StoredParts:
 
 
 def needed_names(objects: ObjectStore, uri: str) -> set[str]:
-    """Of all objects by which a version can be fetched; none if it is gone. Raises BusError, WeightsError."""
+    """Names of all objects from which a version can be fetched; empty if it is gone. Raises BusError, WeightsError."""
     info = objects.info(uri)
     if info is None:
         return set()

@@ -79,7 +79,7 @@ async def test_what_cannot_be_made_again_is_said_once(caplog: pytest.LogCaptureF
         rig.bus.lost = [loss("prompts", is_repaired=False)]
         await rig.keeper.repair()
     assert [record.getMessage() for record in caplog.records] == [
-        "the bus: a-stream was deleted; whoever needs it waits; it is retried"
+        "the bus: a-stream was deleted; processes that need it wait, and the repair is retried"
     ]
     assert rig.suspected == 0
     rig.bus.lost = [loss("prompts")]
@@ -132,5 +132,5 @@ async def test_a_bus_that_refuses_a_look_is_said_once_and_asked_again(
             await looks.acquire()
         keeping.cancel()
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        "not all of what was lost is restored yet: no quorum"
+        "the bus: some lost data is not restored yet, retrying: no quorum"
     ]

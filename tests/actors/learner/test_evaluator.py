@@ -160,7 +160,7 @@ async def test_an_engine_that_never_keeps_to_the_version_ends_its_evaluation_wit
     row = incarnation.results[0, 20]
     assert (row["evaluation/complete"], row["evaluation/sums/missing"]) == (0.0, 5.0)
     assert row["evaluation/mixed"] == 5 * MOST_REFUSED
-    assert "given up after 16 answers that count in nothing, the last of e0: not all of version 20" in caplog.text
+    assert "given up after 16 rejected answers, the last from e0: not all of version 20" in caplog.text
 
 
 async def test_a_log_whose_end_has_vanished_is_waited_for_no_longer_than_a_prompt(

@@ -71,7 +71,7 @@ def test_a_filter_that_raises_is_named_with_what_it_raised(function: Any, proble
     for _ in range(2):
         with pytest.raises(FilterError, match=f"algorithm.filters: .*{problem}$"):
             filters.keep(sample_group())
-    with pytest.raises(HopelessError, match=f"{problem}; so it was for the last 3 groups"):
+    with pytest.raises(HopelessError, match=f"{problem}; a filter raised on each of the last 3 groups"):
         filters.keep(sample_group())
 
 

@@ -32,7 +32,7 @@ async def test_a_learner_that_holds_for_long_says_for_whom(
     desk.start(of={0: 0, 1: 2, 2: 2})
     desk.arrive(1, 2, version=2)
     taking = asyncio.create_task(desk.take())
-    await until(lambda: "step 3 has its 2 groups and waits for older ones" in caplog.text)
+    await until(lambda: "step 3 has its 2 groups but waits for older groups" in caplog.text)
     assert "rollout workers up" not in caplog.text
     desk.arrive(0)
     assert await taking == [0, 1]
@@ -45,7 +45,7 @@ async def test_a_step_waits_for_stragglers_no_longer_than_it_is_told(caplog: pyt
     desk.arrive(1, 2, 3, 4, version=2)
     assert await desk.take() == [1, 2]
     assert desk.batcher.held_seconds >= 0.01
-    assert "step 3 trains without older groups (1) that it has waited 0.01 s for" in caplog.text
+    assert "step 3 trains without older groups (1) after waiting 0.01 s for them" in caplog.text
     desk.table.trained(max_staleness=0)
     assert await desk.take() == [3, 4]
     assert desk.batcher.held_seconds == 0.0
@@ -78,7 +78,7 @@ async def test_a_wait_behind_one_in_vain_is_half_as_long(caplog: pytest.LogCaptu
     for _ in range(2):
         await desk.take()
         desk.table.trained(max_staleness=0)
-    assert "it has waited 0.02 s for" in caplog.text and "it has waited 0.01 s for" in caplog.text
+    assert "after waiting 0.02 s for" in caplog.text and "after waiting 0.01 s for" in caplog.text
 
 
 async def test_a_resumed_learner_does_not_wait_for_what_is_too_old_already() -> None:

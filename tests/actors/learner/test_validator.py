@@ -200,7 +200,9 @@ async def test_a_worker_whose_groups_cannot_be_is_quarantined_after_three(tmp_pa
         bus, validation=GroupValidation(vocabulary_size=4), rescoring=LogprobMismatch(bound=0.5, every=1)
     )
     victim = asyncio.create_task(run_worker(worker(bus, Engine())))
-    with pytest.raises(HopelessError, match="every rollout worker is quarantined; the last, w0, for 3 groups"):
+    with pytest.raises(
+        HopelessError, match="every rollout worker is quarantined; the last, w0, for 3 impossible groups"
+    ):
         await loop.run_learner()
     failed = await events(bus, "failed")
     assert all("outside the vocabulary" in event["error"] for event in failed)

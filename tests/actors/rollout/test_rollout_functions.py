@@ -247,7 +247,7 @@ async def test_conversations_too_long_for_the_model_fail_their_groups_and_nobody
 
 
 async def test_a_worker_that_sends_them_all_the_same_is_quarantined_with_the_reason(tmp_path: Path) -> None:
-    reason = f"3 groups that cannot be, the last because prompt and answer have .* the model's context {CONTEXT}$"
+    reason = f"3 impossible groups, the last because: prompt and answer have .* the model's context {CONTEXT}$"
     with pytest.raises(HopelessError, match=reason):
         await train_overlong(tmp_path)
 

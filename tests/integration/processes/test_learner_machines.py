@@ -36,7 +36,7 @@ def run(tmp_path: Path, megatron_forks: ForkServer) -> Iterator[RunProcess]:
     ("struck", "number", "end"),
     [
         pytest.param("learner-1", signal.SIGKILL, "its connection has ended", id="rank"),
-        pytest.param("learner-1", signal.SIGSTOP, "it hangs: it has said nothing for 6 s", id="rank-that-hangs"),
+        pytest.param("learner-1", signal.SIGSTOP, "it hangs: no sign of life for 6 s", id="rank-that-hangs"),
         pytest.param("learner", signal.SIGKILL, "", id="learner"),
     ],
 )

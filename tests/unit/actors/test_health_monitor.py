@@ -1,4 +1,4 @@
-"""What a watcher makes of what it hears: whom it names, and that it accuses nobody for its own pauses or the bus's."""
+"""What the health monitor concludes: it names the actor at fault, and never blames an actor for its own pauses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_finding_begins_once_and_ends_when_it_was_missed_twice() -> None:
 
 
 def test_a_fault_is_not_as_old_as_the_waits_it_was_concluded_from() -> None:
-    """All waited a minute for one who worked, and then it died."""
+    """Every actor waited a minute for a worker that was working; then that worker died."""
     since = Since()
     window = replace(finding("window"), seconds=60.0, is_joint=True)
     engine = replace(finding("engine"), seconds=60.0)
@@ -72,7 +72,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 
 class Flaky:
-    """A bus that can be deaf, or refuse to store."""
+    """A bus that can stop answering or refuse to store."""
 
     def __init__(self) -> None:
         self.bus = memory_bus()
@@ -112,7 +112,7 @@ async def test_while_the_bus_is_away_only_the_bus_is_named(clock: Clock) -> None
     assert (found.fault, found.actor) == ("bus", "nats-server")
     assert "60 s: no answer" in found.text
     bus.deaf = False
-    for _ in range(4):  # its actors need some seconds to find it again
+    for _ in range(4):  # actors need some seconds to find the bus again
         clock.now += 1
         assert diagnose(await watcher.look()) == []
     await watcher.close()
@@ -121,7 +121,7 @@ async def test_while_the_bus_is_away_only_the_bus_is_named(clock: Clock) -> None
 async def test_a_bus_that_does_not_answer_once_is_asked_again_at_once_and_then_named(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second of pause, 3 s without an answer, and 2 s more: named after 6.2 s."""
+    """One second of pause, 3 s without an answer, 2 s for the second try: the bus is named after 6.2 s."""
     bus, given, timeout = Flaky(), [], asyncio.timeout
     watcher = HealthMonitor(lambda: _ready(bus))
     await watcher.look()
@@ -133,7 +133,7 @@ async def test_a_bus_that_does_not_answer_once_is_asked_again_at_once_and_then_n
     (found,) = diagnose(await watcher.look())
     assert (found.fault, given) == ("bus", [ANSWER_SECONDS, AGAIN_SECONDS])
     await watcher.look()
-    assert given[2:] == [ANSWER_SECONDS]  # it has the usual time to be back
+    assert given[2:] == [ANSWER_SECONDS]  # the bus gets the usual time to come back
     await watcher.close()
 
 
@@ -141,7 +141,7 @@ async def test_a_bus_that_does_not_answer_once_is_asked_again_at_once_and_then_n
 async def test_a_bus_whose_heartbeats_cannot_be_read_in_time_is_not_to_blame(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, is_deaf: bool
 ) -> None:
-    """Somebody floods them; all else is answered. A bus that answers nothing is named."""
+    """Another process floods the heartbeats; the bus answers everything else. A bus that answers nothing is named."""
     monkeypatch.setattr(watching, "ANSWER_SECONDS", 0.01)
     monkeypatch.setattr(watching, "AGAIN_SECONDS", 0.01)
     bus = Flaky()
@@ -184,7 +184,7 @@ async def test_a_part_of_the_bus_that_is_gone_is_named_and_nobody_is_accused(clo
         await bus.put(ACTORS, beat("learner", number, role=LEARNER, host="there"), key="learner")
         assert diagnose(await watcher.look()) == []
     bus.lost = [Loss(name="KV_actors", topics=("actors",), problem="was deleted", is_gone=True)]
-    bus.deaf = True  # whoever reads it would wait
+    bus.deaf = True  # a read of the lost part would wait
     for _ in range(8):
         clock.now += 1
         (found,) = diagnose(await watcher.look())
@@ -204,7 +204,7 @@ async def test_a_part_of_the_bus_that_is_gone_is_named_and_nobody_is_accused(clo
 
 
 async def test_heartbeats_that_somebody_removes_are_named_once_and_nobody_is_accused(clock: Clock) -> None:
-    """Each actor has sent another one before long: what is missed is the watcher's own."""
+    """Each actor soon sends its next heartbeat; the monitor notices the loss by its own heartbeat."""
     bus = Flaky()
     watcher = HealthMonitor(lambda: _ready(bus))
 
@@ -248,7 +248,7 @@ async def test_a_watcher_leaves_nothing_behind_and_sees_that_the_run_is_finished
 
 
 class Finishing(Flaky):
-    """A bus whose learner finishes, and leaves, while a watcher looks."""
+    """A bus whose learner finishes and leaves during a monitor's look."""
 
     async def states(self, topic: Any) -> Any:
         found = await super().states(topic)

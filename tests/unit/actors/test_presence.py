@@ -1,4 +1,5 @@
-"""Who of a run is there, by its heartbeats: ages on the listener's own clock, and who left, died, or starts."""
+"""Which actors of a run are present: ages of heartbeats on the listener's own clock; actors that left, died, or
+start."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_who_takes_its_entry_away_left_in_order(looks: tuple[dict[str, int], ...
 @pytest.mark.parametrize("numbers", [(1,), (1, 2, 2, 2, 2, 2, 2, 2, 2)])
 def test_whose_entry_expired_is_missed_for_a_minute(numbers: tuple[int, ...]) -> None:
     heard = tracker()
-    for number in numbers:  # a single beat may have been old when it was heard
+    for number in numbers:  # a single heartbeat may have been old when it was heard
         heard.hear({"w0": beat("w0", number)}, seconds=1)
     heard.hear({}, seconds=1)
     assert heard.present()["w0"].seconds >= 15
@@ -54,7 +55,7 @@ def test_whose_entry_expired_is_missed_for_a_minute(numbers: tuple[int, ...]) ->
 
 
 def test_who_is_silent_while_others_beat_gets_older_by_their_beats_where_looks_are_far_apart() -> None:
-    """A busy machine: the watcher looks every five seconds, of which it may count two by its own clock. w1 beats."""
+    """A busy machine: the monitor looks every five seconds and may count two on its own clock. w1 keeps beating."""
     heard = tracker()
     for number in (1, 2):
         beats = {"w0": beat("w0", number), "w0.weights": beat("w0.weights", number), "w1": beat("w1", number, pid=8)}
@@ -63,7 +64,7 @@ def test_who_is_silent_while_others_beat_gets_older_by_their_beats_where_looks_a
     assert [heard.present()[name].seconds for name in ("w0", "w0.weights", "w1")] == [4, 4, 0]
     heard.hear(beats | {"w1": beat("w1", 9, pid=8)}, seconds=2, elapsed=5)
     assert [heard.present()[name].seconds for name in ("w0", "w0.weights", "w1")] == [9, 9, 0]
-    heard.hear(beats | {"w1": beat("w1", 9, pid=8)}, seconds=2, elapsed=60)  # all were frozen
+    heard.hear(beats | {"w1": beat("w1", 9, pid=8)}, seconds=2, elapsed=60)  # all processes were frozen
     assert [heard.present()[name].seconds for name in ("w0", "w1")] == [11, 2]
 
 
@@ -105,7 +106,7 @@ def test_a_process_started_again_is_not_blamed_for_the_one_before() -> None:
 
 @pytest.mark.parametrize("is_leaving", [True, False])
 def test_who_takes_its_entry_away_and_is_still_a_process_is_not_starting(is_leaving: bool) -> None:
-    """Its whole life would count as its start, and it would be killed while it ends in order."""
+    """Otherwise its whole life would count as its start, and it would be killed during an orderly end."""
     heard = tracker()
     one = Launched(name="w0", role=WORKER, pid=7, seconds=700)
     for number in (1, 2):
@@ -127,7 +128,7 @@ def test_what_a_killed_life_of_the_run_left_on_this_machine_is_not_accused(host:
 def test_who_beats_on_is_heard_though_this_machine_knows_no_such_process() -> None:
     heard = PresenceTracker(
         host="here", process=lambda pid: "gone" if pid == 3 else "running"
-    )  # of another container, say
+    )  # a process of another container, for example
     own = Launched(name="learner", role="learner", pid=8, seconds=1)
     for number in range(20):
         beats = {"w9": beat("w9", min(number, 10), pid=3), "learner": beat("learner", number + 1, pid=8)}
@@ -156,7 +157,7 @@ def test_an_own_process_that_fell_silent_is_missed_for_as_long_as_it_is_there() 
     [("evil", WORKER, 7), ("evil", WORKER, 8), ("learner.evil", "actor", 8), ("evil", "learner", 9), ("w0", WORKER, 8)],
 )
 def test_who_says_that_it_is_a_process_of_ours_is_not_heard(name: str, role: str, pid: int) -> None:
-    """Else that one would be killed for what this one says of itself."""
+    """Otherwise the real process could be killed because of the impostor's heartbeats."""
     heard = tracker()
     own = [
         Launched(name="w0", role=WORKER, pid=7, seconds=9),
@@ -172,7 +173,8 @@ def test_who_says_that_it_is_a_process_of_ours_is_not_heard(name: str, role: str
 
 
 def test_what_stands_under_the_name_of_another_is_not_heard() -> None:
-    """Though it says that it is in that very process: else the process would be killed for what somebody else says."""
+    """The heartbeat of "evil" is stored under the learner's key and claims the learner's pid. If it counted, the
+    learner could be killed for another process's heartbeats."""
     heard = tracker()
     own = [Launched(name="learner", role="learner", pid=8, seconds=9)]
     heard.hear({"learner": beat("learner", 1, pid=8, role="learner")}, seconds=1, launched=own)
@@ -187,7 +189,7 @@ def test_own_processes_that_have_worked_are_known_to_be_up_whoever_hides_their_h
         Launched(name="learner", role="learner", pid=8, seconds=9),
     ]
     heard.hear({"w0": beat("w0", 1)}, seconds=1, launched=own)
-    assert heard.own_roles == {WORKER}  # of the learner it is not known that it came past its start
+    assert heard.own_roles == {WORKER}  # it is unknown whether the learner has finished its start
     for number in range(30):
         heard.hear({"learner": beat("learner", number, pid=8, role="learner")}, seconds=1, launched=own)
     assert heard.own_roles == {WORKER, "learner"}

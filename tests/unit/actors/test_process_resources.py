@@ -1,4 +1,4 @@
-"""What a process has used of its limits, by what Linux says."""
+"""How much of its limits a process has used, as reported by Linux."""
 
 from __future__ import annotations
 

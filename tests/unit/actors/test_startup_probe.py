@@ -1,4 +1,4 @@
-"""A start that does nothing is named soon, and one that works is not."""
+"""A start that makes no progress is named soon; a start that works is not named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.policies.health.faults import FIRST_SECONDS, PATIENCE_SECONDS
 
 
 class Machine:
-    """A clock, and a process that works as it is told to."""
+    """A clock, and a process whose work the test controls."""
 
     def __init__(self) -> None:
         self.now, self.cpu_seconds, self.read_bytes = 100.0, 3.0, 10**9
@@ -83,4 +83,4 @@ def test_a_process_knows_its_age() -> None:
     code = "import time; time.sleep(0.2); from asyncrl import os_process; print(os_process.age_seconds())"
     began = time.monotonic()
     age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=os.environ).stdout)
-    assert 0.2 <= age <= time.monotonic() - began + 0.02  # the system counts in hundredths of a second
+    assert 0.2 <= age <= time.monotonic() - began + 0.02  # Linux counts process times in hundredths of a second

@@ -1,4 +1,4 @@
-"""What an actor says it waits for, on a clock of the test's own."""
+"""The waits that an actor reports, on a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def waits(clock: Clock) -> WaitTracker:
 
 
 def spend(waits: WaitTracker, clock: Clock, seconds: float) -> None:
-    """One wait for the engine that ended after so long."""
+    """Wait for the engine for ``seconds``."""
     with waits.waiting("an answer", on="engine", note="", first=25):
         clock.now += seconds
 
@@ -49,7 +49,7 @@ def test_waits_of_one_kind_are_one_entry_with_the_longest(waits: WaitTracker, cl
 
 def test_a_limit_follows_what_is_usual_and_one_hang_does_not_move_it(waits: WaitTracker, clock: Clock) -> None:
     with waits.waiting("an answer", on="engine", note="", first=25):
-        assert waits.now()[0].limit == 25  # nothing to compare with
+        assert waits.now()[0].limit == 25  # no earlier waits to compare with
     for seconds in (3, 3, 3, 300, 3):
         spend(waits, clock, seconds)
     with waits.waiting("an answer", on="engine", note="", first=25):
@@ -91,7 +91,7 @@ def test_a_wait_begins_anew_when_whoever_it_waits_for_called_back(waits: WaitTra
 
 
 def test_what_is_usual_for_a_wait_with_pauses_is_its_longest_part(waits: WaitTracker, clock: Clock) -> None:
-    """A tool is called between two answers: that the last part is short says nothing of how long the tool takes."""
+    """A tool call splits the wait. A short last part says nothing about how long the tool takes."""
     with waits.waiting("its rollout function", on="rollout", note="", first=6) as wait:
         for _ in range(3):
             clock.now += 1
@@ -137,7 +137,7 @@ def test_a_clock_that_jumps_is_seen_for_a_minute() -> None:
 
 
 def test_each_jump_of_a_clock_is_measured_from_the_one_before_and_ends_with_nothing_new() -> None:
-    """Set back by an hour at 20 and at 82, right again at 30 and at 92; the hour is over a minute after the last."""
+    """Back an hour at 20 and at 82, forward again at 30 and at 92; the last jump is forgotten about a minute later."""
     clock, said = ClockShift(), []
     for now in range(0, 160, 2):
         is_back = 20 <= now < 30 or 82 <= now < 92

@@ -1,4 +1,4 @@
-"""A Hugging Face folder to a checkpoint of Megatron's and back is the same folder, whatever the family."""
+"""Converting a Hugging Face folder to a Megatron checkpoint and back gives the same folder, for every family."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARCHITECTURES = get_args(Architecture)
 
 
 def made(folder: Path, architecture: str = "qwen3_moe", *, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """In bfloat16, with a router's bias in float32."""
+    """A model in bfloat16, with the router's bias in float32."""
     make_tiny_model(folder, architecture=architecture, tie_word_embeddings=architecture == "qwen2")  # type: ignore[arg-type]
     path = folder / "model.safetensors"
     tensors = {
@@ -40,7 +40,7 @@ def safetensors_torch_save(tensors: dict[str, torch.Tensor], path: Path) -> None
 
 
 def assert_same(first: Path, second: Path) -> None:
-    """Weights bit for bit, and all other files."""
+    """Compare the weights bit for bit, and all other files."""
     here, there = (
         {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
         for folder in (first, second)
@@ -60,7 +60,7 @@ def test_every_family_is_here() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_there_and_back_is_the_same_folder(tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "FILE_BYTES", 20_000)  # several files
+    monkeypatch.setattr(conversion, "FILE_BYTES", 20_000)  # makes several files
     folder = made(tmp_path / "model", architecture)
     there = convert(folder, tmp_path / "megatron")
     back = convert(tmp_path / "megatron", tmp_path / "back")
@@ -71,7 +71,7 @@ def test_there_and_back_is_the_same_folder(tmp_path: Path, architecture: str, mo
 
 
 def test_memory_is_bounded_by_the_largest_parameter_and_not_by_the_model(tmp_path: Path) -> None:
-    """Its parts, itself and a copy; of experts one at a time, so that more layers and experts need no more."""
+    """At most a parameter, its parts and a copy are in memory; experts are converted one at a time."""
     folder = made(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     largest = max(one.nbytes for one in tensors.values())
@@ -82,7 +82,7 @@ def test_memory_is_bounded_by_the_largest_parameter_and_not_by_the_model(tmp_pat
 
 
 def test_what_megatron_wrote_is_read(tmp_path: Path) -> None:
-    """Layers as a dimension of the tensors, norms under the names of its own layers, a padded vocabulary."""
+    """Megatron stacks layers in one tensor, names norms after its own layers, and pads the vocabulary."""
     folder = made(tmp_path / "model", "qwen3")
     convert(folder, tmp_path / "ours")
     ours, chunks = TorchDist(tmp_path / "ours" / "release"), []

@@ -1,4 +1,4 @@
-"""A folder in FP8, or under a model type of its own code, becomes one that is trained."""
+"""Convert a folder in FP8, or with a model type that needs its own code, into a folder that can be trained."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ KIMI_K2 = {
     "v_head_dim": 128,
     "vocab_size": 163840,
 }
-"""As published, without what no model code reads."""
+"""As published, without entries that no model code reads."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def published(whole: Path, tmp_path: Path) -> Path:
-    """The same model as Kimi-K2's: in FP8, of its own model type, a matrix and its scales in two files."""
+    """The same model, published like Kimi-K2: FP8, its own model type, a matrix and its scales in different files."""
     folder = fp8.model_folder(whole, tmp_path / "published")
     describe(folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
     tensors = load_file(folder / "model.safetensors")
@@ -143,7 +143,7 @@ def test_kimi_k2_has_the_shape_that_is_published(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"awq.*take the model it was made of"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"awq.*use the unquantized model"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"weight_block_size None"),
         ({"quantization_config": None, "model_type": "deepseek_v3"}, r"nothing to import"),
     ],

@@ -1,4 +1,4 @@
-"""learner.backend = "none": rollouts alone. Steps change nothing, and nobody is blamed for what differs."""
+"""learner.backend = "none": rollouts only. Steps change nothing, and scores are the behavior logprobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chosen steps are profiled; what fails of it fails no step."""
+"""The profiler records the chosen steps; its own failures fail no step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_profiler_that_fails_fails_no_step(tmp_path: Path, caplog: pytest.LogC
 
 
 class Fake:
-    """Allocations that are written down, in place of a GPU's. ``broken``: what raises."""
+    """Recorded allocations that replace a GPU's. ``broken`` names the call that raises."""
 
     def __init__(self, broken: str = "") -> None:
         self.said: list[str] = []
@@ -91,7 +91,7 @@ def test_a_snapshot_that_fails_fails_no_step_and_ends_the_recording(
 
 
 def test_a_step_that_fails_leaves_its_snapshot(tmp_path: Path) -> None:
-    """Of a step that ran out of memory it is what one wants to see."""
+    """After a step ran out of memory, the snapshot shows why."""
 
     def fails() -> float:
         raise MemoryError("no block of this size")

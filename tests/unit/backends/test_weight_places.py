@@ -1,4 +1,4 @@
-"""A rank's part of a parameter and the whole one: what a checkpoint of any layout is put together of."""
+"""Where each rank's part lies in the whole parameter; checkpoints of any layout are built from these places."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def shape_of(folder: Path, architecture: str) -> ModelShape:
 
 @pytest.mark.parametrize("architecture", ["qwen2", "glm4", "qwen3_moe", "deepseek_v3"])
 def test_parts_of_all_ranks_make_the_whole_and_the_whole_makes_them(tmp_path: Path, architecture: str) -> None:
-    """Whatever is cut, how often, and however its elements are shared among copies of the model."""
+    """For every kind of cut, any number of cuts, and any split of the elements among copies of the model."""
     shape = shape_of(tmp_path, architecture)
     wholes: dict[str, torch.Tensor] = {}
     shards = list(shards_of_two_ranks(tmp_path, shape))
     for place, shard in shards:
         whole = wholes.setdefault(place.key, torch.full(place.whole, torch.nan))
-        middle = shard.numel() // 3  # two copies of the model have unequal parts of it
+        middle = shard.numel() // 3  # two copies of the model hold parts of unequal size
         for start, flat in ((0, shard.reshape(-1)[:middle]), (middle, shard.reshape(-1)[middle:])):
             for view, corner in place.views(flat, start):
                 whole[slices(corner, view)] = view
     assert not any(whole.isnan().any() for whole in wholes.values())
     for place, shard in shards:
-        back = torch.zeros_like(shard)  # as padding is
+        back = torch.zeros_like(shard)  # padding is zero
         for view, corner in place.views(back.view(-1)):
             view.copy_(wholes[place.key][slices(corner, view)])
         assert torch.equal(back, shard), place.key
 
 
 def shards_of_two_ranks(folder: Path, shape: ModelShape) -> Iterator[tuple[weight_places.Place, torch.Tensor]]:
-    """Each has half of every matrix, or of the experts."""
+    """Each rank has half of every matrix, or half of the experts."""
     experts = shape.experts.num_experts if shape.experts else 0
     with huggingface.open_weights(folder) as read:
         for rank, held in enumerate((range(experts // 2), range(experts // 2, experts))):

@@ -1,4 +1,4 @@
-"""bin/count-imports: what it counts and what it refuses."""
+"""What bin/count-imports counts and refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "bin" / "count-imports"
 
 
 def counted(root: Path, files: dict[str, str], *arguments: str) -> tuple[int, list[str]]:
-    """Exit code and lines of the script on a repository of these files."""
+    """Run the script on a repository of these files; return its exit code and its lines."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def test_too_many_rooms_are_refused(tmp_path: Path) -> None:
 
 
 def test_too_many_arrows_are_refused(tmp_path: Path) -> None:
-    # 16 rooms, each importing all before it: 16 * 15 / 2 = 120 arrows; one more from a room of its own.
+    # 16 rooms, each importing all before it: 16 * 15 / 2 = 120 arrows. An additional room adds one more.
     files = {f"asyncrl/r{n}.py": "".join(f"import asyncrl.r{m}\n" for m in range(n)) for n in range(16)}
     assert counted(tmp_path, files) == (
         0,

@@ -1,4 +1,4 @@
-"""A browser that does not keep up costs the others nothing."""
+"""A browser that does not keep up does not slow other browsers."""
 
 from __future__ import annotations
 

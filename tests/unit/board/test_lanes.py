@@ -1,4 +1,4 @@
-"""Lanes say what actors do, and stay small: in segments, in actors, in time."""
+"""Lanes show what actors do, and stay small in segments, actors and time."""
 
 from __future__ import annotations
 

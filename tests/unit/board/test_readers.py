@@ -1,4 +1,4 @@
-"""Browsers that ask for much at once are read for by a few threads of their own, or told to ask again."""
+"""Requests that read much run in a few threads of their own; when these are busy, browsers are told to ask again."""
 
 from __future__ import annotations
 

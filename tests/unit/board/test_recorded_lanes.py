@@ -1,4 +1,4 @@
-"""Lanes from what a learner recorded beside each step."""
+"""Lanes from what a learner recorded with each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What browsers are told of a run."""
+"""The state of a run that browsers receive."""
 
 from __future__ import annotations
 

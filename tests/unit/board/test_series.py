@@ -1,4 +1,4 @@
-"""Curves and columns stay small, forget what was trained again, and lose nothing of what they sum up."""
+"""Curves and columns stay small, drop steps that were trained again, and lose nothing when they are summarized."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from asyncrl.bus.jetstream.cancellation import guarded
 
 
 async def test_the_guard_notices_a_swallowed_cancellation() -> None:
-    """The race of Python 3.11: the reply is there and the cancellation too, and wait_for returns the reply."""
+    """The race of Python 3.11: the reply and the cancellation arrive together, and wait_for returns the reply."""
 
     async def deaf() -> str:
         try:

@@ -1,4 +1,4 @@
-"""A connection to nats-server closes whatever state it is in, and opens in its time or not at all."""
+"""A connection to nats-server closes in any state, and opens within its time limit or fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.errors import NoAnswer
 
 
 class Client:
-    """As nats-py is while the server's end of the connection is just closing."""
+    """A client like nats-py's while the server is closing its end of the connection."""
 
     servers = ("nats://127.0.0.1:4222",)
 
@@ -37,7 +37,7 @@ async def test_it_closes_while_it_is_being_lost(error: Exception) -> None:
 
 
 async def test_opening_ends_when_its_time_is_over_though_the_attempt_that_fails_then_loses_the_cancellation() -> None:
-    """As wait_for of Python 3.11 loses it when both come at once; nats-py would make attempt after attempt."""
+    """Python 3.11's wait_for loses the cancellation when both come at once; nats-py would then retry without end."""
 
     async def refused(_server: object) -> None:
         try:

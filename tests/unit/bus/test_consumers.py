@@ -1,4 +1,4 @@
-"""What a pull and a lender do with what a server may bring, in any order: no server, the test plays it."""
+"""A pull and a lender handle everything a server may send, in any order. The test plays the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def nothing() -> None:
 
 
 class ScriptedWire:
-    """A connection without a server: the test plays the server, also while a consumer is being made."""
+    """A connection without a server: the test plays the server, even while a consumer is being created."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -70,7 +70,7 @@ class ScriptedWire:
             await asyncio.sleep(0)
 
     async def deliver(self, sequence: int, *, consumer: int, consumer_sequence: int, attempt: int = 1) -> None:
-        """To whoever listens: a test has one at a time."""
+        """Deliver to the listener; a test has one at a time."""
         (on_message,) = self.listening.values()
         name = self.consumers[consumer]["name"]
         reply = f"$JS.ACK.s.{name}.{attempt}.{sequence}.{consumer_sequence}.0.0"
@@ -134,7 +134,7 @@ async def test_a_consumer_that_a_cluster_gave_to_a_dead_server_is_asked_for_unde
     assert (await pull.take()).sequence == 1
 
 
-# -- a consumer that others share --------------------------------------------------------------------------------------
+# -- a shared consumer -------------------------------------------------------------------------------------------------
 
 
 def lender(wire: ScriptedWire) -> PullConsumer:
@@ -272,14 +272,14 @@ async def test_a_message_that_comes_together_with_the_cancellation_is_given_back
 
 
 async def test_an_order_of_before_a_reconnect_is_withdrawn() -> None:
-    """The client listens at its inboxes again after a reconnect, so that the old order would be good again."""
+    """After a reconnect the client listens on its inboxes again, so the old order would become valid again."""
     wire = ScriptedWire()
     lent = lender(wire)
     await lent.start()
     waiting = asyncio.create_task(lent.take())
     await wire.ordered(1)
     wire.generation += 1
-    lent.want(1)  # woken, as by a reconnect
+    lent.want(1)  # woken, as after a reconnect
     await wire.ordered(2)
     assert list(wire.listening) == [wire.orders[1]]
     await wire.deliver(1, consumer=1, consumer_sequence=1)

@@ -1,4 +1,4 @@
-"""What a consumer still says of a message that it has held for long."""
+"""What a consumer may still tell the server about a message that it has held for long."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from asyncrl.messages import PromptGroup
 from asyncrl.messages.topics import PROMPTS
 from tests.harness.buses import prompt
 
-ACK_SECONDS = 10_000.0  # no machine is so busy
+ACK_SECONDS = 10_000.0  # longer than any delay on a busy machine
 
 
 class Listener:
-    """A connection that remembers what was said."""
+    """A connection that records what it sends."""
 
     def __init__(self) -> None:
         self.said: list[bytes] = []
@@ -56,7 +56,7 @@ def held(listener: Listener, *, share: float) -> JetStreamDelivery[PromptGroup]:
 async def test_what_the_server_may_have_lent_to_the_next_one_is_not_given_back(
     share: float, given_back: list[bytes], kept: list[bytes]
 ) -> None:
-    """It lends a message for ack_seconds from when it sends it; it arrives later."""
+    """The server leases a message for ack_seconds from the moment it sends the message, which is before its arrival."""
     for move, said in (("retry", given_back), ("give_back", given_back), ("keep", kept)):
         listener = Listener()
         await getattr(held(listener, share=share), move)()

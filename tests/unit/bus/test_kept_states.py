@@ -1,4 +1,4 @@
-"""A process's states that are put again when they are gone, beside those that it puts meanwhile."""
+"""A process puts its states again if the bus lost them, without delaying the states that it puts at the same time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness.buses import progress
 
 
 class Kept:
-    """The states, and the one place on a bus that they are kept at."""
+    """The states of a process, and the one place where the bus stores them."""
 
     def __init__(self) -> None:
         self.signatures = Signatures(run="r", own=SigningKey(b"k" * 32), life=1)
@@ -60,7 +60,7 @@ async def test_who_puts_a_newer_one_does_not_wait_for_a_look_and_the_older_is_no
     await kept.put(b"1")
 
     async def read(*_: Any) -> bytes | None:
-        await kept.put(b"2")  # while the bus is asked
+        await kept.put(b"2")  # a put while the read is running
         return None
 
     assert await kept.states.restore(read, kept.store) == []

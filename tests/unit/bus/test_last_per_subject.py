@@ -1,4 +1,4 @@
-"""What a fleet asks of the bus costs the server no state per worker, and one round trip for all of them."""
+"""Reading the states of a fleet takes one round trip, and leaves no per-worker state on the server."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ async def test_a_watch_and_a_sweep_leave_nothing_on_the_server(own_server: Embed
         await bus.put(PROGRESS, progress(1))
         assert (await anext(states)).step == 1
         for topic in (ACTORS, PROGRESS):
-            while (await bus._info(topic))["state"]["consumer_count"]:  # the server removes one in its own time
+            while (await bus._info(topic))["state"]["consumer_count"]:  # the server removes a consumer with a delay
                 await asyncio.sleep(0.05)
 
 
 async def test_a_watch_sees_what_it_was_not_told(
     own_server: EmbeddedServer, connect: Connect, monkeypatch: Any
 ) -> None:
-    """A leader that dies may have stored a state and told nobody; here the telling goes astray."""
+    """A leader that dies may have stored a state without announcing it; here the announcement goes astray."""
     monkeypatch.setattr("asyncrl.bus.jetstream.watch.REFRESH_SECONDS", 0.05)
     monkeypatch.setattr("asyncrl.bus.jetstream.layout.Layout.told", lambda *_: "astray")
     bus = await connect(own_server)

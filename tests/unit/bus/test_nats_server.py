@@ -1,4 +1,4 @@
-"""The nats-server a run starts for itself."""
+"""The nats-server that a run starts for itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_two_servers_never_share_a_store(tmp_path: Path) -> None:
     ):
         EmbeddedServer(tmp_path).start()
     with EmbeddedServer(tmp_path):
-        pass  # free again
+        pass  # the folder is free again
 
 
 def test_the_token_is_not_on_the_command_line(nats_server: EmbeddedServer) -> None:
@@ -74,7 +74,7 @@ def test_a_server_ends_with_its_launcher(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=False, stdout=subprocess.DEVNULL
     )
     with open(tmp_path / "nats-server.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the server holds it as long as it lives
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the server holds the lock for its whole life
     with EmbeddedServer(tmp_path) as server:
         assert server.pid
 

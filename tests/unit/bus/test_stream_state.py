@@ -1,4 +1,4 @@
-"""What is told of a stream from two looks at it."""
+"""What two observations of a stream tell about its losses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ AGED = {"config": {"max_age": 100 * 10**9}, "began": 50.0, "time": 60.0}
     [
         ("log", 0, {}, ""),
         ("log", 0, {"last": 25, "messages": 15}, ""),
-        ("log", 15, {"first": 16, "messages": 5}, ""),  # by us
+        ("log", 15, {"first": 16, "messages": 5}, ""),  # trimmed by us
         ("log", 20, {"first": 21, "messages": 0}, ""),
         ("log", 15, {"first": 17, "messages": 4}, "lost its entries up to 16"),
         ("log", 0, {"first": 21, "messages": 0}, "lost its entries up to 20"),
         ("log", 0, {"messages": 8}, "lost 2 of its entries"),
-        ("log", 0, {"messages": 8, "config": {"num_replicas": 3}}, ""),  # a cluster may leave out sequences
+        ("log", 0, {"messages": 8, "config": {"num_replicas": 3}}, ""),  # a cluster may skip sequences
         ("work", 0, {"first": 21, "messages": 0}, ""),  # acked
         ("", 0, {"first": 21, "messages": 0}, ""),  # expired
         ("state", 0, {"first": 14, "last": 23}, ""),
@@ -33,8 +33,8 @@ AGED = {"config": {"max_age": 100 * 10**9}, "began": 50.0, "time": 60.0}
         ("", 0, {"created": "tuesday", "last": 30}, "was deleted and made anew"),
         ("aged", 0, AGED | {"first": 21, "messages": 0}, "lost its entries up to 20"),
         ("aged", 0, AGED | {"messages": 9}, "lost 1 of its entries"),
-        ("aged", 0, AGED | {"first": 21, "messages": 0, "time": 150.0}, ""),  # they may have been so old
-        ("aged", 0, AGED | {"first": 21, "messages": 0, "time": 0.0}, ""),  # a server that does not say
+        ("aged", 0, AGED | {"first": 21, "messages": 0, "time": 150.0}, ""),  # the entries may have expired
+        ("aged", 0, AGED | {"first": 21, "messages": 0, "time": 0.0}, ""),  # a server that does not report its time
     ],
 )
 def test_what_somebody_else_took_is_told_from_what_left_by_itself(
@@ -58,7 +58,7 @@ def test_times_are_read_as_servers_write_them() -> None:
     ("now", "expected"),
     [
         ({"max_age": 0, "discard": "new"}, ""),
-        ({"max_age": 0, "discard": "new", "allow_msg_ttl": False, "max_msgs": -1}, ""),  # another server says more
+        ({"max_age": 0, "discard": "new", "allow_msg_ttl": False, "max_msgs": -1}, ""),  # some servers report more
         ({"discard": "new", "metadata": {"_nats.ver": "2.12"}, "description": "ours"}, ""),
         ({"max_age": 5, "discard": "old"}, "was altered: discard new -> old, max_age 0 -> 5"),
         ({}, "was altered: discard new -> unset"),

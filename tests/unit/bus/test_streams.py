@@ -1,4 +1,4 @@
-"""The streams of a run, as far as no server is needed to see what they do."""
+"""The streams of a run, tested as far as possible without a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = 1024
 
 
 class ManyRuns(Connection):
-    """A server with two streams of each of 1,000 other runs. It names as many at a time as nats-server does."""
+    """A server with two streams for each of 1,000 other runs. It lists as many names per reply as nats-server does."""
 
     async def api(self, verb: str, body: Any = None, **_: Any) -> dict[str, Any]:
         if verb != "STREAM.NAMES":

@@ -1,4 +1,4 @@
-"""A run file for the command, on the demo's task."""
+"""A run file for the CLI, based on the demo task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as a user meets it: help at once, one line for each mistake, and no torch before it is needed."""
+"""The command as a user meets it: immediate help, one line for each mistake, and no torch before it is needed."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ ROWS_BEFORE_TORCH = {
 }
 
 
-"""Rows are looked at by `check` alone; the learner of `asyncrl run` reads its own."""
+"""Only `check` looks at rows; the learner of `asyncrl run` reads its own rows."""
 
 
 def test_what_needs_no_torch_is_refused_without_it(run_file: Path, folder: Path) -> None:
-    """Its import takes many seconds on a busy machine. One process for all, as the first import would be seen."""
+    """Importing torch takes many seconds on a busy machine. One process runs all cases, so any import is seen."""
     (folder / "text.jsonl").write_text("what is 1 + 1?\n")
     mistakes = [("check", *one) for one in (BEFORE_TORCH | ROWS_BEFORE_TORCH).values()]
     mistakes += [("run", *one) for one in BEFORE_TORCH.values()]
@@ -119,7 +119,7 @@ def test_ctrl_c_ends_what_looks_at_a_run_without_a_traceback(
 
 
 def test_a_reader_that_has_had_enough_ends_a_verb_in_silence() -> None:
-    """As ``| head`` does."""
+    """Like ``| head``."""
     code = (
         "import sys; from asyncrl.cli import main as cli\n"
         "class Verb:\n"
@@ -152,7 +152,7 @@ def test_a_command_line_that_is_wrong_gives_exit_code_2(capsys: pytest.CaptureFi
     assert (code, "the following arguments are required: VERB" in err) == (2, True)
     for name in cli.VERBS:
         code, _, err = asyncrl(name, "--hel", capsys=capsys)
-        assert (code, err.count("\n")) == (2, 1), name  # --help, abbreviated, is not guessed
+        assert (code, err.count("\n")) == (2, 1), name  # the abbreviation of --help is not guessed
     assert asyncrl("run", "a.toml", "--resum", capsys=capsys)[::2] == (
         2,
         "asyncrl run: unknown argument --resum, did you mean --resume; `asyncrl run --help` says more\n",

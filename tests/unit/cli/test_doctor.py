@@ -1,4 +1,4 @@
-"""`asyncrl doctor` listens for as long as it takes to hear everybody, and says so when it could not."""
+"""`asyncrl doctor` listens long enough to hear every actor, and reports if it could not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.policies.health.faults import Observation
 
 
 async def test_doctor_does_not_take_a_run_that_ended_for_a_bus_that_died(tmp_path: Path) -> None:
-    """`asyncrl run` removes its address when it ends; somebody may be listening just then."""
+    """`asyncrl run` removes its address when it ends; a doctor may be listening at that moment."""
     (tmp_path / "run.toml").write_text(
         f'[run]\nname = "over"\ndirectory = "{tmp_path}"\n[model]\npath = ""\n[data]\npath = ""\n'
     )
@@ -24,7 +24,7 @@ async def test_doctor_does_not_take_a_run_that_ended_for_a_bus_that_died(tmp_pat
 
 
 class Slow:
-    """A watcher whose looks take longer than they count: a busy machine's."""
+    """A health monitor on a busy machine: each look takes longer than the time it counts."""
 
     def __init__(self, *, fails_at: Container[int]) -> None:
         self._fails_at = fails_at

@@ -1,4 +1,4 @@
-"""What settings from the bus can make a machine do that joins: nothing that its own command does not allow."""
+"""Settings from the bus cannot make a joining machine do anything that its own command does not allow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> Joins:
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module ``trap``, importable here, that leaves the file ``sprung`` when it is imported."""
+    """A module ``trap``, importable here, that creates the file ``sprung`` when it is imported."""
     (tmp_path / "trap.py").write_text(
         "import pathlib\n(pathlib.Path(__file__).parent / 'sprung').touch()\n"
         "def reward(sample):\n    return 1.0\n"
@@ -38,7 +38,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forged(**sections: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings with keys of somebody's choice."""
+    """A run's settings with keys that an attacker chose."""
     table, _ = worker_table(config.load(DEMO))
     for name, keys in sections.items():
         table[name] = table.get(name, {}) | keys
@@ -181,7 +181,7 @@ def test_a_section_that_is_no_table_is_refused_in_one_line(joins: Joins, section
 
 
 def test_every_key_that_a_worker_loads_code_by_is_looked_at() -> None:
-    """Who adds a key that names code adds it here, or sees that a joined worker has no such key."""
+    """Whoever adds a key that names code adds it here, or checks that joined workers do not use it."""
     used = set()
     for file in (ROOT / "asyncrl").rglob("*.py"):
         text = file.read_text()
@@ -189,7 +189,7 @@ def test_every_key_that_a_worker_loads_code_by_is_looked_at() -> None:
             used |= set(re.findall(r'where=f?"([a-z_.{}]+)"', text))
     left_out = {"learner.backend", "launcher.kind", "metrics.sinks", "data.source"}
     left_out |= {"algorithm.name", "algorithm.filters", "algorithm.{where}"}
-    left_out |= {"{where}.harness"}  # of rollout.options, which are refused as a whole
+    left_out |= {"{where}.harness"}  # a key of rollout.options, which is refused as a whole
     assert used - left_out == set(foreign_settings._CODE)
     assert not {key.partition(".")[0] for key in left_out} & (set(foreign_settings._TAKEN) - {"learner", "data"})
     assert "backend" not in foreign_settings._TAKEN["learner"]
@@ -231,7 +231,7 @@ def test_what_programs_may_do_on_a_machine_its_own_command_says(joins: Joins, op
 
 
 def test_the_parts_of_a_reward_are_looked_at_as_the_reward_is(joins: Joins, trap: Path) -> None:
-    """And those of a data set's."""
+    """The parts of a data set's reward are checked as well."""
 
     def parts(**part: Any) -> dict[str, Any]:
         return {"kind": "parts", "parts": {"right": {"kind": "exact"}, "other": part}}

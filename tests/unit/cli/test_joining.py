@@ -1,4 +1,4 @@
-"""What a worker that joins with a bus and a name gets of the run file, and what it is told to say itself."""
+"""What a worker that joins with a bus and a name receives of the run file, and what it must set itself."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_it_has_elsewhere_it_says_itself(monkeypatch: pytest.MonkeyPatch) -
     [
         'reward.options={headers={Authorization="Bearer hidden"}}',
         'reward.options={url="https://user:hidden@host/"}',
-        'reward.options={anything="hidden"}',  # of a reward that is not ours, who knows
+        'reward.options={anything="hidden"}',  # options of a foreign reward may hold anything
         'engine.options={server_arguments={api-key="hidden"}}',
         'rollout.options={anything="hidden"}',
     ],

@@ -1,4 +1,4 @@
-"""`asyncrl profile-engine` asks the server of a worker to profile, and always to stop."""
+"""`asyncrl profile-engine` asks a worker's server to profile, and always asks it to stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness.command import asyncrl
 
 
 class Server(HTTPServer):
-    """Writes a trace when it is asked to stop, as SGLang does; ``is_broken``: it refuses to begin."""
+    """Writes a trace when it is asked to stop, as SGLang does. With ``is_broken`` it refuses to begin."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""`asyncrl run` and its roles, as a user meets them: what the last line says, and a run of real processes."""
+"""`asyncrl run` and its roles as a user meets them: the last line, and a run of real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness.forked import LAUNCHER, ForkServer
 def test_a_run_that_is_not_there_is_not_gone_on_with(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A slip in its name would begin another one, from version 0."""
+    """Otherwise a typo in the name would begin another run, from version 0."""
     there = ("--set", f"run.directory={tmp_path}")
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "history.jsonl").touch()

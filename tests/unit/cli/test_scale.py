@@ -1,4 +1,4 @@
-"""What `asyncrl scale` and `asyncrl run` say to each other where no fleet is needed for it; with one, test_fleet.py."""
+"""Messages between `asyncrl scale` and `asyncrl run` that need no fleet; test_fleet.py tests them with a fleet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEMO = ROOT / "examples" / "demo.toml"
 
 
 class Full:
-    """Has room for two."""
+    """A fleet with room for two workers."""
 
     changed = asyncio.Event()
 
@@ -62,7 +62,7 @@ async def test_a_size_asked_for_while_another_is_refused_is_not_overwritten() ->
     newer = FleetSize(rollout_workers=1, request="newer")
 
     class Busy(MemoryBus):
-        """On which somebody asks for a size just when the answer to the one before is said."""
+        """A bus on which a new size is requested just as the answer to the previous request is put."""
 
         async def put(self, topic: Any, message: Any, *, key: str = "") -> None:
             await super().put(topic, message, key=key)
@@ -105,7 +105,7 @@ async def test_a_size_that_nobody_hears_is_kept_for_later(monkeypatch: pytest.Mo
 async def test_a_run_that_ends_meanwhile_is_waited_for_no_longer_than_the_command_was_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its nats-server ended with it: what is asked of the bus is answered by nobody."""
+    """Its nats-server ended with it, so requests to the bus get no answer."""
 
     class Ended(MemoryBus):
         async def states(self, topic: Any, *, under: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""[evaluation]: what is refused, in one line, and when a version is due."""
+"""[evaluation]: what is refused, in one line, and which versions are due."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_data_sets_that_are_never_evaluated_are_refused() -> None:
 
 
 def due(section: EvaluationSection, *versions: int) -> list[int]:
-    """Which of the versions that are stored one after the other are evaluated."""
+    """Return which of the versions, stored in this order, are evaluated."""
     found, before = [], -1
     for version in versions:
         if section.is_due(before=before, now=version):
@@ -103,7 +103,7 @@ def due(section: EvaluationSection, *versions: int) -> list[int]:
 def test_the_first_version_stored_at_or_after_each_step_is_due() -> None:
     section = EvaluationSection(every_steps=10, datasets=(EvaluationDataset(name="a", path="a"),))
     assert due(section, 0, 1, 9, 10, 11, 19, 23, 29, 30) == [0, 10, 23, 30]
-    assert due(section, 12, 15) == [12]  # resumed, and nothing was evaluated before
+    assert due(section, 12, 15) == [12]  # resumed, and no version was evaluated before
     only_ends = EvaluationSection(datasets=section.datasets)
     assert due(only_ends, 0, 5, 100) == [0]
     assert due(EvaluationSection(every_steps=2, at_start=False, datasets=section.datasets), 0, 1, 2) == [2]

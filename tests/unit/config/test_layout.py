@@ -1,4 +1,4 @@
-"""Which rank of the learner does what: numbers worked by hand for Megatron's order of ranks."""
+"""The tasks of each learner rank: numbers worked by hand for Megatron's order of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError
 
 
 def test_ranks_are_tensor_parallel_neighbours_then_context_then_data_then_stages() -> None:
-    """16 ranks: 2 tensor x 2 context x 2 data x 2 stages, in this order from the fastest."""
+    """16 ranks: 2 tensor x 2 context x 2 data x 2 stages, the fastest dimension first."""
     layout = Layout(ranks=16, tensor=2, context=2, pipeline=2)
     assert layout.data_parallel == 2
     assert [layout.context_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
@@ -28,7 +28,7 @@ def test_scores_come_from_one_rank_of_each_copy_with_the_last_stage() -> None:
 def test_an_export_is_made_by_the_first_copy_without_the_rest_of_its_rows() -> None:
     layout = Layout(ranks=16, tensor=2, context=2, pipeline=2)
     assert [rank for rank in range(16) if layout.is_exporter(rank)] == [0, 1, 8, 9]
-    experts = Layout(ranks=8, expert=4)  # of another copy's ranks, too
+    experts = Layout(ranks=8, expert=4)  # ranks of other copies export as well
     assert [rank for rank in range(8) if experts.is_exporter(rank)] == [0, 1, 2, 3]
     assert (layout.exporters, experts.exporters, Layout(ranks=4).exporters) == (4, 4, 1)
 

@@ -1,4 +1,4 @@
-"""What `--set` and a table of overrides mean: every value arrives as it was given, or is refused in one line."""
+"""The meaning of `--set` and of override tables: every value arrives as given, or is refused in one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_key_in_quotes_may_have_dots() -> None:
     "overrides",
     [
         ['algorithm.options."geo_mask.low"=0.9'],
-        ["algorithm.options.geo_mask.low=0.9"],  # as a shell leaves the one above
+        ["algorithm.options.geo_mask.low=0.9"],  # the line above after a shell removed its quotes
         ["algorithm.options={geo_mask.low = 0.9}"],
         {"algorithm.options": {"geo_mask.low": 0.9}},
         {"algorithm.options.geo_mask.low": 0.9},

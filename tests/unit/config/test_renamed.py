@@ -1,4 +1,4 @@
-"""Keys of the run file that were renamed: a user is told the new one, recorded settings are translated."""
+"""Renamed keys of the run file: a user is told the new key; recorded settings are translated."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_recorded_settings_are_translated_and_what_was_given_is_not_changed() ->
     ],
 )
 def test_recorded_options_of_other_channels_are_left_out(channel: str, options: dict[str, Any]) -> None:
-    """Older versions recorded every key with its value, whatever the channel."""
+    """Older versions recorded every key with its value, for every channel."""
     old = {"channel": channel, "host": "a", "bucket_megabytes": 512, "full_every": 8, "delta_share": 0.25, "keep": 3}
     made = translated({"weights": old})["weights"]
     assert made.pop("options", {}) == options

@@ -1,4 +1,4 @@
-"""What of the settings is a secret: one rule, for all that shows them."""
+"""Which settings are secret: one rule for everything that shows settings."""
 
 from __future__ import annotations
 

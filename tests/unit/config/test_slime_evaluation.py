@@ -1,4 +1,4 @@
-"""slime's and Miles' evaluation YAML as [evaluation]."""
+"""Convert the evaluation YAML of slime and Miles to [evaluation]."""
 
 from __future__ import annotations
 

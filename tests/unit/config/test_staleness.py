@@ -1,4 +1,4 @@
-"""[staleness] of the run file: what it says reaches the loop, and what cannot work is one line."""
+"""[staleness] of the run file: settings reach the loop, and impossible settings are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chat template is told, conversations with a mask per message, and what single rows say of their own."""
+"""Inputs of the chat template, conversations with a mask per message, and settings of single rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %}<eos>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}-{% endif %}{% endif %}"
 )
-"""Ends a turn with <eos> and a line's end, as Qwen's does."""
+"""Ends a turn with <eos> and a newline, as Qwen's template does."""
 FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}")
-"""Leaves out what the assistant said before the last turn, as templates of thinking models do."""
+"""Leaves out earlier assistant turns, as templates of thinking models do."""
 
 
 def rows_of(
@@ -46,7 +46,7 @@ def rows_of(
 
 
 def trained(row: PromptRow) -> str:
-    """The response's text, what is trained in capitals."""
+    """Return the response's text, with the trained part in capitals."""
     tokenizer = make_tokenizer()
     mask = row.response_mask if len(row.response_mask) else np.ones(len(row.response), np.bool_)
     words = [tokenizer.decode([token]) for token in row.response]

@@ -1,4 +1,4 @@
-"""What `asyncrl import-model` promises: the model in the GGUF file, whole or not at all."""
+"""`asyncrl import-model` imports the model of a GGUF file completely or not at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ gguf = pytest.importorskip("gguf")
 
 HEADS, KV_HEADS = 4, 2
 CHARACTERS = "0123456789TheCapitlofrncs. ~"
-"""Of the tiny model; in the GGUF file its last token is the merge "Th" instead."""
+"""Characters of the tiny model. In the GGUF file, the merge "Th" replaces the last token."""
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -43,13 +43,13 @@ NAMES = {
 
 
 def interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """What llama.cpp's convert_hf_to_gguf.py does to the rows of q and k of a llama."""
+    """Permute the rows of q and k of a llama as llama.cpp's convert_hf_to_gguf.py does."""
     split = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))
 
 
 def write_gguf(path: Path, folder: Path, *, architecture: str, pre: str = "smollm", **extra: Any) -> Path:
-    """The tiny model in ``folder`` as a float32 GGUF file."""
+    """Write the tiny model in ``folder`` as a float32 GGUF file."""
     table = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(table["max_position_embeddings"])
@@ -108,7 +108,7 @@ def test_the_weights_and_config_are_those_of_the_file(tmp_path: Path, architectu
     old, new = (json.loads((folder / "config.json").read_text()) for folder in (tiny, result.folder))
     same = ("hidden_size", "num_key_value_heads", "head_dim", "rope_parameters", "tie_word_embeddings", "rms_norm_eps")
     assert {key: new.get(key) for key in same} == {key: old.get(key) for key in same}
-    assert not result.is_sensible  # random weights: the report says so
+    assert not result.is_sensible  # the report detects random weights
 
 
 def test_the_tokenizer_knows_its_special_tokens_and_template(tmp_path: Path, tiny: Path) -> None:
@@ -189,5 +189,5 @@ def test_smollm2_from_its_package_speaks(tmp_path: Path) -> None:
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    # As llama.cpp tokenises it: digits apart.
+    # llama.cpp tokenises each digit separately.
     assert tokenizer("12345 + 678 = ?")["input_ids"] == [33, 34, 35, 36, 37, 1232, 216, 38, 39, 40, 446, 9148]

@@ -1,4 +1,4 @@
-"""A folder that is a model is taken; one that is none is named, with what is wrong, before anything loads it."""
+"""A model folder is accepted; for any other folder, the error names it and its problem before anything loads it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_tiny_model_of_each_architecture_loads_and_speaks(
     tokens = tokenizer(text, return_tensors="pt")["input_ids"]
     assert tokenizer.decode(tokens[0]) == text and tokens.shape[1] == len(text)
     probabilities = model(tokens).logits.softmax(-1)
-    assert probabilities.max() < 4 / checked.vocab_size  # a nearly uniform first policy
+    assert probabilities.max() < 4 / checked.vocab_size  # the initial policy is nearly uniform
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 1
 
 

@@ -1,4 +1,4 @@
-"""What the data promises: positions that mean the same for ever, and mistakes found early, with file and line."""
+"""The promises of the data: positions that never change their meaning, and mistakes found early, with file and line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def open_rows(tmp_path: Path, tokenizer: Any) -> Open:
-    """``open_rows(rows, name=..., seed=..., **data)``: the dataset of a file with these rows."""
+    """Return ``open_rows(rows, name=..., seed=..., **data)``, which opens the dataset of a file with these rows."""
 
     def write(
         rows: Any, *, name: str = "data.jsonl", seed: int = 0, limits: RowLimits | None = None, **data: Any
@@ -75,7 +75,7 @@ def test_a_resumed_run_continues_exactly(open_rows: Open, name: str) -> None:
     whole = labels(first, range(30))
     resumed = open_rows(numbered(7), name=name)
     assert labels(resumed, range(17, 30)) == whole[17:]
-    assert labels(first, range(3, 9)) == whole[3:9]  # and back, into an earlier epoch
+    assert labels(first, range(3, 9)) == whole[3:9]  # back into an earlier epoch
 
 
 def test_every_epoch_has_every_row_once_in_its_own_order(open_rows: Open) -> None:
@@ -92,7 +92,7 @@ def test_without_shuffle_the_order_is_the_files(open_rows: Open) -> None:
 
 
 def test_the_order_never_changes() -> None:
-    # A run resumed with a newer numpy must go on in the same order: these are written down, not computed.
+    # A run resumed with a newer numpy must keep its order, so the expected values are written down, not computed.
     assert shuffled(8, seed=0, epoch=0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
     assert shuffled(8, seed=7, epoch=3).tolist() == [2, 4, 7, 3, 5, 1, 0, 6]
     assert sorted(shuffled(5, seed=-1, epoch=0).tolist()) == [0, 1, 2, 3, 4]
@@ -132,7 +132,7 @@ def test_rows_are_tokenised_only_when_asked_for(open_rows: Open, tokenizer: Any,
     assert calls == ["n37"]
 
 
-# -- what a row is -----------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_row_carries_text_tokens_label_and_metadata(open_rows: Open) -> None:
@@ -165,7 +165,7 @@ def test_the_chat_template_wraps_text_and_takes_messages(open_rows: Open) -> Non
 def test_a_response_is_its_tokens_and_eos(open_rows: Open, tokenizer: Any) -> None:
     rows = [{"prompt": "1", "answer": "23"}]
     assert len(at(open_rows(rows), 0).response) == 0
-    for chat_template in (False, True):  # the template ends with the generation prompt, where the answer goes on
+    for chat_template in (False, True):  # the template ends with the generation prompt; the answer continues it
         row = at(open_rows(rows, response_key="answer", chat_template=chat_template), 0)
         assert row.response.dtype == np.int32
         assert row.response.tolist() == [4 + CHARACTERS.index(c) for c in "23"] + [tokenizer.eos_token_id]
@@ -195,7 +195,7 @@ def test_parquet_rows_are_like_jsonl_rows(open_rows: Open) -> None:
 
 
 def test_parquets_tools_have_no_keys_of_other_rows_tools(tmp_path: Path) -> None:
-    """Arrow has {"a": .., "b": null} where one row's tool has a and another's has b; a template would show both."""
+    """If one row's tool has a and another's has b, Arrow gives {"a": .., "b": null}; a template would show both."""
     parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     written = [{"tools": [{"name": name, "properties": {name: {"type": "int"}}}]} for name in "ab"]
     table = pyarrow.Table.from_pylist([row | {"metadata": {"k": None}} for row in written])

@@ -1,4 +1,4 @@
-"""The source and the reward of reasoning-gym, on a package of the same interface that imports nothing."""
+"""The reasoning-gym source and reward, tested with a fake package that has the same interface and imports nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.rollouts import sample_of
 
 
 class Doubles:
-    """Asks for twice a number; close answers are worth half."""
+    """Asks for twice a number; close answers get half of the reward."""
 
     def __init__(self, *, size: int, seed: int, step: int = 1) -> None:
         self.seed, self.step = seed, step

@@ -1,4 +1,4 @@
-"""Where rows come from: slices, several files, mixtures by weight, saved data sets, a source of the user's own."""
+"""Sources of rows: slices, several files, mixtures by weight, saved data sets, and a user's own source."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_slice_of_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_without_weights_are_one_file(tmp_path: Path) -> None:
-    """Each row once an epoch, in one shuffled order."""
+    """Each row appears once per epoch, in one shuffled order."""
     files = [{"path": write(tmp_path / "a.jsonl", "a", 3)}, {"path": write(tmp_path / "b.jsonl", "b", 5), "name": "bs"}]
     dataset = opened(files=tuple(config.DataFile(**file) for file in files))
     order = [f"a{i}" if i < 3 else f"b{i - 3}" for i in shuffled(8, seed=0, epoch=1)]
@@ -60,7 +60,7 @@ def test_files_without_weights_are_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_weights_say_what_share_of_an_epoch_each_file_has(tmp_path: Path, shuffle: bool) -> None:
-    """3 : 1 of 20 rows: 15 of the small file, each of its 4 rows 3 or 4 times, and 5 of the large one's 16."""
+    """3 : 1 of 20 rows: 15 from the small file, each of its 4 rows 3 or 4 times, and 5 of the large file's 16 rows."""
     files = (
         config.DataFile(path=write(tmp_path / "a.jsonl", "a", 4), weight=3.0),
         config.DataFile(path=write(tmp_path / "b.jsonl", "b", 16), weight=1.0),
@@ -71,7 +71,7 @@ def test_weights_say_what_share_of_an_epoch_each_file_has(tmp_path: Path, shuffl
         assert Counter(prompt[0] for prompt in epoch) == {"a": 15, "b": 5}
     drawn = Counter(prompt for epoch in epochs for prompt in epoch)
     assert {drawn[f"a{i}"] for i in range(4)} == {15}
-    assert {drawn[f"b{i}"] for i in range(16)} == {1, 2}  # 20 draws of 16 rows: all before any comes again
+    assert {drawn[f"b{i}"] for i in range(16)} == {1, 2}  # 20 draws of 16 rows: all come before any repeats
     assert [prompts(opened(files=files, shuffle=shuffle), p, p + 1) for p in (33, 7, 61)] == [
         [epochs[1][13]],
         [epochs[0][7]],
@@ -87,14 +87,14 @@ def test_shares_are_whole_and_add_up() -> None:
 
 
 def test_one_file_is_in_the_order_that_old_checkpoints_count_in(tmp_path: Path) -> None:
-    """Numbers of the code before there were several files."""
+    """The expected numbers come from the code before it supported several files."""
     dataset = opened(path=write(tmp_path / "a.jsonl", "n", 7), seed=3)
     old = np.argsort(np.random.PCG64(np.random.SeedSequence([3, 1])).random_raw(7), kind="stable")
     assert prompts(dataset, 7, 14) == [f"n{i}" for i in old]
 
 
 class Squares:
-    """data.source of these tests."""
+    """The data.source of these tests."""
 
     def __init__(self, end: int = 5) -> None:
         self._end = end
@@ -150,7 +150,7 @@ def saved(folder: Path) -> Path:
 
 @pytest.fixture
 def datasets() -> Any:
-    """Imported when it is needed: it takes seconds."""
+    """The datasets package, imported only when a test needs it, because the import takes seconds."""
     return importlib.import_module("datasets")
 
 
@@ -164,7 +164,7 @@ def test_a_folder_that_datasets_saved_is_read_by_it(datasets: Any, tmp_path: Pat
 
 
 def test_messages_that_datasets_saved_are_those_that_were_given(datasets: Any, tmp_path: Path) -> None:
-    """Arrow gives every message the keys of all others, as null."""
+    """Arrow gives every message the keys of all other messages, with null values."""
     messages = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "3", "tool_call_id": "c1"}]
     datasets.Dataset.from_list([{"prompt": messages, "label": "x"}]).save_to_disk(str(tmp_path / "chat"))
     assert SavedRows(tmp_path / "chat").row(0)["prompt"] == messages

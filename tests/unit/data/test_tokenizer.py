@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder is the one that transformers would find."""
+"""The tokenizer of a model folder is the same that transformers would choose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4
 
 
 def write(folder: Path, architecture: Architecture, **said: object) -> Path:
-    """A tiny model whose tokenizer_config.json says this besides."""
+    """A tiny model with additional entries in its tokenizer_config.json."""
     make_tiny_model(folder, architecture=architecture)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | said))
@@ -40,7 +40,7 @@ def test_it_is_of_the_class_and_says_the_words_that_transformers_finds(
 
 def test_only_one_that_its_file_describes_is_loaded_without_looking_for_its_class(tmp_path: Path) -> None:
     assert is_generic(write(tmp_path / "llama", "llama", tokenizer_class="PreTrainedTokenizerFast"))
-    assert not is_generic(write(tmp_path / "qwen2", "qwen2"))  # transformers has a class for those
+    assert not is_generic(write(tmp_path / "qwen2", "qwen2"))  # transformers has a class for Qwen2's tokenizer
     assert not is_generic(write(tmp_path / "own", "llama", auto_map={"AutoTokenizer": ["own.Tokenizer", None]}))
     assert not is_generic(write(tmp_path / "other", "llama", tokenizer_class="LlamaTokenizer"))
     (tmp_path / "llama" / "tokenizer.json").unlink()

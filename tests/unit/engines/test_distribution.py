@@ -1,4 +1,4 @@
-"""The next token's distribution in evaluations, and while an answer must not end."""
+"""The next token's distribution in evaluations, and while an answer is not allowed to end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_probabilities_by_hand(options: dict[str, float], expected: list[float])
 def test_penalties_take_from_the_logits_of_the_answers_tokens() -> None:
     both = probabilities([1, 1], presence_penalty=1.0, frequency_penalty=0.5)
     assert both[1] / both[0] == pytest.approx(0.3 / 0.4 * math.exp(-2), rel=1e-5)
-    repeated = probabilities([1, 1], repetition_penalty=2.0)  # log 0.3 < 0, so it is multiplied
+    repeated = probabilities([1, 1], repetition_penalty=2.0)  # log 0.3 < 0, so the penalty multiplies
     assert repeated[1] / repeated[0] == pytest.approx(0.3**2 / 0.4, rel=1e-5)
 
 

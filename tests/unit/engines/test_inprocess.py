@@ -1,4 +1,4 @@
-"""The in-process engine alone: it can repeat itself, and its thread may end."""
+"""The in-process engine alone: its output is repeatable, and its thread may end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings end an answer at the first token that completes one, however the text is cut into tokens."""
+"""A stop string ends an answer at the first token that completes it, however the text is cut into tokens."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 WIDE = [*(bytes([byte]) for byte in "é中🎉".encode()), "中".encode()[1:] + b"a", b"a", b"b", "é".encode(), b" ", b"\n"]
-"""Letters of two, three and four bytes in tokens of a byte, and tokens with a part of one."""
+"""Letters of two, three and four bytes as single-byte tokens, and tokens with a part of a letter."""
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """As byte-level BPE does: a letter that is not whole is one or more U+FFFD."""
+    """Decode like byte-level BPE: an incomplete letter becomes one or more U+FFFD."""
     return b"".join(WIDE[token] for token in tokens).decode(errors="replace")
 
 
 def decode_with_fallback(tokens: Sequence[int]) -> str:
-    """As SentencePiece does: bytes in a row are letters if all of them are, and the first word loses its space."""
+    """Decode like SentencePiece: a run of bytes is letters only if all are valid; the first word loses its space."""
     text, run = "", b""
     for piece in [*(WIDE[token] for token in tokens), None]:
         if piece is not None and len(piece) == 1 and piece[0] >= 128:
@@ -46,7 +46,7 @@ def decode_with_fallback(tokens: Sequence[int]) -> str:
 
 
 def plain_length(tokens: list[int], strings: list[str], decode: Callable[[Sequence[int]], str]) -> int | None:
-    """The definition: of the first tokens whose text holds one."""
+    """The definition: the fewest tokens whose text contains a stop string."""
     return next(
         (n for n in range(1, len(tokens) + 1) if any(text in decode(tokens[:n]) for text in strings)),
         None,
@@ -54,7 +54,7 @@ def plain_length(tokens: list[int], strings: list[str], decode: Callable[[Sequen
 
 
 def watched_length(tokens: list[int], strings: list[str], decode: Callable[[Sequence[int]], str]) -> int | None:
-    """What an engine finds that looks at every token as it comes."""
+    """The length that an engine finds when it checks every token as it arrives."""
     watch = StopStrings(strings, decode).watch()
     return next((n for n, token in enumerate(tokens, 1) if watch.is_ended_by(token)), None)
 
@@ -63,7 +63,7 @@ def watched_length(tokens: list[int], strings: list[str], decode: Callable[[Sequ
     st.lists(st.integers(0, len(PIECES) - 1), max_size=60),
     st.lists(st.sampled_from(["b;", ";;", "ab", "a;;a", " "]), min_size=1, max_size=3),
 )
-@example([0] + [6] * 40 + [1], ["ab"])  # tokens without text between its letters
+@example([0] + [6] * 40 + [1], ["ab"])  # tokens without text between the letters
 def test_the_answer_ends_at_the_first_token_with_which_its_text_holds_a_stop_string(
     tokens: list[int], strings: list[str]
 ) -> None:
@@ -88,7 +88,7 @@ def test_letters_of_several_tokens_are_seen_when_they_are_whole(
 
 @given(st.integers(0, 1200), st.sampled_from(["🎉", "中é", "ab"]), st.integers(0, 9))
 def test_a_long_answer_ends_at_the_same_token_wherever_its_blocks_end(before: int, stop: str, behind: int) -> None:
-    """The stop string is in tokens of a byte, so every block may end within it."""
+    """Each token of the stop string is a single byte, so any block may end within the stop string."""
     tokens = [WIDE.index(b"b")] * before
     tokens += [WIDE.index(bytes([byte])) for byte in stop.encode()]
     end = len(tokens)

@@ -6,7 +6,7 @@ from asyncrl.tensors.model_tensors import trained_shapes
 
 
 def test_layers_that_predict_further_tokens_are_not_waited_for() -> None:
-    """DeepSeek-V3's folder has a layer 61 of 0..60 and one more; its learner trains and exports the first 61."""
+    """DeepSeek-V3's folder has layers 0..60 and an additional layer 61; the learner trains and exports 0..60."""
     folder = {"model.layers.1.norm": (2,), "model.layers.2.norm": (2,), "model.layers.21.norm": (2,), "lm_head": (2,)}
     config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     assert list(trained_shapes(folder, config)) == ["model.layers.1.norm", "model.layers.21.norm", "lm_head"]

@@ -1,4 +1,4 @@
-"""GPUs are dealt to the processes of a run as the run file says, and a run file that cannot be gets one line."""
+"""Dealing GPUs to the processes of a run as the run file says; an impossible run file gets a one-line error."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> Non
 
 def test_no_more_processes_than_the_memory_could_hold_without_any_model() -> None:
     counts = {"ranks": 1, "workers": 60, "evaluation_workers": 3}
-    check_memory(**counts, machine_bytes=2**30)  # 64 of 16 MiB
+    check_memory(**counts, machine_bytes=2**30)  # 64 processes of 16 MiB
     with pytest.raises(
         ConfigError, match="evaluation.workers: 100 processes, and this machine's 1 GiB .* than 64 even"
     ):
@@ -92,7 +92,7 @@ def test_a_child_names_its_gpus_as_its_parent_sees_them() -> None:
 
 
 def test_a_shared_gpu_is_named_once() -> None:
-    """CUDA takes a list with a name twice for no list at all; ranks are dealt over what is visible."""
+    """CUDA treats a list that names a device twice as no list at all. Ranks are dealt over the visible devices."""
     assert visible_devices((1, 1, 0), inherited=None) == "1,0"
 
 

@@ -1,4 +1,4 @@
-"""The owner of a process: what it prints, its log and its end come to a launcher elsewhere; what is missing, too."""
+"""The owner of a process: its output, log and end reach a launcher elsewhere; missing parts are reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS = "ours"
 
 @pytest.fixture
 def order(tmp_path: Path) -> LaunchRequest:
-    """Of a process whose log folder is the launcher's own."""
+    """Request a process whose log folder belongs to the launcher."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / MARK).write_text(OURS)
     (tmp_path / "logs" / "w0.log").write_text("of an earlier life\n")
@@ -28,7 +28,7 @@ def order(tmp_path: Path) -> LaunchRequest:
 
 
 def play(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """A script in place of ``python -m asyncrl ...``."""
+    """Run a script in place of ``python -m asyncrl ...``."""
     script = folder / "process"
     script.write_text(f"#!/bin/sh\n{body}\n")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
@@ -36,7 +36,7 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
 
 
 async def everything(of: ProcessAgent) -> tuple[list[tuple[str, str]], int]:
-    """All lines, asked for from the beginning, and the exit code."""
+    """Return all lines from the beginning, and the exit code."""
     lines: list[tuple[str, str]] = []
     last = 0
     while True:
@@ -57,7 +57,7 @@ async def test_what_it_prints_and_how_it_ends_come_back(
     assert (started.problem, started.pid > 0) == ("", True)
     lines, code = await everything(made)
     assert (sorted(lines), code) == ([("stderr", "bad"), ("stdout", f"-m asyncrl learner s3 in {tmp_path}")], 7)
-    assert await made.news(2) == OutputChunk(lines=(), last=2, code=7)  # what was fetched is gone, the end is not
+    assert await made.news(2) == OutputChunk(lines=(), last=2, code=7)  # fetched lines are gone, the exit code remains
 
 
 async def test_what_was_not_fetched_may_be_asked_for_again(
@@ -90,7 +90,7 @@ async def test_signals_are_forwarded_and_a_process_blocks_none(
     order: LaunchRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(tmp_path, monkeypatch, "echo up; exec sleep 60")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as raylets leave it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as raylets do
     try:
         made = ProcessAgent()
         started = await made.start(order)
@@ -99,13 +99,13 @@ async def test_signals_are_forwarded_and_a_process_blocks_none(
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    os.killpg(started.pid, 0)  # a group of its own
+    os.killpg(started.pid, 0)  # the process has its own group
     await made.signal(signal.SIGTERM)
     assert (await everything(made))[1] == -signal.SIGTERM
 
 
 def blocked_signals(pid: int) -> int:
-    """As a bit mask."""
+    """Blocked signals of the process, as a bit mask."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("SigBlk")).split()[1], 16)
 

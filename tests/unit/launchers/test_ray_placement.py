@@ -1,4 +1,4 @@
-"""Where processes may go in a cluster, and what is refused: two machines of 4 CPUs, one with 2 GPUs of a kind."""
+"""Placement in a cluster, and what is refused. Two machines have 4 CPUs; one has 2 GPUs of one kind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_machine_that_lacks_something_is_not_chosen_again() -> None:
         ({"kind": "H100"}, True),
         ({"kind": "A100"}, False),
         ({"other": "x"}, False),
-        ({"kind": "in(H100,A100)"}, True),  # Ray's operators are Ray's to judge
+        ({"kind": "in(H100,A100)"}, True),  # Ray evaluates its own operators
         ({"kind": "!H100"}, True),
     ],
 )

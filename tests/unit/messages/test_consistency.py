@@ -1,4 +1,4 @@
-"""Messages check themselves when they are made."""
+"""Messages validate themselves when they are created."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_trajectory_that_contradicts_itself_is_refused(changes: dict[str, Any]
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, 1e308, -1e308])
 def test_seconds_that_cannot_be_are_refused(seconds: float) -> None:
-    """What is shown of them, or added to them, would be no number that JSON or a viewer has."""
+    """Computing with such seconds or showing them would give numbers that JSON or a viewer cannot represent."""
     for make in (
         lambda: Event(kind="joined", actor="w0", time=seconds),
         lambda: Heartbeat(actor="w0", role="rollout-worker", clock_shift=seconds),

@@ -1,4 +1,4 @@
-"""What was said before is told from what lags, by what a reader has heard and its own clock."""
+"""Replayed messages are told apart from late ones by what a reader has heard and by its own clock."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_newer_life_of_its_process_makes_all_of_the_one_before_old(reader: Rea
 
 
 def test_who_is_gone_is_not_kept_alive_by_what_it_said(reader: Reader) -> None:
-    """By any of it: the last message is taken for as long as the bus itself may have it."""
+    """No message keeps a gone speaker alive. Its last message counts only for as long as the bus may keep it."""
     for number in range(10):
         assert reader.takes(1, number)
         reader.clock.now += 1.0
@@ -73,7 +73,7 @@ def test_who_is_gone_is_not_kept_alive_by_what_it_said(reader: Reader) -> None:
     assert reader.takes(1, 9)
     reader.clock.now += LIVES * SECONDS_TO_LIVE
     assert not reader.takes(1, 9)
-    assert reader.takes(1, 10)  # it is back
+    assert reader.takes(1, 10)  # the speaker is back
 
 
 def test_one_speaker_says_nothing_of_another(reader: Reader) -> None:
@@ -92,7 +92,7 @@ def test_what_was_heard_holds_after_a_restart(reader: Reader) -> None:
 def test_no_more_speakers_are_remembered_than_there_is_room_for(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who speaks stays; who was not heard for longest is forgotten first."""
+    """Active speakers are kept; the speaker that was silent the longest is forgotten first."""
     monkeypatch.setattr(freshness, "MOST", 100)
     assert reader.takes(5, 100)
     for number in range(1000):

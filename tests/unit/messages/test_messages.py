@@ -1,4 +1,4 @@
-"""Messages check themselves, and bytes become a message or a MessageError and nothing else."""
+"""Messages validate themselves; any bytes become a message or raise a MessageError."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_message_survives_the_wire(kind: type) -> None:
     got = decode(encode(SAMPLES[kind]), kind)
     sent = SAMPLES[kind]
     if kind is TrajectoryGroup:
-        sent = replace(sent, seconds=2.0)  # an int where a float is meant comes back as a float
+        sent = replace(sent, seconds=2.0)  # an int in a float field comes back as a float
     assert same(got, sent)
 
 
@@ -212,7 +212,7 @@ def test_what_was_received_cannot_be_written_to() -> None:
 
 
 def tampered(kind: type, changes: dict[str, Any]) -> bytes:
-    """A sample's bytes with other fields; None removes one."""
+    """Encode a sample with changed fields; None removes a field."""
     name, schema, fields = msgpack.unpackb(encode(SAMPLES[kind]), ext_hook=msgpack.ExtType, strict_map_key=False)
     fields = {key: value for key, value in (fields | changes).items() if value is not None}
     return bytes(msgpack.packb((name, schema, fields)))
@@ -241,7 +241,7 @@ def test_a_missing_field_is_refused_by_name() -> None:
 
 def test_a_field_with_a_default_may_be_missing() -> None:
     assert decode(tampered(Progress, {"groups_trained": None}), Progress).groups_trained == 0
-    before = tampered(TrajectoryGroup, {"cancelled": 2, "failed_samples": None})  # as logs of older versions have it
+    before = tampered(TrajectoryGroup, {"cancelled": 2, "failed_samples": None})  # as in logs of older versions
     assert decode(before, TrajectoryGroup).failed_samples == 0
 
 
@@ -278,7 +278,7 @@ def array(dtype: str, shape: list[Any], data: bytes) -> msgpack.ExtType:
         array("<i8", [1], bytes(8)),  # not i32
         array("<i4", [2, 2], bytes(16)),  # not one-dimensional
         array("<i4", [3], bytes(8)),  # shorter than its shape
-        array("|O", [1], bytes(8)),  # objects: pickle by the back door
+        array("|O", [1], bytes(8)),  # objects would allow pickle
         array("|V4", [1], bytes(4)),
         array("<i4", [-1], bytes(8)),  # -1 asks numpy to guess
         array("<i4", [2**62, 2**62], b""),
@@ -313,7 +313,7 @@ def test_numpy_scalars_may_be_sent() -> None:
 @given(data=st.binary(max_size=200), kind=st.sampled_from(TYPES))
 @example(data=b"", kind=Progress)
 @example(data=b"\xc1", kind=Progress)
-@example(data=b"\x93" * 3000, kind=Progress)  # nested deeper than a stack
+@example(data=b"\x93" * 3000, kind=Progress)  # nested deeper than the stack allows
 @example(data=b"\xdd\xff\xff\xff\xff", kind=Progress)  # a list of four billion
 def test_random_bytes_are_refused(data: bytes, kind: type) -> None:
     with pytest.raises(MessageError, match=kind.__name__):

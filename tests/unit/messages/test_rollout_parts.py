@@ -1,4 +1,4 @@
-"""What a group says of rollouts that have several parts, and what it refuses."""
+"""How a group describes rollouts of several parts, and what it refuses."""
 
 from __future__ import annotations
 

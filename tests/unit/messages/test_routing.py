@@ -1,4 +1,4 @@
-"""Experts of a text keep their tokens, however the text was put together."""
+"""Experts stay with their tokens, however a text was assembled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = np.array([9, 8], np.int32)
 
 
 def experts(*numbers: int) -> NDArray[Any]:
-    """One layer, one expert a token."""
+    """One layer, one expert per token."""
     return np.array(numbers, np.uint8).reshape(-1, 1, 1)
 
 
@@ -43,7 +43,7 @@ def test_the_type_has_room_for_the_number_that_names_no_expert() -> None:
 
 
 def test_a_token_keeps_the_experts_with_which_the_next_one_was_sampled() -> None:
-    """Prompt of 2, then 2 tokens, then 2 more by an engine that computed all before them again, with other experts."""
+    """Prompt of 2, then 2 tokens, then 2 more from an engine that recomputed all previous tokens with other experts."""
     before, rest = experts(1, 2, 3, NONE), experts(5, 5, 5, 6, 7, NONE)
     assert numbers(joined(before, rest, 2)) == [1, 2, 3, 6, 7, NONE]
 

@@ -1,4 +1,4 @@
-"""Signatures: what is signed cannot be changed, moved, or said again, and nobody else can sign it."""
+"""Signatures: a signed message cannot be changed, moved or replayed, and only the key's owner can sign it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGNED_BY_AN_OLDER_VERSION = bytes.fromhex(
     "a306002b7143b849c1992891ba1738bbc6d6a898a06462b1150aa65cb6abd1958d133fc5df3e1f3937e4ad47c3f29bd7e2d7"
     "038ef3ed626c0a7f5e1d9487950e73616964"
 )
-"""What ``learner().seal(PROGRESS, "", b"said")`` was while a digest was one of SHA-256."""
+"""The result of ``learner().seal(PROGRESS, "", b"said")`` when digests were SHA-256."""
 WRONG_HERE = "has a signature that is wrong here"
 
 

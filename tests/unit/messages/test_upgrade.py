@@ -1,4 +1,4 @@
-"""What the code before schema 2 wrote (tests/data/v1) is read by its present names, or refused in one line."""
+"""Data written before schema 2 (tests/data/v1) is read under its present names, or refused in one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lines(name: str) -> list[dict[str, Any]]:
 
 
 OLD_SAMPLES = {line["type"]: base64.b64decode(line["data"]) for line in lines("samples.jsonl")}
-"""Message type -> the bytes that the old code made of the sample of that type."""
+"""Bytes of each message type's sample, as the old code encoded it."""
 
 
 @pytest.mark.parametrize("name", sorted(OLD_SAMPLES.keys() - {"WeightVersion", "Heartbeat"}))

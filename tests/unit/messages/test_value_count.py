@@ -1,4 +1,4 @@
-"""How many values a message holds is known before any is made: bytes that stand for millions of objects are refused."""
+"""Values are counted before any object is created: bytes that encode millions of objects are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl.messages.value_count import has_more_values
 from tests.unit.messages.test_messages import SAMPLES
 
 DEEPEST = 1022
-"""Levels that msgpack unpacks; Python's ``repr`` of so many fails."""
+"""Most nesting levels that msgpack unpacks; Python's ``repr`` fails at this depth."""
 
 EXTENSIONS = st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=300))
 SCALARS = (
@@ -77,8 +77,8 @@ for data in msgpack.Unpacker(sys.stdin.buffer, max_buffer_size=0):
 
 
 def refusals(*messages: bytes) -> list[tuple[str, int]]:
-    """What is said of each message, and the most bytes that took: in a process where nothing else runs, since what is
-    traced is traced for all threads."""
+    """Return the error of each message and the peak memory of its decoding in bytes. Runs in a separate process,
+    because tracing covers all threads."""
     command = [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN]
     done = subprocess.run(command, input=b"".join(map(msgpack.packb, messages)), capture_output=True, check=True)
     said = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
@@ -87,7 +87,7 @@ def refusals(*messages: bytes) -> list[tuple[str, int]]:
 
 
 def test_bytes_that_stand_for_many_objects_cost_no_memory() -> None:
-    """Of messages that others than the learner send."""
+    """Messages that processes other than the learner send."""
     num = MOST_VALUES + 4 * FEW_BYTES
     head = b"\x93" + msgpack.packb("TrajectoryGroup") + msgpack.packb(SCHEMA)
     for refusal, most in refusals(
@@ -113,7 +113,7 @@ def test_an_array_has_a_short_head_whatever_follows_it() -> None:
 
 
 def test_a_large_group_is_far_below_what_is_refused() -> None:
-    """512 answers, each sampled by fifty versions: less than half of what is allowed."""
+    """512 answers, each sampled by fifty versions, use less than half of the limit."""
     sample = SAMPLES[TrajectoryGroup]
     answer = sample.trajectories[0]
     spans = tuple(replace(answer.version_spans[0], start=10 * number) for number in range(50))

@@ -1,4 +1,4 @@
-"""A run that trains something else than it looks like says so, once for each time that it begins."""
+"""A run that trains something other than it seems reports this once each time it begins."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_no_mismatch_is_reported_when_nothing_was_fresh_or_the_alarm_is_off(capl
 
 
 def step(*, dropped: int, length: int = 400) -> dict[str, Metric]:
-    """64 answers of 100 tokens are trained, and ``dropped`` are not."""
+    """64 answers of 100 tokens are trained; ``dropped`` answers are dropped."""
     row: dict[str, Metric] = {"length/trained": histogram([100] * 64), "length/trained_mean": 100.0}
     row["length/dropped"] = histogram([length] * dropped)
     return row | ({"length/dropped_mean": float(length)} if dropped else {})
@@ -68,7 +68,7 @@ def test_nothing_is_said_of_the_first_steps_whose_share_says_little(caplog: pyte
 
 
 def test_one_burst_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """A learner that fell back to an old checkpoint drops what the lost history sampled at once."""
+    """A learner that falls back to an old checkpoint drops all samples of the lost history at once."""
     alarm = DropAlarm(0.05)
     for dropped in [0] * 3 + [320] + [0] * 20:
         alarm.look(step(dropped=dropped))
@@ -90,7 +90,7 @@ def test_an_alarm_that_is_off_still_tells_the_share(caplog: pytest.LogCaptureFix
 
 
 def held(seconds: float, *, idle: float) -> dict[str, Metric]:
-    """A step of one second behind ``seconds`` of waiting with a full batch."""
+    """A step of one second after ``seconds`` of waiting with a full batch."""
     return {
         "learner/held_seconds": seconds,
         "learner/wait_seconds": seconds,
@@ -102,7 +102,7 @@ def held(seconds: float, *, idle: float) -> dict[str, Metric]:
 def test_a_learner_that_waits_while_engines_are_idle_is_told_the_bound_that_needs_no_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The answer waited for lasts five steps of two seconds, which are ten of one."""
+    """The awaited answer lasts five steps of two seconds, or ten steps of one second."""
     alarm = HoldAlarm(0.2, max_staleness=4)
     for _ in range(9):
         assert alarm.look(held(1.0, idle=0.4)) == {}
@@ -117,7 +117,7 @@ def test_a_learner_that_waits_while_engines_are_idle_is_told_the_bound_that_need
 
 def test_waiting_that_costs_nothing_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     for alarm, row in (
-        (HoldAlarm(0.2, max_staleness=4), held(4.0, idle=0.0)),  # engines are the limit
+        (HoldAlarm(0.2, max_staleness=4), held(4.0, idle=0.0)),  # engines are the bottleneck
         (HoldAlarm(0.2, max_staleness=4), held(0.1, idle=0.4)),
         (HoldAlarm(0.0, max_staleness=4), held(4.0, idle=0.4)),
     ):
@@ -149,7 +149,7 @@ def split_alarm(threshold: float = 0.15, *, warmup: int = 0) -> SplitAlarm:
 def test_a_split_that_leaves_a_side_idle_is_warned_of_once_with_the_better_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Four ranks are two copies of the model, of which one would do, for two engines more."""
+    """Four ranks hold two copies of the model. One copy would be enough, and would free GPUs for two more engines."""
     alarm = split_alarm(warmup=3)
     for _ in range(12):
         assert alarm.look(split(waited=3.0, idle=0.0)) == {}
@@ -165,7 +165,7 @@ def test_a_split_that_leaves_a_side_idle_is_warned_of_once_with_the_better_one(
 def test_a_split_that_fits_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     for alarm, row in (
         (split_alarm(), split(waited=0.1, idle=0.1)),
-        (split_alarm(), split(waited=1.0, idle=0.5)),  # both idle: it is the window, or a long tail
+        (split_alarm(), split(waited=1.0, idle=0.5)),  # both idle: the window or a long tail is the limit
         (split_alarm(0.0), split(waited=9.0, idle=0.0)),
         (split_alarm(), split(waited=9.0, idle=0.0, workers=0)),
     ):
@@ -182,11 +182,11 @@ def test_a_split_is_judged_by_the_workers_that_are_up(caplog: pytest.LogCaptureF
 
 
 def test_engines_of_workers_that_joined_are_not_offered_to_the_learner(caplog: pytest.LogCaptureFixture) -> None:
-    """Six engines, four of them on machines of others: two GPUs at most can go to the learner."""
+    """Six engines, four of them on joined machines: at most two GPUs can go to the learner."""
     alarm = split_alarm()
     for _ in range(12):
         alarm.look(split(waited=0.0, idle=0.6, workers=6) | {"rollout/joined": 4.0})
-    assert not caplog.records  # a copy of the model takes both of the run's own engines
+    assert not caplog.records  # a copy of the model needs both of the run's own engines
     for _ in range(12):
         alarm.look(split(waited=0.0, idle=0.6, workers=6))
     assert "learner.ranks = 6 and rollout.workers = 4 instead of 4 and 6" in caplog.text
@@ -220,15 +220,15 @@ def test_answers_that_are_nearly_all_cut_from_the_first_step_on_are_warned_of_on
     assert states(alarm, first=1, shares=[0.97] * 12 + [0.9, 1.0]) == [False] * 9 + [True] * 3 + [False] * 2
     assert len(caplog.records) == 1
     assert "of each of the first 10 steps were cut at rollout.max_new_tokens, 512 tokens long" in caplog.text
-    assert not any(states(TruncationAlarm(), first=1, shares=[0.5] + [1.0] * 30))  # it has learned to use them
-    assert not any(states(TruncationAlarm(), first=40, shares=[1.0] * 30))  # a resumed run: nobody knows
+    assert not any(states(TruncationAlarm(), first=1, shares=[0.5] + [1.0] * 30))  # learned to use all tokens
+    assert not any(states(TruncationAlarm(), first=40, shares=[1.0] * 30))  # a resumed run: the cause is unknown
     assert len(caplog.records) == 1
 
 
 def test_rewards_that_are_all_equal_are_warned_of_while_the_weights_move(caplog: pytest.LogCaptureFixture) -> None:
     alarm = NoSignalAlarm()
     for _ in range(30):
-        alarm.look({"reward/std": 0.0, "reward/mean": 1.0, "grad_norm": 0.0})  # the standstill's
+        alarm.look({"reward/std": 0.0, "reward/mean": 1.0, "grad_norm": 0.0})  # StandstillAlarm covers this
     assert not alarm.is_on
     for _ in range(11):
         alarm.look({"reward/std": 0.0, "reward/mean": 1.0, "grad_norm": 0.1})

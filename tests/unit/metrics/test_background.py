@@ -1,4 +1,4 @@
-"""A sink that is slow, hangs or raises: training does not wait, and nothing is lost without a word."""
+"""A sink that is slow, hangs or raises: training does not wait, and every loss is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.metrics.ports import ShowsSamples, TakesAlarms
 
 
 class Slow:
-    """Waits for ``gate`` in its first call."""
+    """A sink whose first call waits for ``gate``."""
 
     def __init__(self) -> None:
         self.begun, self.gate = threading.Event(), threading.Event()
@@ -100,7 +100,7 @@ def test_a_row_that_the_disk_does_not_take_is_written_when_there_is_room(
     tried = threading.Event()
 
     class Pause(threading.Event):
-        """There is room after the first try."""
+        """A pause after which there is room."""
 
         def wait(self, timeout: float | None = None) -> bool:
             full.error = None

@@ -1,4 +1,4 @@
-"""Where two runs differ."""
+"""The differences between two runs."""
 
 from __future__ import annotations
 

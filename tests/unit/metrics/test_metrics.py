@@ -1,4 +1,4 @@
-"""What a run reports arrives where a person looks: metrics.jsonl, the console, W&B."""
+"""A run's metrics reach the places where users look: metrics.jsonl, the console, W&B."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_metrics_jsonl_has_every_number_of_every_step(tmp_path: Path) -> None:
 
 def test_a_row_that_a_full_disk_cut_is_taken_back_and_written_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')  # a kill cut it short
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')  # cut short by a kill
     sink = JsonLines(path)
     file = sink._file
 
     class Full:
         def write(self, data: bytes) -> int:
-            if len(data) < 20:  # it has taken some
+            if len(data) < 20:  # some bytes were written already
                 raise OSError(errno.ENOSPC, "No space left on device")
             return file.write(data[:-10])
 
@@ -124,7 +124,7 @@ def test_wandb_without_a_key_says_what_to_do(tmp_path: Path, monkeypatch: pytest
 
 
 def test_wandb_gets_staleness_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline, read back from the file that `wandb sync` would upload."""
+    """W&B runs offline; the rows are read back from the file that `wandb sync` would upload."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     sink = WandB(project="test", name="run", directory=tmp_path, config={"seed": 1}, resume=False)
     sink.write(1, ROW)
@@ -134,7 +134,7 @@ def test_wandb_gets_staleness_live(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     history = list(_history(path))
     assert [row["step"] for row in history] == [1, 2]
-    assert (tmp_path / "wandb-id").read_text() in path.name  # what a resumed learner goes on with
+    assert (tmp_path / "wandb-id").read_text() in path.name  # a resumed learner continues with this id
     assert [row["staleness/mean"] for row in history] == [0.5, 1.5]
     assert history[0]["staleness/histogram/_type"] == "histogram"
     assert history[0]["staleness/histogram/values"] == [3, 4]
@@ -144,7 +144,7 @@ def test_wandb_gets_staleness_live(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def _history(path: Path) -> Iterator[dict[str, Any]]:
-    """The logged rows of a .wandb file: a 7-byte header, then protobuf records in LevelDB's log format."""
+    """Yield the logged rows of a .wandb file: a 7-byte header, then protobuf records in LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2 as wire
 
     for data in _records(path.read_bytes()):
@@ -157,14 +157,14 @@ def _history(path: Path) -> Iterator[dict[str, Any]]:
 def _records(data: bytes) -> Iterator[bytes]:
     block, header, place, partial = 32_768, 7, 7, b""
     while place + header <= len(data):
-        if block - place % block < header:  # too little room for a header: padding up to the next block
+        if block - place % block < header:  # no room for a header: padding up to the next block
             place += block - place % block
             continue
         _, length, kind = struct.unpack_from("<IHB", data, place)
         place += header
         partial += data[place : place + length]
         place += length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield partial
             partial = b""
 

@@ -1,4 +1,4 @@
-"""Sinks beside metrics.jsonl and the console: TensorBoard read back, W&B's tables and alerts, one of the user's own."""
+"""Sinks besides metrics.jsonl and the console: TensorBoard read back, W&B tables and alerts, a user's own sink."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_learner_that_fell_back_hides_the_steps_that_it_trains_again(tmp_path:
 
 
 def test_an_evaluation_that_ends_first_after_a_resume_hides_no_training_step(tmp_path: Path) -> None:
-    """It is of version 2, and the learner resumed behind step 4; the evaluation of version 6 was of a lost history."""
+    """Version 2's evaluation ends after a resume from step 4; the evaluation of version 6 is of a lost history."""
     first = tensorboard_sink.TensorBoard(tmp_path)
     for step in range(1, 7):
         first.write(step, {"reward/mean": 0.1})
@@ -119,7 +119,7 @@ def _with(run: RunConfig, **metrics: Any) -> RunConfig:
 
 
 class Own:
-    """A sink of the user's own."""
+    """A user's own sink."""
 
     made: list[Own] = []
 
@@ -206,7 +206,7 @@ def test_wandb_gets_tables_of_samples_and_alarms_as_alerts(tmp_path: Path, monke
     sink.alarm(5, "mismatch", "trainer and engine disagree")
     assert [row["step"] for row in fake.logged] == [31]
     sink.close()
-    assert [row["step"] for row in fake.logged] == [31, 3]  # of the last group
+    assert [row["step"] for row in fake.logged] == [31, 3]  # the row of the last group
     table = fake.logged[0]["samples"]
     assert table.columns == list(COLUMNS) and len(table.data) == 64
     assert fake.alerts == [{"title": "mismatch at step 5", "text": "trainer and engine disagree", "level": "WARN"}]

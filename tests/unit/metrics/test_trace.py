@@ -1,4 +1,4 @@
-"""A timeline as Perfetto and Chrome draw it: slices in lanes, and arrows along each group's way."""
+"""A timeline as Perfetto and Chrome show it: slices in lanes, and arrows that follow each group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def row(step: int, *, time: float, **fields: Any) -> dict[str, Any]:
 
 
 def slices(made: dict[str, Any], name: str) -> list[tuple[str, float, float]]:
-    """(lane, begin, length in seconds) of each slice of this name."""
+    """Return (lane, begin, length in seconds) of each slice named ``name``."""
     lanes = {
         (event["pid"], event["tid"]): event["args"]["name"]
         for event in made["traceEvents"]

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate, by hand."""
+"""Learning rate schedules, computed by hand."""
 
 from __future__ import annotations
 

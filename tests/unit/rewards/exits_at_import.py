@@ -1,4 +1,4 @@
-"""A script without a guard, named as a reward."""
+"""A script without a main guard, named as a reward."""
 
 import sys
 

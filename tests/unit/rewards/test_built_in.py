@@ -1,4 +1,4 @@
-"""What the built-in rewards give, by vectors worked by hand from their definitions."""
+"""Built-in rewards, on examples worked by hand from their definitions."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_f1_counts_words_as_squad_does() -> None:
     cases: list[tuple[str, Any, float]] = [
         ("The cat sat.", "cat sat", 1.0),
         ("a big cat", "the cat", 2 / 3),  # 1 of 2 words is right, 1 of 1 is found
-        ("cat cat dog", "cat dog dog", 2 / 3),  # cat once and dog once in common, of 3 and 3
+        ("cat cat dog", "cat dog dog", 2 / 3),  # one cat and one dog in common, of 3 and 3 words
         ("dog", "cat", 0.0),
         ("", "cat", 0.0),
         ("yes it is", "yes", 0.0),
@@ -143,7 +143,7 @@ async def test_f1_counts_words_as_squad_does() -> None:
 
 
 async def test_rouge_is_the_f_measure_of_words_in_common() -> None:
-    # In common: police, the, gunman of 4 and 4; pair "the gunman" of 3 and 3; in order police, the, gunman of 4 and 4.
+    # Common words: police, the, gunman of 4 and 4; pairs: "the gunman" of 3 and 3; in order: the same 3 of 4 and 4.
     text, label = "police ended the gunman", "police kill the gunman"
     (reward,) = await load("rouge")([sample(text, label=label)])
     assert reward.value == 0.75

@@ -1,4 +1,4 @@
-"""What the code reward promises: a program is right when its tests pass, and it cannot say so itself."""
+"""The code reward: a program is right when its tests pass, and it cannot claim so itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl.rewards.load import label_check
 from tests.harness.rewards import load, sample, values
 
 PLAIN = {"sandbox": "none", "seconds": 100.0, "total_seconds": 100.0, "processes": 64}
-"""No test is about time; walls are those of sandbox/test_sandbox.py."""
+"""No test depends on these times. sandbox/test_sandbox.py tests the sandboxes."""
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 RIGHT = "Let me add.\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
 
@@ -94,7 +94,7 @@ async def test_what_does_not_end_is_wrong_and_costs_the_others_nothing() -> None
     assert await values(code(seconds=5.0), endless, right) == [
         0.0,
         1.0,
-    ]  # a busy machine takes a second for the right one
+    ]  # on a busy machine the right program takes a second
 
 
 async def test_tests_that_no_time_is_left_for_fail() -> None:

@@ -1,4 +1,4 @@
-"""Instructions of IFBench, by vectors made by hand from what each of them asks."""
+"""Instructions of IFBench, on examples made by hand from each instruction."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FOLLOWED_AND_NOT: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({}, "A. B? C. D. E? F. G!", "No end! None"),
     ],
     "ratio:sentence_balance": [({}, "One. Two? Three!", "One. Two?"), ({}, "A! B! C? D? E. F.", "nothing at all")],
-    # abc, bcd of abc, bcd, cde; of the 2 of "abcd" both are the reference's, of "abcx" one
+    # The reference has abc, bcd, cde. Both trigrams of "abcd" are among them, and one of "abcx".
     "ratio:overlap": [
         ({"reference_text": "abcde", "percentage": 99}, "abcd", "abcx"),
         ({"reference_text": "abcde", "percentage": 50}, "abcx", "ab"),
@@ -193,7 +193,7 @@ def test_of_the_58_instructions_of_ifbench_one_is_not_checked() -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_no_instruction_raises_or_backtracks_on_what_models_write(kind: str) -> None:
-    """Quadratic time would be minutes at this length."""
+    """In quadratic time, this length would take minutes."""
     given = FOLLOWED_AND_NOT[kind][0][0]
     marks = ("***", '"', '","', '"&', "(", "'\"", "<i>", "</i>", "* -", "...", ". ", "?!", "Question 1", "A) a\n")
     for text in ("a", "a ", "e", "\n", " ", "\t", ",", "1", "日", "🙂", "\0\ud800", "🇯🇵 . ", *marks):

@@ -1,4 +1,4 @@
-"""Instructions that a program can check, by vectors made by hand from the paper's descriptions."""
+"""Instructions that a program can verify, on examples made by hand from the paper's descriptions."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_an_instruction_that_cannot_be_checked_fails_by_name(wrong: Any, r
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_no_instruction_raises_or_backtracks_on_what_models_write(kind: str) -> None:
-    """Quadratic time would be minutes at this length."""
+    """In quadratic time, this length would take minutes."""
     given = FOLLOWED_AND_NOT[kind][0][0]
     for text in ("a", "*", "[", "<<a", "- ", "```json\n", "\n", " ", ". ", "{", '"', "P.S.", "\0\ud800", "a-", "***"):
         assert follows(text * (200_000 // len(text)), kind, given) in (True, False)

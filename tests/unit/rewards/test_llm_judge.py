@@ -1,4 +1,4 @@
-"""A language model as judge: its grade is the reward, what goes wrong is a reason, and nothing is a silent zero."""
+"""A language model as judge: its grade is the reward; every failure gives a reason, never a silent zero."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness.rewards import load, sample, values
 
 
 class Server:
-    """Answers with ``says``, one after the other, the last one for ever: a text, or a status."""
+    """Answers with the entries of ``says`` in order, and repeats the last one. An entry is a text or a status."""
 
     def __init__(self) -> None:
         self.says: list[str | int] = ["Score: 10"]
@@ -70,7 +70,7 @@ async def test_grades_in_a_file_are_those_of_other_workers_and_later_runs_too(se
     assert await values(beside, sample("a"), sample("b"), sample("c")) == [1.0, 1.0, 0.0]
     assert await values(first, sample("c")) == [0.0]
     assert len(server.seen) == 3
-    assert await values(judge(server, cache_file=file, temperature=0.5), sample("a")) == [0.0]  # another judge
+    assert await values(judge(server, cache_file=file, temperature=0.5), sample("a")) == [0.0]  # a different judge
     for one in (first, beside):
         await one.close()
 

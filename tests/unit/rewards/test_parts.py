@@ -1,4 +1,4 @@
-"""reward.kind = "parts": several rewards, weighted."""
+"""reward.kind = "parts": a weighted sum of several rewards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_a_reward_is_the_weighted_sum_of_its_parts_and_each_is_a_metric() 
     reward = load_reward(section(right=RIGHT, format=FORMAT, watched={"kind": f"{HERE}:graded", "weight": 0.0}))
     answers = ["<think>2+5</think>7", "7", "<think>2+5</think>8", "8"]
     made = await reward([sample_of(answer, label="7") for answer in answers])
-    assert [one.value for one in made] == [1.25, 1.0, 0.25, 0.0]  # 1 for right, a quarter for the format
+    assert [one.value for one in made] == [1.25, 1.0, 0.25, 0.0]  # 1 for the right answer, 0.25 for the format
     assert made[0].parts == {"right": 1.0, "format": 1.0, "watched": 0.5, "watched.grade": 5.0}
     await reward.close()
 
@@ -55,7 +55,7 @@ async def test_a_negative_weight_is_a_penalty() -> None:
 
 
 async def test_what_a_harness_earned_can_be_one_of_the_parts() -> None:
-    """And what it told of itself stays under its own names, with this reward as with every other."""
+    """The harness's own metrics keep their names, with this reward as with every other."""
     sample = told(sample_of("<think>2+5</think>7", label="7"), 0.5, turns=3.0)
     reward = load_reward(section(right=RIGHT, played={"kind": "none", "weight": 2.0}))
     (made,) = await reward([sample])

@@ -1,4 +1,4 @@
-"""A reward that a server gives: the group is sent, and what goes wrong there is a reason."""
+"""A reward from a server: the group is sent, and a failure there becomes the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Serve = Callable[[Callable[[web.Request], Awaitable[web.StreamResponse]]], Await
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """``await serve(handler)``: the address of a server that answers with it."""
+    """Yield ``await serve(handler)``, which returns the address of a server that answers with ``handler``."""
     runners: list[web.AppRunner] = []
 
     async def start(handler: Any) -> str:

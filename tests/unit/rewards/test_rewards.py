@@ -1,4 +1,4 @@
-"""What rewards promise: each kind judges as it says, and whatever a function does, a group gets rewards or a reason."""
+"""Rewards: each kind judges as documented, and for any function a group gets either rewards or a reason."""
 
 from __future__ import annotations
 
@@ -155,13 +155,13 @@ async def test_a_dict_of_parts_is_summed_and_kept() -> None:
 
 async def test_the_demo_rewards_counting_on() -> None:
     reward = load("asyncrl.data.demo_task:reward")
-    # 0124: three of four count on. 012: three, one missing. 01234: five of five. 3456: all but the first.
+    # 0124: three of four count on. 012: three, one is missing. 01234: five of five. 3456: all but the first.
     texts = ["0123", "0124", "012", "01234", "", "3456"]
     got = await values(reward, *(sample(text, prompt="67", label="0123") for text in texts))
     assert got == [1.0, 0.75, 0.75, 1.0, 0.0, 0.75]
 
 
-# -- what a bad function does ------------------------------------------------------------------------------------------
+# -- functions that fail -----------------------------------------------------------------------------------------------
 
 
 def raises(sample: Sample) -> float:
@@ -310,7 +310,7 @@ async def test_cancelling_a_reward_is_no_reward_error() -> None:
         await task
 
 
-# -- run files that cannot work ----------------------------------------------------------------------------------------
+# -- invalid run files -------------------------------------------------------------------------------------------------
 
 
 def two_arguments(prompt: str, completion: str) -> float:
@@ -353,7 +353,7 @@ def test_a_reward_that_cannot_be_is_refused_before_the_run(kind: str, options: d
 
 
 def test_loading_starts_nothing() -> None:
-    before = set(threading.enumerate())  # one that an earlier test has left may end meanwhile
+    before = set(threading.enumerate())  # a thread of an earlier test may end in between
     reward = load("math")
     assert set(threading.enumerate()) <= before
     assert not reward._function._judges.idle  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What an answer comes down to, for a majority: what its reward compares with the label."""
+"""The vote of an answer in a majority: the value that its reward compares with the label."""
 
 from __future__ import annotations
 

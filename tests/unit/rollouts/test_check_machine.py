@@ -19,7 +19,7 @@ def test_an_agent_whose_program_is_not_here_is_refused_before_the_run_starts() -
 
 def test_an_agent_whose_program_is_here_and_functions_without_a_machine_s_needs_pass() -> None:
     for section in (agent("sh"), config.RolloutSection()):
-        load.check_machine(section)  # raises ConfigError else
+        load.check_machine(section)  # would raise ConfigError
 
 
 def test_a_harness_that_cannot_be_imported_is_refused_before_the_run_starts() -> None:

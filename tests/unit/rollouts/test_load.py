@@ -1,6 +1,6 @@
-"""What users bring as rollout.function: how it is found, checked and made; the example.
+"""A user's rollout.function: how it is found, checked and created; and the example.
 
-The pages that show how: tests/docs/test_guides.py.
+tests/docs/test_guides.py tests the guide pages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.harness.rollouts import on_demo, prompt_of, sample_of, saying
 HERE = "tests.unit.rollouts.test_load"
 
 
-# -- what a run file may name ------------------------------------------------------------------------------------------
+# -- names in a run file -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ async def wants_more(prompt: PromptGroup, generate: Generate, reward: float, *, 
 
 
 def load(name: str, *, tokenizer: Any = None, **options: Any) -> RolloutFn:
-    """As the harness does; a bare name is one of this file's."""
+    """Load like the harness does; a bare name is a function of this file."""
     address = name if ":" in name or name in FUNCTIONS else f"{HERE}:{name}"
     return rollouts.load(address, tokenizer=tokenizer, **options)
 
@@ -168,7 +168,7 @@ def test_what_could_not_be_called_is_refused_in_one_line(name: str, reason: str,
 
 
 async def trained_on(rollout: RolloutFn, directory: Path) -> dict[str, Any]:
-    """The metrics of one step with reward.kind = "none"."""
+    """Return the metrics of one step with reward.kind = "none"."""
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     loop = fakes.Loop(bus, directory, steps=1, function="mine:rollout")
     reward = load_reward(config.RewardSection(kind="none"))
@@ -194,7 +194,7 @@ async def test_the_reward_of_a_rollout_function_stands_where_there_is_no_other(t
 
 
 async def test_a_rollout_function_that_sets_no_reward_fails_its_group_with_the_reason(tmp_path: Path) -> None:
-    """Group 0 has a sample without one; as 0 it would be trained in silence."""
+    """Group 0 has a sample without a reward. If that counted as 0, it would be trained silently."""
 
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         turns = TrajectoryBuilder(prompt.prompt_tokens)
@@ -215,7 +215,7 @@ async def test_a_sample_that_took_too_long_and_has_no_reward_says_so() -> None:
 
 
 async def test_the_built_in_functions_need_no_reward(tmp_path: Path) -> None:
-    """For algorithms that look at none; `asyncrl check` refuses it for the others."""
+    """For algorithms that use no reward; `asyncrl check` refuses it for the others."""
     assert (await trained_on(single_turn, tmp_path))["reward/mean"] == 0
 
 
@@ -229,7 +229,7 @@ async def test_a_reward_that_is_not_finite_fails_its_group() -> None:
 
 def test_the_example_can_work(demo: Path) -> None:
     run = config.load(ROOT / "examples" / "calculator.toml", on_demo(demo))
-    assert "options = {question_reward = 0.5}" in str(summarize(run))  # which checks first
+    assert "options = {question_reward = 0.5}" in str(summarize(run))  # summarize checks first
 
 
 def test_its_mistakes_are_found_before_anything_starts(demo: Path) -> None:

@@ -1,5 +1,4 @@
-"""What TrajectoryBuilder promises: each token of a conversation keeps who wrote it, with what logprob, by which
-version."""
+"""TrajectoryBuilder: each token of a conversation keeps its author, its logprob and its version."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ PROMPT = np.array([9, 8], np.int32)
 def answer(
     tokens: Sequence[int], *versions: tuple[int, int], logprob: float = -1.0, finish_reason: str = "stop"
 ) -> Generation:
-    """``versions``: (start, policy version)."""
+    """Make an answer; ``versions`` has (start, policy version)."""
     return Generation(
         tokens=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), logprob, np.float32),
@@ -57,7 +56,7 @@ def test_what_to_continue_is_the_prompt_and_all_turns() -> None:
 
 
 def test_versions_move_to_where_their_answer_is() -> None:
-    """Version 3 samples 1 2, version 4 takes over in the second answer: at 3 (after 1 2 and the observation) + 1."""
+    """Version 3 samples 1 2. Version 4 takes over in the second answer: at 3 (after 1 2 and the observation) + 1."""
     turns = TrajectoryBuilder(PROMPT)
     turns.answered(answer([1, 2], (0, 3)))
     turns.observed([7])

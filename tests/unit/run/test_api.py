@@ -1,4 +1,4 @@
-"""A run from Python: what it means, what is refused, and its records as rows. Trained by tests/integration."""
+"""A run from Python: its meaning, what is refused, and its records as rows. tests/integration trains with it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_a_run_that_ends_before_its_learner_has_begun_says_why(
 
 
 def test_of_steps_and_groups_that_were_trained_again_the_last_ones_count(tmp_path: Path) -> None:
-    """A learner that dies in step 3 and is resumed from the checkpoint of step 1."""
+    """A learner dies in step 3 and is resumed from the checkpoint of step 1."""
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}}
 
     def begun(incarnation: int, step: int, kept: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Which models a run holds beside its policy follows from its algorithm; what does not fit is one line."""
+"""A run's models besides the policy follow from its algorithm; a mismatch gives a one-line error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ learning_rate = 1e-4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models: policy and same have one tokenizer, other has another."""
+    """Three models: "policy" and "same" share a tokenizer, "other" has a different one."""
     path = tmp_path_factory.mktemp("models")
     for name, characters in (("policy", "0123"), ("same", "0123"), ("other", "0132")):
         make_tiny_model(path / name, characters=characters)
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(case: str, folder: Path) -
 
 def test_a_critic_needs_no_group_to_compare_with(folder: Path) -> None:
     made = run(folder, "algorithm.name=ppo", "rollout.group_size=1")
-    assert "ppo" in str(summarize(made))  # which checks first
+    assert "ppo" in str(summarize(made))  # summarize checks first
 
 
 def test_a_critic_starts_from_the_policys_folder_at_the_policys_learning_rate(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Routing replay is on where it can be and somebody gains by it; what is asked for and cannot be is refused."""
+"""Routing replay is on where it is possible and useful; an explicit request that is impossible is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.run.summary import summarize
 from tests.unit.run.checks.test_run_file import RUN_FILE
 
 GROUP_BYTES = 8 * (1024 + 8) * 2 * 2
-"""Of a group's experts: samples x (prompt + answer) x layers x experts per token."""
+"""Size of a group's experts: samples x (prompt + answer) x layers x experts per token."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is found before it is used and kept aside; the one before is taken, and nothing else touched."""
+"""A damaged checkpoint is detected before use and kept aside; the previous one is used, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncrl.state import checkpoint, manifest
 
 
 def saved(step: int, *, incarnation: int = 0) -> LearnerState:
-    """Two groups a step, and two outstanding."""
+    """A state with two groups per step and two outstanding groups."""
     done = 2 * step
     return LearnerState(
         incarnation=incarnation,
@@ -45,14 +45,14 @@ def save_backend(folder: Path) -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Checkpoints of steps 5, 10 and 15."""
+    """A folder with checkpoints of steps 5, 10 and 15."""
     for step in (5, 10, 15):
         checkpoint.write(tmp_path, saved(step), save_backend=save_backend, keep=3)
     return tmp_path
 
 
 def resumed(directory: Path) -> tuple[int, list[str]]:
-    """The step that a learner goes on from, and what is said."""
+    """Return the step from which a learner resumes, and its messages."""
     said: list[str] = []
     found = checkpoint.resume(directory, say=said.append)
     assert not any("\n" in line for line in said)
@@ -90,17 +90,17 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_taken(
     directory: Path, name: str, damage: str
 ) -> None:
     if (name, damage) == ("manifest.json", "gone"):
-        return  # as one of an older version
+        return  # looks like a checkpoint of an older version
     DAMAGES[damage](directory / "step-00000015" / name)
     step, said = resumed(directory)
     assert step == 10
     assert len(said) == 1
-    if (name, damage) != ("manifest.json", "a bit flipped"):  # then a file seems to have other bytes
+    if (name, damage) != ("manifest.json", "a bit flipped"):  # otherwise another file seems to have wrong bytes
         assert f"step-00000015: is damaged: {name} " in said[0]
     assert "step-00000015: is damaged: " in said[0]
     assert "kept as damaged-step-00000015; trying step-00000010" in said[0]
     assert (directory / "damaged-step-00000015").is_dir() and not (directory / "step-00000015").exists()
-    assert resumed(directory) == (10, [])  # once
+    assert resumed(directory) == (10, [])  # reported once
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -118,7 +118,7 @@ ODD_VALUES = {
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("value", ODD_VALUES.values(), ids=ODD_VALUES.keys())
 def test_whatever_is_written_over_a_value_is_damage(directory: Path, value: bytes, has_manifest: bool) -> None:
-    """In each place of the manifest, or of learner.json without one: what Python cannot read, or not to its end."""
+    """Unreadable or partly readable data, at each value of the manifest, or of learner.json without a manifest."""
     path = directory / "step-00000015" / ("manifest.json" if has_manifest else "learner.json")
     if not has_manifest:
         (directory / "step-00000015" / manifest.FILE).unlink()
@@ -143,7 +143,7 @@ def test_a_name_that_no_file_can_have_is_damage(directory: Path, length: int) ->
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "emptied"])
 def test_without_a_manifest_what_a_file_says_of_itself_is_checked(directory: Path, name: str, damage: str) -> None:
-    """As older versions wrote them."""
+    """As older versions wrote checkpoints."""
     for folder in checkpoint.complete(directory):
         (folder / manifest.FILE).unlink()
     assert resumed(directory) == (15, [])
@@ -182,7 +182,7 @@ def test_when_several_are_damaged_the_newest_whole_one_is_taken(directory: Path)
 def test_what_cannot_be_read_now_is_not_damaged(
     directory: Path, number: int, has_manifest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another user, a network disk that stumbles: nothing is renamed, and no older checkpoint taken for it."""
+    """Another user, or a network disk that fails briefly: nothing is renamed, and no older checkpoint is used."""
 
     def fail(path: Path) -> Any:
         raise OSError(number, os.strerror(number), str(path))
@@ -225,7 +225,7 @@ def test_names_that_are_not_ours_are_left_alone_and_named_once(directory: Path) 
         (directory / name).mkdir()
     (directory / "notes.txt~").write_text("mine")
     (directory / "step-00000099").write_text("a file")
-    (directory / ".step-00000015.partial").mkdir()  # of a learner that was killed
+    (directory / ".step-00000015.partial").mkdir()  # left by a killed learner
     step, said = resumed(directory)
     assert step == 15
     assert said == [
@@ -298,7 +298,7 @@ def test_what_a_learner_saves_makes_sense() -> None:
 
 
 def test_who_only_looks_misses_a_file_of_the_backend_that_is_gone_or_cut(directory: Path) -> None:
-    """What they hold is hashed for who resumes alone: it may be many gigabytes."""
+    """Only a resume hashes the backend's files, because they may have many gigabytes."""
     (directory / "step-00000015" / "backend" / "optimizer.pt").unlink()
     os.truncate(directory / "step-00000010" / "backend" / "rank-00000.safetensors", 50)
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""What a learner writes down about its groups is what a later reader finds."""
+"""What a learner records about its groups is what a later reader finds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_resumed_learner_keeps_what_its_checkpoint_had(path: Path) -> None:
 
 
 def test_a_learner_that_ended_before_anybody_heard_of_it_was_an_incarnation(path: Path) -> None:
-    """The next one has another number, so that no line is a copy of a line."""
+    """The next incarnation has another number, so no line is a copy of another line."""
     assert last_incarnation(path) == -1
     first = History(path, incarnation=3)
     first.begin(step=4, kept=0, max_staleness=3, settings={})
@@ -111,7 +111,7 @@ def test_any_bit_that_changed_makes_one_line_a_damaged_one(path: Path, bit: int)
 
 @pytest.mark.parametrize("left", [0, 1, 150])
 def test_positions_mean_the_same_behind_a_cut(path: Path, left: int) -> None:
-    """A learner that resumes fills up what is gone of the file, so that later checkpoints say where they were made."""
+    """A resumed learner pads the missing part of the file, so later checkpoints have correct positions."""
     first = History(path, incarnation=0)
     first.begin(step=0, kept=0, max_staleness=3, settings={})
     for step in range(1, 9):
@@ -202,7 +202,7 @@ def test_settings_come_back_as_they_were_with_absolute_paths_and_no_secrets(
 
 
 def test_a_copy_of_a_line_is_a_damaged_one(path: Path) -> None:
-    """Somebody put the file behind itself; what it tells is told once."""
+    """The file was appended to itself; each entry still counts once."""
     history = History(path, incarnation=0)
     history.begin(step=0, kept=0, max_staleness=3, settings={})
     history.trained([0, 1], step=1, max_staleness=0)

@@ -1,4 +1,4 @@
-"""What an incarnation of the learner was working on when it ended, as the next ones know it."""
+"""What an incarnation of the learner was working on when it ended, as later incarnations see it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_an_entry_that_two_incarnations_in_a_row_ended_with_is_set_aside_by_the_
     third = InProgress(path)
     assert set(third.aside) == {B.identity}
     assert third.suspects == {C.identity}
-    assert set(InProgress(path).aside) == {B.identity}  # and by every one behind it
+    assert set(InProgress(path).aside) == {B.identity}  # and in every later incarnation
 
 
 def test_an_entry_that_was_being_decoded_is_one_too(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_shorter_note_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
 
 
 def test_an_entry_that_was_cleared_alone_is_set_aside_by_the_fourth(tmp_path: Path) -> None:
-    """Lives end of other causes: two kills in the same step are a chance."""
+    """Incarnations end for other reasons, so two kills in the same step may be chance."""
     path = tmp_path / "in_progress.json"
     InProgress(path).train([A, B])
     for _ in range(2):

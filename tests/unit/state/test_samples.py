@@ -1,4 +1,4 @@
-"""samples.jsonl: bounded, and readable after a kill in the midst of a line."""
+"""samples.jsonl: bounded, and readable after a kill in the middle of a line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_line_that_a_kill_cut_short_costs_itself_alone(tmp_path: Path) -> None
 
 
 def test_half_a_surrogate_pair_is_written(tmp_path: Path) -> None:
-    """A tokenizer may make one of a token that is cut in the midst of a letter."""
+    """A tokenizer may produce half a pair from a token that ends within a letter."""
     written(tmp_path, 1, prompt="\ud83d")
     assert ids(tmp_path) == [1]
 

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: what they are, how far from the original, and which ones."""
+"""8-bit weights: their values, their distance from the original, and which weights are quantized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.tensors import fp8
 
 
 def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """f32[R, C]: each element times the scale of its block."""
+    """Return f32[R, C]: each element times the scale of its block."""
     rows, columns = weight.shape
     each = scale.repeat_interleave(fp8.BLOCK, 0).repeat_interleave(fp8.BLOCK, 1)
     return weight.float() * each[:rows, :columns]
@@ -24,12 +24,12 @@ def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(256, 384), (128, 128), (200, 300), (3, 5)])
 def test_a_matrix_is_off_by_no_more_than_e4m3_rounds(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    matrix[0] *= 50  # other scales in other blocks
+    matrix[0] *= 50  # gives the blocks different scales
     weight, scale = fp8.quantize(matrix)
     assert (weight.dtype, weight.shape) == (torch.float8_e4m3fn, matrix.shape)
     assert (scale.dtype, tuple(scale.shape)) == (torch.float32, tuple(-(-size // 128) for size in shape))
     whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-    # e4m3 has 3 bits behind the point: half a step is 2^-4 of a normal number, and 2^-10 scales below 2^-6 of them.
+    # e4m3 has 3 mantissa bits: half a step is 2^-4 of a normal number, and 2^-10 scales below 2^-6 scales.
     bound = torch.maximum(matrix.abs() / 16, whole / 1024) * (1 + 1e-5)
     assert ((dequantized(weight, scale) - matrix).abs() <= bound).all()
 
@@ -61,5 +61,5 @@ def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path:
     assert json.loads((made / "config.json").read_text())["quantization_config"]["weight_block_size"] == [128, 128]
     assert (made / "tokenizer.json").exists()
     assert read_shapes(made).keys() == after.keys()
-    assert fp8.model_folder(Path("nowhere"), tmp_path / "made") == made  # it is made once
+    assert fp8.model_folder(Path("nowhere"), tmp_path / "made") == made  # written only once
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

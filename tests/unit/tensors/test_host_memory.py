@@ -1,4 +1,4 @@
-"""Tensors leave their device and come back, and nobody who has a view of them notices."""
+"""Tensors leave their device and return, unnoticed by code that holds views of them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_a_bucket_holds_no_more_than_its_bound_unless_one_tensor_is_larger() -> 
 
 
 def test_no_more_than_a_bucket_of_tensors_is_held_beside_the_copy() -> None:
-    """A bucket holds two of 60 bytes each: the third comes while two are held."""
+    """A bucket holds two tensors of 60 bytes each; the third tensor arrives while two are held."""
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints: any rectangle of what any ranks wrote, and nothing in one can run."""
+"""Megatron's distributed checkpoints: read any rectangle written by any ranks, and never run code from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE = torch.arange(60.0).view(10, 6)
 
 
 def cut(*rows: slice, columns: slice = slice(0, 6)) -> list[Chunk]:
-    """Of WHOLE, as ``matrix``."""
+    """Cut ``matrix`` from WHOLE."""
     starts = [(one.start, columns.start) for one in rows]
     return [
         Chunk(key="matrix", whole=(10, 6), start=start, data=WHOLE[one, columns])
@@ -47,7 +47,7 @@ def test_any_rectangle_is_read_from_what_other_ranks_wrote(tmp_path: Path) -> No
 
 
 def test_a_checkpoint_that_lacks_a_part_is_not_completed(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="of matrix 54 numbers were written, it has 60"):
+    with pytest.raises(CheckpointError, match="matrix: 54 values were written, but the tensor has 60"):
         written(tmp_path, cut(slice(0, 9)))
 
 
@@ -93,6 +93,6 @@ class Hostile:
 
 def test_metadata_that_would_run_something_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "ran")))
-    with pytest.raises(CheckpointError, match="system, which is nothing of a checkpoint"):
+    with pytest.raises(CheckpointError, match="system, which does not belong in a checkpoint"):
         TorchDist(tmp_path)
     assert not (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""What holds while models are loaded in several threads of one process."""
+"""Guarantees while several threads of one process load models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions that stay when their channel has forgotten them."""
+"""Versions that are kept after their channel has forgotten them."""
 
 from __future__ import annotations
 

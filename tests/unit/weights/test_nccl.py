@@ -1,4 +1,4 @@
-"""Weights out of the learner's memory, over gloo: what arrives, and what is left of it when an engine dies."""
+"""Weights from the learner's memory, over gloo: what arrives, and what remains when an engine dies."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nccl")]  # each engine 
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server() -> None:
-    """Imports torch once for all peers, and what Megatron's ranks need: a process has one fork server."""
+    """Import torch once for all peers, and what Megatron's ranks need, because a process has one fork server."""
     modules = ["tests.harness.nccl", "asyncrl.backends.megatron.rank", "transformers.models.auto"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
 
 
 @pytest.fixture
 def peers() -> Iterator[Any]:
-    """``peers("w0")``: an engine that is gone after the test."""
+    """Yield ``peers("w0")``, which makes an engine that is gone after the test."""
     made: list[Peer] = []
 
     def make(engine: str = "w0", group: str = "") -> Peer:
@@ -65,7 +65,7 @@ def bytes_of(snapshot: Snapshot) -> list[bytes]:
 
 
 def buckets_of(transfer: Transfer) -> tuple[BucketLayout, ...]:
-    """What the engine is told that comes."""
+    """Return the buckets that the engine is told to expect."""
     return collective_of(transfer.offer).buckets
 
 
@@ -75,7 +75,7 @@ def holding(snapshot: Snapshot, *, version: int = 1, patience_seconds: float = P
     return sender
 
 
-# -- what arrives ------------------------------------------------------------------------------------------------------
+# -- transfers ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_gets_the_bytes_of_the_snapshot_bucket_by_bucket(peers: Any) -> None:
@@ -94,7 +94,7 @@ def test_an_engine_gets_the_bytes_of_the_snapshot_bucket_by_bucket(peers: Any) -
 
 @pytest.mark.gpu(2)
 def test_over_nccl_another_gpu_gets_the_bytes_of_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as cli/learner.py does
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in cli/learner.py
     snapshot = weights(0, device="cuda:0")
     peer, sender = Peer(devices=["cuda:1"]), holding(snapshot)
     try:
@@ -106,7 +106,7 @@ def test_over_nccl_another_gpu_gets_the_bytes_of_the_snapshot(monkeypatch: pytes
 
 
 def test_an_engine_gets_the_part_of_every_rank_from_that_rank(peers: Any) -> None:
-    """Two ranks, and a group with each: what the engine takes are their buckets, one rank after the other."""
+    """Two ranks, with one group each: the engine receives their buckets, one rank after the other."""
     whole = weights(0)
     exported = in_parts(whole.tensors())
     sender, peer = ModelSender("127.0.0.1", patience_seconds=PATIENCE), peers()
@@ -141,7 +141,7 @@ def test_a_transfer_sends_what_it_offered_although_newer_weights_are_held_by_now
 
 
 def test_engines_take_weights_at_their_own_pace(peers: Any) -> None:
-    """The second engine is served from begin to end while the first one has its transfer open."""
+    """The second engine is served completely while the first engine's transfer is open."""
     sender, slow, quick = holding(weights(0)), peers("w0"), peers("w1")
     slow.meet(sender)
     quick.meet(sender)
@@ -185,17 +185,17 @@ def test_an_engine_that_is_lost_between_two_buckets_breaks_its_own_group_only(pe
 
 
 def test_an_engine_hears_of_it_when_the_learner_gives_it_up(peers: Any) -> None:
-    """It took the first bucket and came too late for the others: its end must not wait for ever."""
+    """The engine took the first bucket and came too late for the others: it must not wait forever."""
     sender, late = holding(weights(0), patience_seconds=2.0), peers()
     late.meet(sender)
     transfer = sender.begin(late.joined)
     with ThreadPoolExecutor(1) as thread:
         sending = thread.submit(transfer.send)
         late.take(buckets_of(transfer)[0]).result(PATIENCE)
-        with pytest.raises(WeightsError, match="in time|Timed out"):  # gloo's own clock may be first
+        with pytest.raises(WeightsError, match="in time|Timed out"):  # gloo's own timeout may come first
             sending.result(PATIENCE)
     with pytest.raises(RuntimeError):
-        for layout in buckets_of(transfer)[1:]:  # one may be on its way already
+        for layout in buckets_of(transfer)[1:]:  # one bucket may already be on its way
             late.take(layout).result(PATIENCE)
 
 
@@ -211,7 +211,7 @@ def test_an_engine_hears_of_it_when_the_learner_is_gone(peers: Any) -> None:
 
 
 def test_another_life_of_an_engine_gets_another_group(peers: Any) -> None:
-    """Also while the learner is still busy with the one before."""
+    """Even while the learner is still busy with the previous one."""
     sender, first = holding(weights(0), patience_seconds=2.0), peers("w0")
     first.meet(sender)
     transfer = sender.begin(first.joined)
@@ -228,7 +228,7 @@ def test_another_life_of_an_engine_gets_another_group(peers: Any) -> None:
 
 
 def test_a_group_that_is_replaced_between_two_buckets_is_given_up() -> None:
-    """Its engine came back under another name while its last life's broadcast was on its way."""
+    """Its engine came back under another name while the broadcast to its previous life was running."""
     sender, old = holding(weights(0)), TransferRequest(engine="w0", group="w0-1", num_ranks=1)
     sender.begin(old)
 
@@ -251,7 +251,7 @@ def test_a_group_that_is_replaced_between_two_buckets_is_given_up() -> None:
 
 
 def test_engines_that_join_at_once_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch reads there is read while a group is made: it must not be put back under another one's feet."""
+    """torch reads the environment while a group is made, so no other thread may restore it then."""
     monkeypatch.delenv(nccl._ERROR_HANDLING, raising=False)
     first_is_in, second_is_in, first_may_leave = threading.Event(), threading.Event(), threading.Event()
 
@@ -269,13 +269,13 @@ def test_engines_that_join_at_once_leave_the_environment_as_it_was(monkeypatch: 
         leaving = threads.submit(first)
         first_is_in.wait(PATIENCE)
         joining = threads.submit(second)
-        second_is_in.wait(0.1)  # it is not let in
+        second_is_in.wait(0.1)  # it must wait
         first_may_leave.set()
         assert joining.result(PATIENCE) == "0"
     assert nccl._ERROR_HANDLING not in os.environ
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_sent_before_the_first_weights() -> None:
@@ -303,7 +303,7 @@ def test_a_busy_group_is_refused() -> None:
 
 
 def test_an_engine_may_ask_again_a_moment_before_the_learner_knows_that_it_has_everything(peers: Any) -> None:
-    """Its collective ends before ours: what it asks next comes while our thread is still on its way out."""
+    """The engine's collective ends before ours, so its next request arrives while our thread is still finishing."""
     sender, peer = holding(weights(0)), peers()
     peer.meet(sender)
     transfer = sender.begin(peer.joined)
@@ -322,7 +322,7 @@ def test_of_engines_that_left_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -
     for name in ("gone", "here", "new"):
         sender.begin(TransferRequest(engine=name, group=f"{name}-1", num_ranks=1))
     sender.forget(engines={"here"})
-    assert set(sender._groups) == {"gone", "here", "new"}  # who joined a moment ago has no heartbeat yet
+    assert set(sender._groups) == {"gone", "here", "new"}  # an engine that just joined has no heartbeat yet
     monkeypatch.setattr(nccl, "_OLD_SECONDS", -1.0)
     sender.forget(engines={"here", "new"})
     assert set(sender._groups) == {"here", "new"}
@@ -342,7 +342,7 @@ def test_invented_engines_are_refused_until_others_have_failed(monkeypatch: pyte
     with pytest.raises(WeightsError, match="no room for another: the learner has groups with 3 engines already"):
         sender.begin(TransferRequest(engine="another", group="another-1", num_ranks=1))
     sender.begin(TransferRequest(engine="w0", group="w0-2", num_ranks=1))
-    last._group.give_up()  # nobody came
+    last._group.give_up()  # no engine joined
     sender.begin(TransferRequest(engine="another", group="another-1", num_ranks=1))
     assert set(sender._groups) == {"w0", "w1", "another"}
 
@@ -357,4 +357,4 @@ def test_the_channel_writes_folders_as_well(tmp_path: Path) -> None:
     assert version.order == (0, 1)
     assert channel.verify(version) == Path(version.uri)
     with pytest.raises(WeightsError, match="yet"):
-        channel.sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))  # who publishes holds, too
+        channel.sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))  # publishing holds them, too

@@ -1,4 +1,4 @@
-"""Weights that an engine fetches from the learner itself, by a channel that asyncrl does not know."""
+"""Weights that an engine fetches directly from the learner, over a channel that asyncrl does not know."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture
 async def engine(old: Model) -> AsyncIterator[inprocess.InProcessEngine]:
-    """Samples from the old model as version 0:1."""
+    """An engine that samples from the old model as version 0:1."""
     options = inprocess.Options(threads=1)
     made = inprocess.InProcessEngine(old.folder, device="cpu", dtype="float32", version=(0, 1), options=options)
     await made.start()
@@ -47,7 +47,7 @@ async def engine(old: Model) -> AsyncIterator[inprocess.InProcessEngine]:
 
 @pytest.fixture
 def channel(tmp_path: Path, new: Model) -> SocketChannel:
-    """Whose learner holds the new model as version 0:2."""
+    """A channel whose learner holds the new model as version 0:2."""
     options = toy_sockets.Options()
     made = SocketChannel(tmp_path / "weights", keep=2, model_path=new.folder, options=options)
     made.sender.hold(snapshot(new), incarnation=0, policy_version=2)
@@ -55,7 +55,7 @@ def channel(tmp_path: Path, new: Model) -> SocketChannel:
 
 
 async def receive(channel: SocketChannel, receiver: PullReceiver) -> LoadReport:
-    """As WeightFollower and WeightSender do it."""
+    """Transfer like WeightFollower and WeightSender do."""
     transfer = channel.sender.begin(receiver.request)
     async with asyncio.TaskGroup() as group:
         group.create_task(asyncio.to_thread(transfer.send))

@@ -1,4 +1,4 @@
-"""Versions on disk while somebody removes others, or files of them."""
+"""Versions on disk while another process removes other versions, or files of them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""On PYTHONPATH of a CPU server, and of nothing else."""
+"""This folder is on PYTHONPATH of a CPU server only."""

@@ -1,13 +1,15 @@
 """A plugin of SGLang (sglang.srt.plugins) for a server on a machine without a GPU.
 
-Host buffers: SGLang has a table of how each device's are allocated. A CPU has no row, and gets CUDA's, which pins
-memory through the CUDA runtime; only the buffer of routed experts asks for one there.
+Host buffers: SGLang looks up in a table how to allocate host buffers for each device. The table has no row for "cpu",
+so a CPU server would use CUDA's allocator, which pins memory through the CUDA runtime. On a CPU, only the buffer of
+routed experts is allocated through this table.
 
-Processes: the server starts its scheduler of each rank and its detokenizer as new Pythons, since a fork cannot use
-CUDA. Each imports for ten seconds what the server has imported. Without CUDA they are forked, as long as the server
-has a single thread: a fork has no other, and what another one had locked would stay locked.
+Processes: the server starts the scheduler of each rank and the detokenizer as new Python processes, since a forked
+process cannot use CUDA. Each takes ten seconds to import what the server has already imported. Without CUDA they can be
+forked, provided the server has a single thread: a fork copies no other threads, and a lock held by one would stay
+locked.
 
-This folder is on PYTHONPATH of a CPU server, and the folder beside this file tells SGLang of the plugin.
+This folder is on PYTHONPATH of a CPU server. The dist-info folder next to this file registers the plugin with SGLang.
 Tests: tests/integration/sglang/test_transfers.py, tests/unit/engines/sglang/test_server_command.py.
 """
 
@@ -19,9 +21,9 @@ import os
 from typing import Any
 
 _SETTLED = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""What SGLang does before it starts processes: among other things it chooses how they are started."""
+"""The function that SGLang calls before it starts processes. Among other things it sets how processes are started."""
 _THREADS = "/proc/self/task"
-"""A folder for each, also for those that Python does not know of. Only Linux has it."""
+"""Has one folder per thread, including threads that Python does not know of. Linux only."""
 
 
 def register() -> None:

@@ -1,7 +1,9 @@
-"""An endpoint for agents: a model server that speaks several dialects and records each token that was sampled.
+"""An endpoint for agents: a model server that speaks several dialects and records every sampled token.
 
-server.py has one HTTP server for a worker and a session for each sample; session.py makes prompts, has them answered,
-and keeps the turns; chat_format.py says how a conversation is written, read, and continued from sampled tokens, which
-are not tokenised again: by a chat template (template.py, parsers.py) or a renderer (renderer.py); turns.py makes of the
-turns what is trained; dialects/ has one file for each protocol.
+server.py       one HTTP server per worker, with one session per sample
+session.py      builds prompts, samples the answers, and keeps the turns
+chat_format.py  how to write, read and continue a conversation without tokenising sampled tokens again: with a chat
+                template (template.py, parsers.py) or a renderer (renderer.py)
+turns.py        turns the session's turns into training sequences
+dialects/       one file per protocol
 """

@@ -1,8 +1,10 @@
-"""What a request asks for, whatever dialect it came in, and the messages of which a conversation is made.
+"""A request in a form that does not depend on its dialect, and the messages of a conversation.
 
-A message here is OpenAI's of chat completions, with text as content: {"role": "user", "content": "hi"}; of an assistant
-perhaps with {"tool_calls": [{"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}]}; of a
-tool {"role": "tool", "tool_call_id": ..., "content": "42"}.
+A message follows OpenAI's chat completions, with text as content:
+    {"role": "user", "content": "hi"}
+    {"role": "assistant", "content": ..., "tool_calls": [{"id": ..., "type": "function", "function": {"name": ...,
+        "arguments": JSON text}}]}, where tool_calls is optional
+    {"role": "tool", "tool_call_id": ..., "content": "42"}
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ _ROLES: Final = {
 class Ask:
     """One request.
 
-    messages, tools  to be answered; tools as OpenAI's: {"type": "function", "function": {"name": ..., ...}}
-    tokens           i32[P] to be continued instead; None: the messages
-    max_tokens       of the answer; None: what is left
-    count            answers that are wanted
-    wishes           what was asked for and is not obeyed: the run's sampling rules hold
-    options          what only the request's dialect needs, to write the answer
+    messages, tools  conversation to answer; tools as OpenAI's: {"type": "function", "function": {"name": ..., ...}}
+    tokens           i32[P], tokens to continue instead of the messages; None: use the messages
+    max_tokens       limit of the answer; None: all tokens that are left
+    count            number of answers to sample
+    wishes           requested settings that are not obeyed, because the run's sampling rules apply
+    options          data that only the request's dialect needs to write the answer
     """
 
     messages: Sequence[Json] = ()
@@ -53,7 +55,7 @@ class Ask:
 
 
 def message(value: Any, where: str) -> Json:
-    """A message of a request, checked. Raises Refused."""
+    """Check a message of a request, and return it in the common form. Raises Refused."""
     given = table(value, where)
     role = _ROLES.get(text(given.get("role"), f"{where}.role"))
     if role is None:
@@ -84,7 +86,7 @@ def call(identity: str, name: str, arguments: str) -> Json:
 
 
 def tool(name: str, description: Any, parameters: Any, where: str) -> Json:
-    """Its keys in the order in which models are used to them."""
+    """Return a tool definition, with its keys in the order that models are used to."""
     made: Json = {"name": name}
     if description is not None:
         made["description"] = text(description, f"{where}.description")
@@ -93,7 +95,7 @@ def tool(name: str, description: Any, parameters: Any, where: str) -> Json:
 
 
 def content(value: Any, where: str) -> str:
-    """Text, or parts that are text; None is empty."""
+    """Return a message's content, text or a list of text parts, as one text; "" for None."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -115,10 +117,10 @@ def _part(part: Any, where: str) -> str:
 
 
 def digests(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes]:
-    """Of the beginnings of a conversation: item n is of its first n messages.
+    """Return digests of all prefixes of a conversation: item n covers the tools and the first n messages.
 
-    Equal where the harness did not change what was said, whatever a client library did to its JSON: the order of keys,
-    spaces in arguments, ids, reasoning that was left out.
+    Two digests are equal if the messages say the same. Changes that client libraries make do not matter: the order of
+    keys, spaces in arguments, ids, and reasoning that was left out.
     """
     found = [hashlib.blake2b(_bytes(list(tools)), digest_size=16).digest()]
     for one in messages:
@@ -132,7 +134,7 @@ def _normal(one: Json) -> list[Any]:
 
 
 def as_object(arguments: str) -> Json:
-    """A call's arguments, a JSON text, as Anthropic's clients have them: always an object."""
+    """Parse a call's arguments (JSON text) into an object, because Anthropic's clients always expect one."""
     try:
         found = json.loads(arguments)
     except ValueError:

@@ -1,7 +1,7 @@
-"""How the conversations of a model are written as tokens, continued behind sampled ones, and read again.
+"""Chat formats: write a model's conversations as tokens, continue them after sampled tokens, and parse answers.
 
-Two know it: a tokenizer's chat template with a parser of texts (here), and a renderer of the package `renderers`
-(renderer.py). Both keep what a turn's tokens are: what they add goes behind them.
+There are two: a tokenizer's chat template with a text parser (here), and a renderer of the package `renderers`
+(renderer.py). Both keep the tokens of earlier turns unchanged and only append to them.
 """
 
 from __future__ import annotations
@@ -19,38 +19,42 @@ from asyncrl.rollouts.agent.endpoint.turns import Tokens, Turn
 class ChatFormat(Protocol):
     @property
     def num_tokens(self) -> int:
-        """Token ids are below this."""
+        """Upper bound of token ids, exclusive."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def check(self, tools: Sequence[Json]) -> None:
-        """Raises Refused where calls of these tools could not be read."""
+        """Raise Refused if calls of these tools cannot be parsed."""
         ...
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
-        """The tokens of a conversation that is to be answered. Raises Refused."""
+        """Return the prompt tokens of a conversation. Raises Refused."""
         ...
 
     def bridge(
         self, turn: Turn, before: Sequence[Json], new: Sequence[Json], tools: Sequence[Json]
     ) -> list[int] | None:
-        """The tokens between a turn's and the next answer. None: the conversation is to be rendered.
+        """Return the tokens between a turn's answer and the next answer; None if the conversation must be rendered.
 
-        before: the messages that the turn answered; new: those that came after its answer
+        before  messages that the turn answered
+        new     messages after the turn's answer
         """
         ...
 
     def parse(self, answer: Generation, *, context: Tokens, tools: Sequence[Json]) -> Parsed:
-        """What was said. context: the tokens that the engine was given."""
+        """Parse an answer.
+
+        context  the tokens that the engine was given
+        """
         ...
 
 
 class TemplateFormat:
-    """A chat template writes, and a parser reads the text of an answer."""
+    """A chat template writes conversations, and a parser reads the text of answers."""
 
     def __init__(self, template: Template, parser: Parser, *, keeps_thinking: bool = True) -> None:
-        """keeps_thinking: reasoning stays in the prompt after a new question, whatever the template does with it"""
+        """keeps_thinking   keep reasoning in the prompt after a new question, even if the template drops it"""
         self._template, self._parser = template, parser
         self._keeps_thinking = keeps_thinking
         self.decode = template.decode

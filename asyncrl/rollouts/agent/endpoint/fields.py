@@ -1,8 +1,8 @@
-"""Fields of a request that would change what is sampled: none of them is passed over in silence.
+"""Request fields that would change sampling. None of them is ignored silently.
 
-What a program sends as its habit, and the run decides, is recorded and named in the answer's header ``x-not-obeyed``:
-temperature and the like. What the program counts on is obeyed or refused by its name: stop strings, a JSON schema, a
-tool that must be called. Constraints cannot be obeyed: a masked distribution is not one that the trainer recomputes.
+Fields that clients send by default but the run decides, such as temperature, are recorded and named in the answer's
+header ``x-not-obeyed``. Fields that a client relies on are obeyed or refused by name: stop strings, a JSON schema, a
+forced tool call. Constrained decoding is always refused, because the trainer cannot recompute a masked distribution.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ RUNS_OWN: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "reasoning", "reasoning_effort", "thinking", "verbosity"),
     *("parallel_tool_calls", "chat_template_kwargs", "output_config"),
 )
-"""The run's file says them, or the model's chat template."""
+"""Fields that the run file or the model's chat template decides."""
 
-_TRAINER: Final = "it changes the distribution by what the trainer cannot recompute"
+_TRAINER: Final = "it changes the sampling distribution in a way that the trainer cannot recompute"
 _SAMPLED: Final = "only logprobs of sampled tokens are known"
 _TEXT: Final = "answers are text"
 _NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
@@ -37,34 +37,34 @@ _NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "ebnf": ((), _TRAINER),
     "bad_words": (([],), _TRAINER),
     "allowed_token_ids": ((), _TRAINER),
-    "min_tokens": ((0,), "say rollout.min_new_tokens in the run file"),
+    "min_tokens": ((0,), "set rollout.min_new_tokens in the run file"),
     "ignore_eos": ((False,), "answers end where the model ends them"),
-    "stop_token_ids": (([],), "say rollout.stop_token_ids in the run file"),
+    "stop_token_ids": (([],), "set rollout.stop_token_ids in the run file"),
     "use_beam_search": ((False,), "answers are sampled"),
-    "best_of": ((1,), "all answers are given; say n"),
+    "best_of": ((1,), "all answers are returned; use n"),
     "top_logprobs": ((0,), _SAMPLED),
     "prompt_logprobs": ((), _SAMPLED),
     "modalities": ((["text"],), _TEXT),
     "audio": ((), _TEXT),
-    "prediction": ((), "nothing is predicted here"),
-    "web_search_options": ((), "there is no web here; give the model a tool of yours"),
-    "prompt": ((), "templates are not kept here; send the messages"),
-    "background": ((False,), "send stream, or wait"),
-    "truncation": (("disabled",), "what does not fit is refused, with context_length_exceeded"),
-    "max_tool_calls": ((), "tools run where you are; count there"),
-    "context_management": (([],), "the history is yours; send what the model is to see"),
-    "container": ((), "no tool runs here"),
-    "mcp_servers": (([],), "no tool runs here"),
+    "prediction": ((), "predicted outputs are not supported"),
+    "web_search_options": ((), "the endpoint has no web search; give the model your own tool"),
+    "prompt": ((), "the endpoint stores no prompt templates; send the messages"),
+    "background": ((False,), "use stream, or wait for the answer"),
+    "truncation": (("disabled",), "a prompt that does not fit is refused with context_length_exceeded"),
+    "max_tool_calls": ((), "your program runs the tools; count the calls there"),
+    "context_management": (([],), "your program holds the history; send what the model should see"),
+    "container": ((), "the endpoint runs no tools"),
+    "mcp_servers": (([],), "the endpoint runs no tools"),
 }
-"""Values besides null that change nothing, and why others are refused."""
+"""For each field: values that have no effect, besides null, and why other values are refused."""
 _CHOICES: Final = ("auto", "none")
 _ONE_CALL: Final = "disable_parallel_tool_use"
 
 
 def wishes(body: Json, *, stop: Sequence[str]) -> Json:
-    """What is asked for and not obeyed, as the run decides it. Raises Refused.
+    """Return the requested settings that are not obeyed because the run decides them. Raises Refused.
 
-    stop: strings that end an answer in this run
+    stop  stop strings of this run
     """
     for name, (harmless, why) in _NO_EFFECT.items():
         value = body.get(name)
@@ -86,13 +86,13 @@ def _check_stop(value: Any, name: str, stop: Sequence[str]) -> None:
         if text(one, f"{name}[{place}]") not in stop:
             known = ", ".join(map(short, stop)) or "none"
             raise Refused(
-                f"{name}: {short(one)} ends no answer of this run; those of rollout.stop do ({known}): name it in "
-                "the run file, as what is sampled behind it would be trained unseen"
+                f"{name}: {short(one)} ends no answer of this run; rollout.stop has {known}; add it in the run "
+                "file, or tokens that your program never sees would be trained"
             )
 
 
 def _format(value: Any) -> Json:
-    """Of responses: text = {"format": {"type": ...}, "verbosity": ...}."""
+    """Check the field ``text`` of the responses API: {"format": {"type": ...}, "verbosity": ...}."""
     given = table(value or {}, "text")
     kind = table(given.get("format") or {}, "text.format").get("type", "text")
     if kind != "text":
@@ -101,11 +101,11 @@ def _format(value: Any) -> Json:
 
 
 def offers_tools(choice: Any) -> bool:
-    """Of tool_choice, in each dialect's words: whether the model is told of the tools. Raises Refused."""
+    """Whether a tool_choice, in any dialect's form, lets the model see the tools. Raises Refused."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind is not None and kind not in _CHOICES:
         raise Refused(
-            f"tool_choice = {short(choice)} is not served here: a call cannot be forced, as {_TRAINER}; "
-            f"say {' or '.join(_CHOICES)}"
+            f"tool_choice = {short(choice)} is not served here: a call cannot be forced, because {_TRAINER}; "
+            f"use {' or '.join(_CHOICES)}"
         )
     return kind != "none"

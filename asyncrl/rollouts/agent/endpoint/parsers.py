@@ -1,7 +1,7 @@
-"""From the text of an answer to its reasoning, its content and its tool calls.
+"""Parse the text of an answer into reasoning, content and tool calls.
 
-The plain parser reads <think>...</think> and <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen's and
-Hermes' models write them. Those of other models are SGLang's (sglang_parsers.py), by SGLang's names.
+The plain parser reads <think>...</think> and <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and
+Hermes models write them. Other models need SGLang's parsers (sglang_parsers.py), under SGLang's names.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ _CLOSE: Final = "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """reasoning None: there is none. calls: (name, arguments as JSON text). call_ids: one for each call where the model
-    writes them itself; others are made (turns.py)."""
+    """A parsed answer.
+
+    reasoning  None if the answer has none
+    calls      (name, arguments as JSON text)
+    call_ids   one per call if the model writes ids itself; if empty, the session makes them (turns.py)
+    """
 
     content: str
     reasoning: str | None = None
@@ -32,16 +36,16 @@ class Parsed:
 
 class Parser(Protocol):
     def __call__(self, text: str, *, tools: Sequence[Json], in_thought: bool) -> Parsed:
-        """in_thought: the prompt ended in the middle of a thought."""
+        """in_thought   the prompt ended inside the reasoning"""
         ...
 
     def check(self, tools: Sequence[Json]) -> None:
-        """Raises Refused where calls of these tools could not be read."""
+        """Raise Refused if calls of these tools cannot be parsed."""
         ...
 
 
 class PlainParser:
-    """chat_template: of the model; calls that it writes in another form are not read by this parser."""
+    """Reads calls only if the model's chat template writes them as <tool_call>{JSON}</tool_call>."""
 
     def __init__(self, chat_template: str) -> None:
         self._reads_calls = "<tool_call>" in chat_template and "<function=" not in chat_template
@@ -59,13 +63,13 @@ class PlainParser:
         if tools:
             for found in _CALL.finditer(text):
                 if (call := _call(found[1])) is None:
-                    return Parsed(content=text, reasoning=reasoning)  # what is no call stays text, all of it
+                    return Parsed(content=text, reasoning=reasoning)  # an invalid call: keep the whole text
                 calls.append(call)
         return Parsed(content=_CALL.sub("", text) if calls else text, reasoning=reasoning, calls=tuple(calls))
 
 
 def thought(text: str, *, in_thought: bool) -> tuple[str | None, str]:
-    """Reasoning, and what comes after it."""
+    """Split a text into its reasoning (None if there is none) and the text after it."""
     before, closed, after = text.partition(_CLOSE)
     if not closed:
         return (text.strip("\n"), "") if in_thought or text.lstrip().startswith(_OPEN) else (None, text)
@@ -83,8 +87,10 @@ def _call(text: str) -> tuple[str, str] | None:
 
 
 def sound_call(name: Any, arguments: Any) -> tuple[str, str] | None:
-    """A call as every client can read it, and send it again. None where it is none: one without a name, or with what
-    JSON and Unicode do not have (NaN, half of a surrogate pair)."""
+    """Return a call in a form that every client can read and send back: (name, arguments as JSON text).
+
+    None if the call has no name, or holds values that JSON or Unicode lacks (NaN, an unpaired surrogate).
+    """
     if not isinstance(name, str) or not name:
         return None
     try:
@@ -96,7 +102,7 @@ def sound_call(name: Any, arguments: Any) -> tuple[str, str] | None:
 
 
 def sound_json(text: str) -> bool:
-    """Whether a client can read it, whatever its JSON library."""
+    """Whether every client's JSON library can read the text."""
     try:
         return sound_call("a", json.loads(text)) is not None
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""A request that is refused: what the client did wrong, as each dialect then says it in its own words."""
+"""Refused requests, and checks of request fields. Each dialect writes a refusal in its own format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ LONGEST: Final = 200
 
 
 class Refused(Exception):
-    """status: of HTTP. code: OpenAI's name of the error, which clients look at."""
+    """A request that cannot be served.
+
+    status  HTTP status
+    code    OpenAI's error code, which clients look at
+    """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -24,7 +28,7 @@ def table(value: Any, what: str) -> Json:
 
 
 def rows(value: Any, what: str) -> list[Any]:
-    """A list; None is an empty one."""
+    """Return the list ``value``; an empty list for None."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -39,7 +43,7 @@ def text(value: Any, what: str) -> str:
 
 
 def whole(value: Any, what: str, *, low: int, high: int = 2**31 - 1) -> int | None:
-    """A whole number, or None."""
+    """Return the whole number ``value`` within [low, high], or None for None."""
     if value is None:
         return None
     if isinstance(value, float) and value.is_integer():

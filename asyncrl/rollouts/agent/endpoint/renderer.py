@@ -1,10 +1,11 @@
-"""Renderers of the package `renderers` (PyPI, Apache-2.0): a model family's chat format, written by hand in Python.
+"""Renderers of the package `renderers` (PyPI, Apache-2.0): chat formats of model families, hand-written in Python.
 
-They write a conversation's tokens as the family's chat template does, go on behind sampled tokens, and find reasoning
-and calls by their token ids. Which one a model gets: renderer_choice.py.
+A renderer writes a conversation's tokens as the family's chat template does, continues after sampled tokens, and finds
+reasoning and calls by their token ids. renderer_choice.py chooses the renderer of a model.
 
-What a renderer says is not believed where it matters: a prompt that does not begin with the turn's tokens is none, and
-of what it reads nothing is left out. Tests: tests/unit/rollouts/agent/test_renderer.py.
+The results of a renderer are checked where it matters. A continued prompt must begin with the turn's tokens, or it is
+discarded. Text that the renderer does not recognise as a call stays in the content.
+Tests: tests/unit/rollouts/agent/test_renderer.py.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from asyncrl.rollouts.agent.endpoint.template import Template, shown
 from asyncrl.rollouts.agent.endpoint.turns import Tokens, Turn
 
 _WRITE_NAMES: Final = ("gpt-oss", "gemma4", "inkling")
-"""They write the tool's name before its result, and while they bridge they do not see the call that says it."""
+"""Renderers that write the tool's name before its result. When they bridge, they do not see the call with that name."""
 REFUSALS: Final = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
-"""What renderers raise of messages, and of sampled tokens, that they do not expect."""
+"""Errors that renderers raise for unexpected messages or sampled tokens."""
 
 
 class RendererFormat:
-    """A chat format by a renderer."""
+    """The ChatFormat of a renderer."""
 
     def __init__(self, renderer: Any, name: str, template: Template) -> None:
-        """template: of the same tokenizer"""
+        """template   chat template of the same tokenizer"""
         self._renderer, self.name, self._template = renderer, name, template
         self.decode = template.decode
 
@@ -38,7 +39,7 @@ class RendererFormat:
         return self._template.num_tokens
 
     def check(self, tools: Sequence[Json]) -> None:
-        """They read what they write."""
+        """Accept all tools: a renderer can parse every call that it writes."""
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
         try:
@@ -63,15 +64,18 @@ class RendererFormat:
             json.dumps(new, ensure_ascii=False).encode()
             shown = self._shown(new, [*before, turn.said, *new])
             made = self._renderer.bridge_to_next_turn(context, answer, shown, tools=list(tools) or None)
-        except REFUSALS:  # of UnicodeError, too, which is a ValueError: rendering says it
+        except REFUSALS:  # includes UnicodeError; rendering then reports it
             return None
         ids: list[int] = [] if made is None else list(getattr(made, "token_ids", made))
-        if len(ids) <= len(known) or ids[: len(known)] != known:  # it leaves out what was sampled behind a turn's end
+        if len(ids) <= len(known) or ids[: len(known)] != known:  # it drops tokens sampled after the end of a turn
             return None
         return ids[len(known) :]
 
     def _shown(self, messages: Sequence[Json], history: Sequence[Json]) -> list[Json]:
-        """As renderers want them. history: where the calls are that results belong to."""
+        """Return messages in the form that renderers expect.
+
+        history  the messages with the calls that the tool results answer
+        """
         made = [dict(shown(message)) for message in messages]
         if self.name in _WRITE_NAMES:
             names = {call["id"]: call["function"]["name"] for one in history for call in one.get("tool_calls", ())}
@@ -92,7 +96,7 @@ class RendererFormat:
         closed = [one for one in calls if one.status != "unclosed_block"]
         made = [_call(one) for one in closed]
         whole = [one for one in made if one is not None]
-        if not tools or len(whole) < len(made):  # what is no call stays text, all of it
+        if not tools or len(whole) < len(made):  # an invalid call: keep all of them as text
             cut, whole = calls, []
         if cut:
             content = content.rstrip() + self._text_of_calls(cut, answer)
@@ -104,7 +108,7 @@ class RendererFormat:
         )
 
     def _text_of_calls(self, calls: Sequence[Any], answer: Generation) -> str:
-        """What an answer says from the first of them on, and the space before it."""
+        """Return the text of an answer from the first of these calls on, with the whitespace before it."""
         if any(one.token_span is None for one in calls):
             return "".join(f"\n{one.raw}" for one in calls)
         stops = set(self._renderer.get_stop_token_ids())
@@ -116,7 +120,7 @@ class RendererFormat:
 
 
 def _call(found: Any) -> tuple[str, str] | None:
-    """Its name and arguments as JSON text; None where it is no call."""
+    """Return a call's name and arguments as JSON text; None if the call is invalid."""
     if found.status != "ok" or not isinstance(found.name, str) or not found.name:
         return None
     arguments = {} if found.arguments is None else found.arguments
@@ -126,11 +130,14 @@ def _call(found: Any) -> tuple[str, str] | None:
 
 
 def _ids(calls: Sequence[Any]) -> tuple[str, ...]:
-    """Those that the model wrote, if they tell its calls apart: its template writes them before the results."""
+    """Return the ids that the model wrote, if all are present and distinct; else ().
+
+    Such a model's template repeats the ids before the results.
+    """
     ids = [one.id for one in calls]
     return tuple(ids) if all(isinstance(one, str) and one for one in ids) and len({*ids}) == len(ids) else ()
 
 
 def said(error: Exception) -> str:
-    """Of another package's error: one line."""
+    """Return the message of another package's error as one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__

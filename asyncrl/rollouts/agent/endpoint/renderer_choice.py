@@ -1,9 +1,9 @@
-"""Which chat format a model gets: a renderer by its name, the one that is known to fit, or its chat template.
+"""Choose a model's chat format: a named renderer, a renderer that is known to fit, or the model's chat template.
 
-"auto" looks at the name of the model's folder, as `renderers` lists models by name; a name alone proves nothing, so the
-renderer also has to write what the model's own chat template writes, of conversations that show where templates differ.
-A machine without the package, or a model that it does not know, has the template. This file alone imports the package.
-Tests: tests/unit/rollouts/agent/test_renderer.py.
+"auto" looks up the name of the model's folder, because `renderers` lists models by name. A name proves nothing, so the
+renderer must also write the same tokens as the model's own chat template for conversations that show how templates
+differ. Without the package, or for a model that it does not know, the chat template is used. Only this file imports the
+package. Tests: tests/unit/rollouts/agent/test_renderer.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NONE: Final = "none"
 _KEY: Final = "rollout.options.renderer"
 _PACKAGE: Final = "renderers"
 _NO_FORMATS: Final = ("auto", "custom", "default")
-"""Names of the package that are no model family's."""
+"""Names in the package that do not belong to a model family."""
 _CACHED: Final = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
-"""In Hugging Face's cache."""
+"""Path of a model in Hugging Face's cache."""
 _CALLED: Final = {"id": "c00000000", "type": "function", "function": {"name": "look", "arguments": {"at": "é", "n": 2}}}
 _TOOL: Final = {
     "type": "function",
@@ -50,21 +50,21 @@ _PROBES: Final[Sequence[tuple[Sequence[Json], Sequence[Json]]]] = (
         (_TOOL,),
     ),
 )
-"""Conversations that a renderer has to write as the model's template does."""
+"""Conversations that a renderer must write as the model's template does."""
 
 log: Final = logging.getLogger("asyncrl.endpoint")
 
 
 def check_renderer(name: str) -> None:
-    """That this machine has what ``renderer = name`` asks for. Raises ConfigError."""
+    """Raise ConfigError if this machine lacks the renderer that ``renderer = name`` asks for."""
     if name not in (AUTO, NONE):
         _config_of(name)
 
 
 def choose(name: str, template: Template, *, keeps_thinking: bool, options: Mapping[str, Any]) -> RendererFormat | None:
-    """The renderer, None for the chat template; which one it is, is logged. Raises ConfigError.
+    """Return the renderer, or None for the chat template, and log the choice. Raises ConfigError.
 
-    options: those of the chat template
+    options  options of the chat template
     """
     if name == NONE:
         found, why = None, f'renderer = "{NONE}"'
@@ -84,10 +84,10 @@ def choose(name: str, template: Template, *, keeps_thinking: bool, options: Mapp
 def _known(
     template: Template, *, keeps_thinking: bool, options: Mapping[str, Any]
 ) -> tuple[RendererFormat | None, str]:
-    """The renderer that fits; None, and the reason, where none is known to."""
+    """Return a renderer that fits, or None and the reason."""
     try:
         import renderers.base  # noqa: F401
-    except ImportError as error:  # not installed, or a folder of this name that lies in the way
+    except ImportError as error:  # not installed, or hidden by a folder of the same name
         return None, f"the package {_PACKAGE} cannot be imported ({error})"
     folder = str(getattr(template.tokenizer, "name_or_path", ""))
     why = f"{_PACKAGE} knows no model of the name {folder!r}"
@@ -104,8 +104,7 @@ def _known(
 
 
 def _candidates(folder: str) -> list[str]:
-    """Renderers of the models that a folder's name names: Qwen/Qwen3-8B, /models/Qwen3-8B, or in Hugging Face's
-    cache."""
+    """Return the renderers for a model folder: Qwen/Qwen3-8B, /models/Qwen3-8B, or a path in Hugging Face's cache."""
     from renderers.base import MODEL_RENDERER_MAP
 
     cached = _CACHED.search(folder)
@@ -116,7 +115,7 @@ def _candidates(folder: str) -> list[str]:
 
 
 def _named(name: str, template: Template, *, keeps_thinking: bool, options: Mapping[str, Any]) -> RendererFormat:
-    """Raises ConfigError."""
+    """Create a renderer by name. Raises ConfigError if it does not fit the model."""
     config = _config_of(name)
     import renderers
 
@@ -126,7 +125,7 @@ def _named(name: str, template: Template, *, keeps_thinking: bool, options: Mapp
             template.tokenizer, config(**settings), chat_template_kwargs=dict(options) or None
         )
     except (*REFUSALS, ImportError, OSError) as error:
-        # a special token that is the tokenizer's unk_token is taken for one that is missing
+        # renderers treats a special token that equals the tokenizer's unk_token as missing
         unknown = getattr(template.tokenizer, "unk_token", None)
         hint = f"; the tokenizer's unk_token, {unknown}, counts as missing" if unknown else ""
         raise ConfigError(f"{_KEY}: {name!r} does not fit the model: {said(error)}{hint}") from None
@@ -134,7 +133,7 @@ def _named(name: str, template: Template, *, keeps_thinking: bool, options: Mapp
 
 
 def _agrees(renderer: RendererFormat, template: Template) -> bool:
-    """Whether it writes what the model's template writes. Conversations that the template refuses do not count."""
+    """Whether the renderer writes what the model's template writes. Skips probes that the template refuses."""
     for messages, tools in _PROBES:
         try:
             wanted = template.render(messages, tools)
@@ -149,7 +148,7 @@ def _agrees(renderer: RendererFormat, template: Template) -> bool:
 
 
 def _config_of(name: str) -> Any:
-    """The class of a renderer's settings. Raises ConfigError."""
+    """Return the class of a renderer's settings. Raises ConfigError."""
     try:
         import renderers
         from renderers.base import MODEL_RENDERER_MAP

@@ -1,7 +1,7 @@
-"""The HTTP server of a worker's endpoint: whose request it is, what is wrong with it, and when its answer goes out.
+"""The HTTP server of a worker's endpoint: finds a request's session, checks the request, and sends the answer.
 
-A session's key is its API key: whoever has another, or none, or one of a sample that is over, gets 401. Answers are
-whole before they are streamed; while there is nothing to stream, comments keep the connection open.
+The API key of a request selects its session. A wrong or missing key, or the key of a finished sample, gets 401. An
+answer is streamed only once it is complete; until then, comments keep the connection open.
 Tests: tests/unit/rollouts/agent/test_dialects.py.
 """
 
@@ -27,7 +27,7 @@ from asyncrl.rollouts.agent.endpoint.session import Record, Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
 
 MOST_BYTES: Final = 256 * 2**20
-"""Of a request; aiohttp's own limit is 1 MiB, less than an agent's history."""
+"""Size limit of a request. aiohttp's default is 1 MiB, too small for an agent's history."""
 KEEP_ALIVE_SECONDS: Final = 10.0
 DIALECTS: Final[tuple[Dialect, ...]] = (ChatCompletions(), Responses(), AnthropicMessages(), TokenIds())
 
@@ -35,10 +35,10 @@ _log = logging.getLogger("asyncrl.endpoint")
 
 
 class EndpointServer:
-    """One for a worker. It listens from its first session until it is closed."""
+    """The endpoint of one worker. It listens from its first session until it is closed."""
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0, model: str = "policy") -> None:
-        """port 0: any that is free"""
+        """port   0: any free port"""
         self._host, self._port = host, port
         self.model = model
         self.url = ""
@@ -48,7 +48,7 @@ class EndpointServer:
 
     @contextlib.asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[Session]:
-        """Inside, its requests are answered. Raises what ends the sample (Session.open)."""
+        """Answer a session's requests while the context is open. Raises what ends the sample (Session.open)."""
         await self._start()
         self._sessions[session.key] = session
         try:
@@ -135,7 +135,7 @@ class EndpointServer:
         said = request.headers
         key = said.get("x-api-key") or said.get("Authorization", "").removeprefix("Bearer ").strip()
         if (session := self._sessions.get(key)) is None:
-            raise Refused("no sample has this API key, or it is over", status=401, code="invalid_api_key")
+            raise Refused("no running sample has this API key", status=401, code="invalid_api_key")
         return session
 
 
@@ -174,13 +174,13 @@ def _retries(request: web.Request) -> int:
 
 
 def _listens(request: web.Request) -> Callable[[], bool]:
-    """Whether the request's client is still there."""
+    """Return a function that says whether the request's client is still connected."""
     transport = request.transport
     return lambda: transport is not None and not transport.is_closing()
 
 
 def _not_obeyed(ask: Ask) -> dict[str, str]:
-    """What the client asked for and the run decides, by name."""
+    """Return a header with the names of requested settings that the run overrides."""
     return {"x-not-obeyed": ", ".join(sorted(ask.wishes))} if ask.wishes else {}
 
 
@@ -191,7 +191,10 @@ def _json(value: Json, *, status: int = 200) -> web.Response:
 async def _stream(
     request: web.Request, dialect: Dialect, ask: Ask, record: Record, session: Session
 ) -> web.StreamResponse:
-    """Server-sent events, once there is an answer; what is refused before has a status of its own."""
+    """Send the answer as server-sent events once it is complete.
+
+    A refusal before the stream starts keeps its HTTP status; a later one becomes an error event.
+    """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | _not_obeyed(ask)
     )
@@ -214,7 +217,7 @@ async def _stream(
         await response.write(b"".join(_event(*event) for event in dialect.events(ask, turns, session)) + dialect.end)
         await response.write_eof()
         record.is_delivered = True
-    except ConnectionError:  # it hung up: the answer waits for it to ask again
+    except ConnectionError:  # the client hung up; the answer is kept for a retry
         _log.debug("a client hung up on a stream")
     return response
 

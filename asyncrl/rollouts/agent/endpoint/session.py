@@ -1,10 +1,11 @@
-"""A session: the calls that the agent of one sample makes, how they are answered, and what is recorded.
+"""A session: answers the model calls of one sample's agent, and records its turns.
 
-  E1 what continues a turn is asked for as that turn's tokens and the new ones (chat_format.py): never rendered anew
-  E2 the run's sampling rules hold: a request's temperature is recorded and not obeyed, its max_tokens only lowers;
-     what would change the distribution otherwise is refused (fields.py)
-  E3 a request that is repeated because its answer did not arrive gets that answer; nothing is sampled for it
-  E4 a client that hangs up stops no sampling: it will ask again
+  E1 a request that continues a turn is sent to the engine as that turn's tokens plus the new tokens (chat_format.py);
+     the turn itself is never rendered again
+  E2 the run's sampling rules apply: a request's temperature is recorded but not obeyed; its max_tokens can only lower
+     the limit; fields that would change the distribution in other ways are refused (fields.py)
+  E3 a request that is repeated because its answer did not arrive gets the same answer, without new sampling
+  E4 sampling continues when a client hangs up, because the client will retry
 Tests: tests/unit/rollouts/agent/test_session.py.
 """
 
@@ -32,7 +33,12 @@ Replies = list[Turn] | Refused
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """A prompt that may be sampled. parent: the turn that it goes on from; given: the tokens after that turn's."""
+    """A prompt that is ready to be sampled.
+
+    parent  the turn that the prompt continues; None if it continues no turn
+    given   the prompt's tokens after the parent's tokens
+    limit   maximum number of new tokens
+    """
 
     ask: Ask
     tokens: Tokens
@@ -43,7 +49,7 @@ class Prepared:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Record:
-    """A request that was answered, or is being: whether its client has the answer, and whether it still listens."""
+    """A request and its answers, whether its client has received them, and whether the client still listens."""
 
     replies: asyncio.Task[Replies]
     is_listening: Callable[[], bool]
@@ -51,7 +57,7 @@ class Record:
 
 
 class Session:
-    """The agent of one sample."""
+    """Serves the agent of one sample."""
 
     def __init__(
         self,
@@ -64,16 +70,16 @@ class Session:
         stop: Sequence[str] = (),
     ) -> None:
         """
-        name            the same when the sample is made again
-        max_tokens      that may be sampled in all calls together; calls at the same time may each take what is left
-        context_tokens  of the model, prompt and answer together
-        stop            strings that end an answer in this run
+        name            name of the sample; the same if the sample runs again
+        max_tokens      limit of sampled tokens over all calls; concurrent calls may each use all that is left
+        context_tokens  the model's context length, prompt and answer together
+        stop            stop strings of this run
         """
         self.key = "sk-" + secrets.token_hex(16)
         self.chat_format = chat_format
         self.turns = Turns()
         self.remembered: dict[str, list[Json]] = {}
-        """Conversations up to an answer, by its id: of dialects that go on from there."""
+        """Conversations up to an answer, by the answer's id, for dialects that continue from an id."""
         self._generate = generate
         self._tags = Tags(name)
         self.context_tokens = context_tokens
@@ -88,9 +94,9 @@ class Session:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Session]:
-        """Inside, it answers. What still samples at the end is cancelled: its harness has left.
+        """Accept requests while the context is open. Cancel unfinished sampling at the end.
 
-        Raises what ends the sample: EngineDied, EngineError, or what was raised inside.
+        Raises the error that ends the sample: EngineDied, EngineError, or an error raised inside the context.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -104,16 +110,16 @@ class Session:
             died, others = group.split(EngineDied)
             failed, _ = (others or group).split(EngineError)
             first = (died or failed or group).exceptions[0]
-            raise first from first.__cause__  # not from the group: the log is to show where it was raised
+            raise first from first.__cause__  # not from the group: the log must show the origin
 
     # -- a request -----------------------------------------------------------------------------------------------------
 
     def answer(self, request: bytes, ask: Ask, *, is_retry: bool, is_listening: Callable[[], bool]) -> Record:
-        """The record of a request, whose answer may still be under way. Raises Refused before anything is sampled.
+        """Return the record of a request; its answer may still be in progress. Raises Refused before sampling starts.
 
-        request       its bytes: equal ones ask for the same
-        is_retry      the client says that it has asked before
-        is_listening  whether it still waits for an answer
+        request       bytes of the request; equal bytes mean the same request
+        is_retry      the client marks the request as a retry
+        is_listening  whether the client still waits for the answer
         """
         if self._over.is_set() or self._tasks is None:
             raise Refused("this sample is over", status=401, code="invalid_api_key")
@@ -131,24 +137,27 @@ class Session:
         return record
 
     async def replies(self, record: Record) -> list[Turn]:
-        """The answers, once they are there; whoever gives up waiting stops nothing. Raises Refused."""
+        """Wait for the answers and return them. Cancelling the wait does not stop sampling. Raises Refused."""
         if not record.replies.done():
             await asyncio.wait((record.replies,))
         if record.replies.cancelled():
             raise Refused("this sample is over", status=401, code="invalid_api_key")
-        if (error := record.replies.exception()) is not None:  # it ends the sample
+        if (error := record.replies.exception()) is not None:  # the error also ends the sample
             raise Refused(f"the engine failed: {error}", status=503, code="server_error")
         if isinstance(replies := record.replies.result(), Refused):
             raise replies
         return replies
 
     def prepare(self, ask: Ask, *, is_limited: bool = True) -> Prepared:
-        """is_limited: there must be room for an answer. Raises Refused."""
+        """Prepare the prompt of a request. Raises Refused.
+
+        is_limited  refuse a prompt that leaves no room for an answer
+        """
         self.chat_format.check(ask.tools)
         tokens, parent, begin = self._prompt(ask)
         left = self._max_tokens - self._num_sampled
         room = min(left, self.context_tokens - len(tokens))
-        if room < 1 and is_limited:  # what harnesses know how to handle: they compact, or stop
+        if room < 1 and is_limited:  # harnesses know this error: they compact, or stop
             raise Refused(
                 f"This model's maximum context length is {self.context_tokens} tokens. However, your messages have "
                 f"{len(tokens)} tokens, and of this sample's {self._max_tokens} new tokens {max(0, left)} are left.",
@@ -160,7 +169,7 @@ class Session:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def _prompt(self, ask: Ask) -> tuple[Tokens, Turn | None, int]:
-        """The tokens to be continued, the turn that they go on from, and how many of them are that turn's."""
+        """Return the prompt tokens, the turn that they continue, and how many of them belong to that turn."""
         if ask.tokens is not None:
             return (ask.tokens, *self.turns.longest_prefix(ask.tokens))
         if (bridged := self._bridged(ask)) is not None:
@@ -169,7 +178,10 @@ class Session:
         return (tokens, *self.turns.longest_prefix(tokens))
 
     def _bridged(self, ask: Ask) -> tuple[Tokens, Turn, int] | None:
-        """From the last turn that the conversation holds as it was said. None: it is to be rendered."""
+        """Like ``_prompt``, by continuing the conversation's last answer. None if the conversation must be rendered.
+
+        Works if the conversation up to its last assistant message is one that the session answered.
+        """
         if not self._ends:
             return None
         messages = ask.messages
@@ -224,7 +236,7 @@ class Session:
 
 
 def _undelivered(records: Sequence[Record], *, is_retry: bool) -> Record | None:
-    """The answer that a client asks for again: one that nobody got, or with ``is_retry`` the last one."""
+    """Return the record that a repeated request asks for: one that was not delivered, or with ``is_retry`` the last."""
     for record in records:
         if not record.is_delivered and not record.is_listening():
             return record

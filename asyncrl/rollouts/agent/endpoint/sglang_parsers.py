@@ -1,6 +1,6 @@
-"""SGLang's parsers of tool calls and reasoning, the only use of its code in our processes.
+"""SGLang's parsers of tool calls and reasoning: the only SGLang code that runs in our processes.
 
-They are Python alone, but their import takes half a minute and 400 MB, so a run asks for them by name. Tests:
+They are pure Python, but their import takes half a minute and 400 MB, so a run must ask for them by name. Tests:
 tests/unit/rollouts/agent/test_parsers.py.
 """
 
@@ -15,10 +15,11 @@ from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
 
 
 class SGLangParser:
-    """Names are those of SGLang's --tool-call-parser and --reasoning-parser; "" of the latter reads <think>."""
+    """Parsers by the names of SGLang's --tool-call-parser and --reasoning-parser. With "" for the latter, reasoning is
+    read from <think>...</think>."""
 
     def __init__(self, tool_parser: str, reasoning_parser: str) -> None:
-        """Imports SGLang. Raises ConfigError for a name that it does not know."""
+        """Import SGLang. Raises ConfigError for an unknown name."""
         try:
             from sglang.srt.entrypoints.openai.protocol import Tool
             from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -57,8 +58,8 @@ class SGLangParser:
         content, items = self._function_parser(self._tools(tools), tool_parser).parse_non_stream(text)
         calls = tuple((item.name or "", item.parameters) for item in items)
         if not all(name and sound_json(parameters) for name, parameters in calls):
-            return Parsed(content=text, reasoning=reasoning)  # what is no call stays text, all of it
-        # a call that it drops (an unknown tool, broken JSON) must not look as if nothing had been said
+            return Parsed(content=text, reasoning=reasoning)  # an invalid call: keep the whole text
+        # SGLang drops invalid calls (unknown tool, broken JSON); keep the text so that the answer is not empty
         return Parsed(content=content if calls or content.strip() else text, reasoning=reasoning, calls=calls)
 
     def _tools(self, tools: Sequence[Json]) -> list[Any]:

@@ -1,8 +1,8 @@
-"""A tokenizer's chat template: a conversation's tokens, and how to go on from sampled tokens without making them anew.
+"""A tokenizer's chat template: render a conversation, and continue from sampled tokens without tokenising them again.
 
-The bridge: the conversation is rendered with its last answer replaced by a sentinel. What comes after the sentinel is
-the end of that turn, the new messages, and the beginning of the next answer; it alone is tokenised, and goes behind the
-tokens that were sampled. It begins with a token that ends a turn, where templates have one, so no token spans the seam.
+The bridge renders the conversation with its last answer replaced by a sentinel. The text after the sentinel holds the
+end of that turn, the new messages, and the beginning of the next answer. Only this text is tokenised and appended to
+the sampled tokens. It begins with the token that ends a turn, if the template has one, so no token spans the seam.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
 SENTINEL: Final = "\u241eTURN\u241e"
 _THINK: Final = "<think>"
 _TAIL_TOKENS: Final = 8
-"""The last tokens of a prompt, which say whether it ends in the middle of a thought."""
+"""Number of tokens at the end of a prompt that show whether it ends inside the reasoning."""
 
 
 class Template:
     """The chat template of one tokenizer."""
 
     def __init__(self, tokenizer: Any, *, chat_template: str = "", options: Mapping[str, Any] | None = None) -> None:
-        """chat_template: Jinja; empty: the tokenizer's own. Raises ConfigError where there is none, or it is broken."""
+        """chat_template   Jinja; empty: the tokenizer's. Raises ConfigError if the template is missing or broken."""
         self.tokenizer = tokenizer
         self._options = dict(options or {}) | ({"chat_template": chat_template} if chat_template else {})
         self.source = chat_template or getattr(tokenizer, "chat_template", None) or ""
@@ -34,7 +34,7 @@ class Template:
         self.close, self.close_id = self._closer()
 
     def _closer(self) -> tuple[str, int | None]:
-        """What ends an assistant's turn, a special token of the tokenizer; "" and None where none does."""
+        """Return the special token that ends an assistant's turn, as text and id; "" and None if there is none."""
         import jinja2  # comes with transformers, which rendering needs anyway
 
         asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
@@ -49,7 +49,7 @@ class Template:
 
     @property
     def num_tokens(self) -> int:
-        """Token ids are below this."""
+        """Upper bound of token ids, exclusive."""
         return len(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -60,7 +60,7 @@ class Template:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
-        """The tokens of a conversation that is to be answered. Raises Refused."""
+        """Return the prompt tokens of a conversation. Raises Refused."""
         import jinja2
 
         try:
@@ -78,14 +78,14 @@ class Template:
     def bridge(
         self, before: Sequence[Json], said: Json, new: Sequence[Json], tools: Sequence[Json], *, is_closed: bool
     ) -> list[int] | None:
-        """The tokens between the sampled answer ``said`` and the next one. None: this template does not let us.
+        """Return the tokens between the sampled answer ``said`` and the next answer; None if the template prevents it.
 
-        is_closed: the answer's last token ends the turn
+        is_closed  the answer's last token ends the turn
         """
         import jinja2
 
         fake: Json = {"role": "assistant", "content": SENTINEL}
-        if said.get("tool_calls"):  # some templates refuse a tool's message without a call before it
+        if said.get("tool_calls"):  # some templates refuse a tool message without a call before it
             fake["tool_calls"] = said["tool_calls"]
         try:
             text = self._text([*before, fake, *new], tools)
@@ -96,7 +96,7 @@ class Template:
         if not found or SENTINEL in tail or (said.get("tool_calls") and not self.close):
             return None
         if self.close:
-            at = tail.find(self.close)  # after the fake's calls, if it has any
+            at = tail.find(self.close)  # after the fake answer's calls
             if at < 0:
                 return None
             tail = tail[at:]
@@ -109,14 +109,14 @@ class Template:
         return len(answer.tokens) > 0 and int(answer.tokens[-1]) == self.close_id
 
     def text_of(self, answer: Generation) -> str:
-        """What was said, without the token that ended it; the others are text, special or not."""
+        """Return an answer's text without its end token. Other special tokens stay in the text."""
         tokens = answer.tokens.tolist()
         if tokens and (tokens[-1] == self.close_id or tokens[-1] in self.tokenizer.all_special_ids):
             tokens = tokens[:-1]
         return self.decode(tokens)
 
     def ends_in_thought(self, context: Sequence[int]) -> bool:
-        """The template has begun the answer's reasoning, as those of models that always think do."""
+        """Whether the prompt opens the answer's reasoning, as templates of models that always think do."""
         return self.decode(context[-_TAIL_TOKENS:]).rstrip().endswith(_THINK)
 
     def _text(self, messages: Sequence[Json], tools: Sequence[Json], *, asks: bool = True) -> str:
@@ -132,7 +132,7 @@ class Template:
 
 
 def shown(message: Json) -> Json:
-    """As templates want it: a call's arguments are an object."""
+    """Return a message in the form that templates expect, with a call's arguments as an object."""
     if not message.get("tool_calls"):
         return message
     calls = [

@@ -1,10 +1,11 @@
-"""The turns of a session: what was sampled, what it continued, and the sequences that are trained of it.
+"""The turns of a session: the sampled answers, the prompts that they continue, and the sequences to train.
 
-Turns are a forest. A turn's parent is the turn whose prompt and answer are the beginning of its prompt, token by token;
-where a harness rewrites what was said there is none, and another tree begins. Each branch is a sequence, and each
-answer is trained in exactly one: where branches part, the later ones begin with a prompt that holds what they share.
+Turns form a forest. The parent of a turn is the turn whose prompt and answer are a prefix of the new prompt, token by
+token. If a harness rewrites the history, the turn has no parent and starts a new tree. Each branch becomes a sequence,
+and each answer is trained in exactly one sequence. Where branches part, the later ones have the shared part in their
+prompt.
 
-  S1 tokens, logprobs and versions of a sequence are what the engine was given and gave
+  S1 tokens, logprobs and versions of a sequence are exactly those that the engine received and returned
   S2 every sampled token is trained once
 Tests: tests/unit/rollouts/agent/test_turns.py.
 """
@@ -29,13 +30,13 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """One answer.
+    """One answer of the model.
 
-    number  of the call in its session, from 0, in the order of asking
-    tag     of session, prompt and occurrence: the same when the sample is made again, in whatever order it asks
-    given   i32[*], what the engine was given after the parent's tokens
-    said    the answer as a message, empty for tokens that were asked for by tokens
-    wishes  what was asked for and not obeyed
+    number  number of the call in its session, from 0, in the order of requests
+    tag     digest of session, prompt and occurrence; the same if the sample runs again, in any order of requests
+    given   i32[*], tokens given to the engine after the parent's tokens
+    said    the answer as a message; empty if the request consisted of tokens
+    wishes  requested settings that were not obeyed
     """
 
     number: int
@@ -48,7 +49,7 @@ class Turn:
 
     @property
     def path(self) -> list[Turn]:
-        """From the root to this turn."""
+        """The turns from the root to this one."""
         found, turn = [], self.parent
         while turn is not None:
             found.append(turn)
@@ -57,7 +58,7 @@ class Turn:
 
     @property
     def context(self) -> Tokens:
-        """What the engine was given: i32[P]."""
+        """The engine's input, i32[P]."""
         return self.tokens[: -len(self.answer.tokens) or None]
 
     @property
@@ -71,14 +72,14 @@ class Turn:
 
 
 class Turns:
-    """Those of one session, as they come."""
+    """The turns of one session."""
 
     def __init__(self) -> None:
         self._turns: list[Turn] = []
         self._children: dict[Turn | None, list[Turn]] = {}
 
     def __iter__(self) -> Iterator[Turn]:
-        """In the order of asking."""
+        """Iterate in the order of requests."""
         return iter(sorted(self._turns, key=lambda turn: turn.number))
 
     def __len__(self) -> int:
@@ -89,7 +90,7 @@ class Turns:
         self._children.setdefault(turn.parent, []).append(turn)
 
     def longest_prefix(self, tokens: Tokens) -> tuple[Turn | None, int]:
-        """The turn with the most tokens whose prompt and answer ``tokens`` begin with, and how many those are."""
+        """Return the turn whose prompt and answer are the longest prefix of ``tokens``, and that prefix's length."""
         best, length = None, 0
         open_turns = [(turn, 0) for turn in self._children.get(None, ())]
         while open_turns:
@@ -105,7 +106,7 @@ class Turns:
         return best, length
 
     def sequences(self) -> list[TrainedSequence]:
-        """One for each branch, in the order of asking."""
+        """Return one training sequence per branch, in the order of requests."""
         owned: set[Turn] = set()
         made = []
         for leaf in self:
@@ -120,8 +121,11 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSequence:
-    """prompt_tokens: what its first own answer continued. turns: (number, its place in the trajectory's tokens) of
-    each answer that it trains."""
+    """One sequence to train.
+
+    prompt_tokens  the context of its first own answer
+    turns          (number, start in the trajectory's tokens) of each answer that it trains
+    """
 
     prompt_tokens: Tokens
     trajectory: Trajectory
@@ -129,7 +133,7 @@ class TrainedSequence:
 
 
 def _sequence(own: Sequence[Turn]) -> TrainedSequence:
-    """Of turns of which each is the parent of the next."""
+    """Build the sequence of a chain of turns, each the parent of the next."""
     prompt = own[0].context
     builder = TrajectoryBuilder(prompt)
     places = []
@@ -142,10 +146,10 @@ def _sequence(own: Sequence[Turn]) -> TrainedSequence:
 
 
 class Tags:
-    """Names of turns that do not depend on the order of calls. They may be in a prompt, as ids of tool calls are."""
+    """Makes names of turns that do not depend on the order of calls. Prompts may contain them, as tool call ids."""
 
     def __init__(self, session: str) -> None:
-        """session: the same when the sample is made again"""
+        """session   name of the session; the same if the sample runs again"""
         self._session = session.encode()
         self._seen: Counter[bytes] = Counter()
 
@@ -156,6 +160,6 @@ class Tags:
 
 
 def call_id(tag: str, place: int) -> str:
-    """Of a tool call: nine letters and digits, as Mistral's templates demand."""
+    """Return the id of a tool call: nine letters and digits, as Mistral's templates require."""
     digits = hashlib.blake2b(f"{tag} {place}".encode(), digest_size=5).digest()
     return "c" + "".join("0123456789abcdefghijklmnopqrstuv"[int.from_bytes(digits) >> 5 * n & 31] for n in range(8))

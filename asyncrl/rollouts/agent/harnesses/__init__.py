@@ -1,1 +1,1 @@
-"""Harnesses: what lets an agent work on a task, in processes of its own, and says how well it did."""
+"""Harnesses run an agent on a task in separate processes and return its reward."""

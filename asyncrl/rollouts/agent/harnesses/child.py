@@ -1,12 +1,13 @@
-"""A long-lived process that runs a harness written in Python, many samples at once. A script without asyncrl.
+"""A long-lived process that runs a harness written in Python for many samples at once. A script without asyncrl.
 
     python child.py package.module:Harness
-    python child.py --check package.module:Harness    whether it could: options as JSON on standard input
+    python child.py --check package.module:Harness    check that the harness loads; options as JSON on standard input
 
-It needs Python 3.10 and what the harness imports; protocol.py is read from beside it. Standard input is a socket: each
-byte from it brings the descriptor of a connection for one sample. A line of JSON comes on that, {"task", "endpoint",
-"options"}, and one goes back: {"outcome"} or {"error"}, each with "resident_mib". A sample whose connection is closed
-is cancelled; the closing of our end says that it has ended. When standard input ends, so do we.
+The script needs Python 3.10 and the harness's imports. It loads protocol.py from its own folder. Standard input is a
+socket. Each byte on it carries the file descriptor of a connection for one sample. The connection carries one line of
+JSON each way: the request {"task", "endpoint", "options"}, then the response {"outcome"} or {"error"}, each with
+"resident_mib". If the parent closes its end, the sample is cancelled. The child closes its end once the sample has
+ended. The process exits when standard input ends.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ MOST_EXPLAINED = 100
 
 
 class Runner:
-    """The harness, made when the first sample comes."""
+    """Runs samples with one harness, which is created for the first sample."""
 
     def __init__(self, address: str, protocol: Any) -> None:
         self._address, self._protocol = address, protocol
         self._harness: Any = None
         self._samples: set[asyncio.Task[None]] = set()
         self._explained: set[str] = set()
-        """Reasons whose traceback was printed."""
+        """Errors whose traceback was already printed."""
 
     async def serve(self, control: socket.socket) -> None:
-        """consumes: connections    waits for: another one    woken by: our parent, also by its end"""
+        """consumes: connections    waits for: the next connection    woken by: the parent, also by its exit"""
         loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
 
         def take() -> None:
@@ -59,20 +60,20 @@ class Runner:
         reader, writer = await asyncio.open_connection(sock=connection, limit=LARGEST_LINE)
         try:
             line = await reader.readline()
-            if not line.endswith(b"\n"):  # it was cancelled before we were told what it is
+            if not line.endswith(b"\n"):  # cancelled before the request arrived
                 return
             request = json.loads(line)
             playing = asyncio.ensure_future(self._play(request))
             hung_up = asyncio.ensure_future(reader.read(1))
             await asyncio.wait({playing, hung_up}, return_when=asyncio.FIRST_COMPLETED)
             hung_up.cancel()
-            playing.cancel()  # nothing happens if it is done
+            playing.cancel()  # no effect if done
             await asyncio.wait({playing, hung_up})
             if not playing.cancelled():
                 answer = {**playing.result(), "resident_mib": resident_mib()}
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
-        except OSError:  # our parent does not want it any more
+        except OSError:  # the parent no longer wants the answer
             pass
         finally:
             writer.close()
@@ -86,7 +87,7 @@ class Runner:
             return {"outcome": self._protocol.outcome_of(given).as_json()}
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # a user's: also one that exits
+        except BaseException as error:  # user code may even raise SystemExit
             reason = in_a_line(error)
             if reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
                 self._explained.add(reason)
@@ -95,13 +96,13 @@ class Runner:
 
 
 def made(address: str, options: dict[str, Any]) -> Any:
-    """The user's function, or the object of the class that it is."""
+    """Return the user's function, or an instance of the user's class."""
     found, arguments = looked_up(address, options)
     return found(*arguments) if inspect.isclass(found) else found
 
 
 def misfit(found: Any) -> str:
-    """Why it cannot be called as a harness is, or an object of it if it is a class; "" if it can."""
+    """Return why ``found`` (for a class: its instances) cannot be called as a harness; "" if it can."""
     is_class = inspect.isclass(found)
     call = (
         next((vars(one)["__call__"] for one in found.__mro__ if "__call__" in vars(one)), None) if is_class else found
@@ -110,7 +111,7 @@ def misfit(found: Any) -> str:
         return "has no __call__" if is_class else "cannot be called"
     try:
         signature = inspect.signature(call)
-    except ValueError:  # of a function that is not written in Python
+    except ValueError:  # a function that is not written in Python
         return ""
     try:
         signature.bind(*[None] * (3 if is_class else 2))
@@ -125,7 +126,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def looked_up(address: str, options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The user's function or class, and what the class is made from. Raises whatever is wrong with it."""
+    """Return the user's function or class, and the constructor arguments. Raises any error of the user's code."""
     name, _, attribute = address.rpartition(":")
     module = load_file("asyncrl_harness", Path(name)) if name.endswith(".py") else importlib.import_module(name)
     found: Any = getattr(module, attribute)
@@ -138,7 +139,7 @@ def looked_up(address: str, options: dict[str, Any]) -> tuple[Any, tuple[Any, ..
 
 
 async def called(harness: Any, task: Any, endpoint: Any) -> Any:
-    """A plain function runs in a thread."""
+    """Call the harness and return its result. A plain function runs in a thread."""
     call = harness if inspect.isroutine(harness) else harness.__call__
     if inspect.iscoroutinefunction(call):
         return await harness(task, endpoint)
@@ -150,12 +151,12 @@ def resident_mib() -> float:
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize() / 2**20
-    except OSError:  # not Linux: the most that it ever was
+    except OSError:  # not Linux: use the peak instead
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def load_file(name: str, path: Path) -> Any:
-    """A file as module ``name``, of no package."""
+    """Load a file as the top-level module ``name``."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -164,17 +165,17 @@ def load_file(name: str, path: Path) -> Any:
 
 
 def check(address: str) -> int:
-    """Says on the last line of standard output what is wrong, if anything is."""
+    """Return 0 if the harness loads; else print the problem as the last line of standard output and return 1."""
     try:
         looked_up(address, json.load(sys.stdin))
-    except BaseException as error:  # a user's: also one that exits
+    except BaseException as error:  # user code may even raise SystemExit
         print("\n" + in_a_line(error), flush=True)
         return 1
     return 0
 
 
 def main() -> None:
-    sys.path[0] = os.getcwd()  # it was this file's folder, whose names are no harness's to import
+    sys.path[0] = os.getcwd()  # was this file's folder; a harness must not import modules from there
     if sys.argv[1] == "--check":
         os._exit(check(sys.argv[2]))
     control = socket.socket(fileno=os.dup(0))

@@ -1,8 +1,8 @@
-"""harness = "command": any program, started for each sample, in a process and a virtual environment of its own.
+"""harness = "command": any program, started once per sample, in its own process and virtual environment.
 
-It finds the model by its environment (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ...), the task as one JSON
-line on its standard input, and says how well it did: on the last JSON line of its output, in a file, or not at all,
-where the run's reward function does. Tests: tests/unit/rollouts/harnesses/test_command.py.
+The program finds the model through environment variables (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ...). It
+reads the task as one JSON line from standard input. It reports the reward on the last JSON line of its output or in a
+file, or leaves it to the run's reward function. Tests: tests/unit/rollouts/harnesses/test_command.py.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from asyncrl.rollouts.agent.harnesses.program import Program, last_bytes
 from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 
 _KEPT_BYTES: Final = 2**18
-"""Of the end of its output, in which the reward must be."""
+"""Bytes kept from the end of the program's output; the reward must be in them."""
 _SHOWN: Final = 300
-"""Letters of its last line on stderr that a reason shows."""
+"""Characters of the last stderr line to show in an error."""
 REWARD_FILE: Final = "REWARD_FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     command: tuple[str, ...]
-    """The program and its arguments, in which {model} and {base_url} are replaced."""
+    """The program and its arguments; {model} and {base_url} are replaced."""
     reward: Literal["stdout", "file", "grader"] = "stdout"
-    """Where the reward is. stdout: the last line that is JSON. file: the file that REWARD_FILE names. Either has a
+    """Where the reward comes from. stdout: the last line that is JSON. file: the file named by REWARD_FILE. Both hold a
     number or a table: reward, reward_parts, turn_rewards, metrics. grader: the run's reward function."""
     venv: str = ""
-    """A virtual environment whose bin is first on PATH."""
+    """Virtual environment whose bin comes first on PATH."""
     directory: str = ""
-    """Where it runs; empty: where the worker does."""
+    """Working directory; empty: the worker's."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables of its own."""
+    """Additional environment variables."""
     inherit: tuple[str, ...] = ()
-    """Variables of the worker's that it gets, besides PATH, HOME and the like."""
+    """Environment variables to pass on from the worker, besides PATH, HOME and the like."""
     memory_mib: int = 0
-    """Most memory of one sample's processes together; 0 is no limit."""
+    """Memory limit for all processes of one sample together; 0: no limit."""
     output_mib: int = 64
-    """Most that one sample may print."""
+    """Limit for the output of one sample."""
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
@@ -66,7 +66,7 @@ class Options:
 
 
 class CommandHarness:
-    """One process a sample."""
+    """Runs one process per sample."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -87,7 +87,7 @@ class CommandHarness:
                 raise _failed(f"{' '.join(str(error).split())}") from error
 
     async def _run(self, task: Task, endpoint: Endpoint, variables: Mapping[str, str]) -> bytes:
-        """What it printed last. Raises RolloutError."""
+        """Run the program and return the end of its output. Raises RolloutError."""
         program = await Program.start(
             [_filled(part, endpoint) for part in self._options.command],
             environment=variables,
@@ -117,7 +117,7 @@ class CommandHarness:
         return output.result()
 
     def _outcome(self, output: bytes, file: Path | None) -> Outcome:
-        """Raises ValueError and OSError."""
+        """Read the outcome from the output or the reward file. Raises ValueError and OSError."""
         if self._options.reward == "grader":
             return Outcome()
         if file is not None:
@@ -137,7 +137,7 @@ class CommandHarness:
 
 
 def _last_json(text: bytes) -> Any:
-    """The last line that is a number or a table; None if none is."""
+    """Return the value of the last line that is a JSON number or table; None if no line is."""
     for line in reversed(text.splitlines()):
         try:
             found = json.loads(line)
@@ -149,7 +149,7 @@ def _last_json(text: bytes) -> Any:
 
 
 async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
-    """A program need not read its task."""
+    """Write the task to the program's standard input. The program need not read it."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stdin.write(data)
         await stdin.drain()

@@ -1,6 +1,6 @@
-"""The environment variables of a harness: where the model is, and little else of the worker's own.
+"""The environment variables of a harness: where to find the model, and few of the worker's own variables.
 
-A harness runs what a model wrote. Tokens of other services that the worker has in its environment are not for it.
+A harness may run code that a model wrote, so it must not see credentials in the worker's environment.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ INHERITED: Final = (
     *("PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
 )
-"""What a harness gets of the worker's environment; more is named by the option ``inherit``."""
+"""Variables that a harness inherits from the worker; the option ``inherit`` adds more."""
 
 
 def base(*, venv: str, inherit: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
-    """Of a harness, for all its samples. added: the option ``environment``."""
+    """Return the environment that all samples of a harness share.
+
+    added   the option ``environment``
+    """
     names = (*INHERITED, *inherit)
     found = {name: os.environ[name] for name in names if name in os.environ}
     if venv:
@@ -34,9 +37,9 @@ def base(*, venv: str, inherit: Sequence[str], added: Mapping[str, str]) -> dict
 
 
 def of_endpoint(endpoint: Endpoint, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that clients of OpenAI and Anthropic, and programs made with them, look at."""
+    """Return the variables that OpenAI and Anthropic clients read."""
     host = urlsplit(endpoint.base_url).hostname or ""
-    direct = {  # no proxy knows the way to a loopback
+    direct = {  # a proxy cannot reach a loopback address
         name: ",".join(filter(None, (environment.get(name, ""), host))) for name in ("NO_PROXY", "no_proxy")
     }
     return direct | {
@@ -51,20 +54,20 @@ def of_endpoint(endpoint: Endpoint, environment: Mapping[str, str]) -> dict[str,
 
 
 def check_names(environment: Mapping[str, object]) -> None:
-    """Raises ConfigError unless it is a table of texts."""
+    """Raise ConfigError unless every name and value is valid text."""
     for name, value in environment.items():
         if not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
             raise ConfigError(f"environment: {name!r} must be a text, got {type(value).__name__}")
 
 
 def check_venv(venv: str) -> None:
-    """Raises ConfigError unless there is a virtual environment."""
+    """Raise ConfigError if ``venv`` is set but is not a virtual environment."""
     if venv and not os.access(Path(venv) / "bin" / "python", os.X_OK):
         raise ConfigError(f"venv: {venv} is not a virtual environment (it has no bin/python); make one: python -m venv")
 
 
 def check_program(program: str, *, directory: str, path: str) -> None:
-    """Raises ConfigError unless it can be started."""
+    """Raise ConfigError unless the program can be started from ``directory`` with this PATH."""
     if directory and not os.path.isdir(directory):
         raise ConfigError(f"directory: {directory} is not a folder")
     where = os.path.join(directory, program) if os.sep in program else program

@@ -1,12 +1,13 @@
-"""Runs one program and ends it with everything that it has started. A script of the standard library, without asyncrl.
+"""Run one program, and kill it together with every process that it started. Uses only the standard library.
 
     python -I -S keeper.py CONTROL MEMORY_MIB PROGRAM [ARGUMENT ...]
 
-CONTROL is the number of a pipe's end to read from. When the other end closes, because its owner closes it or is gone,
-every process below us is killed. So they are when the program ends: nothing of it outlives it. Linux gives orphans to
-us (a subreaper), also those that began a session of their own; elsewhere only the program's process group is killed.
-We end as the program did, by the same signal if it was one. 0 MEMORY_MIB is no limit; what needs more is killed, and
-our exit code is OUT_OF_MEMORY. What cannot be started is NOT_STARTED, with the reason on stderr.
+CONTROL is the file descriptor of a pipe's read end. When the write end closes, because its owner closed it or exited,
+the keeper kills all its descendants. It does the same when the program ends, so no process outlives the program. On
+Linux the keeper is a subreaper and adopts orphans, even those that started their own session. Elsewhere it kills only
+the program's process group. The keeper exits with the program's exit code, or by the same signal. A MEMORY_MIB of 0
+means no limit. A program that exceeds the limit is killed, and the exit code is OUT_OF_MEMORY. If the program cannot be
+started, the exit code is NOT_STARTED and the reason is on stderr.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OUT_OF_MEMORY = 125
 NOT_STARTED = 126
 LOOK_SECONDS = 0.5
 GIVE_UP_SECONDS = 10.0
-"""For what does not die: it is not ours to kill, or waits for a disk."""
+"""Limit for processes that do not die, for example because they belong to another user or wait for a disk."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -36,7 +37,7 @@ def main() -> None:
     signals, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, signal.SIGTERM):  # a handler, as what is ignored the program would ignore, too
+    for number in (signal.SIGCHLD, signal.SIGTERM):  # not SIG_IGN: the program would inherit it
         signal.signal(number, lambda *_: None)
     try:
         program = subprocess.Popen(
@@ -45,7 +46,7 @@ def main() -> None:
     except OSError as error:
         print(f"cannot start {command[0]}: {error}", file=sys.stderr, flush=True)
         sys.exit(NOT_STARTED)
-    for stream in (0, 1):  # else a pipe would stay open when the program has closed it
+    for stream in (0, 1):  # else the pipes stay open after the program closes them
         os.close(stream)
     code = wait(program, control, signals, memory_mib)
     end_all(program.pid)
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def wait(program: subprocess.Popen[bytes], control: int, signals: int, memory_mib: int) -> int | None:
-    """Until the program ends (its code), our owner wants it to (None), or it needs too much memory."""
+    """Return the program's exit code when it ends; None if its owner ends it; OUT_OF_MEMORY beyond the limit."""
     timeout = LOOK_SECONDS if memory_mib else None
     while True:
         ready, _, _ = select.select([control, signals], [], [], timeout)
@@ -74,7 +75,7 @@ def wait(program: subprocess.Popen[bytes], control: int, signals: int, memory_mi
 
 
 def reap(program: subprocess.Popen[bytes]) -> None:
-    """Take the status of whoever has ended, of orphans too."""
+    """Reap every child that has ended, including orphans."""
     if program.returncode is None:
         program.poll()
     if program.returncode is None:
@@ -85,7 +86,7 @@ def reap(program: subprocess.Popen[bytes]) -> None:
 
 
 def end_all(group: int) -> None:
-    """Kill what is below us until nothing is left. Stopped first, it cannot start more meanwhile."""
+    """Kill all descendants. Stop them first, so that they cannot start new processes."""
     seen: set[int] = set()
     while new := set(descendants(os.getpid())) - seen:
         for pid in new:
@@ -97,7 +98,7 @@ def end_all(group: int) -> None:
     while (left := descendants(os.getpid())) and time.monotonic() < until:
         for pid in left:
             kill(pid, signal.SIGKILL)
-        time.sleep(pause)  # nobody tells when the child of a child has ended
+        time.sleep(pause)  # no signal reports the end of a grandchild
         pause = min(2 * pause, 0.1)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -110,7 +111,7 @@ def kill(pid: int, number: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below ``pid``; empty where the system does not tell."""
+    """Return the ids of all descendants of ``pid``; empty on systems without /proc."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -120,7 +121,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident_bytes() -> int:
-    """Of all processes below us, pages that they share counted in each."""
+    """Return the resident memory of all descendants. Shared pages count once per process."""
     total = 0
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/statm") as file:

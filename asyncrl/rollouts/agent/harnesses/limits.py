@@ -1,4 +1,4 @@
-"""How long a harness may take for a sample, and what becomes of one that takes longer.
+"""The time limit of a sample, and what happens to a sample that exceeds it.
 
 Tests: tests/unit/rollouts/harnesses/test_limits.py.
 """
@@ -21,11 +21,11 @@ OnTimeout = Literal["truncate", "fail"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """
-    timeout_seconds  from the start of a sample to its outcome, answers of the model included; for a harness with
-                     ``begun``, an asynchronous context that yields the call, from when that is entered
-    on_timeout       of a sample that takes longer. truncate: what it sampled is trained, with finish_reason "length"
-                     and ``timeout_reward``. fail: it fails, with the reason
-    timeout_reward   None leaves it to the run's reward function
+    timeout_seconds  limit from the start of a sample to its outcome, including the model's answers; if the harness has
+                     ``begun``, an asynchronous context manager that yields the call, time counts once it is entered
+    on_timeout       what to do with a sample over the limit. truncate: train what it sampled, with finish_reason
+                     "length" and ``timeout_reward``. fail: fail the sample with the reason
+    timeout_reward   reward of a truncated sample; None leaves it to the run's reward function
     """
 
     timeout_seconds: float = 600.0
@@ -40,7 +40,7 @@ class Limits:
 
 
 class Limited:
-    """A Harness around another: it ends in time, with an Outcome or a RolloutError of one line."""
+    """A Harness that wraps another one. It ends in time, with an Outcome or a one-line RolloutError."""
 
     def __init__(self, harness: Harness, *, name: str, limits: Limits) -> None:
         self._harness, self._name, self._limits = harness, name, limits
@@ -48,11 +48,14 @@ class Limited:
     async def __call__(
         self, task: Task, endpoint: Endpoint, *, check: Callable[[Outcome], None] = lambda outcome: None
     ) -> Outcome:
-        """check: raises RolloutError for an outcome that the sample cannot have; for a harness that can ask again"""
+        """Run a sample within the limits.
+
+        check   raises RolloutError for an impossible outcome; only harnesses with ``begun`` use it, to ask again
+        """
         begun = getattr(self._harness, "begun", None)
         if begun is None:
             return await self._timed(functools.partial(self._harness, task, endpoint))
-        async with begun(task, endpoint, check) as play:  # nobody may be there to play it yet
+        async with begun(task, endpoint, check) as play:  # may wait long for a producer, so the limit starts later
             return await self._timed(play)
 
     async def _timed(self, play: Callable[[], Awaitable[Outcome]]) -> Outcome:
@@ -68,12 +71,12 @@ class Limited:
         raise RolloutError(f"harness {self._name}: took longer than {limit} for a sample")
 
     def check_machine(self) -> None:
-        """Raises ConfigError for what could play nothing here."""
+        """Raise ConfigError if the harness cannot run on this machine."""
         if (check := getattr(self._harness, "check_machine", None)) is not None:
             check()
 
     async def close(self) -> None:
-        """End what the harness has started; again is harmless."""
+        """End everything that the harness has started. Safe to repeat."""
         close = getattr(self._harness, "close", None)
         if close is not None:
             result = close()

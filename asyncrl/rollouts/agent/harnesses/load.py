@@ -1,7 +1,7 @@
-"""From rollout.options.harness in the run file to a Harness: built-in ones by name, yours as "package.module:Harness".
+"""Load the Harness of rollout.options.harness: a built-in one by name, or your own as "package.module:Harness".
 
-A built-in harness is a class beside its ``Options``, made in the worker. Your own code never runs there: it is imported
-by children, perhaps of another virtual environment (python_harness.py), so nothing of it is imported here.
+A built-in harness is a class with an ``Options`` in the same module; the worker instantiates it. Your own code never
+runs in the worker. Child processes import it, possibly in another virtual environment (python_harness.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ HARNESSES: Final = {
 
 
 def load_harness(name: str, options: Mapping[str, Any], *, limits: Limits, where: str = "rollout.options") -> Limited:
-    """The harness within its limits, ready to be called; starts nothing.
+    """Return the harness wrapped in its limits, ready to be called. Starts no process.
 
-    name     a row of HARNESSES, or "package.module:object" of a function or class that a child imports
-    options  [rollout.options.harness_options]: of the harness's Options, or of PythonHarness's for your own
-    Raises ConfigError naming a key under ``where``; also when a program or virtual environment is not there.
+    name     a key of HARNESSES, or "package.module:object" of a function or class that a child imports
+    options  [rollout.options.harness_options]: fields of the harness's Options; of PythonHarness's for your own harness
+    Raises ConfigError naming a key under ``where``, also if a program or virtual environment is missing.
     """
     kind = plugins.load(_address(name, where), where=f"{where}.harness", table=HARNESSES, kind=type)
     arguments: tuple[Any, ...] = (
@@ -39,7 +39,7 @@ def load_harness(name: str, options: Mapping[str, Any], *, limits: Limits, where
 
 
 def _address(name: str, where: str) -> str:
-    """Of the class that runs it."""
+    """Return the address of the class that runs the harness."""
     if name in HARNESSES or ":" not in name:
         return name
     module, _, attribute = name.partition(":")

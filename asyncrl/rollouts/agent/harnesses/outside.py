@@ -1,8 +1,8 @@
-"""harness = "outside": whoever asks for it plays the sample, through `asyncrl serve` (asyncrl/rollouts/agent/entry.py).
+"""harness = "outside": an outside producer plays the sample via `asyncrl serve` (asyncrl/rollouts/agent/entry.py).
 
-The worker offers each sample there, over a WebSocket that it opens, and waits. A producer that takes the offer gets the
-task and the worker's endpoint; it ends the session with a reward. Its time runs from then, not from the offer. An entry
-that is away, or was started again, is asked until it is there: sessions that were begun go on.
+The worker opens a WebSocket to the entry, offers the sample there, and waits. A producer that takes the offer gets the
+task and the worker's endpoint, and ends the session with a reward. The time limit counts from when a producer takes the
+sample. If the entry is down or restarts, the worker keeps reconnecting, and sessions that have started continue.
 Tests: tests/unit/rollouts/agent/test_entry.py.
 """
 
@@ -26,22 +26,22 @@ from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Outcome, Task, o
 
 RETRY_SECONDS: Final = 1.0
 HEARTBEAT_SECONDS: Final = 20.0
-"""After which a connection that says nothing is broken."""
+"""A connection that is silent for this long is considered broken."""
 log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     url: str = "http://127.0.0.1:8430"
-    """Of `asyncrl serve`, which listens there."""
+    """Address of `asyncrl serve`."""
     key_file: str = "serve.key"
-    """The key that workers and producers show; `asyncrl serve` makes the file when it is not there."""
+    """File with the key of workers and producers; `asyncrl serve` creates it if it is missing."""
 
     def __post_init__(self) -> None:
         try:
             found = urlsplit(self.url)
             is_url = found.scheme == "http" and bool(found.hostname) and found.port is not None
-        except ValueError:  # of a port that is none
+        except ValueError:  # an invalid port
             is_url = False
         if not is_url:
             raise ConfigError(f"url must be http://HOST:PORT, got {self.url!r}")
@@ -49,12 +49,12 @@ class Options:
             raise ConfigError("key_file is empty; name a file for the key")
 
     def key(self) -> str:
-        """Raises OSError and ValueError while there is none."""
+        """Read the key. Raises OSError and ValueError while it cannot be read."""
         return Path(self.key_file).read_text().strip()
 
 
 class OutsideHarness:
-    """A Harness whose samples begin when somebody takes them (limits.py)."""
+    """A Harness whose samples begin when a producer takes them (limits.py)."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -64,12 +64,12 @@ class OutsideHarness:
     async def begun(
         self, task: Task, endpoint: Endpoint, check: Callable[[Outcome], None] = lambda outcome: None
     ) -> AsyncIterator[Callable[[], Awaitable[Outcome]]]:
-        """Entered once a producer has taken the sample; what it yields waits for an end of its session that ``check``
-        lets pass; of any other the producer is told why, and the session goes on.
+        """Wait for a producer to take the sample, then yield a function that waits for the outcome.
 
-        Left without that end, the session is over, and its producer is told why.
+        If ``check`` rejects an outcome, the producer is told the reason and the session continues. If the context is
+        left without an accepted outcome, the session is over and the producer is told why.
         """
-        if self._http is None:  # a connection a sample, and aiohttp has at most 100 unless it is told otherwise
+        if self._http is None:  # one connection per sample; aiohttp's default limit is 100
             self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         talk = _Talk(self._http, self._options, task, endpoint, check)
         reason = "it took longer than rollout.options.timeout_seconds"
@@ -92,7 +92,7 @@ class OutsideHarness:
 
 
 class _Talk:
-    """What is said of one sample, over one connection after another."""
+    """The conversation with the entry about one sample, over successive connections."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Talk:
         self._is_started = self._is_over = False
 
     async def outcome(self) -> Outcome:
-        """Raises RolloutError if it was abandoned."""
+        """Wait for an outcome that the check accepts. Raises RolloutError if the session was abandoned."""
         while True:
             said = await self.until("outcome", "abandoned")
             outcome = outcome_of(said.get("outcome"))
@@ -130,7 +130,7 @@ class _Talk:
             await self._socket.send_json(message)
 
     async def until(self, *names: str) -> dict[str, Any]:
-        """The first message that has one of these names."""
+        """Wait for the first message that has one of these names, and return it."""
         while True:
             socket = self._socket = self._socket or await self._connected()
             message = await socket.receive()
@@ -154,7 +154,7 @@ class _Talk:
             await socket.close()
 
     async def _connected(self) -> aiohttp.ClientWebSocketResponse:
-        """Until there is an entry that takes the offer. Raises RolloutError if it refuses the key."""
+        """Retry until an entry accepts the offer, and return the socket. Raises RolloutError if it refuses the key."""
         said = ""
         while True:
             try:

@@ -1,6 +1,6 @@
-"""A program that ends with everything that it has started: below a keeper (keeper.py), in a session of its own.
+"""A program that runs below a keeper (keeper.py) in its own session, and ends together with everything it started.
 
-It ends when ``end`` is called, when whoever waits for it is cancelled, and when this process is gone, killed or not.
+It ends when ``end`` is called, when the task that waits for it is cancelled, or when this process exits or is killed.
 Tests: tests/unit/rollouts/harnesses/test_program.py.
 """
 
@@ -23,7 +23,7 @@ _CHUNK: Final = 2**16
 
 
 class Program:
-    """``stdin``, ``stdout`` and ``stderr``: as of asyncio's Process, where ``start`` was given pipes."""
+    """A running program. ``stdin``, ``stdout`` and ``stderr`` are as in asyncio's Process if ``start`` got pipes."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: int, *, memory_mib: int) -> None:
         self._process, self._control, self._memory_mib = process, control, memory_mib
@@ -40,9 +40,9 @@ class Program:
         **streams: Any,
     ) -> Program:
         """
-        environment  all of it: nothing is inherited
-        memory_mib   resident memory of the program and all below it, together; 0 is no limit
-        streams      stdin, stdout and stderr, as subprocess takes them
+        environment  the whole environment; nothing is inherited
+        memory_mib   limit for the resident memory of the program and its descendants together; 0: no limit
+        streams      stdin, stdout and stderr, as for subprocess
         """
         read, write = os.pipe()
         try:
@@ -69,7 +69,7 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Of its keeper."""
+        """Process id of the keeper."""
         return self._process.pid
 
     @property
@@ -77,7 +77,7 @@ class Program:
         return self._process.returncode is not None
 
     async def ended(self) -> str:
-        """Wait until it ends by itself. Why it failed, in words; "" for exit code 0."""
+        """Wait until the program ends by itself. Return why it failed, in words; "" for exit code 0."""
         code = await self._process.wait()
         if code == keeper.OUT_OF_MEMORY and self._memory_mib:
             return f"took more than memory_mib = {self._memory_mib:,} of memory"
@@ -86,26 +86,26 @@ class Program:
         return f"ended with exit code {code}" if code else ""
 
     def kill(self) -> None:
-        """Have it ended; returns at once."""
+        """Make the keeper end the program. Returns at once."""
         if self._control >= 0:
             os.close(self._control)
             self._control = -1
 
     async def end(self) -> None:
-        """Returns when it and all below it are gone; again is harmless."""
+        """End the program and all its descendants, and wait until they are gone. Safe to repeat."""
         self.kill()
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
-                await self._process.communicate()  # wait() may leave pipes open
+                await self._process.communicate()  # wait() could leave pipes open
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
 
 async def last_bytes(stream: asyncio.StreamReader, *, keep: int, most: int) -> bytes:
-    """What is read of ``stream`` until it ends: the last ``keep`` bytes. Raises ValueError after ``most``."""
+    """Read ``stream`` to its end and return the last ``keep`` bytes. Raises ValueError after ``most`` bytes."""
     kept, total = b"", 0
     while chunk := await stream.read(_CHUNK):
         total += len(chunk)

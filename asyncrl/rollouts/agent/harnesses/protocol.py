@@ -1,11 +1,11 @@
-"""What a harness is given and what it gives: a task and an endpoint, then an outcome.
+"""The interface of a harness: it gets a task and an endpoint, and returns an outcome.
 
     async def play(task: Task, endpoint: Endpoint) -> Outcome
 
-A harness lets an agent work on one task, against a model server at ``endpoint``, as often and in whatever order it
-likes. Nothing else is said of what it sampled: the endpoint records every token.
+A harness lets an agent work on one task. The agent may call the model server at ``endpoint`` any number of times, in
+any order. The harness does not report tokens, because the endpoint records every sampled token.
 
-This file imports nothing but the standard library: a child in a virtual environment of its own reads it, too.
+This file imports only the standard library, because children in other virtual environments load it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Task:
     """One sample of one prompt group.
 
     prompt    text of the row's prompt, as tokenised
-    messages  the same as chat messages, {"role": ..., "content": ...}: the row's, with data.chat_template; without
-              it, ``prompt`` as one of the user's
-    label, metadata  of the row
-    group_id  of the prompt group, whose samples have the same task
+    messages  the prompt as chat messages, {"role": ..., "content": ...}: the row's messages with data.chat_template;
+              without it, ``prompt`` as one user message
+    label, metadata  those of the row
+    group_id  id of the prompt group; all its samples have the same task
     index     number of this sample in its group, from 0
-    seed      63 bits, for randomness of the harness's own: the same whenever this sample is made again
+    seed      63-bit seed for the harness's own randomness; stays the same if the sample runs again
     """
 
     prompt: str
@@ -54,9 +54,9 @@ class Task:
 class Endpoint:
     """A model server for one sample.
 
-    base_url  without a path: OpenAI's clients are given base_url + "/v1", Anthropic's base_url
-    api_key   says which sample calls; it is worth nothing once the sample has ended
-    model     name that requests are to ask for
+    base_url  URL without a path; give OpenAI clients base_url + "/v1", and Anthropic clients base_url
+    api_key   identifies the sample; invalid once the sample has ended
+    model     model name for requests
     """
 
     base_url: str
@@ -69,13 +69,13 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How well an agent did.
+    """The result of an agent's work on a task.
 
-    reward         of the rollout; None leaves it to the run's reward function
-    reward_parts   each is the metric reward/NAME
-    turn_rewards   one a turn, in the order in which the model was called; empty: the harness gives none
-    metrics        other numbers of the sample, each the metric reward/NAME too: none has the name of a part
-    finish_reason  "length" where the sample was cut before its agent was done; "" else
+    reward         reward of the rollout; None leaves it to the run's reward function
+    reward_parts   parts of the reward; each becomes the metric reward/NAME
+    turn_rewards   one reward per turn, in the order of model calls; empty: none
+    metrics        other numbers of the sample; each becomes the metric reward/NAME, so no part may have its name
+    finish_reason  "length" if the sample was cut off before the agent was done; otherwise ""
     """
 
     reward: float | None = None
@@ -95,15 +95,16 @@ class Outcome:
 
 
 class Harness(Protocol):
-    """Lets an agent work on one task. What it raises fails the sample, with the reason."""
+    """Lets an agent work on one task. If it raises, the sample fails with that reason."""
 
     async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome: ...
 
 
 def outcome_of(value: Any) -> Outcome:
-    """What a harness gave as an Outcome: one, a number, a table of Outcome's fields, or None for no reward.
+    """Convert a harness's return value: an Outcome, a number, a table of Outcome's fields, or None for no reward.
 
-    Raises ValueError for anything else, for a reward that is not finite, and for a name of both a part and a metric.
+    Raises ValueError for any other value, for a number that is not finite, and for a name in both reward_parts and
+    metrics.
     """
     if value is None:
         return Outcome()
@@ -146,7 +147,7 @@ def _list(what: str, value: Any) -> Sequence[Any]:
 
 
 def _number(what: str, value: Any) -> float:
-    if isinstance(value, str | bytes):  # of which float() would make a number
+    if isinstance(value, str | bytes):  # float() would parse them
         raise ValueError(f"{what} is a number, got {_short(value)}")
     try:
         number = float(value)

@@ -1,11 +1,12 @@
-"""harness = "package.module:Harness": Python of your own, in a pool of long-lived children (child.py).
+"""harness = "package.module:Harness": your own Python code, in a pool of long-lived child processes (child.py).
 
     class Harness:                                       or  async def play(task, endpoint)
-        def __init__(self, options)                      with an Options beside it; else no argument
+        def __init__(self, options)                      if its module has an Options; else no argument
         async def __call__(self, task, endpoint)         plain functions run in threads
 
-It gives an Outcome, a table of its fields, a number, or None. The children may be of another virtual environment, and
-asyncrl need not be there. One that dies, hangs or holds too much memory is replaced; all that it started ends with it.
+The harness returns an Outcome, a table of its fields, a number, or None. The children may use another virtual
+environment, which need not contain asyncrl. A child that dies, hangs or uses too much memory is replaced; all processes
+that it started end with it.
 Tests: tests/unit/rollouts/harnesses/test_python_harness.py.
 """
 
@@ -29,9 +30,9 @@ from asyncrl.rollouts.agent.harnesses.program import Program
 from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 
 CANCEL_SECONDS: Final = 5.0
-"""For a sample to end when it is told to; its child is killed then."""
+"""Time for a cancelled sample to end; after that its child is killed."""
 CHECK_SECONDS: Final = 120.0
-"""For its import before the run starts, by a child that plays nothing."""
+"""Time limit for the import check before the run starts."""
 _STDERR: Final = 2
 log: Final = logging.getLogger(__name__)
 
@@ -39,20 +40,20 @@ log: Final = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     processes: int = 4
-    """Children of a rollout worker, among which samples are shared."""
+    """Number of child processes per rollout worker; they share its samples."""
     venv: str = ""
     """Virtual environment of the children (Python 3.10 or newer); empty: the worker's."""
     directory: str = ""
-    """Where they run and import from; empty: where the worker does."""
+    """Working directory of the children, from which they also import; empty: the worker's."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables of their own."""
+    """Additional environment variables of the children."""
     inherit: tuple[str, ...] = ()
-    """Variables of the worker's that they get, besides PATH, HOME and the like."""
+    """Environment variables to pass on from the worker, besides PATH, HOME and the like."""
     memory_mib: int = 4096
-    """A child that holds more takes no more samples and is replaced; one that holds twice as much, with all that it
-    started, is killed. 0 is no limit."""
+    """Memory limit of a child. A child over the limit gets no more samples and is replaced; a child whose processes
+    together use twice the limit is killed. 0: no limit."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Of the harness's own class."""
+    """Options of the harness's own class."""
 
     def __post_init__(self) -> None:
         if self.processes < 1 or self.memory_mib < 0:
@@ -76,16 +77,19 @@ class _Child:
 
 
 class PythonHarness:
-    """Samples go to the child that has the fewest."""
+    """Runs samples in a pool of children. Each sample goes to the child with the fewest."""
 
     def __init__(self, address: str, options: Options, *, name: str = "") -> None:
-        """address: "package.module:object", or "FILE.py:object". name: in reasons; "" is the address"""
+        """
+        address  "package.module:object" or "FILE.py:object"
+        name     name in error messages; "": the address
+        """
         self._address, self._options, self._name = address, options, name or address
         self._children: list[_Child] = []
         self._starting = asyncio.Lock()
 
     def check_machine(self) -> None:
-        """Import it as a child does. Raises ConfigError for what no child could play."""
+        """Import the harness as a child does. Raises ConfigError if a child could not run it."""
         options = self._options
         try:
             done = subprocess.run(
@@ -130,7 +134,7 @@ class PythonHarness:
             await _end(self._children.pop())
 
     async def _place(self) -> _Child:
-        """A child with one sample more."""
+        """Choose a child for one more sample; start a child if needed."""
         async with self._starting:
             self._children = [one for one in self._children if not one.program.has_ended]
             least = min(self._children, key=lambda one: one.num_samples, default=None)
@@ -150,7 +154,7 @@ class PythonHarness:
                     directory=self._options.directory,
                     memory_mib=2 * self._options.memory_mib,
                     stdin=theirs,
-                    stdout=_STDERR,  # what a harness prints is for the worker's log
+                    stdout=_STDERR,  # the harness's output goes to the worker's log
                 )
             except BaseException:
                 ours.close()
@@ -189,16 +193,16 @@ class PythonHarness:
         return outcome_of(answer["outcome"])
 
     async def _cancel(self, member: _Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Have a sample end; a child that does not do so in time is killed, with all that it has started."""
+        """Cancel a sample. If its child does not end it in time, kill the child and all processes it started."""
         writer.write_eof()
         try:
             async with asyncio.timeout(CANCEL_SECONDS):
                 await reader.read()
         except TimeoutError:
             self._kill(member)
-        except OSError:  # it has ended by itself
+        except OSError:  # the child has exited
             pass
-        except asyncio.CancelledError:  # nobody has the time to wait
+        except asyncio.CancelledError:  # the caller does not wait any longer
             self._kill(member)
             raise
 
@@ -209,7 +213,7 @@ class PythonHarness:
         log.warning("harness %s: process %d hung, and was killed", self._name, member.program.pid)
 
     async def _gone(self, member: _Child) -> RolloutError:
-        """Why a child answers nothing any more."""
+        """Return the error for a child that no longer answers."""
         member.is_leaving, problem = True, ""
         self._forget(member)
         try:

@@ -1,7 +1,7 @@
-"""harness = "verifiers": an environment of verifiers, untouched, in children of a virtual environment that has it.
+"""harness = "verifiers": an unmodified environment of verifiers, in children that run in its own virtual environment.
 
-Through it come the tasksets and programs that verifiers wraps (TextArena, OpenEnv, NeMo-Gym, Harbor). A row says which
-task of the environment it is: metadata {"task": N}; asyncrl.data.numbered:Tasks makes such rows.
+This also gives access to the tasksets and programs that verifiers wraps (TextArena, OpenEnv, NeMo-Gym, Harbor). A row
+names its task of the environment with metadata {"task": N}; asyncrl.data.numbered:Tasks makes such rows.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from asyncrl.rollouts.agent.harnesses.python_harness import PythonHarness
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     environment: str
-    """Name of an installed environment (0.2), or id of a taskset (0.4)."""
+    """Name of an installed environment (verifiers 0.2), or id of a taskset (0.4)."""
     venv: str
-    """Virtual environment that has verifiers and the environment: its clients need not fit the worker's packages."""
+    """Virtual environment with verifiers and the environment; its packages may conflict with the worker's."""
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Of load_environment (0.2), or the environment's settings besides its taskset's id (0.4)."""
+    """Arguments of load_environment (0.2), or the environment's settings except its taskset's id (0.4)."""
     processes: int = 4
-    """Children of a rollout worker."""
+    """Number of child processes per rollout worker."""
     directory: str = ""
-    """Where they run and import from; empty: where the worker does."""
+    """Working directory of the children, from which they also import; empty: the worker's."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of their own."""
+    """Additional environment variables of the children."""
     inherit: tuple[str, ...] = ()
-    """Variables of the worker's that they get, besides PATH, HOME and the like."""
+    """Environment variables to pass on from the worker, besides PATH, HOME and the like."""
     memory_mib: int = 4096
-    """As for a harness in Python."""
+    """Memory limit of a child, as for a Python harness."""
 
     def __post_init__(self) -> None:
         if not self.venv:

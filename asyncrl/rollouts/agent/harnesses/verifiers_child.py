@@ -1,7 +1,7 @@
-"""Plays a task of an environment of verifiers, in a child (child.py) of a virtual environment where that is.
+"""Play a task of a verifiers environment, in a child (child.py) whose virtual environment has verifiers.
 
-Written against 0.2.1 (load_environment, run_rollout) and 0.4.0 (verifiers.v1: a taskset, agents, traces). Which one is
-there is looked at, not asked for. Imports nothing of asyncrl.
+Written against verifiers 0.2.1 (load_environment, run_rollout) and 0.4.0 (verifiers.v1: a taskset, agents, traces). The
+harness detects which API is installed. Imports nothing from asyncrl.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Harness:
 
     @contextlib.contextmanager
     def _key(self, key: str) -> Iterator[str]:
-        """The name of an environment variable with the key, as verifiers wants it."""
+        """Put the key into an environment variable, as verifiers requires, and yield the variable's name."""
         variable = f"SAMPLE_KEY_{next(self._numbers)}"
         os.environ[variable] = key
         try:
@@ -54,7 +54,7 @@ def _has_classic() -> bool:
 
 
 class Classic:
-    """verifiers 0.2: SingleTurnEnv, MultiTurnEnv, ToolEnv and those derived from them."""
+    """The API of verifiers 0.2: SingleTurnEnv, MultiTurnEnv, ToolEnv and their subclasses."""
 
     def __init__(self, options: Options) -> None:
         import verifiers
@@ -78,7 +78,7 @@ class Classic:
 
 
 class New:
-    """verifiers 0.4: an environment's taskset, played by its agents."""
+    """The API of verifiers 0.4: the environment's agents play its taskset."""
 
     def __init__(self, options: Options) -> None:
         import verifiers.v1
@@ -88,7 +88,7 @@ class New:
         self._environment = self._vf.load_environment(self._vf.resolve_env_config(settings))
         self._tasks = iter(self._environment.taskset.load())
         self._known: list[Any] = []
-        self._serving = contextlib.AsyncExitStack()  # for this process's life
+        self._serving = contextlib.AsyncExitStack()  # open until the process exits
         self._is_serving = False
         self._starting = asyncio.Lock()
 

@@ -1,4 +1,4 @@
-"""Families of models: what they read from config.json, what they refuse, and the parts that ranks hold of them."""
+"""Model families: how they read config.json, which models they refuse, and which parts of a model each rank holds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.harness.backends import tiny_model
 
 
 def edited(folder: Path, **changes: Any) -> Path:
-    """``folder`` with other entries in its config.json."""
+    """Change entries of ``folder``'s config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return folder
 
 
 def test_the_quick_look_at_a_folder_knows_the_same_families() -> None:
-    """asyncrl check takes it before torch is imported."""
+    """`asyncrl check` uses the quick look before torch is imported."""
     assert set(model_folder.SUPPORTED_ARCHITECTURES) == set(FAMILIES)
 
 
@@ -52,7 +52,7 @@ def test_experts_survive_being_cut_into_shards(tmp_path: Path, shards: int) -> N
 
 
 def test_parts_of_a_model_number_layers_and_experts_by_their_place_in_the_whole(tmp_path: Path) -> None:
-    """Two stages of one layer, four of eight experts each: together everything, each of it once."""
+    """Two stages of one layer x four ranks of eight experts: together they hold every tensor exactly once."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen3_moe"))
     parts = [
         Part(
@@ -81,14 +81,14 @@ def test_a_last_stage_has_a_copy_of_a_tied_embedding(tmp_path: Path) -> None:
 
 
 def test_a_token_s_flops_are_those_of_the_experts_that_it_visits(tmp_path: Path) -> None:
-    """Per layer, beside attention: a router of 64 x 8, and two experts of three matrices of 64 x 32."""
+    """Per layer, besides attention: a router of 64 x 8, and two experts of three 64 x 32 matrices."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen3_moe"))
     per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 64 * 8 + 2 * 3 * 64 * 32
     assert flops.matrix_parameters(shape) == 2 * per_layer + 64 * shape.vocabulary_size
 
 
 def test_scores_outside_of_a_window_are_no_flops(tmp_path: Path) -> None:
-    """Of 10 tokens a full layer has 2 x 50 scores a head, one with a window of 8 has 2 x (10 x 8 - 8 x 8 / 2)."""
+    """For 10 tokens, a full layer has 2 x 50 scores per head; with a window of 8, it has 2 x (10 x 8 - 8 x 8 / 2)."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="gemma3"))
     products = 6.0 * flops.matrix_parameters(shape) * 10
     assert [shape.window(layer) for layer in range(2)] == [8, 0]
@@ -96,7 +96,7 @@ def test_scores_outside_of_a_window_are_no_flops(tmp_path: Path) -> None:
 
 
 def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_path: Path) -> None:
-    """Queries 64 x 32 and 32 x 4 (16 + 8), keys and values 64 x (32 + 8) and 32 x 4 (16 + 16), output 4 x 16 x 64."""
+    """Queries 64 x 32 and 32 x 4 (16 + 8); keys and values 64 x (32 + 8) and 32 x 4 (16 + 16); output 4 x 16 x 64."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="deepseek_v3"))
     attention = 64 * 32 + 32 * 96 + 64 * 40 + 32 * 128 + 64 * 64
     dense, sparse = 3 * 64 * 128, 64 * 16 + (4 + 1) * 3 * 64 * 32
@@ -138,7 +138,7 @@ def test_groups_that_are_all_chosen_are_none(tmp_path: Path) -> None:
 
 
 def test_experts_have_the_names_of_the_folder() -> None:
-    """Views: what is written to them is in the model. Those with biases are fused in files too."""
+    """The tensors are views: a write to them changes the model. Experts with biases are fused in the files as well."""
     gate_up = torch.arange(2 * 6 * 3.0).view(2, 6, 3)
     model = {
         "a.mlp.experts.gate_up_proj": gate_up,

@@ -1,4 +1,4 @@
-"""Tokens spread to their experts and gathered again."""
+"""Scatter tokens to their experts and gather the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic between the matrix products: against torch's own layers, and as the compiler takes it."""
+"""The arithmetic between matrix products equals torch's own layers, and compiles once for any number of rows."""
 
 from __future__ import annotations
 

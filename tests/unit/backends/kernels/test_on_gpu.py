@@ -1,4 +1,4 @@
-"""The kernels on a GPU, compiled, against the same functions on the CPU."""
+"""Compiled kernels on a GPU, compared with the same functions on the CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
 
 
 def leaves(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """The same arguments on ``device``; float tensors want a gradient."""
+    """Copy ``arguments`` to ``device``; float tensors require gradients."""
     return tuple(
         one.detach().to(device).requires_grad_(one.is_floating_point()) if isinstance(one, torch.Tensor) else one
         for one in arguments
@@ -42,7 +42,7 @@ def leaves(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", calls())
 def test_a_fused_layer_and_its_gradients_are_those_of_the_cpu(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In float32, to the rounding of sums of a few hundred numbers."""
+    """In float32, up to the rounding error of sums of a few hundred numbers."""
     function, results = getattr(fused, name), {}
     with caplog.at_level(logging.WARNING):
         for device in ("cpu", "cuda"):
@@ -55,7 +55,7 @@ def test_a_fused_layer_and_its_gradients_are_those_of_the_cpu(name: str, caplog:
             results[device] = [*outputs, *gradients]
     assert "runs uncompiled" not in caplog.text
     for expected, got in zip(results["cpu"], results["cuda"], strict=True):
-        if got is not None:  # angles have a gradient in the plain function alone, which nobody asks for
+        if got is not None:  # only the plain function gives angles a gradient, and the training does not need it
             torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -66,7 +66,7 @@ def test_the_sums_of_expert_rows_are_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
 def test_logprobs_entropy_and_gradients_are_those_of_the_cpu(dtype: torch.dtype, tolerance: float) -> None:
-    """bfloat16 keeps 8 bits: logits of about 1 are off by 2^-8, sums of gradients by some of these."""
+    """bfloat16 keeps 8 bits: logits of about 1 are off by 2^-8, and summed gradients by a few times that."""
     results = {}
     for device, precision in (("cpu", torch.float32), ("cuda", dtype)):
         hidden = random(ROWS, HIDDEN).to(dtype).to(device, precision).requires_grad_()

@@ -1,4 +1,4 @@
-"""Kernels in Triton compute what the plain functions do."""
+"""Triton kernels compute the same as the plain functions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
 
 @pytest.mark.slow
 def test_a_kernel_computes_what_the_plain_function_does() -> None:
-    """In Triton's interpreter, which must be asked for before Triton is imported."""
+    """Run in Triton's interpreter, which must be enabled before Triton is imported."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Whether what failed on one rank failed on those that it meets in every layer."""
+"""Ranks agree whether a failure on one rank happened on all ranks that it meets in every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint is what it was when it was begun, and is none before all ranks are done."""
+"""A rank saves its state as it was when the save began; a checkpoint needs the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.tensors.torch_dist import Chunk
 
 
 def state(folder: Path, rank: int, data: torch.Tensor) -> RankState:
-    """One of two ranks with half of a matrix each."""
+    """One of two ranks, each with half of a matrix."""
     chunk = Chunk(key="matrix", whole=(4, 3), start=(2 * rank, 0), data=data)
     return RankState(folder=folder, chunks=[chunk, *random_states(rank)], steps={"matrix": 7.0})
 
@@ -35,7 +35,7 @@ def test_what_changes_later_is_not_in_it(tmp_path: Path) -> None:
     found = SavedModel(tmp_path)
     assert torch.equal(found.read("matrix"), torch.arange(12.0).view(4, 3))
     assert found.steps == {"matrix": 7.0}
-    found.restore_random_states(5)  # of more ranks than wrote it
+    found.restore_random_states(5)  # a rank beyond those that wrote the checkpoint
     assert torch.equal(torch.get_rng_state(), drawn)
 
 

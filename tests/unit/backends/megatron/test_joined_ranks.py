@@ -1,4 +1,4 @@
-"""Ranks that join over TCP: who is admitted, what those that are not are told, and how the end of one is noticed."""
+"""Ranks that join over TCP: admission, the reasons that refused ranks are told, and detection of a rank's end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_rank_that_joins_gets_commands_and_its_place() -> None:
         assert codec.decode(link.recv_bytes(), Command).name == "step"
         assert (place.rank, place.local_rank, place.port) == (1, 1, 7)
         ranks.close_channels()
-        assert link.recv_bytes() == b""  # goodbye: it ends well
+        assert link.recv_bytes() == b""  # a goodbye: an orderly end
         link.close()
 
 
@@ -53,9 +53,9 @@ def test_a_rank_with_another_secret_other_code_or_other_settings_is_refused_and_
         learner = threads.submit(gather, seat(0, port=port))
         with pytest.raises(ConfigError, match="rank 1 is refused by 127.0.0.1: it has another ASYNCRL_LEARNER_SECRET"):
             join(seat(1, port=port, secret="guessed"))
-        with pytest.raises(ConfigError, match="differs from the learner's in the code of asyncrl;"):
+        with pytest.raises(ConfigError, match="differs from the learner in the code of asyncrl;"):
             join(seat(1, port=port), COMMON | {"the code of asyncrl": "old"})
-        with pytest.raises(ConfigError, match=r"differs from the learner's in learner\.recompute; start both"):
+        with pytest.raises(ConfigError, match=r"differs from the learner in learner\.recompute; start both"):
             join(seat(1, port=port), COMMON | {"learner.recompute": "other"})
         link, _ = join(seat(1, port=port))
         learner.result().close_channels()
@@ -100,7 +100,7 @@ def test_a_rank_whose_learner_does_not_come_says_so() -> None:
 
 
 def test_a_learner_whose_rank_is_gone_ends_and_names_rank_and_machine(capfd: pytest.CaptureFixture[str]) -> None:
-    """Whatever it waits for: nobody has asked it for anything here."""
+    """The learner notices at any time; this test never asks the rank for anything."""
     ends: list[int] = []
     ended = threading.Event()
 
@@ -124,7 +124,7 @@ def test_a_learner_whose_rank_is_gone_ends_and_names_rank_and_machine(capfd: pyt
 
 
 def test_what_one_end_sends_does_not_wait_for_the_other_to_listen() -> None:
-    """More than any buffer of the kernel holds."""
+    """Send more bytes than any kernel buffer holds."""
     ours, theirs = (TcpLink(end, patience=60) for end in _pair())
     large = bytes(64 << 20)
     ours.send_bytes(large)
@@ -141,12 +141,12 @@ def test_what_one_end_sends_does_not_wait_for_the_other_to_listen() -> None:
 
 
 def test_a_rank_that_hangs_is_gone_once_it_was_silent_for_longer_than_it_said() -> None:
-    """Ticks of our own, so that a stop of this process is not taken for the other's."""
+    """The test ticks the link itself, so that a pause of this process does not count as silence of the peer."""
     ours, raw = _pair()
     link = TcpLink(ours, patience=3, tick_seconds=60)
-    link.tick()  # after 60 of its seconds
+    link.tick()  # 60 of the link's seconds have passed
     assert link.gone.wait(60)
-    assert link.problem == "it hangs: it has said nothing for 3 s"
+    assert link.problem == "it hangs: no sign of life for 3 s"
     raw.close()
 
 
@@ -156,15 +156,15 @@ def test_a_rank_is_given_the_time_that_it_announced() -> None:
     theirs.send_bytes(b"now it is known")
     ours.recv_bytes()
     ours.tick()
-    assert not ours.gone.is_set()  # 60 of 100 s
-    theirs.tick()  # it is heard: the count begins anew
+    assert not ours.gone.is_set()  # 60 of 100 s have passed
+    theirs.tick()  # a message is heard and resets the count
     theirs.send_bytes(b"")
     ours.recv_bytes()
     ours.tick()
     assert not ours.gone.is_set()
     ours.tick()
     assert ours.gone.wait(60)
-    assert ours.problem == "it hangs: it has said nothing for 100 s"
+    assert ours.problem == "it hangs: no sign of life for 100 s"
     theirs.close()
 
 
@@ -225,7 +225,7 @@ def _connected(port: int) -> socket.socket:
         try:
             return socket.create_connection(("127.0.0.1", port))
         except ConnectionRefusedError:
-            threading.Event().wait(0.02)  # until it listens
+            threading.Event().wait(0.02)  # until the port listens
 
 
 def _pair() -> tuple[Any, Any]:

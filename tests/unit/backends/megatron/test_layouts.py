@@ -1,7 +1,8 @@
-"""Every way to share a model, its rows and the batch among ranks trains what one process trains.
+"""Every way to split a model, its rows and the batch among ranks trains the same as one process.
 
-A layout starts once: its ranks score, take two steps, and go back to their checkpoint; the tests look at what they did.
-AdamW's eps is large here: with a usual one its step is nearly a sign, blind to a gradient that is off by a factor.
+Each layout starts once: its ranks score, take two steps, and return to their checkpoint. The tests compare the results.
+AdamW's eps is large here. With a usual eps, AdamW's step is nearly a sign, which hides a gradient that is off by a
+factor.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ SLOW = (
     ("megatron-pp2-dp2", "qwen3", {}),
     ("megatron-pp2-cp2", "qwen3", {}),
     ("megatron-pp2-tp2", "qwen3", {}),
-    ("megatron-pp2", "qwen2", {"recompute": "full"}),  # a tied embedding: both ends have a copy
-    ("megatron-vpp2", "gemma3", {}),  # tied, too; half of the layers have windows
+    ("megatron-pp2", "qwen2", {"recompute": "full"}),  # a tied embedding: the first and the last stage have a copy
+    ("megatron-vpp2", "gemma3", {}),  # a tied embedding; half of the layers have windows
     ("megatron-cp2", "qwen3", {"distributed_optimizer": False}),
     ("megatron-pp2-dp2", "qwen2", {"distributed_optimizer": False}),
     ("megatron-ep2", "qwen3_moe", {}),
@@ -80,9 +81,8 @@ def name(kind: str, architecture: str, options: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a backend did: scores of one row, weights before, by rank and as they were published, metrics and weights
-    after each step, the critic's values, and the weights after the last step once more, from the checkpoint before it.
-    """
+    """Results of a backend: scores of one row; weights before training, by rank and as published; metrics and weights
+    after each step; the critic's values; and the weights after the last step repeated from the checkpoint before it."""
 
     scores: NDArray[np.float32]
     before: Mapping[str, torch.Tensor]
@@ -105,7 +105,7 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
     with started(kind, folder, **settings, **({"options": options} if options else {})) as backend:
 
         def cut(number: int) -> list[list[MicroBatch]]:
-            """Several micro-batches each, of different lengths."""
+            """Micro-batches of different lengths, several for each rank."""
             return shares(kind, documents(number), max_tokens=45)
 
         def step(number: int) -> dict[str, float]:
@@ -143,7 +143,7 @@ pytestmark = pytest.mark.xdist_group("layouts")
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, tuple[Path, Done]]:
-    """By architecture."""
+    """References by architecture."""
     return {}
 
 
@@ -175,7 +175,7 @@ def test_an_export_gives_back_the_folder_bit_for_bit(case: Case) -> None:
 
 
 def test_no_rank_holds_the_whole_model_and_all_of_them_write_a_version_together(case: Case) -> None:
-    """Each rank's part is its share, and one parameter more at most; an engine finds every tensor in the folder."""
+    """Each rank holds its share and at most one more parameter. An engine finds every tensor in the folder."""
     sizes = [sum(tensor.nbytes for tensor in part.values()) for part in case.got.parts]
     assert len(sizes) == LAYOUTS[case.kind].exporters
     largest = max(tensor.nbytes for tensor in case.got.before.values())
@@ -188,7 +188,7 @@ def test_no_rank_holds_the_whole_model_and_all_of_them_write_a_version_together(
 
 
 def test_steps_make_the_metrics_and_the_weights_of_one_process(case: Case) -> None:
-    """Loss, entropy, every diagnostic and the norm of the gradients: each token and each gradient counts once."""
+    """Loss, entropy, every diagnostic and the gradient norm: each token and each gradient counts once."""
     before: Mapping[str, torch.Tensor] = case.expected.before
     for got, expected, after, wanted in zip(
         case.got.metrics, case.expected.metrics, case.got.after, case.expected.after, strict=True
@@ -220,7 +220,7 @@ def test_a_step_from_the_checkpoint_is_the_step_that_was_taken(case: Case) -> No
     ],
 )
 def test_a_checkpoint_goes_to_another_layout_and_back(tmp_path: Path, kind: str, architecture: str, other: str) -> None:
-    """Layers and experts have the numbers of the whole model in it; of tied embeddings it has one."""
+    """Checkpoints number layers and experts as in the whole model, and store tied embeddings once."""
     folder = tiny_model(tmp_path / "model", architecture=architecture, tied=architecture == "qwen2", num_layers=4)
 
     def step(backend: Any, of: str, number: int) -> None:

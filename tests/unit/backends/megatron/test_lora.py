@@ -1,7 +1,7 @@
-"""Adapters in the Megatron backend train as a plain model with W + scale x B A in the place of each W would.
+"""Adapters in the Megatron backend train like a plain model in which W + scale x B A replaces each W.
 
-The oracle is the reference backend: its gradient G of a merged W gives those of its factors, scale x B^T G and
-scale x G A^T. AdamW's eps is large, since its step is otherwise nearly a sign.
+The oracle is the reference backend: its gradient G of a merged W gives the gradients of the factors, scale x B^T G and
+scale x G A^T. AdamW's eps is large, because with a small eps its step is nearly a sign.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def settings(lora: Lora) -> dict[str, Any]:
 
 
 def factors(adapters: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """A and B of every matrix, by its name in the folder; what is exported has the scale in B."""
+    """Return A and B of every matrix, by its name in the folder. Exported adapters include the scale in B."""
     found = {}
     for name, down in adapters.items():
         module, is_down, _ = name.partition(".lora_A.weight")
@@ -69,7 +69,7 @@ def merged(folder: Path, base: Tensors, pairs: Mapping[str, tuple[torch.Tensor, 
 
 
 def gradients(folder: Path, number: int) -> Tensors:
-    """Of every tensor of the folder, for batch ``number``."""
+    """Return the gradients of every tensor of the folder for batch ``number``."""
     with started("reference", folder, optimizer=GENTLE) as plain:
         plain.rehearse(shares("reference", documents(number)))  # type: ignore[attr-defined]
         model = plain._trained["policy"]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The Megatron backend's own parts: its CPU shim, weight map, logprobs over a split vocabulary, what a step costs."""
+"""Parts of the Megatron backend: its CPU shim, weight map, logprobs over a split vocabulary, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edited(folder: Path, copy: Path, **changes: Any) -> Path:
-    """``folder`` in ``copy`` with other entries in its config.json."""
+    """Copy the model in ``folder`` to ``copy`` and change entries of its config.json."""
     config = json.loads((folder / "config.json").read_text()) | changes
     (copy / "config.json").write_text(json.dumps(config))
     (copy / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
@@ -80,7 +80,7 @@ def test_a_folder_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
 
 
 def test_tensors_that_engines_would_miss_are_one_line_before_the_start(folder: Path, tmp_path: Path) -> None:
-    """Engines expect every tensor of the folder with every version, and no other one."""
+    """Engines expect exactly the tensors of the folder with every version."""
     model = edited(folder, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.gate.weight"] = torch.zeros(2)
@@ -89,7 +89,7 @@ def test_tensors_that_engines_would_miss_are_one_line_before_the_start(folder: P
     with pytest.raises(ConfigError) as caught:
         require_tensors_of_engines(model, huggingface.read_shape(model))
     assert str(caught.value) == (
-        f"model.path: {model}: engines load other tensors than are trained: what the learner exports: "
+        f"model.path: {model}: the learner's tensors are not those that engines load: what the learner exports: "
         "model.layers.0.self_attn.gate.weight is missing; model.norm.weight is not in the model"
     )
 
@@ -162,7 +162,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_and_cut_back(tmp_path: Path
 
 
 class FakeGroup:
-    """Tensor-parallel ranks as threads of this process."""
+    """Tensor-parallel ranks, played by threads of this process."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self._rank, self._slots, self._barrier = rank, slots, barrier
@@ -184,7 +184,7 @@ class FakeGroup:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("chunk", [2**26, 30], ids=["whole", "chunked"])
 def test_logprobs_and_entropy_over_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch, ranks: int, chunk: int) -> None:
-    """19 tokens in 20 columns: the last is padding, and as large as it is it must have no probability."""
+    """19 tokens in 20 columns: the last column is padding, and must have no probability despite its large logit."""
     monkeypatch.setattr(token_logprobs, "_CHUNK_NUMBERS", {"cpu": chunk})
     monkeypatch.setattr(token_logprobs, "_reduced", lambda v, op, group: group.reduce(v, op))
     generator = torch.Generator().manual_seed(0)
@@ -226,7 +226,7 @@ def test_logprobs_and_entropy_over_a_split_vocabulary(monkeypatch: pytest.Monkey
 
 
 def test_logits_that_are_kept_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve rows of twenty columns in chunks of three rows, of which the logits of the first two are kept."""
+    """Twelve rows of twenty columns, in chunks of three rows; the logits of the first two chunks are kept."""
     monkeypatch.setattr(token_logprobs, "_CHUNK_NUMBERS", {"cpu": 60})
     monkeypatch.setattr(token_logprobs, "_KEPT_NUMBERS", {"cpu": 120})
     random, results = torch.Generator().manual_seed(0), []
@@ -243,7 +243,7 @@ def test_logits_that_are_kept_give_the_same_gradient(monkeypatch: pytest.MonkeyP
 
 
 def test_rectangles_hold_documents_of_similar_length_and_lose_no_token() -> None:
-    """Lengths 3, 8, 1, 7, 4: rectangles of 8 and 7; 4 and 3; 1. The document of 7 is filled up with its last token."""
+    """Lengths 3, 8, 1, 7, 4 make rectangles of 8 and 7; 4 and 3; 1. The document of 7 is padded with its last token."""
     boundaries = np.array([0, 3, 11, 12, 19, 23], np.int32)
     indices, order = micro_batches.rectangles(boundaries)
     assert [part.shape for part in indices] == [(2, 8), (2, 4), (1, 1)]
@@ -256,7 +256,7 @@ def test_rectangles_hold_documents_of_similar_length_and_lose_no_token() -> None
 
 
 def test_the_shim_leaves_torch_alone(folder: Path) -> None:
-    """torch's device contexts know factories by identity: with one wrapped, transformers loads garbage."""
+    """torch's device contexts know factories by identity; if one is wrapped, transformers loads garbage."""
     before = {name: getattr(torch, name) for name in ("zeros", "empty", "tensor", "compile")}
     before_cuda = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "get_rng_state")}
     type_name = torch.Tensor.type
@@ -296,7 +296,8 @@ def test_recomputation_changes_memory_and_not_numbers(folder: Path, monkeypatch:
         with started("megatron-1", folder, options={"recompute": recompute}) as backend:
             backend.step(shares("megatron-1", documents(), max_tokens=1000), learning_rate=LEARNING_RATE)
             results[recompute] = ([calls.count(name) for name in ("heads", "rms_norm", "swiglu")], weights(backend))
-    # Two layers: attention, two norms and a gate each, and a last norm; again in the backward pass as the option says.
+    # Two layers, each with attention, two norms and a gate, and a last norm. The backward pass repeats calls as the
+    # option requires.
     assert [results[name][0] for name in results] == [[2, 5, 2], [2, 9, 4], [4, 9, 4]]
     assert distance(results["none"][1], results["selective"][1]) == 0.0
     assert distance(results["none"][1], results["full"][1]) == 0.0
@@ -305,9 +306,9 @@ def test_recomputation_changes_memory_and_not_numbers(folder: Path, monkeypatch:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_a_closed_backend_leaves_nothing_behind(architecture: str, recompute: str, tmp_path: Path) -> None:
-    """A model that stays holds its process groups: fifty threads and seventy sockets."""
+    """A model that stays alive holds its process groups: fifty threads and seventy sockets."""
     folder = tiny_model(tmp_path, architecture=architecture)
-    before = living_models()  # what another test has left is none of ours
+    before = living_models()  # ignore models that other tests have left
     with started("megatron-1", folder, options={"recompute": recompute}) as backend:
         backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
         assert living_models() - before
@@ -345,10 +346,8 @@ def test_arrays_reach_the_device_as_they_were() -> None:
 
 
 def test_flops_of_a_step_are_counted_by_hand(folder: Path) -> None:
-    """Of a token, per layer: q 64 x 64, k and v 64 x 32, o 64 x 64, three matrices of 64 x 128; then the head 64 x 50.
-
-    Of a document of 10 tokens: 2 products of 10 x 10 scores x 64 wide, half of them masked, 3 passes: 6 x 100 x 64.
-    """
+    """Per token and layer: q 64 x 64, k and v 64 x 32, o 64 x 64, three matrices of 64 x 128; then the head 64 x 50.
+    Per document of 10 tokens: 2 products of 10 x 10 scores x 64 wide, half masked, in 3 passes: 6 x 100 x 64."""
     shape = huggingface.read_shape(folder)
     sizes = (shape.hidden_size, shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size)
     assert (*sizes, shape.feed_forward_size, shape.num_layers) == (64, 64, 32, 128, 2)
@@ -364,7 +363,7 @@ def test_the_peak_of_a_device_is_known_by_its_name() -> None:
 
 
 def test_what_gradient_buffers_held_before_a_step_is_overwritten(folder: Path) -> None:
-    """They are not zeroed: of several micro-batches the first overwrites, and the others add."""
+    """The buffers are not zeroed: the first micro-batch overwrites them, and the following micro-batches add."""
     batch = shares("megatron-1", documents(), max_tokens=30)
     assert len(batch[0]) > 2
     after = []

@@ -1,4 +1,4 @@
-"""A Megatron learner on a GPU, in bfloat16, against the reference backend in float32 on the CPU."""
+"""A Megatron learner in bfloat16 on a GPU, compared with the reference backend in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_step_in_bfloat16_is_close_to_the_reference(folder: Path) -> None:
-    """The tolerances of test_bfloat16_trains_close_to_float32, which compares the same on the CPU."""
+    """The tolerances match test_bfloat16_trains_close_to_float32, which compares the same on the CPU."""
     with started("reference", folder) as backend:
         expected = backend.step(shares("reference", documents()), learning_rate=LEARNING_RATE).metrics
         expected_weights = weights(backend)
@@ -46,8 +46,9 @@ def test_a_step_in_bfloat16_is_close_to_the_reference(folder: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "mean", "largest"), [("float32", 1e-5, 1e-4), ("bfloat16", 0.05, 1.0)])
 def test_logprobs_are_close_to_those_of_hugging_face(folder: Path, dtype: str, mean: float, largest: float) -> None:
-    """Packed documents, each seen alone. 8 bits make an error of a few hundredths, and of a mixture one far larger
-    where they choose other experts: transformers' own mixture in bfloat16 has 0.034 and 0.75 on these."""
+    """Packed documents attend only to themselves. bfloat16's 8 bits cause errors of a few hundredths; a mixture's
+    errors are far larger where rounding selects other experts. transformers' own mixture in bfloat16 has 0.034 and 0.75
+    here."""
     model = hugging_face(folder)
     (packed,) = pack(documents(), max_tokens=1000)
     with started("megatron-1", folder, device="cuda", dtype=dtype) as backend:

@@ -1,4 +1,4 @@
-"""Tokens of a rank that has all experts: to them and back."""
+"""A rank that holds all experts sends tokens to them and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncrl.backends.megatron.own_experts import OwnExperts
 
 
 def test_tokens_reach_their_experts_and_come_back_without_a_wait() -> None:
-    """Three tokens, three experts, two each; every row comes back times its score. On "meta" nothing can wait."""
+    """Three tokens, three experts, two per token; every row returns times its score. On "meta" a wait is impossible."""
     routing_map = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
     scores = torch.tensor([[0.25, 0.0, 0.75], [0.5, 0.5, 0.0], [0.0, 0.125, 0.875]]).requires_grad_()
     hidden = torch.arange(6.0).view(3, 1, 2).requires_grad_()

@@ -1,4 +1,4 @@
-"""The Megatron backend's ranks: processes that start, agree, save, and end together."""
+"""Ranks of the Megatron backend: processes that start, agree, save, and end together."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_restores_on_another_number_of_ranks(
 
 @pytest.mark.slow
 def test_two_models_on_two_ranks_each_train_as_one(folder: Path) -> None:
-    """Data-parallel and tensor-parallel at once, several micro-batches a rank."""
+    """Data parallelism and tensor parallelism at once, with several micro-batches per rank."""
     results = {}
     for kind in ("reference", "megatron-4"):
         with started(kind, folder) as backend:
@@ -77,7 +77,7 @@ def test_two_models_on_two_ranks_each_train_as_one(folder: Path) -> None:
 
 
 def test_a_checkpoint_of_an_older_version_is_read(folder: Path, tmp_path: Path) -> None:
-    """Which had its own format: pieces of flattened parameters in a safetensors file a rank."""
+    """The older version had its own format: pieces of flattened parameters, one safetensors file per rank."""
     with started("megatron-1", folder) as backend:
         backend.step(shares("megatron-1", documents(0)), learning_rate=LEARNING_RATE)
         own: Any = backend
@@ -103,7 +103,7 @@ def test_a_model_that_cannot_be_cut_so_often_is_a_config_error(folder: Path) -> 
 
 @pytest.mark.slow
 def test_ranks_that_cannot_write_all_try_again_together(folder: Path, tmp_path: Path) -> None:
-    """Rank 1 finds a folder where its file goes, and so cannot write; the leader could. Then all can, beside a step."""
+    """A folder blocks the file of rank 1, but not the leader's. Once it is gone, all ranks save while a step runs."""
     with started("megatron-2", folder) as backend:
         backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE)
         taken = tmp_path / "one" / "__1_0.distcp"
@@ -122,14 +122,14 @@ def test_ranks_that_cannot_write_all_try_again_together(folder: Path, tmp_path: 
         (older := tmp_path / "older").mkdir()
         (older / "backend.json").write_text(json.dumps({"format": 2, "ranks": 4, "tensor_parallel": 4}))
         with pytest.raises(ConfigError, match="learner.tensor_parallel = 4"):
-            backend.restore(older)  # no rank is told, and none ends
+            backend.restore(older)  # refused before any rank is told, so no rank ends
         backend.restore(tmp_path / "one")
         assert distance(weights(backend), expected) == 0.0
 
 
 @pytest.mark.slow
 def test_an_index_that_cannot_be_written_leaves_the_ranks_together(folder: Path, tmp_path: Path) -> None:
-    """The leader writes it alone: of the policy it cannot, and the critic's follows."""
+    """Only the leader writes the index. Its write fails for the policy; the critic's save comes next."""
     with started("megatron-2", folder, auxiliary={"critic": critic(folder)}) as backend:
         taken = tmp_path / "one" / "backend.json"
         taken.mkdir(parents=True)
@@ -149,7 +149,7 @@ def test_an_index_that_cannot_be_written_leaves_the_ranks_together(folder: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["stepping", "scoring"])
 def test_a_rank_that_fails_without_those_that_hold_the_same_copy_ends_the_backend(folder: Path, moment: str) -> None:
-    """They wait for it in the midst of a layer: no batch can be tried with fewer groups after that."""
+    """The other ranks wait for the failed rank within a layer, so the batch cannot be retried with fewer groups."""
 
     def fail(*_: Any) -> None:
         raise MemoryError("too little on this rank")
@@ -173,13 +173,13 @@ def follower_pid(backend: Any) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["waiting", "scoring", "saving"])
 def test_a_dead_follower_is_an_error_and_not_a_hang(folder: Path, tmp_path: Path, moment: str) -> None:
-    """Killed while it waits for a command."""
+    """The follower is killed while it waits for a command."""
     with started("megatron-2", folder) as backend:
         if moment == "waiting":
             os.kill(follower_pid(backend), signal.SIGKILL)
             with pytest.raises(BackendError, match="rank 1.*exit code -9"):
                 backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)
-        elif moment == "scoring":  # which meets in no collective
+        elif moment == "scoring":  # scoring uses no collective
             os.kill(follower_pid(backend), signal.SIGKILL)
             with pytest.raises(BackendError, match="rank 1.*exit code -9"):
                 backend.score(shares("megatron-2", documents()))

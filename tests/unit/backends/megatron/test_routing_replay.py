@@ -1,6 +1,6 @@
-"""Routing replay: the learner's tokens go to the experts that the engine sent them to.
+"""Routing replay: the learner sends tokens to the experts that the engine chose.
 
-The engine is ours, in this process; its experts come with what it samples, as they do over the bus.
+The engine is our in-process engine. Its experts arrive with its samples, as they do over the bus.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def row(generations: list[Generation]) -> MicroBatch:
 
 
 def mismatch(scores: NDArray[np.float32], packed: MicroBatch) -> NDArray[np.float64]:
-    """Trainer's logprob - engine's of each sampled token."""
+    """Trainer logprob minus engine logprob of each sampled token."""
     return (scores.astype(np.float64) - packed.behavior_logprobs)[packed.response_mask]
 
 
 def k3(difference: NDArray[np.float64]) -> float:
-    """Of KL(engine || trainer), http://joschu.net/blog/kl-approx.html"""
+    """The k3 estimator of KL(engine || trainer), http://joschu.net/blog/kl-approx.html"""
     return float((np.exp(difference) - 1 - difference).mean())
 
 
@@ -124,20 +124,20 @@ def test_in_float32_replay_changes_no_bit_of_the_scores(folder: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["glm4_moe", "deepseek_v3"])
 def test_experts_are_those_of_their_layer_where_the_first_has_none(tmp_path: Path, architecture: str) -> None:
-    """Beside shared experts, and with DeepSeek-V3's groups of experts."""
+    """With shared experts, and with DeepSeek-V3's groups of experts."""
     folder = tiny_model(tmp_path, architecture=architecture, num_layers=3)
     packed = row(answers(folder, "float32"))
     assert (packed.experts[:, 0] == 255).all()
     others = dataclasses.replace(packed, experts=np.concatenate([packed.experts[:, :1], packed.experts[:, :0:-1]], 1))
     with started("megatron-1", folder) as backend:
         own, replayed, wrong = (scored(backend, "megatron-1", one) for one in (without(packed), packed, others))
-    np.testing.assert_allclose(own, replayed, atol=1e-5)  # an engine may name a token's experts in another order
+    np.testing.assert_allclose(own, replayed, atol=1e-5)  # an engine may list a token's experts in another order
     assert np.abs(mismatch(replayed, packed)).max() < 1e-5
     assert np.abs(mismatch(wrong, packed)).max() > 0.1
 
 
 def far_from_its_own(number: int) -> list[Document]:
-    """Documents whose experts no router would choose, but for the second, which names none."""
+    """Documents with experts that no router would choose; the second document names no experts."""
     random = np.random.default_rng(number)
     made = []
     for one in random_documents(number):
@@ -149,7 +149,7 @@ def far_from_its_own(number: int) -> list[Document]:
 
 
 def trained(kind: str, folder: Path, *, with_experts: bool = True, **options: Any) -> Any:
-    """Scores of a row, metrics of a step, and the weights after it."""
+    """Return the scores of a row, the metrics of a step, and the weights after the step."""
     batch = far_from_its_own(0)
     if not with_experts:
         batch = [dataclasses.replace(one, experts=NO_EXPERTS) for one in batch]
@@ -166,7 +166,7 @@ def on_one_rank(folder: Path) -> Any:
 
 
 def test_replay_changes_what_is_trained(folder: Path, on_one_rank: Any) -> None:
-    """Else the tests below would prove nothing."""
+    """Without this, the tests below would prove nothing."""
     scores, metrics, _ = trained("megatron-1", folder, with_experts=False)
     assert np.abs(scores - on_one_rank[0]).max() > 0.1
     assert abs(metrics["loss"] / on_one_rank[1]["loss"] - 1) > 0.01

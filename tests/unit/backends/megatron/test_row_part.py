@@ -1,4 +1,4 @@
-"""The part of a packed row that a context-parallel rank has, and what it computes of it."""
+"""A context-parallel rank's part of a packed row, and what the rank computes from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def part(row: MicroBatch, rank: int, **sizes: int) -> RowPart:
 
 
 def test_a_rank_has_a_piece_from_each_end_so_that_all_attend_to_as_many_keys() -> None:
-    """16 tokens for 2 ranks: 4 pieces of 4, of which the first rank has the first and the last."""
+    """16 tokens on 2 ranks: 4 pieces of 4 tokens; the first rank has the first and the last piece."""
     assert spans(0, length=16, ranks=2) == [(0, 4), (12, 16)]
     assert spans(1, length=16, ranks=2) == [(4, 8), (8, 12)]
     gathered = np.concatenate([kept_by(rank, length=16, ranks=2) for rank in (0, 1)])
@@ -36,7 +36,7 @@ def test_a_rank_has_a_piece_from_each_end_so_that_all_attend_to_as_many_keys() -
 
 
 def test_a_piece_has_the_keys_of_its_documents_from_their_start() -> None:
-    """Documents of 6 and 8 tokens and 2 that fill up; the second rank's pieces are [4, 8) and [8, 12)."""
+    """Documents of 6 and 8 tokens, and 2 tokens of padding; the second rank's pieces are [4, 8) and [8, 12)."""
     first, second = (piece for piece in part(packed(6, 8), 1, context=2).attention.pieces)  # type: ignore[union-attr]
     assert (first.queries, first.keys) == (slice(0, 4), slice(0, 8))
     assert first.query_boundaries.tolist() == [0, 2, 4]  # tokens 4 and 5 of the first document, 6 and 7 of the second
@@ -61,7 +61,7 @@ def test_filling_up_is_a_document_of_its_own_that_the_objective_does_not_see() -
     row = packed(6, 7)
     one = part(row, 0, context=2)
     assert (one.length, one.row.boundaries.tolist()) == (16, row.boundaries.tolist())
-    assert one.positions.tolist() == [0, 1, 2, 3, *(12 - 6, 0, 1, 2)]  # the last 3 tokens fill up
+    assert one.positions.tolist() == [0, 1, 2, 3, *(12 - 6, 0, 1, 2)]  # the last 3 tokens are padding
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -74,5 +74,5 @@ def test_parts_attend_as_the_whole_row_does(ranks: int) -> None:
     for rank in range(ranks):
         one = part(row, rank, context=ranks)
         assert isinstance(one.attention, Pieces) and one.kept is not None
-        here = Pieces(pieces=one.attention.pieces)  # with all keys at hand, where ranks gather them
+        here = Pieces(pieces=one.attention.pieces)  # all keys are local here; ranks gather them
         torch.testing.assert_close(attention(query[one.kept], key, value, here), expected[one.kept])

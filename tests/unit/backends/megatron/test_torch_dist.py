@@ -1,4 +1,4 @@
-"""What our ranks write is a checkpoint to Megatron: its own loader reads it, with its own names and offsets."""
+"""The ranks' checkpoint is valid for Megatron: its own loader reads it with its own names and offsets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.backends import huggingface
 from tests.harness.backends import LEARNING_RATE, documents, shares, started, tiny_model
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # Megatron calls what torch has other names for by now
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Megatron calls functions that torch has renamed
 def test_megatron_reads_model_and_optimizer(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", architecture="qwen3_moe")
     shape = huggingface.read_shape(folder)
@@ -35,7 +35,7 @@ def test_megatron_reads_model_and_optimizer(tmp_path: Path) -> None:
             one.data = torch.zeros_like(one.data)
 
         def part(key: str, expert: int, start: int, of: torch.Tensor) -> Any:
-            """Gate or up part of an expert, as Megatron's layers of experts ask for it."""
+            """The gate or up part of an expert, as Megatron's expert layers request it."""
             return ShardedTensor.from_rank_offsets(
                 key, torch.zeros_like(of), (0, expert, experts), (1, start, 2), prepend_axis_num=1
             )

@@ -1,8 +1,8 @@
-"""Two ranks on two GPUs, over NCCL: every layout of two trains what one process on the CPU trains, and an engine gets
-both ranks' parts of the weights.
+"""Two ranks on two GPUs over NCCL: every layout of two ranks trains the same as one process on the CPU, and an engine
+receives both ranks' parts of the weights.
 
-The ranks have a GPU each, and NCCL lets no two members of a group share one: the engine takes what rank 0 sends on rank
-1's GPU, and the other way round.
+Each rank has its own GPU, and NCCL does not let two members of a group share a GPU. So the engine receives rank 0's
+part on rank 1's GPU, and rank 1's part on rank 0's GPU.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a backend did: scores of one row, metrics and weights of a step, weights from its checkpoint, and what an
-    engine got of the weights before, by name."""
+    """Results of a backend: scores of one row; metrics and weights of a step; weights from its checkpoint; and the
+    weights that an engine received before the step, by name."""
 
     scores: NDArray[np.float32]
     metrics: Mapping[str, float]
@@ -84,7 +84,7 @@ def done(kind: str, folder: Path, saved: Path, *, device: str) -> Done:
 
 
 def received(exported: Any, *, parts: int) -> dict[str, torch.Tensor]:
-    """Twice: to meet, and on the groups that are there."""
+    """Receive twice over the same groups; both transfers must be equal."""
     sender, peer = ModelSender("127.0.0.1", patience_seconds=PATIENCE), Peer(devices=["cuda:1", "cuda:0"])
     sender.hold(exported, incarnation=0, policy_version=1)
     try:
@@ -115,7 +115,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, tuple[Path, Done]]:
-    """By architecture."""
+    """References by architecture."""
     return {}
 
 
@@ -132,7 +132,7 @@ def case(
         references[architecture] = (folder, done("reference", folder, saved, device="cpu"))
     folder, expected = references[architecture]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCL_CUMEM_ENABLE", "0")  # as cli/learner.py does, and bin/test-gpu
+        patch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in cli/learner.py and bin/test-gpu
         yield Case(folder, expected, done(kind, folder, saved, device="cuda"))
 
 
@@ -143,7 +143,7 @@ def test_scores_are_those_of_one_process(case: Case) -> None:
 
 
 def test_a_step_makes_the_metrics_and_the_weights_of_one_process(case: Case) -> None:
-    """Loss, entropy, every diagnostic and the norm of the gradients: each token and each gradient counts once."""
+    """Loss, entropy, every diagnostic and the gradient norm: each token and each gradient counts once."""
     assert case.got.metrics == pytest.approx(case.expected.metrics, rel=1e-3, abs=1e-4)
     before = safetensors.torch.load_file(case.folder / "model.safetensors")
     assert distance(case.got.after, case.expected.after) < 3e-3 * distance(before, case.expected.after)

@@ -1,4 +1,4 @@
-"""Adapters in an SGLang server, told by what it is asked: a request keeps its version, and unused ones go."""
+"""Adapters in an SGLang server, seen in its requests: a request keeps its version; unused adapters are unloaded."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ async def test_a_request_ends_with_the_version_that_it_began_with(folder: Path) 
     server = Server()
     adapters = Adapters(server.post, first_version=BASE)
     with adapters.in_use() as (version, names):
-        assert (version, names) == (BASE, {})  # the model itself, before any version
+        assert (version, names) == (BASE, {})  # the base model, before any version
     assert (await adapters.load((0, 1), folder)).pause_seconds == 0.0
     with adapters.in_use() as (version, old):
         assert version == (0, 1)
         await adapters.load((0, 2), folder)
-        assert len(server.held) == 2  # the old one has a request
+        assert len(server.held) == 2  # a request still uses the old adapter
         with adapters.in_use() as (version, new):
             assert version == adapters.version == (0, 2)
             assert old != new
     await adapters.load((0, 3), folder)
-    (held,) = server.held  # nobody uses the others
+    (held,) = server.held  # no request uses the other adapters
     assert held.startswith("v0-3-")
 
 
@@ -65,7 +65,7 @@ async def test_an_older_version_is_used_again_and_its_name_never(folder: Path) -
     await adapters.load((0, 1), folder)
     with adapters.in_use():
         await adapters.load((0, 2), folder)
-        await adapters.load((0, 1), folder)  # an evaluation's; still loaded
+        await adapters.load((0, 1), folder)  # requested by an evaluation, and still loaded
         assert adapters.version == (0, 1)
         assert len(server.held) == 1
     await adapters.load(BASE, folder)

@@ -1,4 +1,4 @@
-"""Values of SGLang's options are checked by its source alone, as far as that says what they are."""
+"""Values of SGLang's options are checked against SGLang's source, as far as the source states their types."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def test_a_value_that_the_server_would_refuse_is_refused_before_it_starts(given:
 )
 def test_what_the_source_does_not_say_plainly_is_left_to_the_server(given: dict[str, Any]) -> None:
     arguments.check_arguments(given)
-    with pytest.raises(ConfigError) as raised:  # of all that is given only this is plainly wrong
+    with pytest.raises(ConfigError) as raised:  # the one value that is plainly wrong
         arguments.check_arguments({**given, "dtype": "int3"})
     assert "dtype must be one of" in str(raised.value)

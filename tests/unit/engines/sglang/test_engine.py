@@ -1,4 +1,4 @@
-"""How we talk to SGLang: requests, loads, aborts, old servers. A fake server says what SGLang would."""
+"""Communication with SGLang: requests, loads, aborts and old servers. A fake server answers as SGLang does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 
 class FakeServer:
-    """Says what SGLang would; remembers what it was asked."""
+    """Answers as SGLang does, and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -37,9 +37,9 @@ class FakeServer:
         self.update_status = 200
         self.is_silent = self.is_paused = self.is_proxy = False
         self.ended: list[Any] = []
-        """Connections that carry nothing more: SGLang closes one behind an error that it did not expect."""
+        """Connections that carry no more requests: SGLang closes a connection after an unexpected error."""
         self.callers: dict[str, set[int]] = {}
-        """Ports that each path was asked from: one is one connection."""
+        """Client ports of the requests to each path; one port is one connection."""
         self.application = web.Application()
         self.application.router.add_route("*", "/{path}", self.answer)
 
@@ -147,7 +147,7 @@ async def test_the_orders_of_a_load_share_a_connection_unless_the_server_is_not_
 
 
 async def test_a_load_whose_session_may_have_begun_ends_it_before_the_next(model: Model) -> None:
-    """The answer to the order that begins it got lost: until a load succeeds the server stays paused."""
+    """The answer to the request that begins the session is lost. The server stays paused until a load succeeds."""
     begin, update, end = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
     asked: list[str] = []
     is_answering = False
@@ -175,7 +175,7 @@ async def test_a_load_whose_session_may_have_begun_ends_it_before_the_next(model
 
 
 async def test_an_order_names_the_open_file_and_the_one_in_the_folder(model: Model) -> None:
-    """The folder may be collected while it is read; the descriptor may be out of the server's reach."""
+    """The folder may be deleted during the read; the descriptor may be out of the server's reach."""
     named: list[str] = []
 
     async def post(path: str, body: Mapping[str, Any]) -> Any:
@@ -233,7 +233,7 @@ async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(
 async def test_an_order_behind_an_unexpected_error_takes_a_connection_of_its_own(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server goes on with the old weights; the connection that the error came over may be closing."""
+    """The server continues with the old weights; the connection that delivered the error may be closing."""
     server, url = fake
     server.update_status = 500
     engine = make_engine(model, tmp_path / "log")
@@ -294,7 +294,7 @@ async def test_an_answer_that_is_no_json_fails_the_request_and_not_the_prompt(
 async def test_a_server_that_was_left_paused_is_not_waited_for_without_a_word(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
-    """Who loaded weights into it died, or ended with its run, in the middle: it is healthy and samples nothing."""
+    """The process that loaded its weights died or ended mid-load. The server is healthy but samples nothing."""
     fake[0].is_paused = True
     engine = make_engine(model, tmp_path / "log", url=fake[1], start_seconds=0.2)
     with pytest.raises(EngineDied, match="paused"):

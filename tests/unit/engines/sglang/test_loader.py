@@ -1,4 +1,4 @@
-"""Our reading of weights inside an SGLang server: each tensor as it was written, however the file is cut."""
+"""The weight loader inside an SGLang server: each tensor arrives as written, however the file is cut."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_every_tensor_comes_as_it_was_written(
 
 
 def test_at_most_three_buckets_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is read, one that is taken, and the one before while the loop still holds its last tensor."""
-    monkeypatch.setattr(loader, "_BUCKET_BYTES", 1)  # each tensor has its own
+    """One bucket that is read, one that is taken, and the previous one while the loop still holds its last tensor."""
+    monkeypatch.setattr(loader, "_BUCKET_BYTES", 1)  # each tensor has its own bucket
     given = written(tmp_path / "w")
     made: list[weakref.ref[torch.Tensor]] = []
     at_once: list[int] = []
@@ -78,7 +78,7 @@ def test_at_most_three_buckets_are_in_memory(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.gpu
 def test_a_gpu_gets_every_byte_while_the_model_still_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small buckets in the same memory over and over, and a model whose copies are late."""
+    """Small buckets reuse the same memory many times, and the model's copies are late."""
     monkeypatch.setattr(loader, "_PIECE_BYTES", 4 * 2**20)
     monkeypatch.setattr(loader, "_BUCKET_BYTES", 16 * 2**20)
     generator = torch.Generator().manual_seed(0)
@@ -109,7 +109,7 @@ def test_a_file_with_gaps_between_tensors_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["w", "a descriptor that the server must not look at"])
 def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path: Path, first: str) -> None:
-    """What SGLang does with an order: it decodes it, moves its tensors to the device, and calls the loader."""
+    """Handle an order as SGLang does: decode it, move its tensors to the device, and call the loader."""
     given = written(tmp_path / "w")
     taken: dict[str, torch.Tensor] = {}
 
@@ -123,7 +123,7 @@ def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path:
 
 
 def test_a_model_is_given_the_tensors_of_every_file_of_the_order(tmp_path: Path) -> None:
-    """Of a learner of several ranks."""
+    """The files of a learner with several ranks."""
     write(tmp_path / "a", {"first": torch.ones(3)})
     write(tmp_path / "b", {"second": torch.zeros(2)})
     taken: dict[str, torch.Tensor] = {}
@@ -138,12 +138,12 @@ def test_a_model_is_given_the_tensors_of_every_file_of_the_order(tmp_path: Path)
 
 
 def source(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """A weight channel's: the tensors of the file that the payload names."""
+    """A weight channel's source: the tensors of the file that the payload names."""
     return loader.tensors(Path(payload.decode()), device)
 
 
 def from_source(tmp_path: Path, *, expected: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """What a model is given by an order to load what ``source`` yields."""
+    """Return the tensors that a model receives from an order to load the output of ``source``."""
     taken: dict[str, torch.Tensor] = {}
 
     class Network(torch.nn.Linear):

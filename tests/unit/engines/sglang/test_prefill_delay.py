@@ -1,4 +1,4 @@
-"""When an SGLang server lets new prompts wait for each other."""
+"""When an SGLang server delays new prompts to batch them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang answers, whole or in chunks, as tokens with the versions that sampled them."""
+"""SGLang's replies, whole or in chunks, as tokens with the versions that sampled them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def body(tokens: list[int], *, total: int | None = None, **meta: Any) -> dict[st
 
 
 def finished(generation: Generation) -> tuple[list[int], list[tuple[int, int]]]:
-    """Tokens, and (start, policy version) of the spans."""
+    """Return the tokens, and (start, policy version) of the spans."""
     return generation.tokens.tolist(), [(span.start, span.policy_version) for span in generation.version_spans]
 
 
@@ -40,7 +40,7 @@ LENGTH = {"type": "length", "length": 4}
 
 @pytest.mark.parametrize(("late_tokens", "start"), [(0, 2), (1, 3)])
 def test_spans_start_a_token_late_under_the_overlap_scheduler(late_tokens: int, start: int) -> None:
-    """The token sampled but not yet counted when the weights changed is the old weights' (measured, 0.5.23)."""
+    """A token sampled but not yet counted when the weights changed belongs to the old weights (measured, 0.5.23)."""
     spans = [{"version": "0:1", "start": 0, "end": 2}, {"version": "0:2", "start": 2, "end": 4}]
     reply = new_reply(sent=1)
     reply.take_whole(body([5, 6, 7, 8], weight_versions=spans, finish_reason=LENGTH), late_tokens=late_tokens)
@@ -48,7 +48,7 @@ def test_spans_start_a_token_late_under_the_overlap_scheduler(late_tokens: int, 
 
 
 def test_a_request_overtaken_by_a_load_owns_its_first_token_to_the_old_weights() -> None:
-    """No token was counted when the weights changed, so the server knows one span; one token was sampled already."""
+    """No token was counted when the weights changed, so the server reports one span; one token was already sampled."""
     reply = new_reply(sent=1)
     spans = [{"version": "0:2", "start": 0, "end": 3}]
     reply.take_whole(body([5, 6, 7], weight_versions=spans, finish_reason=LENGTH), late_tokens=1)
@@ -57,7 +57,7 @@ def test_a_request_overtaken_by_a_load_owns_its_first_token_to_the_old_weights()
 
 @pytest.mark.parametrize("is_incremental", [True, False])
 def test_a_chunk_is_labelled_with_the_version_of_the_chunk_before(is_incremental: bool) -> None:
-    """Chunks of 2, stamped 1, 2, 2: tokens 2 and 3 came when version 2 was there already, but may be older."""
+    """Chunks of 2, stamped 1, 2, 2. Tokens 2 and 3 came after version 2 was loaded, but may be older."""
     reply = new_reply(sent=1)
     tokens = [5, 6, 7, 8, 9, 10]
     for end, stamp in ((2, "0:1"), (4, "0:2"), (6, "0:2")):
@@ -69,7 +69,7 @@ def test_a_chunk_is_labelled_with_the_version_of_the_chunk_before(is_incremental
 
 
 def test_a_stamp_is_believed_once_its_version_has_settled() -> None:
-    """The second chunk is stamped 2 and of the old weights whole: the load's acknowledgement overtook it."""
+    """The second chunk is stamped 2, but all of it is from the old weights: the load's acknowledgement overtook it."""
     reply = new_reply(sent=1)
     for end, stamp, settled in ((2, "0:1", 1), (4, "0:2", 1), (6, "0:2", 2), (8, "0:3", 2), (10, "0:3", 3)):
         chunk = body([5, 5], total=end, weight_version=stamp, finish_reason=LENGTH if end == 10 else None)
@@ -143,7 +143,7 @@ def with_experts() -> Reply:
 
 
 TOLD = told([[0, 0], [1, 2]], [[0, 0], [3, 0]], [[0, 0], [7, 1]])
-"""Of a prompt of 2 and an answer of 2: the first layer is dense, for which the server leaves zeros."""
+"""Experts of a prompt of 2 and an answer of 2. The first layer is dense; the server leaves zeros for it."""
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -151,7 +151,7 @@ def test_experts_are_of_prompt_and_answer_and_dense_layers_and_the_last_token_ha
     reply, none = with_experts(), [255, 255]
     if is_streamed:
         reply.take_chunk(body([5], finish_reason=None), newest=NEWEST)
-        assert len(reply.so_far().experts) == 0  # it tells them at the end
+        assert len(reply.so_far().experts) == 0  # the server reports experts at the end
         reply.take_chunk(body([6], total=2, finish_reason=LENGTH, routed_experts=TOLD), newest=NEWEST)
     else:
         spans = [{"version": "0:0", "start": 0, "end": 2}]
@@ -160,7 +160,7 @@ def test_experts_are_of_prompt_and_answer_and_dense_layers_and_the_last_token_ha
     found = reply.generation().experts
     assert found.dtype == np.uint8
     assert found.tolist() == [[none, [1, 2]], [none, [3, 0]], [none, [7, 1]], [none, none]]
-    assert reply.so_far(1).experts.tolist() == found[2:].tolist()  # of the token before, and the rest
+    assert reply.so_far(1).experts.tolist() == found[2:].tolist()  # the token before, and the rest
 
 
 def test_tokens_that_the_server_says_nothing_of_are_left_to_the_router() -> None:

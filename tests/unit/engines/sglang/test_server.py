@@ -1,4 +1,4 @@
-"""An SGLang server as a process: that its end is noticed, and that nothing of it outlives its owner."""
+"""An SGLang server as a process: its end is noticed, and no part of it outlives its owner."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ asyncio.run(main())
 
 
 def all_gone(pidfds: list[int], *, seconds: float = 30.0) -> bool:
-    """Wait until the processes ended (a pidfd is readable then)."""
+    """Wait until all processes have ended; a pidfd becomes readable then."""
     for fd in pidfds:
         ended = select.poll()  # select() takes no descriptor above 1,023
         ended.register(fd, select.POLLIN)
@@ -108,7 +108,7 @@ def all_gone(pidfds: list[int], *, seconds: float = 30.0) -> bool:
 
 
 async def end_of(owner: asyncio.subprocess.Process) -> None:
-    """wait() alone returns at once after the process, with its pipe still open for whom it shared that with."""
+    """Wait until ``owner`` and its pipe have ended; after wait() alone, other processes may still share the pipe."""
     await owner.communicate()
 
 
@@ -121,11 +121,11 @@ async def test_closing_ends_the_whole_tree(tmp_path: Path) -> None:
     server = sglang_server.ServerProcess(
         [sys.executable, "-c", TREE], environment=os.environ, log_path=tmp_path / "log"
     )
-    others = {process.pid for process in psutil.Process().children(recursive=True)}  # of other tests' fixtures
+    others = {process.pid for process in psutil.Process().children(recursive=True)}  # other tests' processes
     await server.start()
     await asyncio.to_thread(wait_for_text, tmp_path / "log", "child")
     tree = descendants(os.getpid(), but=others)
-    assert len(tree) >= 3  # warden, command, child in a session of its own
+    assert len(tree) >= 3  # warden, command, and the child in its own session
     assert server.is_alive
     await server.close()
     assert not server.is_alive
@@ -133,7 +133,7 @@ async def test_closing_ends_the_whole_tree(tmp_path: Path) -> None:
 
 
 def wait_for_text(path: Path, text: str) -> None:
-    """Blocks until a log holds ``text``, woken by nothing: only for files, which nobody announces."""
+    """Wait until the log contains ``text``. Polls, because no event announces a write to a file."""
     poll = select.poll()
     while text not in path.read_text():
         poll.poll(20)
@@ -154,7 +154,7 @@ async def test_the_server_goes_with_its_owner(tmp_path: Path) -> None:
 
 
 async def test_the_server_goes_with_its_owner_though_a_fork_of_that_lives_on(tmp_path: Path) -> None:
-    """A reward function's ProcessPoolExecutor has all that its worker had open, and does not end with it."""
+    """A reward function's ProcessPoolExecutor forks processes that inherit all open files and outlive the worker."""
     forking = OWNER.replace(
         "    await server.wait()",
         "    if not (fork := os.fork()):\n        import time; time.sleep(600)\n"
@@ -178,7 +178,7 @@ async def test_the_server_goes_with_its_owner_though_a_fork_of_that_lives_on(tmp
 
 
 async def test_ctrl_c_in_a_terminal_is_for_the_worker_alone(tmp_path: Path) -> None:
-    """It finishes what it holds, for which it needs its server: the terminal signals all of its foreground group."""
+    """The terminal signals the whole foreground group, but the worker needs its server to finish its samples."""
     owner = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
@@ -212,7 +212,7 @@ async def test_a_warden_that_is_signalled_twice_leaves_nothing_behind(tmp_path: 
     warden = next(process for process in psutil.Process().children() if process.pid not in others)
     warden.send_signal(signal.SIGTERM)
     await asyncio.sleep(milliseconds / 1000)
-    with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended already
         warden.send_signal(signal.SIGINT)
     await server.wait()
     assert await asyncio.to_thread(all_gone, tree, seconds=60.0)
@@ -227,7 +227,7 @@ async def test_a_server_that_dies_while_starting_is_noticed(
 
 
 def test_of_a_long_log_the_end_alone_is_read(tmp_path: Path) -> None:
-    """Hundreds of answers that a server's death ends say why, all at once; after a day its log has gigabytes."""
+    """When a server dies, hundreds of failed requests quote the log at once; after a day the log has gigabytes."""
     log = tmp_path / "log"
     with log.open("wb") as file:
         file.truncate(2**40)
@@ -245,7 +245,7 @@ def test_of_a_long_log_the_end_alone_is_read(tmp_path: Path) -> None:
 async def test_a_real_server_of_a_mixture_samples_from_what_it_is_given_and_goes_with_its_owner(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """It says what transformers says, before and after a load; and who is attached to it hears of its end."""
+    """Logprobs match those of transformers before and after a load. An attached engine notices the server's end."""
     old, new = (Model(tmp_path / str(seed), seed=seed, architecture="glm4_moe") for seed in (0, 1))
     owner = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -257,12 +257,12 @@ async def test_a_real_server_of_a_mixture_samples_from_what_it_is_given_and_goes
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    request.addfinalizer(lambda: owner.returncode is None and owner.kill())  # it is up where the test fails early
+    request.addfinalizer(lambda: owner.returncode is None and owner.kill())  # kills the owner if the test fails early
     assert owner.stdin is not None and owner.stdout is not None
     url = (await owner.stdout.readline()).decode().strip()
     engine = make_engine(old, tmp_path / "unused", url=url)
     await engine.start()
-    for model, prompt in ((old, PROMPT), (new, PROMPT[::-1])):  # who loads has a new prefix cache, who is attached not
+    for model, prompt in ((old, PROMPT), (new, PROMPT[::-1])):  # only the loading engine starts a new prefix cache
         if model is new:
             owner.stdin.write(b"\n")
             assert await owner.stdout.readline() == b"loaded\n"

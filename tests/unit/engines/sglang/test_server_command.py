@@ -1,4 +1,4 @@
-"""The command that starts an SGLang server, its environment, and what is refused before it is started."""
+"""The command and environment of an SGLang server, and the settings that are refused before it starts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_option_of_sglang_can_be_reached() -> None:
         json_model_override_args={"a": 1},
     )
     assert value_of(words, "--mem-fraction-static") == "0.85"
-    assert value_of(words, "--attention-backend") == "triton"  # ours for a CPU is overridden
+    assert value_of(words, "--attention-backend") == "triton"  # overrides our default for a CPU
     assert "--enable-metrics" in words
     assert "--skip-server-warmup" not in words
     assert words[words.index("--cuda-graph-bs") :][:3] == ["--cuda-graph-bs", "1", "2"]
@@ -59,7 +59,7 @@ def test_a_gpu_server_keeps_its_own_defaults() -> None:
 
 
 def test_no_server_warms_up_with_a_sentence() -> None:
-    """Of the demo's tokenizer nothing is left of it, and on a GPU SGLang 0.5.16 dies of an empty prompt."""
+    """The demo's tokenizer drops the whole sentence, and SGLang 0.5.16 dies of an empty prompt on a GPU."""
     assert "--skip-server-warmup" in command("cuda")
 
 
@@ -89,7 +89,7 @@ def test_the_loader_that_servers_are_told_of_is_there() -> None:
 
 
 def test_sglang_finds_its_plugin_for_a_cpu_where_a_cpu_server_imports_from() -> None:
-    """The group of entry points is SGLang's, the module is beside the folder that names it."""
+    """The entry-point group is SGLang's. The module is next to the folder whose metadata names it."""
     folder = Path(sglang_server.__file__).parent / "cpu_plugin"
     (found,) = (one for of in metadata.distributions(path=[str(folder)]) for one in of.entry_points)
     assert (found.group, found.attr) == ("sglang.srt.plugins", "register")
@@ -115,7 +115,7 @@ def test_a_server_is_told_to_keep_experts_only_where_they_are_wanted() -> None:
 
 
 def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else SGLang refuses more ranks than NUMA nodes. What the user says himself stays."""
+    """Otherwise SGLang refuses more ranks than NUMA nodes. The user's own settings are kept."""
 
     def shares(ranks: int, **base: str) -> str | None:
         options = Options(tensor_parallel=ranks)
@@ -130,7 +130,7 @@ def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.Monkey
 
 
 def test_a_server_on_a_cpu_compiles_nothing_that_nobody_asks_for() -> None:
-    """A machine without a C++ compiler can run it, and its start is not as long again. What the user says stays."""
+    """A start needs no C++ compiler and takes half as long. The user's settings are kept."""
 
     def disables(device: str, base: Mapping[str, str], **given: Any) -> str | None:
         options = Options(server_arguments=given)
@@ -154,7 +154,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_server_on_a_cpu_forks_its_processes_unless_it_has_threads(
     plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has imported is not imported again; a lock that a thread holds would stay locked in a fork."""
+    """A fork need not import again. But a lock that another thread holds would stay locked in the child."""
     methods: list[str] = []
     monkeypatch.setattr("multiprocessing.set_start_method", lambda method, force: methods.append(method))
     for threads in (["1", "2"], ["1"]):
@@ -205,7 +205,7 @@ def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_pa
 
 def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 2}')
-    for tensor_parallel in (1, 2, 4, 8):  # of two key-value heads 4 and 8 have copies
+    for tensor_parallel in (1, 2, 4, 8):  # with 4 and 8 the two key-value heads are copied
         sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=tensor_parallel)
     for tensor_parallel in (3, 16):
         with pytest.raises(ConfigError, match=f"{tensor_parallel} does not divide the model's num_attention_heads, 8"):

@@ -1,4 +1,4 @@
-"""What a server says of its weights counts once no token of older ones can be on its way."""
+"""A server's reported version counts only after no token of older weights can be on its way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.errors import EngineError
 
 
 class Server:
-    """Answers when it is let."""
+    """A server that answers when the test allows it."""
 
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[None]] = []

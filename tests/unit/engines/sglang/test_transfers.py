@@ -1,4 +1,4 @@
-"""Weights from the learner's memory into SGLang: what a fake server is asked."""
+"""Weight transfers from the learner's memory into SGLang: the requests that a fake server receives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 class Server(FakeServer):
-    """``refuses``: what the so-many-th call of a path answers no to; ``hangs``: a path that never answers."""
+    """``refuses`` has (path, number of the call) of refused calls; ``hangs`` is a path that never answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Server(FakeServer):
 
 
 class Attached:
-    """An engine on a fake server; ``begun``: the server's requests before ours do not count."""
+    """An engine on a fake server. ``begun`` is the number of earlier requests, which do not count."""
 
     def __init__(self, server: Server, engine: sglang.SGLangEngine, offer: TransferOffer) -> None:
         self.server, self.engine, self.offer = server, engine, offer
@@ -91,7 +91,7 @@ Attach = Callable[..., Any]
 
 @pytest.fixture
 async def attach(old: Model, tmp_path: Path) -> AsyncIterator[Attach]:
-    """``await attach(has_sessions=..., pause=...)``: an engine that is attached to a fake server."""
+    """Yield ``await attach(has_sessions=..., pause=...)``, which returns an engine attached to a fake server."""
     server = Server()
     engines: list[sglang.SGLangEngine] = []
 
@@ -189,7 +189,7 @@ async def test_a_torn_update_keeps_the_server_paused(attach: Attach) -> None:
         await attached.receive()
     assert attached.paths == [PAUSE, BEGIN, UPDATE, UPDATE, LEAVE]
     assert attached.server.bodies(LEAVE) == [{"group_name": group}]
-    assert attached.engine.version < (0, 0)  # any weights are newer than none
+    assert attached.engine.version < (0, 0)  # no version: any weights are newer
     waiting = asyncio.ensure_future(attached.engine.generate(PROMPT, SHORT, seed=0))
     await until(lambda: attached.engine.stats().queued == 1)
     assert "/generate" not in attached.paths
@@ -232,7 +232,7 @@ async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, old: Model
 
 
 async def test_weights_of_another_model_are_refused_before_the_server_is_paused(attach: Attach, old: Model) -> None:
-    """The learner sends them already: the group is left, so that its broadcast ends."""
+    """The learner is already sending, so the engine leaves the group to end the broadcast."""
     attached = await attach()
     await attached.join()
     with pytest.raises(WeightsError, match="missing"):
@@ -242,7 +242,7 @@ async def test_weights_of_another_model_are_refused_before_the_server_is_paused(
 
 
 async def test_an_address_nobody_answers_at_is_not_given_to_the_server(attach: Attach) -> None:
-    """It would wait there for minutes, and generate nothing."""
+    """The server would wait for that address for minutes and generate nothing."""
     attached = await attach()
     before = list(attached.paths)
     with pytest.raises(WeightsError, match="cannot reach the learner at 127.0.0.1:1: .*weights.options.host"):
@@ -277,10 +277,10 @@ async def test_who_leaves_the_learner_meets_it_under_another_name(attach: Attach
 async def test_a_server_that_waits_for_a_learner_that_left_is_dead(
     attach: Attach, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is inside a collective that never returns, and does nothing else meanwhile."""
+    """The server is inside a collective that never returns, so it does nothing else."""
     attached = await attach()
     if path == UPDATE:
-        await attached.join()  # which a busy machine may take its time for
+        await attached.join()  # a busy machine may need time for this
     monkeypatch.setattr(sglang_weights, "_STUCK_SECONDS", 2.0)
     attached.server.hangs = path
     hint = "reach the learner at 127.0.0.1:\\d+ .weights.options.host" if path == JOIN else "did not send its weights"
@@ -290,7 +290,7 @@ async def test_a_server_that_waits_for_a_learner_that_left_is_dead(
 
 
 def source(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of a weight channel whose engines fetch: the server calls it, and this one is fake."""
+    """The source of a weight channel whose engines fetch. The server calls it; the server here is fake."""
     raise AssertionError
 
 

@@ -1,4 +1,4 @@
-"""Promises of advantages and returns."""
+"""Advantages and returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTS: dict[str, GroupAdvantage] = {
 
 
 def of(part: GroupAdvantage, rewards: Any, **more: Any) -> np.ndarray:
-    """Advantages of one group."""
+    """Return the advantages of one group."""
     values = np.asarray(rewards, np.float64)
     made: np.ndarray = part.formula(values, np.zeros(len(values), np.int64), **more)
     return made
@@ -60,7 +60,7 @@ def test_a_relative_advantage_does_not_depend_on_the_scale_of_rewards(
     name: str, rewards: list[float], scale: float
 ) -> None:
     values = np.array(rewards)
-    assume(values.std() > 1e-2 and values.mean() > 1e-2)  # eps is small against that
+    assume(values.std() > 1e-2 and values.mean() > 1e-2)  # so that eps is small by comparison
     np.testing.assert_allclose(BASELINES[name](values * scale), BASELINES[name](values), rtol=1e-3, atol=1e-6)
 
 
@@ -91,7 +91,7 @@ def test_a_group_of_one_keeps_its_reward_only_when_told_to() -> None:
 
 @given(rewards=group)
 def test_leaving_one_out_takes_mean_and_deviation_of_the_others(rewards: list[float]) -> None:
-    """NeMo-RL's default; where the others are alike nothing divides."""
+    """The default of NeMo-RL. If the other rewards are equal, nothing is divided."""
     expected = []
     for place, value in enumerate(rewards):
         others = np.delete(rewards, place)
@@ -102,7 +102,7 @@ def test_leaving_one_out_takes_mean_and_deviation_of_the_others(rewards: list[fl
 
 
 def test_leaving_one_out_of_the_baseline_alone_divides_by_the_group_s_deviation() -> None:
-    """AReaL's mean_leave1out: 1 - 0, 0 - 1/2, 0 - 1/2 over sqrt(1/3)."""
+    """AReaL's mean_leave1out: 1 - 0, 0 - 1/2 and 0 - 1/2, divided by sqrt(1/3)."""
     found = of(GRPO(baseline="others"), [1.0, 0.0, 0.0])
     np.testing.assert_allclose(found, np.array([1.0, -0.5, -0.5]) * np.sqrt(3), rtol=1e-5)
 
@@ -131,7 +131,7 @@ def test_opo_weighs_the_baseline_by_length() -> None:
 
 def test_gpg_makes_up_for_samples_without_a_signal() -> None:
     rewards, groups = np.array([1.0, 0.0, 0.0, 0.0, 1.0, 1.0]), np.array([0, 0, 1, 1, 2, 2])
-    assert GPG(count="nonzero_rewards").alpha(rewards, groups) == 6 / 3  # three rewards are not 0
+    assert GPG(count="nonzero_rewards").alpha(rewards, groups) == 6 / 3  # three rewards are nonzero
     assert GPG().alpha(rewards, groups) == 3 / 1
     assert GPG(count="nonzero_rewards").alpha(np.zeros(2), np.zeros(2, np.int64)) == 1.0
     assert GPG().alpha(np.ones(2), np.zeros(2, np.int64)) == 1.0
@@ -141,7 +141,7 @@ def test_gpg_makes_up_for_samples_without_a_signal() -> None:
 
 
 def plain_gae(rewards: list[float], values: list[float], gamma: float, lam: float, last_value: float) -> list[float]:
-    """One sequence, backwards, as in the paper."""
+    """Compute GAE for one sequence backwards, as in the paper."""
     result, running, following = [], 0.0, last_value
     for reward_, value in zip(reversed(rewards), reversed(values), strict=True):
         running = reward_ + gamma * following - value + gamma * lam * running
@@ -155,7 +155,7 @@ discount = st.floats(0.0, 1.0)
 
 
 def batch(token_rewards: Any, sequence: Any, *, num_answers: int, **more: Any) -> AdvantageInputs:
-    """Answers whose tokens have these rewards; 0 for each answer."""
+    """Make answers whose tokens have these rewards; the reward of each answer is 0."""
     return AdvantageInputs(
         rewards=np.zeros(num_answers),
         group=np.arange(num_answers),
@@ -209,7 +209,7 @@ def test_returns_are_gae_without_a_critic(lengths: list[int], gamma: float, seed
 
 
 def test_a_truncated_answer_is_worth_what_the_critic_expects_of_the_rest_when_told_so() -> None:
-    # Values 0.5; the first is cut where the critic says 0.8, the second is finished with reward 1.
+    # Values are 0.5. The first answer is truncated where the critic predicts 0.8; the second is finished with reward 1.
     inputs = batch(
         [0.0, 1.0],
         [0, 1],
@@ -226,7 +226,7 @@ def test_a_truncated_answer_is_worth_what_the_critic_expects_of_the_rest_when_to
 
 
 def test_a_return_is_carried_over_observations_or_ends_there_as_told() -> None:
-    # Tokens at 0, 1 and 4, 5 of one sequence: an observation of two between them. The reward is on the last.
+    # Tokens 0, 1 and 4, 5 of one sequence, with an observation of two tokens between. The last has the reward.
     inputs = batch(
         [0.0, 0.0, 0.0, 1.0],
         [0, 0, 0, 0],
@@ -238,7 +238,7 @@ def test_a_return_is_carried_over_observations_or_ends_there_as_told() -> None:
     )
     np.testing.assert_allclose(compute(Returns(gamma=0.5), inputs), [0.125, 0.25, 0.5, 1.0])
     np.testing.assert_allclose(compute(Returns(gamma=0.5, observations="reset"), inputs), [0, 0, 0.5, 1.0])
-    # With a critic: the first stretch is an episode of its own, ending with value 0 behind it.
+    # With a critic, the first stretch is its own episode, with value 0 after it.
     advantage, _ = compute(GAE(observations="reset", whitening="none"), inputs)
     np.testing.assert_allclose(advantage, [-0.5, -0.5, 0.5, 0.5])
     with pytest.raises(ValueError, match="needs the positions"):

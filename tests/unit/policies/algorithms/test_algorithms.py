@@ -1,4 +1,4 @@
-"""The table of algorithms: every row trains, however the batch is cut; what is wrong is refused with the reason."""
+"""The table of algorithms: every row trains, however the batch is cut; invalid settings are refused with the reason."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ REWARDS = ((1.0, 0.0, 0.25, 0.0), (0.0, 1.0, 1.0, 0.0))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy, and in "another" a model like it with other weights."""
+    """A folder with the policy, and in "another" the same model with other weights."""
     made = tiny_model(tmp_path_factory.mktemp("model"))
     different(made, made / "another")
     return made
@@ -78,7 +78,7 @@ def model(folder: Path) -> Any:
 
 
 def group(group_id: int, rewards: Sequence[float], *, model: Any, noise: float = 0.5) -> TrajectoryGroup:
-    """Answers whose behavior logprobs are the model's, ``noise`` away from them, from versions 3 to 7."""
+    """Make answers of versions 3 to 7 whose behavior logprobs deviate from the model's logprobs by ``noise``."""
     random = np.random.default_rng(group_id)
     prompt = random.integers(4, VOCABULARY, 3).astype(np.int32)
     return TrajectoryGroup(
@@ -97,7 +97,7 @@ def trajectory(
     length = int(random.integers(4, 14))
     tokens = random.integers(4, VOCABULARY, length).astype(np.int32)
     trained = expected_logprobs(model, np.concatenate([prompt, tokens]))[len(prompt) :]
-    mask = np.arange(length) != 2  # an environment wrote the third token
+    mask = np.arange(length) != 2  # the third token is an observation
     behavior = np.minimum(trained + noise * random.standard_normal(length), -1e-3)
     return Trajectory(
         tokens=tokens,
@@ -117,7 +117,7 @@ def batch_of(
 
 
 def auxiliary(algorithm: Algorithm, folder: Path) -> dict[str, AuxiliaryModel]:
-    """The models that the row needs: a critic from the policy's folder, others from ``another``'s."""
+    """Return the models that the row needs: a critic from the policy's folder, other models from ``another``."""
     made = {name: AuxiliaryModel(path=folder / "another") for name in algorithm.models}
     if "critic" in made:
         made["critic"] = AuxiliaryModel(path=folder, head="values", objective=Critic(), optimizer=SETTINGS)
@@ -127,7 +127,7 @@ def auxiliary(algorithm: Algorithm, folder: Path) -> dict[str, AuxiliaryModel]:
 def trained(
     algorithm: Algorithm, batch: Batch, folder: Path, *, kind: str = "reference", max_tokens: int = 1000
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """The metrics of one step, and the weights after it."""
+    """Return the metrics of one step, and the weights after it."""
     models = auxiliary(algorithm, folder)
     with started(kind, folder, algorithm=algorithm, **({"auxiliary": models} if models else {})) as backend:
         step = TrainingStep(backend, algorithm=algorithm, critic_learning_rate=LEARNING_RATE)
@@ -201,11 +201,11 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(case: str, folder: Path
     assert distance(cut_weights, whole_weights) < 5e-5
 
 
-# -- what the switches do ----------------------------------------------------------------------------------------------
+# -- switches ----------------------------------------------------------------------------------------------------------
 
 
 def policy_gradient_norm(model: Any, batch: Batch, *, correction: str) -> float:
-    """|grad| of -sum(w A logprob) / divisor with the weights and the divisor written out."""
+    """Return |grad| of -sum(w A logprob) / divisor, with explicit weights and divisor."""
     loss, divisor = torch.zeros(()), 0.0
     for document in batch.documents:
         tokens = torch.from_numpy(document.tokens.astype(np.int64))
@@ -213,10 +213,10 @@ def policy_gradient_norm(model: Any, batch: Batch, *, correction: str) -> float:
         all_logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1], dim=-1)
         logprobs = all_logprobs.gather(-1, tokens[1:, None])[:, 0][mask]
         ratio = (logprobs.detach() - torch.from_numpy(document.behavior_logprobs)[1:][mask]).exp()
-        if correction == "icepop":  # after: only kept tokens count
+        if correction == "icepop":  # "after": only kept tokens count
             weight = torch.where((ratio >= 0.8) & (ratio <= 1.25), ratio, 0.0)
             divisor += float((weight > 0).sum())
-        else:  # self_norm: the weights' mean is 1
+        else:  # self_norm: the weights have mean 1
             weight = ratio.clamp(max=2.0)
             divisor += float(weight.sum())
         loss = loss - (weight * torch.from_numpy(document.advantages)[1:][mask] * logprobs).sum()
@@ -245,7 +245,7 @@ def test_after_and_self_norm_divide_by_what_their_formulas_say(
 
 
 def test_entropy_coef_raises_entropy_and_nothing_else(folder: Path, model: Any) -> None:
-    same = ((1.0, 1.0, 1.0),) * 2  # no advantage: entropy is all there is to learn
+    same = ((1.0, 1.0, 1.0),) * 2  # without advantages, only the entropy trains
     plain = resolve(ALGORITHMS["grpo"])
     assert trained(plain, batch_of(plain, model, rewards=same), folder)[0]["grad_norm"] == 0
     norms = []
@@ -337,7 +337,7 @@ def test_the_run_files_of_the_page_mean_what_it_says(tmp_path: Path) -> None:
     blocks = [
         block
         for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-        if "my_losses" not in block and "response_key" not in block  # test_sft.py has that one
+        if "my_losses" not in block and "response_key" not in block  # test_sft.py tests that block
     ]
     plain, ppo, opd, near, exchanged = (registry.algorithm(run(tmp_path, text=block)) for block in blocks)
     assert (ppo.models, opd.models, near.models) == ({"critic"}, {"teacher"}, {"reference"})

@@ -1,4 +1,4 @@
-"""The critic's objective: its loss, and numbers that do not depend on how the batch was cut."""
+"""The critic's objective: its loss, and metrics that do not depend on how the batch was cut."""
 
 from __future__ import annotations
 

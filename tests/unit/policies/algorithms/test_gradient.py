@@ -1,4 +1,4 @@
-"""The gradient of the default algorithm, by hand; and names that do not exist."""
+"""The gradient of the default algorithm, computed by hand, and names that do not exist."""
 
 from __future__ import annotations
 

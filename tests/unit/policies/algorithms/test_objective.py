@@ -1,4 +1,4 @@
-"""What an algorithm's objective adds to its policy loss: entropy, KL to a reference, a teacher's signal."""
+"""The terms that an objective adds to the policy loss: entropy, KL to a reference, a teacher's signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.metric_names import is_known
 
 BEHAVIOR = torch.tensor([-1.0, -1.0, -2.0, -1.0])
 LOGPROBS = BEHAVIOR + torch.tensor([0.0, 1.0, 0.1, -1.0])
-"""Ratios 1, e, 1.1 and 1 / e: the second is over icepop's 1.25, the last below its 0.8."""
+"""Ratios 1, e, 1.1 and 1 / e: the second is above icepop's 1.25, the last is below its 0.8."""
 OTHER = torch.tensor([-1.5, -0.5, -2.0, -1.0])
 
 
@@ -38,7 +38,7 @@ def inputs(rows: slice = slice(None), **changes: Any) -> LossInputs:
 
 
 def gradient(algorithm: Algorithm, of: str, *, cuts: tuple[slice, ...] = (slice(None),), **changes: Any) -> list[float]:
-    """Of the batch's whole loss in the ``of`` of each token, as a backend makes it of micro-batches."""
+    """Return d loss / d ``of`` per token for the whole batch, computed from micro-batches as in a backend."""
     leaf = (changes.pop(of, None) if of in changes else getattr(inputs(), of)).clone().requires_grad_()
     totals = algorithm.zero(torch.device("cpu"))
     for rows in cuts:
@@ -52,7 +52,7 @@ def gradient(algorithm: Algorithm, of: str, *, cuts: tuple[slice, ...] = (slice(
 
 HALVES = (slice(0, 1), slice(1, 4))
 NARROW = {"icepop.low": 0.8, "icepop.high": 1.25}
-WEIGHTS = [1.0, 2.0, math.exp(0.1), math.exp(-1)]  # tis_token
+WEIGHTS = [1.0, 2.0, math.exp(0.1), math.exp(-1)]  # weights of tis_token
 SHARES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "before": ({"correction": "icepop", "options": NARROW}, [0.25] * 4),
     "after, the two that are kept": (
@@ -134,7 +134,7 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages() -> None:
 
 
 def test_a_mask_by_advantages_sees_the_teacher_s_part() -> None:
-    """The second answer was left behind (mean log ratio -0.45) and the teacher likes its last token less."""
+    """The second answer is off-policy (mean log ratio -0.45), and the teacher gives its last token a lower logprob."""
     algorithm = resolve(ALGORITHMS["opd"], correction="opsm", options={"delta": 0.4})
     teacher = LOGPROBS + torch.tensor([-1.0, -1.0, 1.0, -1.0])
     got = gradient(algorithm, "logprobs", scores={"teacher_logprobs": teacher})
@@ -142,7 +142,7 @@ def test_a_mask_by_advantages_sees_the_teacher_s_part() -> None:
 
 
 def test_the_loss_that_is_reported_is_the_one_whose_gradient_is_taken() -> None:
-    """Of four tokens icepop keeps two: their mean of -w A logprob, also where the gradient is scaled at the end."""
+    """icepop keeps two of four tokens; the loss is their mean -w A logprob, even if gradients are scaled at the end."""
     parts = {"correction": "icepop", "options": NARROW, "loss": "reinforce"}
     after = resolve(ALGORITHMS["grpo"], denominator="after", **parts)
     totals = after.zero(torch.device("cpu"))
@@ -155,7 +155,7 @@ def test_the_loss_that_is_reported_is_the_one_whose_gradient_is_taken() -> None:
 def test_after_in_a_mean_of_answers_shares_what_an_answer_counts_among_its_kept_tokens() -> None:
     parts = {"correction": "icepop", "loss": "reinforce", "denominator": "after", "entropy_coef": 0.1}
     algorithm = resolve(ALGORITHMS["grpo"], aggregation="seq_mean_token_mean", options=NARROW, **parts)
-    weights = torch.full((4,), 0.25)  # before: 1 / (2 answers x 2 tokens)
+    weights = torch.full((4,), 0.25)  # "before": 1 / (2 answers x 2 tokens)
     got = gradient(algorithm, "logprobs", advantages=torch.ones(4), loss_weights=weights)
     assert got == pytest.approx([-0.5, 0.0, -0.5 * math.exp(0.1), 0.0])
     assert gradient(algorithm, "entropy") == pytest.approx([-0.05, 0.0, -0.05, 0.0])
@@ -191,7 +191,7 @@ def test_numbers_that_mean_something_else_have_defaults_of_their_own(
 def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
     algorithm = resolve(ALGORITHMS["grpo"], loss="coupled_ppo", correction="none", options={"dual_clip": 2.0})
     got = gradient(algorithm, "logprobs", advantages=-torch.ones(4))
-    assert got == pytest.approx([0.25, 0.0, 0.25 * math.exp(0.1), 0.0])  # e is over 2, 1 / e under 0.8
+    assert got == pytest.approx([0.25, 0.0, 0.25 * math.exp(0.1), 0.0])  # e is above 2, 1 / e below 0.8
 
 
 def test_gpg_counts_the_groups_with_variance_unless_told_otherwise() -> None:

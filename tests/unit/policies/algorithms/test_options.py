@@ -1,4 +1,4 @@
-"""Options of an algorithm's parts do what their formulas say, in a batch as the learner builds it."""
+"""Options of an algorithm's parts follow their formulas, in a batch as the learner builds it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.harness.packing import pack
 
 
 def answer(reward: float, mask: str = "xxx", *, finish_reason: str = "stop") -> Trajectory:
-    """``mask``: x for a token that the policy sampled, o for an observation."""
+    """``mask`` has x for a sampled token and o for an observation."""
     return Trajectory(
         tokens=np.arange(4, 4 + len(mask), dtype=np.int32),
         response_mask=np.array([letter == "x" for letter in mask]),

@@ -1,4 +1,4 @@
-"""Algorithms and options that are wrong are refused with the reason, before anything starts."""
+"""Invalid algorithms and options are refused with the reason before anything starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.algorithms import run
 PARTS: list[type[Part]] = [*ADVANTAGES.values(), *LOSSES.values(), *AGGREGATIONS.values(), *CORRECTIONS.values()]
 
 UNCORRECTED = ("none", "self_norm", "veto", "outlier_mask")
-"""Rows that alone leave stale data as it is."""
+"""Corrections that leave stale data uncorrected if used alone."""
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "ratio twice": (

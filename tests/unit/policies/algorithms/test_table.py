@@ -1,4 +1,4 @@
-"""Every row of the table is what it says, from the run file's name to the number that is trained."""
+"""Every row of the table of algorithms does what it says, from the run file's name to the trained gradient."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEMO = ROOT / "examples" / "demo.toml"
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model and prompts."""
+    """A folder with the demo's model and prompts."""
     path = tmp_path_factory.mktemp("task")
     demo_task.write(path)
     return path
@@ -80,7 +80,7 @@ BEHAVIOR = np.minimum(-1.5 + 0.5 * RANDOM.standard_normal(M), -0.5).astype(np.fl
 LOG_RATIO = (0.1 * RANDOM.standard_normal(M)).astype(np.float32)
 LOG_RATIO[::4] = RANDOM.uniform(-1.0, 0.5, len(LOG_RATIO[::4]))
 LOG_RATIO[[1, 6, 13]] = np.log([8.0, 3.5, 6.0])
-"""Tokens near the policy, some it has left behind, and some over every cap."""
+"""Tokens near the policy, some far from it, and some above every cap."""
 LIVE = (BEHAVIOR + LOG_RATIO).astype(np.float32)
 VALUES, TEACHER = (RANDOM.standard_normal(M).astype(np.float32) for _ in range(2))
 
@@ -111,7 +111,7 @@ def built(algorithm: Algorithm) -> Batch:
 
 
 def gradient(algorithm: Algorithm) -> np.ndarray:
-    """d loss / d logprob of each token, of the whole batch in one micro-batch.  f64[M]"""
+    """d loss / d logprob of each token, with the whole batch in one micro-batch.  f64[M]"""
     made = built(algorithm)
     (packed,) = pack(made.documents, max_tokens=1000)
     scores = {
@@ -119,7 +119,7 @@ def gradient(algorithm: Algorithm) -> np.ndarray:
         for name, values in {"prox_logprobs": LIVE, "teacher_logprobs": TEACHER, "values": VALUES}.items()
         if name in algorithm.advantage_scores | algorithm.loss_scores
     }
-    if "values" in scores:  # the critic says at token n - 1 what it expects of choosing token n
+    if "values" in scores:  # the critic's value of choosing token n is at token n - 1
         scores["values"] = [[np.append(scores["values"][0][0][1:], np.float32(0))]]
     ((packed,),) = apply_scores.complete([[packed]], scores, batch=made, algorithm=algorithm)
     mask = packed.response_mask
@@ -152,7 +152,7 @@ def on_tokens(packed: MicroBatch, values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Plain:
-    """Words of the papers, written out for the batch above: f64[M] each."""
+    """Terms of the papers, written out for the batch above. Each is f64[M]."""
 
     ratio = np.exp(LOG_RATIO.astype(np.float64))
     tis = np.minimum(ratio, 2.0)
@@ -170,7 +170,7 @@ class Plain:
 
     @staticmethod
     def kept() -> np.ndarray:
-        """Without the most distant tokens, as few as bring the mean squared log ratio below 0.04."""
+        """Drop the fewest most distant tokens that bring the mean squared log ratio below 0.04."""
         squares = LOG_RATIO.astype(np.float64) ** 2
         kept = np.ones(M, bool)
         while squares[kept].mean() >= 0.04:
@@ -180,7 +180,7 @@ class Plain:
 
 
 E = float(Plain.ratio.sum() ** 2 / (M * (Plain.ratio**2).sum()))
-"""Effective samples over all samples."""
+"""Effective sample size divided by the number of samples."""
 
 FORMULAS: dict[str, Callable[[type[Plain]], np.ndarray]] = {
     "grpo": lambda x: -x.tis * x.grpo / M,
@@ -191,7 +191,7 @@ FORMULAS: dict[str, Callable[[type[Plain]], np.ndarray]] = {
     "rloo": lambda x: -x.tis * x.centered * GROUP_SIZE / (GROUP_SIZE - 1) / B,
     "reinforce_pp": lambda x: -x.tis * x.whitened(x.reward) / M,
     "reinforce_pp_baseline": lambda x: -x.tis * x.whitened(x.centered) / M,
-    "gpg": lambda x: -x.tis * 1.5 * x.centered / M,  # a third of the groups, and of the rewards, carries no signal
+    "gpg": lambda x: -x.tis * 1.5 * x.centered / M,  # a third of the groups and of the rewards has no signal
     "topr": lambda x: -np.where(x.reward > 0, 1.0, np.minimum(x.product, 1.0)) * x.reward / B,
     "sapo": lambda x: -x.tis * x.grpo / (B * x.length),
     "m2po": lambda x: -x.tis * x.grpo * x.kept() / M,
@@ -222,4 +222,4 @@ def test_long_answers_lose_reward_before_advantages_are_made_of_it() -> None:
         documents = built(algorithm).documents
         got = np.concatenate([document.advantages[document.response_mask] for document in documents])
         np.testing.assert_allclose(got, advantages, rtol=1e-6)
-    assert built(shaped).metrics["reward/mean"] == pytest.approx(REWARDS.mean())  # the samples', as they were rewarded
+    assert built(shaped).metrics["reward/mean"] == pytest.approx(REWARDS.mean())  # without the penalty

@@ -1,4 +1,4 @@
-"""The account of a run adds up, follows the history that the weights have, and sees each way of losing or doubling."""
+"""The account of a run adds up, follows the history of the weights, and detects every kind of loss or duplicate."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def span(version: int, *, epoch: int = 0, start: int = 0) -> VersionSpan:
 
 
 def logged(sequence: int, group_id: int, *versions: int, epoch: int = 0) -> Logged:
-    """A trajectory of three sampled tokens of each version."""
+    """A trajectory with three sampled tokens of each version."""
     spans = tuple(((span(v, epoch=epoch), 3),) for v in versions or (0,))
     return Logged(sequence=sequence, group_id=group_id, spans=spans)
 
 
 @dataclass
 class Written:
-    """A history as a learner writes it; every line is 100 bytes long."""
+    """A history as a learner writes it; every line has 100 bytes."""
 
     entries: list[HistoryEntry] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ class Written:
 
 
 def two_steps() -> Written:
-    """Six groups: 0 to 3 trained by two steps, 4 dropped, 5 on the log."""
+    """Six groups: two steps trained 0 to 3, 4 was dropped, 5 is on the log."""
     written = Written()
     written.begin(0)
     written.add("trained", 1, 0, step=1)
@@ -99,7 +99,7 @@ def test_every_group_has_one_place() -> None:
 
 
 def test_a_late_second_answer_is_not_taken_for_the_record_that_was_trained() -> None:
-    """A worker that was cut off publishes group 1 once more, when the record that was trained is trimmed already."""
+    """A worker that was cut off publishes group 1 again, after the trained record was trimmed."""
     written = Written()
     written.begin(0)
     written.add("trained", 0, 1, step=BOUND + 2, sequences=(1, 2), oldest=0)
@@ -120,7 +120,7 @@ def test_a_late_second_answer_is_not_taken_for_the_record_that_was_trained() -> 
     ],
 )
 def test_what_was_too_old_alone_is_counted_on_the_log_again(parts: str, left_out: int, problems: list[str]) -> None:
-    """Step 5 trains version 4: a trajectory of version 0 is too old, one of version 3 is not."""
+    """Step 5 trains version 4: a trajectory of version 0 is too old, a trajectory of version 3 is not."""
     written = Written()
     written.begin(0)
     written.entries[0] = dataclasses.replace(written.entries[0], settings={"staleness": {"parts": parts}})
@@ -134,7 +134,7 @@ def test_what_was_too_old_alone_is_counted_on_the_log_again(parts: str, left_out
 
 
 def test_what_is_trained_again_after_a_kill_is_no_duplicate() -> None:
-    """Life 0 trains 0..3 and is killed; its checkpoint was made behind step 1. Life 1 trains 2 and 3 again."""
+    """Incarnation 0 trains 0..3 and is killed; its checkpoint is of step 1. Incarnation 1 trains 2 and 3 again."""
     written = Written()
     written.begin(0)
     written.add("trained", 0, 1, step=1)
@@ -149,7 +149,7 @@ def test_what_is_trained_again_after_a_kill_is_no_duplicate() -> None:
 
 
 def test_a_life_that_fell_back_behind_another_takes_its_lines_with_it() -> None:
-    """Lives 1 and 2 both start from the checkpoint at step 0; life 3 from the one that life 2 made at step 1."""
+    """Incarnations 1 and 2 start from the checkpoint at step 0; 3 starts from incarnation 2's checkpoint at step 1."""
     written = Written()
     written.begin(0)
     kept = written.position
@@ -228,7 +228,7 @@ def test_a_run_whose_bus_is_gone_is_counted_by_the_checkpoint_and_the_record() -
 
 
 def test_a_new_bus_is_read_whole_so_that_nothing_on_it_counts_as_read() -> None:
-    """The checkpoint's cursor is at 6, the new log has one record: group 5, made again."""
+    """The checkpoint's cursor is at 6. The new log has one record: group 5, generated again."""
     written = two_steps()
     bus = BusFacts(prompts=1, queued=(), log=[logged(1, 5)], first=1, last=1)
     assert counted(account(written.entries, saved=saved(written), bus=bus), "pending", "lost") == (1, 0)
@@ -248,7 +248,7 @@ def test_a_record_that_somebody_else_put_on_the_log_is_no_prompt_of_the_run() ->
 
 
 def test_a_record_that_was_read_before_its_group_was_published_is_no_group_of_the_run() -> None:
-    """The checkpoint has read record 6, and knows of the groups 0 to 5: group 9 is an invention, and not lost."""
+    """The checkpoint has read record 6 and knows groups 0 to 5, so group 9 was invented and is not lost."""
     written = two_steps()
     bus = log_of_six()
     bus = dataclasses.replace(bus, log=[*bus.log[:-1], logged(6, 9), logged(7, 5)], prompts=20, last=7)
@@ -272,12 +272,12 @@ def oldest(one: Logged, *, step: int, forks: dict[int, int]) -> int:
 
 
 def test_versions_of_a_lost_history_count_as_old_as_the_fork() -> None:
-    """Sampled by version 9 of epoch 0, of which epoch 1 kept 6; trained by step 8 (from version 7): 1 old."""
+    """Incarnation 1 kept version 6 of incarnation 0, so version 9 counts as 6. Step 8 trains version 7: 1 old."""
     assert oldest(logged(1, 0, 9), step=8, forks={1: 6}) == 1
 
 
 class Life:
-    """A learner that takes groups from a log at random, is killed at random, and follows the rules it should."""
+    """A learner that takes random groups from a log, is killed at random, and follows the rules."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance, self.written = chance, Written()

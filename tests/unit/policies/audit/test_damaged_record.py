@@ -1,4 +1,4 @@
-"""Lines of the history that are gone or cannot be read are said to be, and hide nothing that they do not have to."""
+"""Missing or unreadable lines of the history are reported, and hide only what they contained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINE = 100
 
 
 class Run:
-    """A run that is killed and resumed, at every step one of two groups dropped; its history and newest checkpoint."""
+    """A run that is killed and resumed and drops one of two groups at every step; its history and newest checkpoint."""
 
     def __init__(self, seed: int, *, lives: int = 3) -> None:
         chance = random.Random(seed)
@@ -110,7 +110,7 @@ def test_a_history_that_was_cut_or_is_gone_loses_and_doubles_nothing(seed: int) 
 @pytest.mark.parametrize("left", [0, 1, 3])
 @pytest.mark.parametrize("is_filled", [True, False], ids=["filled up", "by an older version"])
 def test_what_was_cut_before_a_learner_resumed_is_still_known(left: int, is_filled: bool) -> None:
-    """It begins with the checkpoint's length of the file, of which less is there: also when nothing was left of it."""
+    """A resumed learner's first line has the checkpoint's file length, so lost lines show even if none is left."""
     run = Run(1, lives=1)
     entries, step = run.entries[:left], run.saved.step
     position = left * LINE
@@ -139,7 +139,7 @@ def test_what_was_cut_before_a_learner_resumed_is_still_known(left: int, is_fill
 
 
 def test_a_group_that_is_lost_is_lost_however_damaged_the_record_is() -> None:
-    """Neither done, nor on the bus, nor outstanding: no line of any history could say what became of it."""
+    """Group 4 is not done, not on the bus and not outstanding, so no line of any history could explain it."""
     run = Run(2, lives=1)
     run.saved = SavedFacts(
         step=run.saved.step,
@@ -166,7 +166,7 @@ def test_the_steps_of_a_damaged_place_are_named() -> None:
 
 
 def test_a_damaged_place_is_never_called_clean_though_no_group_is_missing() -> None:
-    """Of the line that began a life the groups of the others are all there; its bound and its settings are not."""
+    """The damaged line began an incarnation. No group is missing, but that line's bound and settings are lost."""
     run = Run(4, lives=1)
     made = run.account([damaged(run.entries[0], None), *run.entries[1:]])
     assert (made.unrecorded, made.has_no_fault, made.is_clean) == (0, True, False)
@@ -200,4 +200,4 @@ def test_checkpoints_that_are_all_gone_are_missed(every: object, trained: int, d
         kind=BEGUN, incarnation=1, step=trained, position=LINE * trained + 1, kept=LINE * trained + 1
     )
     more = HistoryEntry(kind="trained", incarnation=1, step=trained + 1, position=resumed.position + 1, groups=(99,))
-    assert not account([*entries, resumed, more], saved=None, bus=None).is_clean  # it began on a checkpoint
+    assert not account([*entries, resumed, more], saved=None, bus=None).is_clean  # resumed from a checkpoint

@@ -1,4 +1,4 @@
-"""The account of evaluations: results against the answers that they are made of."""
+"""The account of evaluations compares results with the answers that they were computed from."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def row(mean: float, *, complete: float = 1.0) -> dict[str, Any]:
 
 def test_a_result_is_what_its_first_whole_answers_say() -> None:
     log = [
-        answers(0, 9.0, 9.0, version=21),  # mixed: in no result
+        answers(0, 9.0, 9.0, version=21),  # mixed versions: in no result
         answers(0, 1.0, 0.0),
-        answers(0, 0.0, 0.0),  # made twice: the first counts
+        answers(0, 0.0, 0.0),  # generated twice: the first counts
         answers(1, 1.0, 1.0),
         answers(1, 5.0, 5.0, number=0),
     ]
@@ -77,7 +77,7 @@ def test_a_complete_result_without_all_answers_is_named() -> None:
     ],
 )
 def test_what_the_learner_reports_of_a_log_is_right(log: list[EvaluationAnswers]) -> None:
-    """Both go by one rule of which answers count."""
+    """The learner and the account use the same rule for which answers count."""
     learner = EvaluationRound(NEWEST, [sums(2)])
     for one in log:
         learner.take(one)

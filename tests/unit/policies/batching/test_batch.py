@@ -1,4 +1,4 @@
-"""Groups to documents: what each token carries."""
+"""From groups to documents: the values of each token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_token_over_the_bound_is_never_trained() -> None:
 
 
 def test_a_truncated_answer_that_is_masked_is_in_no_document_s_mask() -> None:
-    """So it counts in no mean either; its reward still counts in its group's baseline."""
+    """So its tokens count in no mean; its reward still counts in its group's baseline."""
     algorithm = dataclasses.replace(resolve(ALGORITHMS["grpo"]), masks_truncated=True)
     made = group(0, version=5)
     first, *others = made.trajectories

@@ -1,4 +1,4 @@
-"""Promises of filters and reward shaping."""
+"""Filters and reward shaping."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_group_without_rewards_is_filtered() -> None:
 
 
 def test_a_long_answer_is_punished_up_to_the_factor() -> None:
-    # 100 tokens allowed, the last 20 of them cost 0 to 1.
+    # 100 tokens are allowed; the penalty grows from 0 to 1 over the last 20.
     lengths = [0, 80, 90, 100, 120]
     np.testing.assert_allclose(filters.overlong_penalty(lengths, max_tokens=100, cache_tokens=20), [0, 0, -0.5, -1, -1])
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""staleness.parts = "tokens": a token that is too old trains nothing and stays context; all others are trained."""
+"""staleness.parts = "tokens": a token that is too old stays as context untrained; all others are trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GRPO = resolve(ALGORITHMS["grpo"])
 
 
 def sampled_by(*versions: int, reward: float = 0.0, **changes: Any) -> Trajectory:
-    """A token of each version."""
+    """A trajectory with one token of each version."""
     spans = tuple(span(version, start=start) for start, version in enumerate(versions))
     made = trajectory(length=len(versions), reward=reward)
     return dataclasses.replace(made, version_spans=spans, **changes)
@@ -46,7 +46,7 @@ def group(*trajectories: Trajectory) -> TrajectoryGroup:
 
 
 LATE = group(sampled_by(3, 6, 7, 9, reward=1.0), sampled_by(8, 9))
-"""Under a bound of 2, step 10 (from version 9) leaves out the first two tokens of the first answer."""
+"""With a bound of 2, step 10 (from version 9) leaves out the first two tokens of the first answer."""
 
 
 def build(*groups: TrajectoryGroup, algorithm: Algorithm = GRPO, bound: int = BOUND, too_old: Any = "tokens") -> Batch:
@@ -54,7 +54,7 @@ def build(*groups: TrajectoryGroup, algorithm: Algorithm = GRPO, bound: int = BO
 
 
 def behind_prompt(made: Document) -> list[int]:
-    """Places in the response that are trained."""
+    """Return the trained positions of the response."""
     return np.flatnonzero(made.response_mask[2:]).tolist()
 
 
@@ -62,7 +62,7 @@ def test_only_what_is_over_the_bound_is_left_out_and_everything_counts_in_the_ba
     made = build(LATE)
     assert [behind_prompt(document) for document in made.documents] == [[2, 3], [0, 1]]
     late, other = made.documents
-    assert late.tokens.tolist() == [1, 2, *LATE.trajectories[0].tokens]  # it stays context
+    assert late.tokens.tolist() == [1, 2, *LATE.trajectories[0].tokens]  # old tokens stay as context
     assert (late.advantages[2:] > 0).tolist() == [False, False, True, True]
     assert (other.advantages[2:] < 0).all()
     assert made.metrics["staleness/max"] == made.max_staleness == BOUND
@@ -84,7 +84,7 @@ def test_with_all_tokens_within_the_bound_it_is_the_batch_that_it_would_be_anywa
 
 @pytest.mark.parametrize("name", sorted(AGGREGATIONS))
 def test_no_token_counts_more_because_another_was_left_out(name: str) -> None:
-    """Else the last tokens of an answer that took long would count for all of it."""
+    """Otherwise the last tokens of a slow answer would count for the whole answer."""
     algorithm = dataclasses.replace(GRPO, aggregation=AGGREGATIONS[name]())
     left, whole = (build(LATE, algorithm=algorithm, bound=bound).documents for bound in (BOUND, 6))
     for mine, other in zip(left, whole, strict=True):
@@ -92,7 +92,7 @@ def test_no_token_counts_more_because_another_was_left_out(name: str) -> None:
 
 
 def test_returns_and_values_go_on_through_what_is_left_out() -> None:
-    """As an answer's tokens they are in the returns of those before them, here of what an older history sampled."""
+    """Left-out tokens still count in the returns of earlier tokens, here tokens of an older history."""
     made = group(sampled_by(8, 3, 9, reward=1.0), sampled_by(9, 9))
     left, whole = (build(made, bound=bound).advantage_inputs for bound in (BOUND, 6))
     assert left.is_trained is not None
@@ -102,7 +102,7 @@ def test_returns_and_values_go_on_through_what_is_left_out() -> None:
         one, other = (advantage.with_returns(dataclasses.replace(of, **critic)) for of in (left, whole))
         np.testing.assert_array_equal(one[0], other[0])
     whitened = GAE()(dataclasses.replace(left, **critic))[left.is_trained]
-    assert whitened.mean() == pytest.approx(0, abs=1e-6)  # over what is trained alone
+    assert whitened.mean() == pytest.approx(0, abs=1e-6)  # over the trained tokens only
 
 
 def test_a_penalty_in_the_reward_knows_what_sampled_the_tokens_that_are_left_out() -> None:
@@ -124,7 +124,7 @@ def test_a_penalty_in_the_reward_knows_what_sampled_the_tokens_that_are_left_out
 
 
 def test_a_sequence_s_ratio_is_that_of_its_trained_tokens_given_what_is_before_them() -> None:
-    """What was left out is as a prompt to the rest: GSPO gives the tail of a late answer what it gives that tail."""
+    """Left-out tokens are like a prompt for the rest: GSPO treats the tail of a late answer like that tail alone."""
     algorithm = dataclasses.replace(GRPO, advantage=Returns())
     strange = np.array([-9.0, -0.1, -0.5, -0.6], np.float32)
     late = group(sampled_by(3, 6, 7, 9, reward=1.0, behavior_logprobs=strange))
@@ -140,7 +140,7 @@ def test_a_sequence_s_ratio_is_that_of_its_trained_tokens_given_what_is_before_t
 
 
 def test_no_token_behind_one_that_is_left_out_counts_as_fresh() -> None:
-    """Its keys and values in the engine's cache came from older weights."""
+    """Keys and values in the engine's cache came from older weights."""
     ((micro,),) = pack_for_ranks(build(group(sampled_by(3, 9, 9), sampled_by(9))).documents, ranks=1, max_tokens=100)
     assert micro.is_fresh.tolist() == [False] * 5 + [True] * 3
 
@@ -175,7 +175,7 @@ def test_every_split_among_ranks_trains_the_same_tokens(ranks: int) -> None:
 
 versions = st.tuples(st.integers(0, 1), st.integers(0, 9))
 answers = st.lists(st.tuples(versions, st.booleans()), min_size=1, max_size=6).map(
-    lambda tokens: [*tokens, (tokens[-1][0], True)]  # an answer has a sampled token
+    lambda tokens: [*tokens, (tokens[-1][0], True)]  # every answer has a sampled token
 )
 
 
@@ -188,7 +188,7 @@ answers = st.lists(st.tuples(versions, st.booleans()), min_size=1, max_size=6).m
 def test_no_token_over_the_bound_is_trained_and_none_within_it_is_lost(
     given_groups: list[list[list[tuple[tuple[int, int], bool]]]], step: int, bound: int, fork: int
 ) -> None:
-    """Whatever versions, also of a history that the learner lost when it went back to ``fork``."""
+    """For any versions, including those of a history that the learner lost when it fell back to ``fork``."""
     forks = {1: fork}
     made = GroupTable(bound=AdaptiveBound.fixed(bound), step=step, forks=forks)
     groups = [group_of(number, of) for number, of in enumerate(given_groups)]
@@ -212,7 +212,7 @@ def test_no_token_over_the_bound_is_trained_and_none_within_it_is_lost(
 
 
 def group_of(number: int, of: Sequence[Sequence[tuple[tuple[int, int], bool]]]) -> TrajectoryGroup:
-    """Each token of each answer: (incarnation, version), and whether the policy sampled it."""
+    """Each token of each answer is given as (incarnation, version), and whether the policy sampled it."""
     made = [
         dataclasses.replace(
             trajectory(length=len(tokens)),

@@ -1,4 +1,4 @@
-"""Documents to micro-batches: all of them once, within the budget, of about the same cost."""
+"""From documents to micro-batches: every document once, within the budget, at about equal cost."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def sizes(micro_batches: list[MicroBatch]) -> list[list[int]]:
 
 
 def test_micro_batches_are_filled_evenly() -> None:
-    """14 tokens in rows of at most 10: two rows, 8 and 6, where filling one first would make 10 and 4."""
+    """14 tokens in rows of at most 10 make two rows of 8 and 6; filling one row first would make 10 and 4."""
     assert sizes(pack([document(n) for n in (4, 4, 2, 4)], max_tokens=10)) == [[4, 4], [4, 2]]
 
 
 def test_no_more_micro_batches_than_filling_one_after_the_other_needs() -> None:
-    """Dealt evenly into rows of 6 they would be 3 2 | 3 2 and no room for the last 2."""
+    """Dealt evenly into rows of 6, they would be 3 2 | 3 2, with no room for the last 2."""
     assert sizes(pack([document(n) for n in (3, 3, 2, 2, 2)], max_tokens=6)) == [[3, 3], [2, 2, 2]]
 
 
 def test_ranks_share_the_cost_and_not_the_tokens() -> None:
-    """One document of 16384 costs as much as 32768 tokens of short ones: 32 x 992 tokens of short documents."""
+    """A document of 16384 tokens costs 32768, about as much as short documents of 32 x 992 tokens in total."""
     batch = [document(16_384), *(document(496) for _ in range(64))]
     shares = pack_for_ranks(batch, ranks=2, max_tokens=40_000)
     (long,), (short,) = shares

@@ -1,4 +1,4 @@
-"""A rollout in several parts is one rollout: one reward, one baseline, one place in every mean; many sequences."""
+"""A rollout in several parts has several sequences, but one reward, one baseline, and one place in every mean."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_ROLLOUTS = {name: kind() for name, kind in ADVANTAGES.items() if issubclass(k
 
 
 def group_of(rollouts: list[tuple[float, list[int]]]) -> TrajectoryGroup:
-    """(reward, tokens of each part) of each rollout."""
+    """Make a group from (reward, tokens of each part) of each rollout."""
     made = tuple(
         dataclasses.replace(trajectory(reward=reward, length=length), rollout=number, part=part)
         for number, (reward, lengths) in enumerate(rollouts)
@@ -44,12 +44,12 @@ def built(*groups: TrajectoryGroup, **changes: Any) -> Batch:
 
 
 def advantages(made: Batch) -> list[float]:
-    """Of each document, whose tokens all have the same."""
+    """Return one advantage per document; all tokens of a document have the same advantage."""
     return [float(document.advantages[-1]) for document in made.documents]
 
 
 def test_the_winner_in_three_parts_counts_once_in_its_group() -> None:
-    """Rewards 1, 0, 0, 0: mean 1/4, standard deviation 1/2; six sequences 1, 1, 1, 0, 0, 0 would say 0.913."""
+    """Rewards 1, 0, 0, 0: mean 1/4, standard deviation 1/2. Six sequences 1, 1, 1, 0, 0, 0 would give 0.913."""
     made = built(group_of([(1.0, [3, 3, 3]), (0.0, [3]), (0.0, [3]), (0.0, [3])]))
     assert advantages(made) == pytest.approx([1.5, 1.5, 1.5, -0.5, -0.5, -0.5], abs=1e-5)
     assert made.metrics["reward/mean"] == 0.25
@@ -58,7 +58,7 @@ def test_the_winner_in_three_parts_counts_once_in_its_group() -> None:
 
 
 def test_a_part_that_is_too_old_trains_nothing_and_its_rollout_counts_all_the_same() -> None:
-    """The winner's first part is of version 1, all else of version 3; version 4 trains, with a bound of 2."""
+    """The winner's first part is of version 1, everything else of version 3; version 4 trains with a bound of 2."""
     winner, *others = group_of([(1.0, [3, 4]), (0.0, [3]), (0.0, [3]), (0.0, [3])]).rollouts
     old = dataclasses.replace(winner[0], version_spans=(span(1),))
     young = [dataclasses.replace(one, version_spans=(span(3),)) for one in (winner[1], *(one for (one,) in others))]
@@ -99,7 +99,7 @@ rollouts = st.lists(
 def test_no_arrangement_of_parts_changes_what_a_rollout_counts(
     groups: list[list[tuple[float, list[int]]]],
 ) -> None:
-    """Of every advantage over groups and every aggregation: as if each rollout were one sequence of its tokens."""
+    """For every advantage over groups and every aggregation, the result is as if each rollout were one sequence."""
     whole = [[(reward, [sum(lengths)]) for reward, lengths in group] for group in groups]
     in_parts, as_one = (built(*map(group_of, made)).advantage_inputs for made in (groups, whole))
     for name, advantage in OF_ROLLOUTS.items():
@@ -114,7 +114,7 @@ def test_no_arrangement_of_parts_changes_what_a_rollout_counts(
 
 @given(rewards=st.lists(st.floats(-2, 2), min_size=1, max_size=6), name=st.sampled_from(sorted(OF_ROLLOUTS)))
 def test_rollouts_of_one_part_are_what_answers_were(rewards: list[float], name: str) -> None:
-    """To the last bit, whether a sequence says which rollout it is or not."""
+    """Equal to the last bit, whether or not a sequence states its rollout."""
     count = len(rewards)
     inputs = AdvantageInputs(
         rewards=np.array(rewards), group=np.arange(count) // 2, sequence=np.repeat(np.arange(count), 2)
@@ -141,7 +141,7 @@ def test_a_part_follows_its_own_prompt() -> None:
 
 
 def test_every_part_ends_with_the_reward_and_no_part_looks_into_the_next() -> None:
-    """gamma 0.5 over parts of two tokens: 0.5, 1 in each; GAE with values of 0 is the same."""
+    """gamma 0.5 over parts of two tokens gives 0.5, 1 in each part; GAE with values of 0 gives the same."""
     made = built(group_of([(1.0, [2, 2]), (0.0, [2])])).advantage_inputs
     expected = [0.5, 1.0, 0.5, 1.0, 0.0, 0.0]
     assert Returns(gamma=0.5)(made).tolist() == expected
@@ -150,7 +150,7 @@ def test_every_part_ends_with_the_reward_and_no_part_looks_into_the_next() -> No
 
 
 def test_only_the_last_part_of_a_rollout_is_cut_at_a_limit() -> None:
-    """A critic's value stands for what would have followed; what followed an earlier part is the next one."""
+    """A critic's value replaces the missing continuation; an earlier part is continued by the next part."""
     first, second, third = group_of([(1.0, [2, 2]), (0.0, [2])]).trajectories
     cut = [dataclasses.replace(one, finish_reason="length") for one in (first, second)]
     made = dataclasses.replace(group_of([(1.0, [2, 2]), (0.0, [2])]), trajectories=(*cut, third))
@@ -166,7 +166,7 @@ def test_a_filter_compares_rollouts() -> None:
 
 
 def test_a_turn_s_reward_is_on_its_last_token() -> None:
-    """Turns 0-1, 4-5 behind an observation, and 6 where a reward says that a turn begins."""
+    """Turns are 0-1; 4-5 after an observation; and 6, where a reward marks the beginning of a turn."""
     mask = np.array([1, 1, 0, 0, 1, 1, 1], np.bool_)
     turn, earned = turns_of(mask, [TurnReward(start=0, reward=2.0), TurnReward(start=6, reward=3.0)])
     assert turn.tolist() == [0, 0, 1, 1, 2]
@@ -174,7 +174,7 @@ def test_a_turn_s_reward_is_on_its_last_token() -> None:
 
 
 def with_turns(rewards: list[list[list[float]]]) -> TrajectoryGroup:
-    """Of each rollout, of each part, what its turns of one token earned; the rollouts' own rewards are 0."""
+    """Make rollouts from rewards of one-token turns, per rollout and part; the rollouts' own rewards are 0."""
     made = [
         dataclasses.replace(
             trajectory(length=len(turns)),
@@ -196,7 +196,7 @@ def test_gae_adds_what_turns_earned_to_the_return_of_their_part_alone() -> None:
 
 
 def test_turns_are_compared_with_turns_of_the_same_number() -> None:
-    """Turn 0 returns 3 and 1: 2 +- 1, so +-0.7071; turn 1 returns 2 and 0: the same; turn 2 is alone."""
+    """Turn 0 returns 3 and 1: 2 +- 1, so +-0.7071. Turn 1 returns 2 and 0, with the same result. Turn 2 is alone."""
     made = built(with_turns([[[1.0], [2.0]], [[1.0, 0.0, 0.0]]]), advantage=TurnGRPO())
     tokens = list(itertools.chain.from_iterable(d.advantages[2:].tolist() for d in made.documents))
     half = 0.5**0.5

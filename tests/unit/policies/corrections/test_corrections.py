@@ -1,4 +1,4 @@
-"""Corrections: numbers worked by hand, what holds for all of them, and how they compose."""
+"""Corrections: values computed by hand, properties of all corrections, and their composition."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_prefix_ratio_starts_anew_in_each_sequence() -> None:
         ("geo_mask", [1, 1, 0, 0, 0]),
         ((Veto(threshold=0.2),), [1, 1, 0, 0, 0]),
         ((OutlierMask(low=0.0, high=3.0),), [1, 1, 0, 0, 0]),
-        ("opsm", [1, 1, 1, 1, 1]),  # mean of -log ratio is 0 and 0.31, delta 0.5
+        ("opsm", [1, 1, 1, 1, 1]),  # the means of -log ratio are 0 and 0.31, delta is 0.5
         ((OPSM(delta=0.3),), [1, 1, 0, 0, 0]),
         ((KStat(statistic="k1", over="sum", high=0.5),), [1, 1, 0, 0, 0]),
         ((KStat(statistic="k2", over="token", high=1.0),), [1, 1, 1, 0, 1]),
@@ -82,7 +82,7 @@ def test_opsm_rejects_only_where_the_advantage_is_negative() -> None:
 
 
 def test_the_sum_of_a_long_sequence_is_clamped_as_one_number() -> None:
-    # 60 tokens of log ratio 0.5 sum to 30, which counts as 20; each alone is far from the limit.
+    # 60 tokens of log ratio 0.5 sum to 30, which is clamped to 20; each token alone is far from the limit.
     log_ratio = torch.full((60,), 0.5)
     found = sequence_ratio(log_ratio, sequence=torch.zeros(60, dtype=torch.int64), num_sequences=1)
     assert found.item() == pytest.approx(math.exp(20), rel=1e-5)
@@ -92,7 +92,7 @@ def test_bounds_of_a_mask_are_inclusive() -> None:
     assert IcePop(low=1.0, high=1.0).formula(torch.zeros(1)).tolist() == [1.0]
 
 
-# -- of all of them ----------------------------------------------------------------------------------------------------
+# -- all corrections ---------------------------------------------------------------------------------------------------
 
 log_ratios = st.lists(
     st.one_of(st.floats(-30, 30), st.sampled_from([math.inf, -math.inf, 1e30, -1e30, 0.0])), min_size=1, max_size=12

@@ -1,4 +1,4 @@
-"""Diagnostics: numbers worked by hand, and sums that do not care how a batch is split."""
+"""Diagnostics: values computed by hand, and sums that do not depend on how a batch is split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = (3, 1, 0, 4)
 
 
 def columns(lengths: tuple[int, ...], *, seed: int = 0) -> dict[str, Any]:
-    """Everything the three parts take, for sequences of these lengths."""
+    """Make the inputs of the three parts for sequences of these lengths."""
     generator = np.random.default_rng(seed)
     count = sum(lengths)
     return {
@@ -61,7 +61,7 @@ def total(batch: dict[str, Any]) -> Sums:
 
 
 def part(batch: dict[str, Any], first: int, last: int) -> dict[str, Any]:
-    """Sequences first to last - 1 as a micro-batch of their own."""
+    """Return sequences first to last - 1 as a separate micro-batch."""
     chosen = (batch["sequence"] >= first) & (batch["sequence"] < last)
     cut = {name: value[chosen] for name, value in batch.items() if isinstance(value, torch.Tensor)}
     return cut | {"sequence": cut["sequence"] - first, "num_sequences": last - first}
@@ -143,7 +143,7 @@ def test_effective_samples_do_not_depend_on_the_weights_scale_or_order(values: l
 
 
 def test_the_mean_weight_is_over_tokens_or_over_sequences() -> None:
-    # Sequences of three tokens and of one: weights 1, 1, 1 and 3.
+    # Sequences of three tokens and of one token, with weights 1, 1, 1 and 3.
     batch = columns((3, 1)) | {"weights": torch.tensor([1.0, 1.0, 1.0, 3.0], dtype=torch.float64)}
     totals = total(batch)
     assert diagnostics.mean_weight(totals) == pytest.approx(6 / 4)

@@ -1,4 +1,4 @@
-"""Estimators over every subset of the answers, enumerated."""
+"""Estimators, compared with an enumeration of every subset of the answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pass_all_k_is_the_share_of_subsets_without_an_unsolved_answer(solved: l
 @pytest.mark.parametrize("chance", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("n, k", [(4, 1), (4, 2), (4, 4), (6, 3)])
 def test_both_are_unbiased(chance: float, n: int, k: int) -> None:
-    """Expected over every outcome of n answers, they are the probabilities for k."""
+    """Averaged over every outcome of n answers, both estimators equal the probabilities for k."""
     at_least_one = all_of_them = 0.0
     for outcome in itertools.product([False, True], repeat=n):
         probability = chance ** sum(outcome) * (1 - chance) ** (n - sum(outcome))
@@ -67,10 +67,10 @@ def test_what_cannot_be_is_refused(n: int, c: int, k: int) -> None:
     [
         (["5", "5", "7"], [True, True, False], 1.0),
         (["5", "7", "7"], [True, False, False], 0.0),
-        (["5", "7"], [True, False], 0.5),  # a tie: either may be taken
-        (["5", "", "", ""], [True, False, False, False], 1.0),  # who says nothing has no vote
+        (["5", "7"], [True, False], 0.5),  # a tie: either answer may be taken
+        (["5", "", "", ""], [True, False, False, False], 1.0),  # an empty answer has no vote
         (["", ""], [False, False], 0.0),
-        (["5", "5"], [True, False], 0.5),  # a reward that judged them differently
+        (["5", "5"], [True, False], 0.5),  # the reward judged equal answers differently
     ],
 )
 def test_the_majority_is_what_most_answers_come_down_to(votes: list[str], solved: list[bool], expected: float) -> None:

@@ -1,4 +1,4 @@
-"""How many workers an evaluation holds back, and what part of the engines' time it took, by hand."""
+"""How many workers an evaluation holds back, and its share of the engines' time, computed by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_worker_that_began_anew_counts_from_the_first_time() -> None:
 
 
 def test_what_was_held_before_the_evaluation_began_does_not_count() -> None:
-    """A learner that takes one up reads old answers; and a worker may say what it likes."""
+    """A learner that resumes an evaluation reads old answers, and a worker may report any number."""
     time = EngineTime(began=100.0)
     time.heard("w0", held_seconds=1e300, now=101.0)
     assert time.share(num_engines=2, now=104.0) == 0.5

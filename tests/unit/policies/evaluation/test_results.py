@@ -1,4 +1,4 @@
-"""The numbers of a data set, by hand and by enumerating every resample."""
+"""The numbers of a data set, computed by hand and by enumerating every resample."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_data_set_by_hand() -> None:
     assert found["sums/missing"] == 1
     assert found["sums/mean@4"] == pytest.approx((0.5 + 0.125) / 2)
     assert found["sums/pass@1"] == pytest.approx(0.25)
-    assert found["sums/pass@2"] == pytest.approx((1 - 1 / 6) / 2)  # of the 6 pairs one is of two unsolved answers
+    assert found["sums/pass@2"] == pytest.approx((1 - 1 / 6) / 2)  # in one of the 6 pairs, both answers are unsolved
     assert found["sums/pass@4"] == pytest.approx(0.5)
     assert found["sums/pass^2"] == pytest.approx(1 / 6 / 2)
     assert found["sums/pass^4"] == 0.0
@@ -81,7 +81,7 @@ def test_every_name_is_told_beforehand() -> None:
 
 
 def test_the_interval_is_that_of_every_resample() -> None:
-    """Of 4 prompts there are 4^4 resamples: the quantiles of their means, up to what 20,000 drawn ones miss."""
+    """4 prompts have 4^4 resamples. The quantiles of their means match, up to the error of 20,000 drawn resamples."""
     values = np.array([[0.0], [0.25], [0.5], [1.0]])
     means = sorted(float(np.mean(drawn)) for drawn in itertools.product(values[:, 0], repeat=4))
     low, high = interval(values, seed=3, resamples=20_000)

@@ -1,4 +1,4 @@
-"""A group is as old as the version that a worker began it with, however long its prompt lay on the bus."""
+"""A group's age counts from the version with which a worker began it, however long its prompt waited on the bus."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_without_workers_a_group_is_as_old_as_its_prompt() -> None:
 
 
 def test_what_a_dead_worker_had_begun_keeps_its_age_until_another_takes_it_over() -> None:
-    """Who does goes on from the tokens that were saved, or says that it begins anew."""
+    """The worker that takes over continues from the saved tokens, or reports a new start."""
     lived = [beat(6, begun={0: 3})]
     assert starts(lived, [beat(7)], of=admitted(1)) == [3]
     assert starts(lived, [beat(7)], [beat(7, begun={0: 7})], of=admitted(1)) == [7]
@@ -79,7 +79,7 @@ def test_a_group_that_only_a_lost_history_admitted_has_no_known_start() -> None:
 def test_no_start_is_later_than_a_worker_can_have_begun(
     of: dict[int, PublishedPrompt], truth: list[tuple[int, dict[int, int]]]
 ) -> None:
-    """Of workers that speak the truth: one that does not have a group begins it with its version or a newer one."""
+    """Assumes truthful workers: a worker without a group will begin it with its current version or a newer one."""
     said = [beat(version, begun={g: min(v, version) for g, v in groups.items()}) for version, groups in truth]
     for group, start in enumerate(starts(said, of=of)):
         least = of[group].oldest_start or 0

@@ -1,4 +1,4 @@
-"""A ledger says which numbers are done."""
+"""A ledger records which numbers are done."""
 
 from __future__ import annotations
 

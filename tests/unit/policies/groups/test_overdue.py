@@ -1,4 +1,4 @@
-"""Prompts are issued again when nobody answers, later each time, and never while answers come as they used to."""
+"""Unanswered prompts are reissued after longer and longer waits, but not while answers arrive as usual."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from asyncrl.policies.health.faults import LEARNER, PROMPT_SOURCE, QUARANTINED, 
 
 
 class Looks:
-    """A look every two seconds. Ids are given in order; a group that no look saw has come and gone."""
+    """A look every two seconds. Ids are issued in order; a group that no look saw has come and gone in between."""
 
     def __init__(self, seconds: float, *, copies_stragglers: bool = True) -> None:
         self.overdue = Overdue(seconds, copies_stragglers=copies_stragglers)
         self._next, self._now = 0, 0.0
 
     def until(self, now: float, outstanding: set[int], *, all_wait: bool = False) -> dict[float, list[int]]:
-        """What is issued again, by when."""
+        """Return the ids that are issued again, by time."""
         self._next = max({*outstanding, self._next - 1}) + 1
         issued = {}
         while self._now < now:
@@ -70,7 +70,7 @@ def test_nothing_is_issued_again_while_others_are_answered() -> None:
 
 
 def test_a_straggler_that_somebody_is_at_work_on_is_given_four_times_as_long_as_half_of_the_others() -> None:
-    """And one group that somebody kept for long does not make the next wait longer."""
+    """A single group that took very long does not make the next wait longer."""
     look = Looks(60)
     look.until(500, {0, 1, 2})
     look.until(502, {3})
@@ -82,9 +82,9 @@ def test_a_straggler_that_somebody_is_at_work_on_is_given_four_times_as_long_as_
 def test_where_a_copy_keeps_its_worker_from_loading_stragglers_are_given_four_times_as_long_as_nine_of_ten() -> None:
     for copies_stragglers, usual in ((True, 40.0), (False, 120.0)):
         look = Looks(20, copies_stragglers=copies_stragglers)
-        look.until(40, {0, 1, 2, 3, 4})  # from the second 2 on
-        look.until(120, {3, 4})  # three took 40 seconds
-        (first, *_) = look.until(2000, {4})  # and one 120
+        look.until(40, {0, 1, 2, 3, 4})  # outstanding since second 2
+        look.until(120, {3, 4})  # three groups took 40 seconds
+        (first, *_) = look.until(2000, {4})  # one group took 120
         assert first == 2.0 + 4 * usual
 
 
@@ -95,14 +95,14 @@ def test_how_long_a_group_takes_is_unknown_before_the_first_answer() -> None:
 def test_what_is_answered_between_two_looks_counts_too() -> None:
     look = Looks(10)
     for number in range(1, 30):
-        assert not look.until(2.0 * number, {0, 2 * number})  # one more has come and gone
+        assert not look.until(2.0 * number, {0, 2 * number})  # another group was published and answered in between
     assert list(look.until(100, {0}))[0] == 70.0
 
 
 def test_seconds_in_which_nothing_could_be_heard_do_not_count() -> None:
     look = Looks(60)
     look.until(2, {0})
-    look._now += 5000.0  # stopped, or cut off from the bus
+    look._now += 5000.0  # the process was stopped or cut off from the bus
     assert list(look.until(5100, {0}, all_wait=True)) == [5064.0]
 
 

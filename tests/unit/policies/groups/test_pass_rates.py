@@ -1,4 +1,4 @@
-"""Rows that the policy solves nearly always, or hardly ever, rest."""
+"""Rows that the policy solves nearly always or hardly ever are rested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trained groups are trained again: good ones, within the bound, and as often as the rule allows."""
+"""Which trained groups are trained again: good groups, within the bound, as often as the rule allows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ids(groups: object) -> list[int]:
 def test_the_best_groups_whose_rewards_differ_are_trained_again() -> None:
     pool = Replays(per_step=2)
     pool.done([buffered(0, 1.0, 1.0), buffered(1, 0.0, 1.0), buffered(2, 1.0, 0.9), buffered(3, 0.0, 0.5)])
-    assert ids(pool.take(is_stale=never)) == [2, 1]  # means 0.95 and 0.5; 0 has nothing to learn from
+    assert ids(pool.take(is_stale=never)) == [2, 1]  # means 0.95 and 0.5; group 0 has equal rewards
 
 
 def test_each_is_trained_again_as_often_as_allowed() -> None:

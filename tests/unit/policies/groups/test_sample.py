@@ -1,4 +1,4 @@
-"""A group as a person reads it: text in turns, rewards, advantages, staleness, and why it was not trained."""
+"""A group in readable form: text in turns, rewards, advantages, staleness, and why it was not trained."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_an_answer_is_split_where_an_environment_wrote() -> None:
 def test_staleness_is_that_of_the_oldest_token_at_the_version_that_trained_it() -> None:
     assert sample_of(group(), fate="trained", step=8, forks={}).staleness == 4  # step 8 trains version 7
     assert sample_of(group(), fate="dropped", step=8, forks={}).staleness == 5
-    assert sample_of(group(), fate="trained", step=8, forks={1: 2}).staleness == 5  # it counts as version 2
+    assert sample_of(group(), fate="trained", step=8, forks={1: 2}).staleness == 5  # counts as version 2
     assert sample_of(group()).staleness is None
 
 
 def test_what_a_step_left_out_as_too_old_is_counted_and_has_no_part_in_the_other_numbers() -> None:
-    """Step 9 trains version 8 with a bound of 3: two tokens are of version 3, one is of version 5."""
+    """Step 9 trains version 8 with a bound of 3: two tokens are of version 3, one token is of version 5."""
     advantages = [np.array([0, 0, 0, 2], np.float32)]
     (answer,) = sample_of(group(), fate="trained", step=9, forks={}, bound=3, advantages=advantages).answers
     assert (answer.staleness, answer.old_tokens, answer.advantage) == (3, 2, 2.0)
@@ -119,7 +119,7 @@ def test_every_field_has_a_shape_by_which_it_is_read() -> None:
 
 
 def test_the_parts_of_a_rollout_are_told_apart_and_have_one_reward() -> None:
-    """Rewards 1 (in two parts) and 0: a mean of 1/2 over rollouts."""
+    """Rewards 1 (in two parts) and 0 have a mean of 1/2 over rollouts."""
     whole, *_ = group(reward=1.0).trajectories
     parts = (
         dataclasses.replace(whole, rollout=0),

@@ -1,4 +1,4 @@
-"""Which buffered groups train next: oldest first or as the run file says, and none that is too old."""
+"""Which buffered groups train next: oldest first or as the run file says, and never a group that is too old."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.groups import group, span, trajectory
 
 
 def table(versions: dict[int, int], *, step: int = 0) -> GroupTable:
-    """Of groups that arrived in this order with tokens of these versions."""
+    """A table with groups that arrived in this order with tokens of these versions."""
     made = GroupTable(bound=AdaptiveBound.fixed(4), step=step)
     for group_id in range(max(versions, default=-1) + 1):
         made.publish(group_id, position=group_id)
@@ -49,7 +49,7 @@ def test_nothing_too_stale_is_trained() -> None:
 
 
 def test_where_trajectories_are_too_old_alone_a_group_is_dropped_with_its_last_one() -> None:
-    """Its first trajectory is of version 1, its second of version 3; with a bound of 2, those train until 3 and 5."""
+    """The trajectories are of versions 1 and 3. With a bound of 2, they can be trained until versions 3 and 5."""
     made = table({0: 1}, step=4)
     old, young = trajectory(version=1), trajectory(version=3)
     both = dataclasses.replace(group(1), trajectories=(old, young))
@@ -63,7 +63,7 @@ def test_where_trajectories_are_too_old_alone_a_group_is_dropped_with_its_last_o
 
 
 def test_where_tokens_are_too_old_alone_a_group_is_dropped_with_its_last_one() -> None:
-    """Its tokens are of versions 1 and 3; what an environment wrote behind them has no age."""
+    """The tokens are of versions 1 and 3; the observation after them has no age."""
     made = table({0: 1}, step=4)
     mask = np.array([True, True, False])
     spans = (span(1), span(3, start=1), span(9, start=2))
@@ -78,7 +78,7 @@ def test_where_tokens_are_too_old_alone_a_group_is_dropped_with_its_last_one() -
 
 
 def test_a_bound_that_falls_makes_nothing_stale() -> None:
-    """A group four versions old is over the adapted bound, and within max_staleness."""
+    """A group four versions old is above the adapted bound but within max_staleness."""
     made = table({0: 3}, step=7)
     made.bound = AdaptiveBound(bound=4, largest=4, smallest=0)
     assert made.adapt(0.1) == {"bound": 2, "before": 4, "ess": 0.1}

@@ -1,4 +1,4 @@
-"""The group table alone: whatever happens in whatever order, no group is lost and none is done twice."""
+"""The group table alone: for any events in any order, no group is lost and no group is done twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOUND = AdaptiveBound.fixed(2)
 
 
 def table(count: int = 0) -> GroupTable:
-    """With ``count`` outstanding groups."""
+    """A table with ``count`` outstanding groups."""
     made = GroupTable(bound=BOUND)
     for group_id in range(count):
         made.publish(group_id, position=group_id, oldest_start=0)
@@ -36,10 +36,10 @@ def test_a_group_delivered_twice_is_buffered_once() -> None:
 
 
 def test_a_group_whose_first_record_somebody_deleted_comes_back_with_its_second() -> None:
-    """The second was read while the group was buffered. The learner dies before the group is trained."""
+    """The second record was read while the group was buffered. The learner dies before the group is trained."""
     made = table(1)
     made.arrive(1, group(0), now=0.0)
-    assert made.arrive(2, group(0), now=0.0).became == "duplicate"  # stored in the place of the first, deleted by now
+    assert made.arrive(2, group(0), now=0.0).became == "duplicate"  # stored in place of the deleted first record
     made = saved_table.restore(saved_table.save(made, groups_per_batch=1, history=0), bound=BOUND)
     assert made.skip(2) == [1]
     assert made.arrive(2, group(0), now=0.0).became == "buffered"
@@ -48,7 +48,7 @@ def test_a_group_whose_first_record_somebody_deleted_comes_back_with_its_second(
 
 
 def test_a_log_that_went_back_is_read_again_and_what_was_trained_is_not_trained_again() -> None:
-    """Entries 1 and 2 were trained and buffered; the server lost both, and workers stored others in their places."""
+    """Entry 1 was trained, entry 2 buffered. The server lost both, and workers stored other entries in their places."""
     made = table(4)
     for number in (0, 1):
         made.arrive(number + 1, group(number), now=0.0)
@@ -59,7 +59,7 @@ def test_a_log_that_went_back_is_read_again_and_what_was_trained_is_not_trained_
     assert made.arrive(1, group(2), now=0.0).became == "buffered"  # its sequence was consumed in the lost log
     assert made.arrive(2, group(0), now=0.0).became == "duplicate"
     assert made.arrive(3, group(1), now=0.0).became == "duplicate"
-    assert 3 not in made.consumed  # the buffered group has a record again: it is kept until the group is done
+    assert 3 not in made.consumed  # the buffered group has a record again, kept until the group is done
     assert made.buffered.keys() == {1, 2}
     made.drop([made.buffered[1]])
     assert 3 in made.consumed
@@ -143,7 +143,7 @@ def test_a_batch_that_is_put_back_is_buffered_again() -> None:
     made.arrive(1, group(0), now=0.0)
     made.take([made.buffered[0]])
     assert made.batches_taken == 1
-    for _ in range(2):  # saying so again changes nothing
+    for _ in range(2):  # a repeat changes nothing
         made.put_back()
         assert made.buffered.keys() == {0}
         assert (made.training, made.batches_taken) == ({}, 0)

@@ -1,6 +1,6 @@
-"""The group table under events in any order: no sequence of them loses a group or does one twice.
+"""The group table under random sequences of events: no sequence loses a group or does a group twice.
 
-One event at a time is in test_table.py.
+test_table.py tests one event at a time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MALFORMED = "rejected by the validator"
 
 @dataclass
 class World:
-    """What is outside the table and outlives a learner: prompts on the bus, the trajectory log, and the run's folder.
+    """State outside the table that outlives a learner: prompts on the bus, the trajectory log, and the run's folder.
 
-    log          group ids, with their errors or MALFORMED; ``times_lost``: how often it was lost or went back
-    first        sequence of the first entry that the log has; ``gone``: of those before it, which nobody trimmed
+    log          group ids with their errors or MALFORMED; ``times_lost`` counts how often the log was lost or went back
+    first        sequence of the log's first entry; ``gone`` has the earlier sequences that the learner did not trim
     turned_down  sequences of the log that were rejected when they were read
-    history      lines as (fate, group ids); a checkpoint says how many there were
-    checkpoints  the newest last; who falls back to one has lost those after it. ``may_fall_back``: the newest is on
-                 disk, so the log has what the one before needs
+    history      lines as (fate, group ids); each checkpoint records their number
+    checkpoints  the newest last; falling back to one loses those after it. ``may_fall_back``: the newest is on disk,
+                 so the log still has what the one before needs
     """
 
     published: int = 0
@@ -49,15 +49,15 @@ class World:
     may_fall_back: bool = False
 
     def unread(self, cursor: int) -> int:
-        """The entry behind ``cursor``; 0 when there is none."""
+        """Return the first entry after ``cursor``, or 0 if there is none."""
         sequence = max(cursor + 1, self.first)
         return sequence if sequence <= len(self.log) else 0
 
 
 class Run:
-    """A run of any number of incarnations, killed anywhere, with a log that repeats itself.
+    """A run of any number of incarnations, killed at any point, with a log that repeats entries.
 
-    The learner reads the log in its order from the cursor, and all else comes in any order, as ``dice`` fall.
+    The learner reads the log in order from the cursor. All other events happen in random order, drawn from ``dice``.
     """
 
     def __init__(self, dice: random.Random) -> None:
@@ -73,7 +73,7 @@ class Run:
         self.publish()
 
     def go_on(self) -> None:
-        """One event that can happen now."""
+        """Perform one event that is possible now."""
         table, learner = self.table, {self.save: 3, self.publish: 6, self.answer: 8}
         learner |= {self.read: 8} if self.world.unread(table.cursor) else {}
         learner |= {self.fail: 1, self.publish_again: 2} if table.outstanding else {}
@@ -88,7 +88,7 @@ class Run:
         self.happened[event.__name__] += 1
         event()
 
-    # -- what happens outside ------------------------------------------------------------------------------------------
+    # -- events outside the learner ------------------------------------------------------------------------------------
 
     def publish(self) -> None:
         for _ in range(self.dice.randint(1, 4)):
@@ -97,12 +97,12 @@ class Run:
         self.world.published = max(self.world.published, self.table.next_group_id)
 
     def publish_again(self) -> None:
-        """The bus lost a prompt."""
+        """The bus loses a prompt, and the learner publishes it again."""
         group_id = self.dice.choice(sorted(self.table.outstanding))
         self.table.publish(group_id, position=self.table.outstanding[group_id].position)
 
     def answer(self) -> None:
-        """Workers answer groups: those that are asked for, any others, perhaps one that nobody asked for."""
+        """Workers answer groups: requested groups, other groups, perhaps a group that was never requested."""
         for _ in range(self.dice.randint(1, 4)):
             asked_for = sorted(self.table.outstanding)
             group_id = self.dice.randint(0, self.world.published)
@@ -111,7 +111,7 @@ class Run:
             error = self.dice.choices(["", "reward raised", MALFORMED], [6, 2, 1])[0]
             self.world.log.append((group_id, error))
 
-    # -- what the learner does -----------------------------------------------------------------------------------------
+    # -- events of the learner -----------------------------------------------------------------------------------------
 
     def read(self) -> None:
         for _ in range(self.dice.randint(1, 4)):
@@ -119,7 +119,7 @@ class Run:
                 self.read_one(sequence)
 
     def read_one(self, sequence: int) -> None:
-        """The validator rejects some. Their groups stay outstanding."""
+        """Read one entry. The validator rejects some entries; their groups stay outstanding."""
         assert set(self.table.skip(sequence)) <= self.world.gone, "trimmed, and not read"
         group_id, error = self.world.log[sequence - 1]
         made = group(group_id, version=max(0, self.table.step - group_id % 3), error=error)
@@ -130,11 +130,11 @@ class Run:
             self.world.turned_down.add(sequence)
 
     def fail(self) -> None:
-        """A group whose place in the log is taken."""
+        """A group fails because its place in the log is taken."""
         self.tell(self.table.fail(self.dice.choice(sorted(self.table.outstanding)), error="its place is taken"))
 
     def leave_out(self) -> None:
-        """A filter finds nothing to learn from, a step fails with a group, or a worker is quarantined."""
+        """A filter removes a group, a step fails with a group, or a worker is quarantined."""
         group_ids = sorted(self.table.buffered)
         how = self.dice.choice(["filter", "reject", "drop"])
         if how == "filter":
@@ -164,7 +164,7 @@ class Run:
         self.unwritten = (self.world.checkpoints[-1], self.table.logs_changed)
 
     def trim(self) -> None:
-        """The checkpoint is on disk: the log goes up to where neither it nor the one before it needs it."""
+        """The checkpoint is on disk: trim the log up to the first entry that it or the previous one needs."""
         assert self.unwritten is not None
         (state, logs_changed), self.unwritten = self.unwritten, None
         if logs_changed == self.table.logs_changed:
@@ -183,9 +183,9 @@ class Run:
     # -- kills ---------------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """The learner is killed, and goes on from the newest checkpoint or the one before; the rest is a lost history.
+        """The learner is killed and resumes from the newest or the previous checkpoint; the rest is a lost history.
 
-        One that was being written is not there.
+        A checkpoint that was still being written does not exist.
         """
         if len(self.world.checkpoints) > 1:
             if self.unwritten is not None:
@@ -208,19 +208,19 @@ class Run:
         self.catch_up()
 
     def lose_the_bus(self) -> None:
-        """The learner is killed, and the log is a new one: what it held must be made again."""
+        """The learner is killed and finds a new, empty log; the groups of the old log must be generated again."""
         state = saved_table.save(self.table, groups_per_batch=2, history=len(self.world.history))
         self.table, self.unwritten = saved_table.restore(state, bound=BOUND), None
         self.lose_log(kept=0)
 
     def go_back(self) -> None:
-        """The server loses power: the log is what it was some records ago, and the learner reads it again."""
+        """The server loses power: the log loses its last records, and the learner reads it again."""
         waiting = self.table.buffered | self.table.training
         self.lose_log(kept=self.dice.randint(self.world.first - 1, len(self.world.log)))
         assert (self.table.buffered | self.table.training).keys() == waiting.keys()
 
     def lose_unread(self) -> None:
-        """Somebody takes the oldest entries of the log, read or not."""
+        """The oldest entries of the log are deleted by another process, whether or not they were read."""
         first, self.world.first = self.world.first, self.dice.randint(self.world.first, len(self.world.log) + 1)
         self.world.gone |= set(range(first, self.world.first))
 
@@ -234,14 +234,14 @@ class Run:
         self.find_log()
 
     def find_log(self) -> None:
-        """The reader compares the log with the one that the table knows."""
+        """The reader compares the log with the log that the table knows."""
         identity = str(self.world.times_lost)
         if self.table.log not in ("", identity):
             self.table.start_new_log(first=self.world.first)
         self.table.follow_log(identity)
 
     def catch_up(self) -> None:
-        """The prompt source finds on the bus what was published after the checkpoint."""
+        """The prompt source finds the prompts that were published after the checkpoint on the bus."""
         for group_id in range(self.table.next_group_id, self.world.published):
             self.table.publish(group_id, position=group_id)
 
@@ -250,7 +250,7 @@ class Run:
             self.world.history.append((outcome.fate, outcome.group_ids))
 
     def finish(self) -> None:
-        """Killed once more, the learner reads the log to its end: nobody waits for what is there."""
+        """After one more kill, the learner reads the log to its end; no group with an entry there stays outstanding."""
         self.save()
         self.table = saved_table.restore(self.world.checkpoints[-1], bound=BOUND)
         there = {
@@ -262,7 +262,7 @@ class Run:
             self.read_one(sequence)
         assert there.isdisjoint(self.table.outstanding)
 
-    # -- what holds at every moment ------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         self.each_group_is_in_one_place()
@@ -288,9 +288,9 @@ class Run:
             assert self.table.counts[fate] == sum(len(ids) for name, ids in self.world.history if name == fate)
 
     def what_is_not_done_comes_back(self) -> None:
-        """After a kill at this moment, every answer that is not done is in the log behind the saved ledger.
+        """After a kill at this moment, every answer that is not done is in the log after the saved ledger.
 
-        But those whose record was lost with a log: their groups are asked for again, as all that are not done.
+        Exceptions are answers whose record was lost with a log: their groups are requested again.
         """
         for one in (*self.table.buffered.values(), *self.table.training.values()):
             if one.sequence == 0 or one.sequence in self.world.gone:
@@ -317,7 +317,7 @@ def test_no_sequence_of_events_loses_a_group_or_does_it_twice(seed: int, events:
 
 
 def test_such_a_sequence_has_every_event_many_times() -> None:
-    """Or it would say little about them."""
+    """Otherwise the sequences would test little."""
     happened = Counter[str]()
     for seed in range(25):
         run = Run(random.Random(seed))
@@ -329,7 +329,7 @@ def test_such_a_sequence_has_every_event_many_times() -> None:
 
 
 def test_such_sequences_reach_every_event_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But the end of the data, after which nothing is published."""
+    """Except the end of the data, after which nothing is published."""
     questions = {"is_published", "asked", "awaits", "lost_since_step", "describe", "save", "restore"}
     events = {
         name for name, found in vars(GroupTable).items() if callable(found) and not name.startswith("_")
@@ -356,7 +356,7 @@ def test_such_sequences_reach_every_event_of_the_table(monkeypatch: pytest.Monke
 
 @given(st.lists(st.integers(0, 7), min_size=8, max_size=30))
 def test_every_group_that_the_log_brings_is_done_after_enough_steps(order: list[int]) -> None:
-    """In any order, with any repeats, and a kill halfway."""
+    """In any order, with any repetitions, and with a kill halfway."""
     order = [*order, *range(8)]
     made, trained = table(8), list[int]()
     state = saved_table.save(made, groups_per_batch=1, history=0)
@@ -365,7 +365,7 @@ def test_every_group_that_the_log_brings_is_done_after_enough_steps(order: list[
         if sequence == len(order) // 2:
             state = saved_table.save(made, groups_per_batch=1, history=0)
             made = saved_table.restore(state, bound=BOUND)
-            for again in range(1, sequence + 1):  # from the cursor, which is at the beginning: nothing is trained yet
+            for again in range(1, sequence + 1):  # from the cursor at the beginning: nothing is trained yet
                 made.arrive(again, group(order[again - 1]), now=0.0)
     while (chosen := Selection(max_staleness=100).next_batch(made, count=1)) is not None:
         made.take(chosen)

@@ -1,4 +1,4 @@
-"""Each token has its text, and together they are the text of all."""
+"""Each token has its own text, and the texts add up to the whole text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def of_bytes(tokens: Sequence[int]) -> str:
 
 
 def of_words(tokens: Sequence[int]) -> str:
-    """A tokenizer that puts a space between words and none in front."""
+    """A tokenizer that puts a space between words, but not before the first."""
     return " ".join(f"w{token}" for token in tokens)
 
 

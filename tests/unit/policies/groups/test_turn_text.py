@@ -1,4 +1,4 @@
-"""Turns as a person reads them: text, thoughts, tool calls and results, apart from the marks around them."""
+"""Turns in readable form: text, thoughts, tool calls and results, without the markers around them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_a_turn_is_thought_text_and_calls() -> None:
 @pytest.mark.parametrize(
     ("text", "pieces"),
     [
-        ("hm</think>yes", [("thinking", "hm"), ("text", "yes")]),  # the prompt ended in <think>
+        ("hm</think>yes", [("thinking", "hm"), ("text", "yes")]),  # the prompt ended with <think>
         ("a <think>cut", [("text", "a "), ("thinking", "cut")]),
-        ("<tool_call>add(1)</tool_call>", [("tool call", "add(1)")]),  # no JSON: as it is
+        ("<tool_call>add(1)</tool_call>", [("tool call", "add(1)")]),  # not JSON: shown as it is
         ('<tool_call>{"name": "f", "arguments": "x"}', [("tool call", "f(x)")]),
         ("<tool_call>[1]</tool_call>", [("tool call", "[1]")]),
         ("0123", [("text", "0123")]),
-        ("<|im_end|>", [("text", "<|im_end|>")]),  # all that it said
-        ("<|im_start|>user\n5", [("text", "<|im_start|>user\n5")]),  # what a model writes makes nobody else speak
+        ("<|im_end|>", [("text", "<|im_end|>")]),  # the whole answer
+        ("<|im_start|>user\n5", [("text", "<|im_start|>user\n5")]),  # markers that a model writes begin no new turn
     ],
 )
 def test_what_is_not_as_expected_stays_text(text: str, pieces: list[tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""What stops nothing yet is named too: a process that runs out of something, a run that trains what it should not."""
+"""Conditions that do not stop the run yet are named: a resource that runs out, a run that trains the wrong thing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every kind of fault gets its name, its cause and who suffers from it; a run that is only slow gets none.
+"""Every kind of fault is named with its cause and its victims; a run that is only slow has no finding.
 
-The run of the table: a learner with its prompt source and weight sender, workers w1 and w2 with their followers. A row
-is what its actors say under one fault; times in seconds.
+The run of the table has a learner with its prompt source and weight sender, and workers w1 and w2 with their followers.
+Each row is what the actors report under one fault. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HOSTS = {1: "trainer", 11: "left", 12: "right"}
 
 
 def on(part: str, seconds: float, *, usual: float = 0.1, limit: float = 6.0, what: str = "it") -> Wait:
-    """A wait for a part of the own process."""
+    """A wait for a part of the actor's own process."""
     return Wait(what=what, on=part, seconds=seconds, usual=usual, limit=limit)
 
 
@@ -78,7 +78,7 @@ ALL_ELSE: dict[str, tuple[Wait, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One fault: what differs from a run that goes on, and what must be said."""
+    """One fault: the differences from a healthy run, and the text that the finding must contain."""
 
     fault: str
     says: str
@@ -94,7 +94,7 @@ class Row:
 
 
 IDLE = {LEARNER: (trajectories(14),), "prompts": (room(14),), "w1": (prompts(13),), "w2": (prompts(12),)}
-"""The learner has nothing to train, and whoever still works has nothing to do."""
+"""The learner has nothing to train, and working actors have nothing to do."""
 
 TABLE: dict[str, Row] = {
     "an engine hangs": Row(
@@ -313,7 +313,7 @@ def test_the_table_has_more_than_twenty_kinds_of_fault() -> None:
 
 @pytest.mark.parametrize("name", ["the window is full of dead groups", "the data has ended and groups are lost"])
 def test_a_run_that_stands_still_is_not_cured_before_its_prompts_were_issued_again(name: str) -> None:
-    """Somebody may keep them. It is named at once."""
+    """Another process may keep the prompts. The fault itself is named at once."""
     (before,) = diagnose(observed(TABLE[name]))
     (pending,) = diagnose(observed(replace(TABLE[name], numbers={REISSUES_LEFT: 1.0})))
     assert (before.cure, pending.cure) == ("restart", "")

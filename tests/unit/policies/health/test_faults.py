@@ -1,4 +1,4 @@
-"""How long somebody may be silent or wait before it is a fault."""
+"""How long an actor may be silent or wait before it counts as a fault."""
 
 from __future__ import annotations
 

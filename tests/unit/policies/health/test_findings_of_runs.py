@@ -1,4 +1,4 @@
-"""A run that is only slow has no findings, and what a finding says of runs with several actors and faults."""
+"""A run that is only slow has no findings; findings about runs with several actors and faults."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_run_that_is_only_slow_has_no_findings(waits: dict[str, tuple[Wait, ..
 
 
 def test_a_learner_that_starts_brings_its_prompt_source_and_its_weights_with_it() -> None:
-    """However long workers have waited: it was killed because they did."""
+    """No matter how long workers have waited: the previous learner was killed because of these waits."""
     observation = observed(replace(HEALTHY, waits=IDLE | {"w1": (prompts(90),), "w2": (prompts(90), weights(80))}))
     starting = Heartbeat(actor=LEARNER, role=LEARNER, phase="starting", waits=(on("start", 5, limit=25),), pid=2)
     workers = {name: seen for name, seen in observation.actors.items() if name.startswith("w")}
@@ -97,7 +97,7 @@ def test_a_finished_run_has_no_findings_and_its_server_may_be_gone() -> None:
 
 @pytest.mark.parametrize("name", ["no learner", "no worker"])
 def test_processes_of_the_launcher_are_not_missed_while_they_are_up(name: str) -> None:
-    """They were at work, and are processes still: somebody hides their heartbeats, which must not end the run."""
+    """Both processes have worked and still run, so their heartbeats are being removed. That must not end the run."""
     rows = [row for row in TABLE.values() if row.fault == name]
     assert rows
     for row in rows:

@@ -1,4 +1,4 @@
-"""Processes that work well, each by itself, and do not fit together are named by what differs."""
+"""Processes that work well alone but do not fit together are named by their differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.policies.health.fleet import APART_SECONDS, CODE, FUNCTIONS
 def process(
     name: str, *, role: str = WORKER, code: float = 1.0, functions: float = 2.0, clock: float | None = 0.0
 ) -> Seen:
-    """On a machine of its name."""
+    """A process on a machine with the same name."""
     numbers = {CODE: code, FUNCTIONS: functions}
     return Seen(beat=Heartbeat(actor=name, role=role, host=name, pid=7, numbers=numbers), clock=clock)
 

@@ -1,4 +1,4 @@
-"""Promises of the aggregation: what a token weighs, and that cutting the batch up changes nothing."""
+"""Aggregation: the weight of each token, and independence of how the batch is split."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODES: dict[str, Aggregation] = {
     for name, kind in AGGREGATIONS.items()
 }
 
-# Weight of the tokens of each trajectory, by hand: 4 trajectories, 6 tokens, 2 prompts of 5 and 1 tokens.
+# Token weights of each trajectory, computed by hand: 4 trajectories, 6 tokens, 2 prompts with 5 tokens and 1 token.
 EXPECTED = {
     "token_mean": [1 / 6, 1 / 6, 0, 1 / 6],
     "token_sum": [1, 1, 0, 1],
@@ -63,7 +63,7 @@ def test_a_batch_without_tokens_has_weights_of_zero(mode: str) -> None:
 def test_an_answer_without_a_trained_token_counts_in_the_mean_unless_it_is_skipped(
     counted: Aggregation, skipped: Aggregation
 ) -> None:
-    """One of the four is masked: the other three share the whole mean, each a third in place of a quarter."""
+    """One of four answers is masked: the other three share the whole mean, a third each instead of a quarter."""
     for one, other in zip(counted(MASKS, group=GROUP), skipped(MASKS, group=GROUP), strict=True):
         np.testing.assert_allclose(other, one * 4 / 3, rtol=1e-6)
 
@@ -80,7 +80,7 @@ def test_a_prompt_without_a_trained_token_counts_in_the_mean_unless_it_is_skippe
 @pytest.mark.parametrize("mode", MODES)
 @given(data=st.data())
 def test_gradients_do_not_depend_on_how_the_batch_is_cut(mode: str, data: st.DataObject) -> None:
-    """Trajectories dealt to ranks and micro-batches in any way; each adds its part to the gradient."""
+    """Trajectories are dealt to ranks and micro-batches in any way; each adds its part to the gradient."""
     parts = data.draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))
     generator = torch.Generator().manual_seed(0)
     logprobs = torch.randn(sum(map(len, MASKS)), generator=generator, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Promises of KL estimates, distillation and the critic's loss."""
+"""KL estimates, distillation and the critic's loss."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def test_distillation_stops_pulling_down_a_token_that_has_dropped_enough() -> No
     teacher = torch.tensor([0.1, 0.1]).log()
     loss, clipped = OPD(kl_coef=0.0).formula(logprobs, torch.tensor([0.5, 0.5]).log(), teacher)
     assert clipped.tolist() == [True, False]
-    # d/dlogp of -R sg(log teacher - log student) is -R x that: -1.2 x log(0.1 / 0.6)
+    # d/dlogp of -R sg(log teacher - log student) is -R times the log ratio: -1.2 x log(0.1 / 0.6)
     torch.testing.assert_close(gradient(loss, logprobs), torch.tensor([0.0, -1.2 * math.log(0.1 / 0.6)]))
 
 
-finite = st.floats(-5, 5).map(lambda x: x + 1e-5 * math.sin(1e6 * x))  # off the edges
+finite = st.floats(-5, 5).map(lambda x: x + 1e-5 * math.sin(1e6 * x))  # away from clip edges
 four = st.lists(finite, min_size=4, max_size=4)
 
 

@@ -1,4 +1,4 @@
-"""Promises of the policy losses: gradients worked by hand, and no nan whatever comes in."""
+"""Policy losses: gradients derived by hand, and no nan for any input."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ LOSSES: dict[str, Loss] = {
     "vespo": VESPO(),
 }
 PULLED = {"sft", "p3o", "opmd", "prime_rl", "prime_rl_ipo"}
-"""Losses with a part that the advantages do not scale."""
+"""Losses with a term that advantages do not scale."""
 
 
 def compute(name: str, new: Any, old: Any, advantages: Any, **more: Any) -> tuple[Tensor, Tensor]:
-    """The loss around ``old``, whichever policy that is; it takes of the rest what its formula asks for."""
+    """Return the loss with ``old`` as the prox and the behavior policy, from the inputs that its formula needs."""
     known = {
         "logprobs": new,
         "prox_logprobs": old,
@@ -88,7 +88,7 @@ def test_every_loss_of_the_table_is_here_but_those_of_a_teacher() -> None:
 
 
 def sums(values: list[float]) -> list[float]:
-    """Of each token's sequence, by a loop."""
+    """Return the sum over each token's sequence, computed by a loop."""
     index = SEQUENCE.tolist()
     return [sum(v for v, other in zip(values, index, strict=True) if other == mine) for mine in index]
 
@@ -142,7 +142,7 @@ def gmpo_slopes(advantages: list[float], logs: list[float]) -> list[float]:
 
 
 def slopes(name: str, new: list[float], old: list[float], advantages: list[float]) -> list[float]:
-    """d loss / d logprob of each token, the formulas differentiated by hand."""
+    """d loss / d logprob of each token, with the formulas differentiated by hand."""
     ratios = [math.exp(n - o) for n, o in zip(new, old, strict=True)]
     logs = [n - o for n, o in zip(new, old, strict=True)]
     paired = list(zip(advantages, ratios, strict=True))
@@ -185,7 +185,7 @@ def slopes(name: str, new: list[float], old: list[float], advantages: list[float
     return table[name]()
 
 
-# Off the round numbers, where a token would sit on the very edge of a clip and either gradient is right.
+# Avoid round numbers: on the edge of a clip, either gradient would be right.
 logprob = st.floats(-4.0, -0.05).map(lambda x: x + 1e-5 * math.sin(1e6 * x))
 six = st.lists(logprob, min_size=6, max_size=6)
 six_advantages = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0]), min_size=6, max_size=6)
@@ -224,7 +224,7 @@ def test_clipped_tokens_have_no_gradient_and_others_have_one(
     loss, clipped = compute(name, logprobs, tensor(old), tensor(advantages))
     is_zero = gradient(loss, logprobs) == 0
     has_advantage = tensor(advantages) != 0
-    # ASPO's soft dual clip cuts a weight and keeps its gradient, so it is not counted.
+    # ASPO's soft dual clip cuts a weight but keeps its gradient, so it does not count.
     assert bool((is_zero == clipped)[has_advantage].all())
 
 
@@ -239,13 +239,13 @@ def test_a_loss_scales_with_its_advantages(
     torch.testing.assert_close(scaled, once * scale)
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"m2po"}))  # its mask stays where it is
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"m2po"}))  # its mask keeps its position
 @settings(max_examples=30)
 @given(new=six, old=six, advantages=six_advantages)
 def test_the_order_of_tokens_in_a_sequence_does_not_matter(
     name: str, new: list[float], old: list[float], advantages: list[float]
 ) -> None:
-    order = torch.tensor([2, 0, 1, 4, 3, 5])  # within sequences 0 and 2
+    order = torch.tensor([2, 0, 1, 4, 3, 5])  # reorder within sequences 0 and 2
     loss, clipped = compute(name, tensor(new), tensor(old), tensor(advantages))
     moved, moved_clipped = compute(name, tensor(new)[order], tensor(old)[order], tensor(advantages)[order])
     torch.testing.assert_close(moved, loss[order])
@@ -338,7 +338,7 @@ def test_m2po_keeps_the_most_tokens_whose_second_moment_is_below_the_threshold(
 
 
 def test_a_sequence_s_advantages_are_averaged_where_told() -> None:
-    """AReaL's GSPO: an answer whose tokens differ in advantage trains on their mean."""
+    """AReaL's GSPO: an answer whose tokens have different advantages trains on their mean."""
     new = torch.full((6,), -1.0, dtype=torch.float64, requires_grad=True)
     advantages = tensor([3.0, 0.0, 0.0, 1.0, -1.0, 2.0])
     loss, _ = compute("gspo_sequence", new, new.detach(), advantages)
@@ -346,7 +346,7 @@ def test_a_sequence_s_advantages_are_averaged_where_told() -> None:
 
 
 def test_topr_by_reward_tapers_what_the_reward_calls_bad() -> None:
-    new, old = tensor([-1.0] * 6), tensor([-2.0] * 6)  # ratios over 1: tapered to 1 where bad
+    new, old = tensor([-1.0] * 6), tensor([-2.0] * 6)  # ratios above 1: tapered to 1 if bad
     good, _ = compute("topr_by_reward", new - 2, old, -torch.ones(6), rewards=torch.ones(6))
     bad, clipped = compute("topr_by_reward", new, old, torch.ones(6), rewards=-torch.ones(6))
     np.testing.assert_allclose(good.numpy(), [-3.0] * 6)

@@ -1,4 +1,4 @@
-"""PPO's clip, by hand."""
+"""PPO's clip, computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which split of N GPUs trains most, and whether the one that is up is it."""
+"""Which split of N GPUs trains the most, and whether the current split is the best one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = [[50, 100, 100, 150], [80, 80, 120, 120]]
 
 
 def timing(*, decode: float, train: float) -> Timing:
-    """An engine samples ``decode`` tokens a second however many sequences it has, a copy trains ``train``."""
+    """An engine samples ``decode`` tokens per second for any number of sequences; a model copy trains ``train``."""
     return Timing(
         seconds_per_token=0.0,
         seconds_per_sequence=1 / decode,
@@ -53,7 +53,7 @@ def test_the_smallest_learner_keeps_the_layout() -> None:
 
 @pytest.mark.parametrize(("decode", "train"), [(1000, 3000), (1000, 1000), (3000, 1000), (1000, 7000)])
 def test_engines_and_learner_that_are_equally_fast_are_found(decode: float, train: float) -> None:
-    """Of 8 GPUs; the rates are in whole numbers of GPUs."""
+    """On 8 GPUs; the rates are whole numbers of GPUs."""
     given = timing(decode=decode, train=train)
     splits = ONE.splits(8)
     found = predict(PLAN, given, LENGTHS, splits=splits, bounds=[4])
@@ -110,12 +110,12 @@ def test_no_split_is_called_better_that_is_not(
 
 
 def test_where_neither_side_limits_the_run_no_split_would_help() -> None:
-    """Both wait for something else: slow rewards, long answers, the staleness bound."""
+    """Both sides wait for something else: slow rewards, long answers, the staleness bound."""
     assert better_split(Split(4, 4), ONE, learner_busy=0.3, engines_busy=0.5) is None
 
 
 def test_filters_that_drop_half_of_the_groups_ask_for_twice_the_engines() -> None:
-    """Of nine GPUs six sample and three train, instead of five and four, where both are equally fast."""
+    """Both sides are equally fast: of nine GPUs, six sample and three train, instead of five and four."""
     dropping = dataclasses.replace(PLAN, kept=0.5)
     given = timing(decode=1000, train=1000)
     found = predict(dropping, given, LENGTHS, splits=ONE.splits(9), bounds=[8])

@@ -1,4 +1,4 @@
-"""Continuous batching on a clock that is an argument."""
+"""Continuous batching, on a clock that is passed as an argument."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_who_remains_goes_faster_when_a_sequence_ends() -> None:
     decoding = Decoding(TIMING)
     decoding.add(0, 4)
     decoding.add(1, 8)
-    # Both for 4 steps of 1.5 s, then one alone for 4 steps of 1.25 s.
+    # Both run for 4 steps of 1.5 s, then one runs alone for 4 steps of 1.25 s.
     assert [ended.number for ended in decoding.advance(10.999)] == [0]
     assert [ended.number for ended in decoding.advance(11.0)] == [1]
     assert decoding.advance(20.0) == []
@@ -42,7 +42,7 @@ def test_a_waiting_sequence_enters_at_the_instant_a_place_comes_free() -> None:
         decoding.add(number, 4)
     assert (decoding.running, decoding.queued) == (2, 1)
     ended = decoding.advance(100.0)
-    # Two for 4 steps of 1.5 s; the third enters at step 4 and needs 4 x 1.25 s more.
+    # Two run for 4 steps of 1.5 s; the third enters at step 4 and needs another 4 x 1.25 s.
     assert [(e.number, e.entered) for e in ended] == [(0, 0.0), (1, 0.0), (2, 4.0)]
     assert decoding.busy_seconds == 6.0 + 5.0
 

@@ -1,4 +1,4 @@
-"""A fleet grows while the learner waits, shrinks while engines do, and comes to rest between."""
+"""A fleet grows while the learner waits, shrinks while engines are idle, and settles in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.policies.planning.fleet_size import STEPS, Change, FleetSizer, Shar
 
 
 def row(*, learner: float, engines: float, workers: int, discarded: float = 0.0) -> dict[str, float]:
-    """Of a step of ten seconds. learner, engines: shares of it in which they were busy"""
+    """Make the metrics of a ten-second step. ``learner`` and ``engines`` are busy shares of the step."""
     return {
         "learner/step_seconds": 10 * learner,
         "learner/wait_seconds": 10 * (1 - learner),
@@ -20,7 +20,7 @@ def row(*, learner: float, engines: float, workers: int, discarded: float = 0.0)
 
 
 def looks(sizer: FleetSizer, numbers: dict[str, float], *, own: int, times: int = STEPS) -> Change | None:
-    """What it says at the last of so many steps; before, nothing."""
+    """Return the sizer's answer to the last of ``times`` looks; all earlier answers must be None."""
     for _ in range(times - 1):
         assert sizer.look(numbers, own=own) is None
     return sizer.look(numbers, own=own)
@@ -60,7 +60,7 @@ def test_where_both_wait_for_something_else_the_fleet_stays() -> None:
 
 def test_workers_that_joined_sample_as_well_and_are_not_ours_to_send_away() -> None:
     change = looks(FleetSizer(least=1, most=8), row(learner=0.5, engines=1.0, workers=4), own=2)
-    assert change is not None and change.workers == 6  # and the two that joined: twice as many
+    assert change is not None and change.workers == 6  # with the two that joined: twice as many
     assert looks(FleetSizer(least=2, most=8), row(learner=1.0, engines=0.2, workers=8), own=2) is None
 
 
@@ -81,15 +81,15 @@ def test_each_change_is_seen_for_ten_steps_before_the_next_and_the_first_steps_d
     waits = row(learner=0.5, engines=1.0, workers=2)
     assert looks(sizer, waits, own=2, times=3) is None
     assert looks(sizer, waits, own=2, times=9) is None
-    assert sizer.look(row(learner=0.5, engines=1.0, workers=3), own=3) is None  # another one joined
+    assert sizer.look(row(learner=0.5, engines=1.0, workers=3), own=3) is None  # another worker was added
     change = looks(sizer, row(learner=0.5, engines=1.0, workers=3), own=3, times=9)
     assert change is not None and change.workers == 6
 
 
 @given(start=st.integers(1, 64), needed=st.floats(0.3, 64.0))
 def test_a_fleet_comes_to_rest(start: int, needed: float) -> None:
-    """``needed`` workers sample what the learner trains. Wherever it begins, the fleet moves one way, a few times, and
-    ends with a learner that waits for no more than 15 % of the time, and with no worker too many."""
+    """``needed`` workers sample as much as the learner trains. From any start, the fleet moves in one direction in a
+    few steps. At the end the learner waits for at most 15 % of the time, and no worker is superfluous."""
 
     def shares(workers: int) -> Shares:
         return Shares(learner_busy=min(1.0, workers / needed), engines_busy=min(1.0, needed / workers))

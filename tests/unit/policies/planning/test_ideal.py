@@ -1,4 +1,4 @@
-"""The loop's rules on a clock of their own."""
+"""The rules of the training loop, simulated on their own clock."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_ideal_run_cannot_train_faster_than_its_learner(mode: Mode) -> None:
         train_seconds=0.0,
     )
     lengths = drawn([[10]], group_size=2, seed=0)
-    # A batch of 8 x 10 response tokens is 8 x 26 with its prompts: 20.8 s a step, and generation never holds it up.
+    # 8 x 10 response tokens are 8 x 26 tokens with their prompts: 20.8 s per step. Generation never delays it.
     reached = Ideal(simulated, slow_learner, lengths).run()
     assert reached.tokens_per_second == pytest.approx(80 / 20.8)
     assert reached.learner_busy == pytest.approx(1.0)
@@ -72,7 +72,7 @@ def test_a_run_that_waits_for_late_groups_loses_none_where_one_that_drops_does()
 
 
 def test_a_run_that_leaves_out_old_tokens_neither_waits_nor_loses_a_group() -> None:
-    """The same long answers: what is trained of them counts, and the learner idles for none of them."""
+    """With the same long answers, their trained tokens count, and the learner waits for none of them."""
     waits, tokens = with_late_groups(eviction="wait"), with_late_groups(too_old="tokens")
     waited, left_out = waits.run(), tokens.run()
     assert tokens.lost == 0
@@ -81,8 +81,8 @@ def test_a_run_that_leaves_out_old_tokens_neither_waits_nor_loses_a_group() -> N
 
 
 def test_a_prompt_that_lies_at_an_engine_gets_no_older_there() -> None:
-    """One engine with two places for a window of twelve: counted from its prompt, every group would be late, and the
-    learner would hold each step for groups that nobody has begun."""
+    """One engine with two slots serves a window of twelve groups. If age counted from the prompt, every group would be
+    late, and the learner would hold each step for groups that no worker has begun."""
     timing = Timing(
         seconds_per_token=0.1,
         seconds_per_sequence=0.0,

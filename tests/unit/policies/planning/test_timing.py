@@ -1,4 +1,4 @@
-"""From what was measured to what a step takes."""
+"""From measurements to the duration of a step."""
 
 from __future__ import annotations
 

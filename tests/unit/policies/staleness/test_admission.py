@@ -1,4 +1,4 @@
-"""How many groups may be outstanding, in each of the three modes."""
+"""The number of groups that may be outstanding, in each of the three modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staleness control: admission, order, groups with stragglers, weights that fall with age, and the controllers."""
+"""Staleness control: admission, order, groups with stragglers, weights that decay with age, and the controllers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_in_order_stops_at_the_first_group_that_is_missing() -> None:
     assert samplers.leading([], is_done=lambda _: True) == []
 
 
-# -- groups that are not whole -----------------------------------------------------------------------------------------
+# -- incomplete groups -------------------------------------------------------------------------------------------------
 
 
 def action(versions: list[int], done: list[bool], **changes: int) -> str:
@@ -75,10 +75,10 @@ def test_a_group_is_trained_whole_or_dropped_whole() -> None:
 
 
 def test_a_straggler_does_not_take_the_others_with_it_at_their_last_step() -> None:
-    # Oldest version 3, bound 4: the step from 7 is the last that may train it.
+    # The oldest version is 3 and the bound is 4, so the step from version 7 is the last that may train the group.
     assert action([3, 3, 3, 4], [True, True, True, False], at_least=2) == "train"
     assert action([3, 3, 3, 4], [True, True, True, False], at_least=2, policy_version=6) == "wait"
-    assert action([3, 3, 3, 4], [True, False, False, False], at_least=1) == "wait"  # one member has no baseline
+    assert action([3, 3, 3, 4], [True, False, False, False], at_least=1) == "wait"  # a single member has no baseline
     assert action([3, 3, 3, 4], [True, False, False, False], at_least=2, policy_version=8) == "drop"
 
 
@@ -152,12 +152,12 @@ def test_the_bound_halves_at_once_and_rises_by_one_after_patience() -> None:
     bound = AdaptiveBound(bound=8, largest=16, patience=2)
     bound = bound.update(0.4)
     assert bound.bound == 4
-    for _ in range(8):  # the batches of the old bound are still coming; what they say is known
+    for _ in range(8):  # batches of the old bound are still arriving; their signal is already known
         bound = bound.update(0.1)
     assert bound.bound == 4
     bound = bound.update(0.95).update(0.95)
     assert bound.bound == 5
-    bound = bound.update(0.95).update(0.7).update(0.95)  # not in a row
+    bound = bound.update(0.95).update(0.7).update(0.95)  # not two in a row
     assert bound.bound == 5
 
 

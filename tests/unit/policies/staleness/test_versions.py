@@ -1,4 +1,4 @@
-"""Staleness per token, also across a learner that fell back."""
+"""Staleness per token, including after a learner fell back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_staleness_is_counted_per_token() -> None:
 
 
 def test_versions_of_a_lost_history_count_as_old_as_the_fork() -> None:
-    # Epoch 0 reached version 9, then the learner fell back to a checkpoint at 6 and started epoch 1 from there.
+    # Incarnation 0 reached version 9; then the learner fell back to a checkpoint at 6 and started incarnation 1 there.
     forks = {1: 6}
     assert effective_version(span(9, epoch=0), forks) == 6
     assert effective_version(span(4, epoch=0), forks) == 4

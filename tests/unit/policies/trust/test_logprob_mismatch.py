@@ -1,4 +1,4 @@
-"""Which answers are scored again, and who is quarantined for them."""
+"""Which answers are scored again, and which workers are quarantined for a mismatch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch, routing_mis
 
 
 def document(*, age: int = 0, behavior: float = -1.0, tokens: int = 4) -> Document:
-    """Two prompt tokens, then ``tokens`` sampled ones."""
+    """Two prompt tokens, then ``tokens`` sampled tokens."""
     mask = np.arange(2 + tokens) >= 2
     return Document(
         tokens=np.ones(2 + tokens, np.int32),
@@ -27,7 +27,7 @@ def document(*, age: int = 0, behavior: float = -1.0, tokens: int = 4) -> Docume
 def looked(
     rescoring: LogprobMismatch, documents: list[Document], workers: list[str], *, step: int, trainer: float
 ) -> list[str]:
-    """Who is quarantined by a look in which the trainer gives every token the logprob ``trainer``."""
+    """Return the workers that one look quarantines when the trainer gives every token the logprob ``trainer``."""
     chosen = rescoring.choose(documents, workers, step=step)
     logprobs = {one.document: np.full(len(documents[one.document]), trainer, np.float32) for one in chosen}
     return rescoring.judge(chosen, documents, logprobs)[1]
@@ -59,7 +59,7 @@ def test_who_was_over_the_bound_once_and_is_not_again_goes_free() -> None:
 
 
 def guilty_of(documents: list[Document], workers: list[str], *, looks: int = 3) -> list[str]:
-    """Who is quarantined within so many looks at the same answers; the trainer gives every token -1."""
+    """Return the workers that ``looks`` looks at the same answers quarantine; the trainer gives every token -1."""
     rescoring = LogprobMismatch(bound=0.5, every=1)
     return sorted(
         {one for step in range(looks) for one in looked(rescoring, documents, workers, step=step, trainer=-1.0)}
@@ -71,7 +71,7 @@ def off(nats: float, *, age: int) -> Document:
 
 
 def test_no_worker_is_quarantined_for_a_policy_that_moves_fast() -> None:
-    """What a run at learning rate 3e-3 showed: nothing at age 0, and 0.7 to 2.7 nats of everybody behind it."""
+    """Measured at learning rate 3e-3: no mismatch at age 0, and 0.7 to 2.7 nats for all workers at higher ages."""
     old = [off(0.7, age=1), off(1.5, age=2), off(2.7, age=3), off(1.4, age=1)]
     assert guilty_of(old, ["a", "b", "c", "d"]) == []
     assert guilty_of(old, ["a", "a", "b", "b"]) == []

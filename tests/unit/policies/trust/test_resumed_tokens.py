@@ -1,4 +1,4 @@
-"""What a worker took over is scored apart from what it sampled."""
+"""Tokens that a worker took over are scored apart from tokens that it sampled itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.policies.trust.resumed_tokens import split, spoiled
 
 
 def trajectory(*, resumed: int) -> Trajectory:
-    """Two sampled tokens, one of an environment, two sampled ones."""
+    """Two sampled tokens, one observation token, two sampled tokens."""
     return Trajectory(
         tokens=np.arange(5, dtype=np.int32),
         response_mask=np.array([True, True, False, True, True]),
@@ -25,7 +25,7 @@ def trajectory(*, resumed: int) -> Trajectory:
 
 
 def document(*, age: int = 0) -> Document:
-    """Of such a trajectory behind a prompt of one token."""
+    """A document of such a trajectory after a prompt of one token."""
     mask = np.array([False, True, True, False, True, True])
     return Document(
         tokens=np.zeros(6, np.int32),
@@ -43,7 +43,7 @@ def group(*resumed: int) -> TrajectoryGroup:
 
 
 def test_the_first_sampled_tokens_are_those_that_were_taken_over() -> None:
-    """Three of four: places 1, 2 and 4 of the document; place 5 is the worker's own."""
+    """Three of four are resumed: positions 1, 2 and 4 of the document. The worker sampled position 5 itself."""
     own, taken_over = split([document(), document(), document()], [group(0, 3), group(4)])
     assert [np.flatnonzero(one.response_mask).tolist() for one in own] == [[1, 2, 4, 5], [5], []]
     masks = {index: np.flatnonzero(one.response_mask).tolist() for index, one in taken_over.items()}
@@ -51,7 +51,7 @@ def test_the_first_sampled_tokens_are_those_that_were_taken_over() -> None:
 
 
 def test_what_was_taken_over_and_is_left_out_as_too_old_is_scored_too() -> None:
-    """It steers what is trained behind it. What the worker sampled itself is as old as its own tokens are."""
+    """Resumed tokens influence the tokens trained after them. The worker's own part is as old as its own tokens."""
     late = document(age=1)
     late = dataclasses.replace(late, response_mask=late.response_mask & (np.arange(6) > 4))
     own, taken_over = split([late], [group(3)])
@@ -63,7 +63,7 @@ def test_what_was_taken_over_and_is_left_out_as_too_old_is_scored_too() -> None:
 
 
 def test_what_was_taken_over_may_be_off_by_the_bound_for_each_version_that_it_is_old() -> None:
-    """1.4 nats off: within 0.5 x (1 + 2), not within 0.5 x (1 + 1)."""
+    """1.4 nats off is within 0.5 x (1 + 2), but not within 0.5 x (1 + 1)."""
     own, taken_over = split([document(age=1), document(age=2)], [group(4, 4)])
     logprobs = {index: np.full(6, -2.4, np.float32) for index in taken_over}
     found = spoiled(taken_over, logprobs, bound=0.5)

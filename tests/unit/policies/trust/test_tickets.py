@@ -1,4 +1,4 @@
-"""Tickets: an answer names what only its group's prompt says."""
+"""Tickets: an answer must name a secret that only its group's prompt contains."""
 
 from __future__ import annotations
 

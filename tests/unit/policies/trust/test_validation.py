@@ -1,4 +1,4 @@
-"""Groups that cannot be are found out with the reason; those that can be are let through."""
+"""Impossible groups are rejected with the reason; possible groups pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GROUP = TrajectoryGroup(group_id=0, prompt_tokens=[1, 2], trajectories=(TRAJECTO
 
 
 def problem(group: TrajectoryGroup) -> str:
-    """At version 6 of incarnation 1, which began from version 4."""
+    """Validate ``group`` at version 6 of incarnation 1, which began from version 4."""
     return VETTING.problem(group, incarnation=1, policy_version=6, forks={1: 4})
 
 
@@ -42,7 +42,7 @@ def test_a_group_that_can_be_is_let_through() -> None:
 
 
 def test_tokens_of_a_lost_history_are_let_through() -> None:
-    """Version 9 of incarnation 0 counts as version 4, from which epoch 1 began."""
+    """Version 9 of incarnation 0 counts as version 4, from which incarnation 1 began."""
     assert problem(of(version_spans=(VersionSpan(start=0, incarnation=0, policy_version=9),))) == ""
 
 
@@ -85,7 +85,7 @@ def test_answers_that_nothing_sampled_may_name_any_version() -> None:
     assert vetting.problem(given, incarnation=1, policy_version=6, forks={}) == ""
 
 
-# -- what the prompt of the group asked for ----------------------------------------------------------------------------
+# -- limits of the group's prompt --------------------------------------------------------------------------------------
 
 ASKED = Asked(samples=frozenset({2}), max_tokens=4, max_prompt_tokens=2, prompt_digest=digest(GROUP.prompt_tokens))
 WHOLE = GroupValidation(vocabulary_size=100, context_tokens=50, largest_reward=10.0, are_answers_whole=True)
@@ -184,7 +184,7 @@ def test_what_an_environment_wrote_has_no_logprob_to_look_at() -> None:
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 def test_no_answer_that_a_sampler_drew_is_ever_unlikely(scale: float) -> None:
-    """Whatever its distribution: a hundred thousand tokens of logits of any size, sampled and scored in float32."""
+    """For any distribution: a hundred thousand tokens, sampled from logits of any size and scored in float32."""
     rng = np.random.default_rng(0)
     logits = (rng.standard_normal((200, 100)) * scale).astype(np.float32)
     shifted = logits - logits.max(1, keepdims=True)
@@ -197,7 +197,7 @@ def test_no_answer_that_a_sampler_drew_is_ever_unlikely(scale: float) -> None:
 
 
 EXPERTS = np.array([[[0, 1]], [[2, 3]], [[255, 255]], [[1, 0]], [[255, 255]]], np.uint8)
-"""One layer, two experts a token: of the prompt's two and the answer's three."""
+"""One layer, two experts per token, for two prompt tokens and three answer tokens."""
 
 
 def about_experts(experts: NDArray[Any], *, num_experts: int = 4) -> str:
@@ -224,7 +224,7 @@ def test_a_model_without_experts_has_none() -> None:
 
 
 def parts(*changes: dict[str, Any]) -> TrajectoryGroup:
-    """Rollout 0, a trajectory for each of ``changes``."""
+    """A group with rollout 0, which has one trajectory for each of ``changes``."""
     made = tuple(replace(TRAJECTORY, rollout=0, part=part, **change) for part, change in enumerate(changes))
     group: TrajectoryGroup = replace(GROUP, trajectories=made)
     return group
@@ -249,7 +249,7 @@ def test_the_parts_of_a_rollout_are_vetted_each(possible: dict[str, Any], group:
 
 
 def test_rollouts_are_counted_and_not_their_parts() -> None:
-    """Two were asked for: three parts of one are one answer, and there is no rollout 2."""
+    """Two answers were requested. Three parts of one rollout are one answer, and a rollout 2 is not allowed."""
     asked = Asked(samples=frozenset({2}), max_tokens=8, max_prompt_tokens=8)
     third = replace(GROUP, trajectories=(replace(TRAJECTORY, rollout=0), replace(TRAJECTORY, rollout=2)))
     for group, words in (

@@ -1,4 +1,4 @@
-"""What a sandbox holds: hostile programs, each with what it must not have done."""
+"""What a sandbox prevents: hostile programs, each with what it must not have done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is
 needs_sandlock = pytest.mark.skipif(importlib.util.find_spec("sandlock") is None, reason="sandlock is not installed")
 PYTHON = os.path.realpath(sys.executable)
 LIMITS = Limits(seconds=60.0, memory_mib=256, disk_mib=8, output_kib=64, processes=8)
-"""Time that no test is meant to reach."""
+"""No test should reach the time limit."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def run(sandbox: Sandbox, program: str, *, limits: Limits = LIMITS, stdin: bytes
     )
 
 
-# -- whatever the sandbox ----------------------------------------------------------------------------------------------
+# -- every sandbox -----------------------------------------------------------------------------------------------------
 
 
 def test_a_program_is_fed_and_listened_to(each: Sandbox) -> None:
@@ -103,7 +103,7 @@ def test_a_large_file_is_cut(each: Sandbox) -> None:
 
 
 def test_a_child_in_the_same_session_ends_with_its_program(each: Sandbox) -> None:
-    """Else its hold of standard output would be waited for."""
+    """Otherwise the sandbox would wait for the child, which holds standard output open."""
     outcome = run(each, "import subprocess\nsubprocess.Popen(['sleep', '1000'])\nprint('left')")
     assert (outcome.stdout, outcome.stopped) == (b"left\n", "")
 
@@ -131,7 +131,7 @@ def secret(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def listener() -> Iterator[int]:
-    """The port of a server on this machine's loopback."""
+    """Yield the port of a server on this machine's loopback interface."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -153,8 +153,8 @@ def test_nothing_but_its_own_folder_can_be_written(bwrap: Sandbox, path: str) ->
 
 @needs_bwrap
 def test_settings_of_the_machine_cannot_be_opened_for_writing(bwrap: Sandbox) -> None:
-    """Not even where we are root, whom the kernel takes the program for: /proc/sys/kernel/core_pattern names a program
-    that it would run as root."""
+    """Even where we are root and the kernel treats the program as root. /proc/sys/kernel/core_pattern, for example,
+    names a program that the kernel would run as root."""
     program = (
         "import os\n"
         "for folder, _, names in os.walk('/proc'):\n"
@@ -204,14 +204,14 @@ def test_a_child_in_a_session_of_its_own_ends_too(bwrap: Sandbox) -> None:
     )
     assert run(bwrap, program).stdout == b"left\n"
     while any(b"4321.5" in line for line in command_lines()):
-        time.sleep(0.01)  # the kernel ends it with its namespace, which nobody announces
+        time.sleep(0.01)  # the kernel ends it with its namespace, without any notice
 
 
 def command_lines() -> Iterator[bytes]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             yield path.read_bytes()
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
 
 

@@ -1,4 +1,4 @@
-"""Every dialect gives and trains exactly what the engine was given and gave, streamed or not."""
+"""Every dialect passes and trains exactly the engine's inputs and outputs, streamed or not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def chat(client: Client, *, stream: bool) -> str:
 
 
 def joined(events: list[tuple[str, Any]]) -> Any:
-    """The message of a stream's chunks."""
+    """Join the chunks of a stream into its message."""
     said: dict[str, Any] = {}
     assert events.pop() == ("", None)
     assert events.pop()[1]["usage"]["completion_tokens"] > 0
@@ -100,7 +100,7 @@ def streamed_blocks(events: list[tuple[str, Any]]) -> list[Any]:
 
 
 async def tokens(client: Client, *, stream: bool) -> str:
-    """A harness that renders by itself."""
+    """A harness that renders prompts itself."""
     encode = TOKENIZER(f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     for _ in range(2):
         body = {"model": "m", "token_ids": encode, "sampling_params": {"max_tokens": 1000, "logprobs": 1}}

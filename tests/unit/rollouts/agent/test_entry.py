@@ -1,4 +1,4 @@
-"""The entry for producers outside: a plain HTTP client plays samples of workers; each ends with a reason."""
+"""The entry for external producers: a plain HTTP client plays workers' samples, and each sample ends with a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "a-key"
 
 
 def ask(url: str, body: Any = None, *, key: str = KEY, path: str = "/sessions") -> tuple[int, Any]:
-    """Status and reply of a client that knows nothing but HTTP; GET without a body."""
+    """Return status and reply of a plain HTTP client's request; GET if there is no body."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data=data, headers={"Authorization": f"Bearer {key}"})
     try:
@@ -39,7 +39,7 @@ async def asked(url: str, *arguments: Any, **named: Any) -> tuple[int, Any]:
 
 
 async def said(session: dict[str, Any]) -> str:
-    """What the model says to the session's prompt."""
+    """Return the model's answer to the session's prompt."""
     body = {"model": session["model"], "messages": session["task"]["messages"]}
     status, reply = await asked(session["base_url"], body, key=session["api_key"], path="/v1/chat/completions")
     assert status == 200, reply
@@ -69,7 +69,7 @@ async def worker(url: str, folder: Path, **options: Any) -> AsyncIterator[Agent]
 
 
 async def until(url: str, **counts: int) -> None:
-    """Until the entry counts so many."""
+    """Wait until the entry reports these counts."""
     while not counts.items() <= (await asked(url))[1].items():
         await asyncio.sleep(0.01)
 
@@ -112,7 +112,7 @@ async def test_a_session_that_is_abandoned_or_out_of_time_fails_its_sample_with_
         async with worker(entry.url, tmp_path, timeout_seconds=0.05, on_timeout="fail") as short:
             sample = tasks.create_task(outcome(short, group(1)))
             await until(entry.url, waiting=1)
-            await asyncio.sleep(0.1)  # longer than the limit: nobody has begun it
+            await asyncio.sleep(0.1)  # longer than the limit, but no producer has begun it
             session = (await asked(entry.url, {}))[1]
             assert "took longer than timeout_seconds" in await sample
             status, reply = await asked(entry.url, {"reward": 1}, path=f"/sessions/{session['session']}/end")
@@ -138,7 +138,7 @@ async def test_an_entry_that_is_started_again_goes_on_with_the_sessions_of_its_w
         session = (await asked(url, {}))[1]
         await first.aclose()
         await stack.enter_async_context(Entry(host="127.0.0.1", port=port, key=KEY).serving())
-        await until(url, waiting=1, playing=1)  # it is not handed out again
+        await until(url, waiting=1, playing=1)  # the session is not handed out again
         await said(session)
         assert (await asked(url, {"reward": 1}, path=f"/sessions/{session['session']}/end"))[0] == 200
         other = (await asked(url, {}))[1]
@@ -224,7 +224,7 @@ def test_the_key_is_its_owners_alone_and_stays(tmp_path: Path) -> None:
 
 
 async def outcome(agent: Agent, prompt: PromptGroup) -> str:
-    """Why its sample fails."""
+    """Return the reason why the sample fails."""
     with pytest.raises(RolloutError) as error:
         await agent(prompt, Scripted(["yes"]), index=0)
     return str(error.value)

@@ -1,4 +1,4 @@
-"""The rollout function "agent": a harness plays against the endpoint, and its sample is trained, also after a kill."""
+"""The rollout function "agent": a harness plays against the endpoint, and its sample is trained, even after a kill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = PromptGroup(
 
 
 def agent(play: Any, **options: Any) -> Agent:
-    """Its harness is ``play`` in this process."""
+    """An agent whose harness is ``play`` in this process."""
     made = Agent(TOKENIZER, Options(harness=PLAYER, **options))
 
     async def close() -> None:
@@ -121,7 +121,7 @@ def test_a_wrong_option_is_refused_in_one_line(options: dict[str, Any], says: st
 
 
 async def test_a_worker_killed_under_an_agent_loses_no_call_that_was_saved(bus: Bus) -> None:
-    """Two calls at once, and a third that continues the first. The second worker asks for the two in another order."""
+    """Two calls at once, and a third that continues the first. The second worker swaps the first two calls."""
 
     def player(order: int) -> Any:
         async def play(task: Task, endpoint: Endpoint) -> float:
@@ -153,7 +153,7 @@ async def test_a_worker_killed_under_an_agent_loses_no_call_that_was_saved(bus: 
         (group,) = await heir.until_published(bus, 1)
     await first.close()
     await second.close()
-    assert sorted(begin for _, _, begin in heir.engine.asked) == [10, 10]  # the third calls, but for the newest token
+    assert sorted(begin for _, _, begin in heir.engine.asked) == [10, 10]  # third calls, without the newest token
     assert heir.partial_rollouts.discarded_tokens == 0
     sampled = sum(int(one.response_mask.sum()) for one in group.trajectories)
     assert sampled == 2 * (20 + 20 + 30)

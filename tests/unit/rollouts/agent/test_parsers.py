@@ -1,4 +1,4 @@
-"""What an answer's text says: reasoning, content, calls. Nothing that was said is left out."""
+"""Parsing an answer's text into reasoning, content and calls. No text is lost."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def parsed(text: str, *, parser: Parser = PLAIN, in_thought: bool = False) -> Pa
     [
         ("hi", False, None, "hi"),
         ("<think>\nwell\n</think>\n\nhi", False, "well", "hi"),
-        ("well\n</think>\n\nhi", True, "well", "hi"),  # the template opened it
-        ("<think>\nwe", False, "<think>\nwe", ""),  # it was cut
+        ("well\n</think>\n\nhi", True, "well", "hi"),  # the template opened the thought
+        ("<think>\nwe", False, "<think>\nwe", ""),  # the answer was cut
         ("we", True, "we", ""),
     ],
 )
@@ -48,9 +48,9 @@ BROKEN = [
     "<tool_call>\n[1]\n</tool_call>",
     '<tool_call>{"name": 3}</tool_call>',
     '<tool_call>{"name": "", "arguments": {}}</tool_call>',
-    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',  # no JSON to a client in another language
+    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',  # not JSON for clients in other languages
     '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
-    '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',  # no text: it could not be sent again
+    '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',  # not text: could not be sent again
     '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
     f'<tool_call>{{"name": "add", "arguments": {"[" * 5000}{"]" * 5000}}}</tool_call>',
     f'<tool_call>{{"name": "add", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>',
@@ -82,7 +82,7 @@ def test_sglangs_parsers_read_the_same_and_lose_nothing_that_was_said() -> None:
         assert (other.reasoning or "").strip() == (ours.reasoning or "")
         assert other.content.strip() == ours.content
         assert [(n, json.loads(a)) for n, a in other.calls] == [(n, json.loads(a)) for n, a in ours.calls]
-    assert LOST in parsed(LOST, parser=theirs).content  # SGLang's gives nothing at all of it
+    assert LOST in parsed(LOST, parser=theirs).content  # SGLang's parser returns nothing of it
     with pytest.raises(Refused, match="tools: "):
         theirs.check([{"type": "function", "function": {"parameters": {}}}])
     with pytest.raises(ConfigError, match="SGLang has no 'qwen99'; known: .*qwen25"):

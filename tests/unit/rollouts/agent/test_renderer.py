@@ -1,6 +1,6 @@
-"""A renderer writes, continues and reads as the chat template does, and is taken only where it is known to fit.
+"""A renderer writes, continues and reads like the chat template, and is used only where it is known to fit.
 
-The renderer itself is tested where the package is installed; what is kept of it, by a stand-in, everywhere.
+The renderer itself is tested where its package is installed. Our code around it is tested everywhere, with a stand-in.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ needs_package = pytest.mark.skipif(
     importlib.util.find_spec("renderers") is None, reason="renderers is not installed (bin/install dev)"
 )
 
-# Qwen3's format: thinking since the last question, an empty thought in a last answer, one turn for results of tools.
+# Qwen3's format: thoughts since the last question, an empty thought in a last answer, one turn for tool results.
 QWEN3 = """
 {%- set last = namespace(at=messages | length - 1, found=false) -%}
 {%- for m in messages | reverse if m.role == 'user' and not last.found -%}
@@ -107,7 +107,7 @@ def generation(tokens: Sequence[int]) -> Generation:
     )
 
 
-# -- a real one --------------------------------------------------------------------------------------------------------
+# -- a real renderer ---------------------------------------------------------------------------------------------------
 
 
 @needs_package
@@ -151,7 +151,7 @@ async def test_an_answer_cut_in_its_reasoning_is_continued_and_trained_as_it_was
         await client.say(messages)
     assert client.check() == 1
     text = client.session.chat_format.decode(client.engine.given[1])
-    assert "abcd</think><|im_end|>\n<|im_start|>user\nmore<|im_end|>" in text  # the renderer ends the thought
+    assert "abcd</think><|im_end|>\n<|im_start|>user\nmore<|im_end|>" in text  # the renderer closes the thought
 
 
 @needs_package
@@ -189,14 +189,14 @@ def test_half_of_a_surrogate_pair_is_refused_by_a_renderer_too() -> None:
         chosen().render([{"role": "user", "content": "\ud800"}], [])
 
 
-# -- which one ---------------------------------------------------------------------------------------------------------
+# -- choosing a renderer -----------------------------------------------------------------------------------------------
 
 
 @needs_package
 def test_a_model_is_known_by_its_folder_in_whatever_place_it_lies() -> None:
     cache = "/cache/models--Qwen--Qwen3-0.6B/snapshots/abc"
     assert _candidates(cache) == _candidates("/x/Qwen/Qwen3-0.6B/") == ["qwen3"]
-    assert _candidates("/models/Qwen3-0.6B") == ["prime-qwen3", "qwen3"]  # two publishers: what they write decides
+    assert _candidates("/models/Qwen3-0.6B") == ["prime-qwen3", "qwen3"]  # two publishers: the rendered text decides
     assert _candidates("runs/my-model") == _candidates("") == []
 
 
@@ -207,7 +207,7 @@ def test_a_model_is_known_by_its_folder_in_whatever_place_it_lies() -> None:
         ("/models/Qwen3-8B", {}, "written and read by the renderer 'qwen3'"),
         ("/models/my-tune", {}, "chat template: renderers knows no model of the name '/models/my-tune'"),
         ("/models/Qwen3-8B", {"date": "today"}, "chat template: 'qwen3' does not fit the model: Unsupported"),
-        ("/models/GLM-4.5-Air", {}, "chat template: 'glm-4.5' does not fit the model"),  # its tokens are not there
+        ("/models/GLM-4.5-Air", {}, "chat template: 'glm-4.5' does not fit the model"),  # its tokens are missing
     ],
 )
 def test_one_line_says_what_writes_the_conversations(
@@ -274,11 +274,11 @@ def test_an_agent_takes_the_renderer_of_its_model() -> None:
     assert isinstance(Agent(made, Options(harness=HARNESS, renderer="none"))._chat_format, TemplateFormat)
 
 
-# -- what is kept of any renderer --------------------------------------------------------------------------------------
+# -- our code around any renderer --------------------------------------------------------------------------------------
 
 
 class Theirs:
-    """A renderer that answers what a test says."""
+    """A renderer that returns the answers of the test."""
 
     def __init__(self, **answers: Any) -> None:
         self._answers = answers

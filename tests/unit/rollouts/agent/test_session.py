@@ -1,4 +1,4 @@
-"""A session continues what was sampled, begins a new sequence where history was rewritten, and answers retries."""
+"""A session continues its samples, begins a new sequence where the history was rewritten, and answers retries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAID = [CALL, ANSWER, "<think>\nAgain?\n</think>\n\nStill 42, the same."]
 
 
 async def conversation(client: Client, rewrite: Callable[[Any], Any] = lambda said: said) -> list[Any]:
-    """A question, a tool's call and result, an answer, and a second question."""
+    """Play a question, a tool call with its result, an answer, and a second question."""
     messages: list[Any] = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "40 + 2 = ?"}]
     for question in ("Sure?", ""):
         while True:
@@ -69,7 +69,7 @@ async def test_with_thinking_as_in_the_template_a_second_question_begins_a_new_s
 
 
 async def test_what_the_next_turn_is_given_is_what_the_template_would_write() -> None:
-    """But for the thinking, which is kept."""
+    """Except for the thinking, which is kept."""
     async with Client(Scripted(SAID)) as client:
         messages = await conversation(client)
     rendered = TOKENIZER.decode(Template(TOKENIZER).render(messages[:-1], TOOLS))
@@ -220,7 +220,7 @@ async def test_an_engine_that_fails_ends_the_sample_as_it_does_everywhere(error:
     with pytest.raises(type(error), match=str(error)):
         async with Client(generate) as client:
             await client.chat([{"role": "user", "content": "hi"}], status=503)
-            await asyncio.Event().wait()  # the harness does not notice
+            await asyncio.Event().wait()  # the harness does not notice the failure
 
 
 async def test_an_error_of_the_harness_is_not_hidden_in_a_group() -> None:

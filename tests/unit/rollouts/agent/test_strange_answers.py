@@ -1,4 +1,4 @@
-"""Answers that a policy may sample and nobody would write: agents read each and go on from it, in every dialect."""
+"""Odd answers that a policy may sample: agents read each one and continue from it, in every dialect."""
 
 from __future__ import annotations
 

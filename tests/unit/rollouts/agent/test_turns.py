@@ -1,4 +1,4 @@
-"""Turns make sequences: each answer is trained once, on exactly what it continued."""
+"""Turns form sequences: each answer is trained once, on exactly the context that it continued."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def turn(number: int, given: list[int], said: list[int], parent: Turn | None = N
 
 
 def test_a_branch_begins_with_what_it_shares_as_its_prompt() -> None:
-    r"""0 -> 1 -> 2, and 0 -> 3: the second sequence trains 3 alone."""
+    r"""0 -> 1 -> 2, and 0 -> 3: the second sequence trains only 3."""
     turns = Turns()
     root = turn(0, [1, 2], [3])
     first = turn(1, [4], [5, 6], root)

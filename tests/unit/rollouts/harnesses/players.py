@@ -1,4 +1,4 @@
-"""Harnesses of a user's, which children import."""
+"""A user's harnesses, which child processes import."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def hoards(task, endpoint):  # type: ignore[no-untyped-def]
 
 
 async def waits(task, endpoint):  # type: ignore[no-untyped-def]
-    """Says that it has begun, and, when it is cancelled, that."""
+    """Records that it has begun, and records its cancellation."""
     folder = Path(task.prompt)
     (folder / "begun").write_text(f"{os.getpid()}\n")
     try:
@@ -54,7 +54,7 @@ async def waits(task, endpoint):  # type: ignore[no-untyped-def]
 
 
 async def blocks(task, endpoint):  # type: ignore[no-untyped-def]
-    """Never lets its event loop go on, and has a program of its own."""
+    """Blocks its event loop forever and has started a program."""
     if task.prompt:
         command = [sys.executable, "-S", "-I", "-c", "import time; time.sleep(1000)"]
         program = subprocess.Popen(command)  # noqa: ASYNC220 - as users do

@@ -1,4 +1,4 @@
-"""What tests of harnesses share: a task, an endpoint that nobody serves, and programs of a few lines."""
+"""Shared by the harness tests: a task, an endpoint that is not served, and short programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def python(script: str) -> list[str]:
 
 
 def is_gone(pid: int) -> bool:
-    """It has ended; a zombie has."""
+    """Whether the process has ended; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""harness = "command": what a program gets, what is taken from it, and what becomes of one that fails."""
+"""harness = "command": what a program receives, what is read from it, and what happens when it fails."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_limits_that_cannot_be_are_refused() -> None:
 
 def test_a_harness_is_found_by_name_or_address_and_a_mistake_is_told_in_one_line() -> None:
     load_harness("command", {"command": ["python3"]}, limits=Limits())
-    load_harness("no_such_package.module:Harness", {"processes": 2}, limits=Limits())  # a child is to import it
+    load_harness("no_such_package.module:Harness", {"processes": 2}, limits=Limits())  # a child process will import it
     for name, options, problem in (
         ("comand", {}, "rollout.options.harness: 'comand' is unknown; did you mean 'command'?"),
         ("my pkg:Harness", {}, "rollout.options.harness: 'my pkg:Harness' is not an address"),

@@ -1,4 +1,4 @@
-"""A program ends with everything that it has started."""
+"""A program ends together with everything that it started."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_program_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     )
     os.close(read)
     orphan = int(asyncio.run(read_when_there(tmp_path / "pid")))
-    holder.kill()  # it alone holds the other end
+    holder.kill()  # only the holder has the other end
     holder.wait()
     assert kept.wait() == 1
     assert is_gone(orphan)
@@ -75,7 +75,7 @@ async def test_a_program_says_in_words_how_it_ended() -> None:
 
 
 async def test_a_program_and_its_children_may_take_so_much_memory_together() -> None:
-    hog = "import os, time\nos.fork()\nheld = b'x' * (120 * 2**20)\ntime.sleep(1000)"  # two of 120 MiB
+    hog = "import os, time\nos.fork()\nheld = b'x' * (120 * 2**20)\ntime.sleep(1000)"  # two processes of 120 MiB
     program = await Program.start(python(hog), environment=ENVIRONMENT, memory_mib=200)
     assert await program.ended() == "took more than memory_mib = 200 of memory"
     await program.end()

@@ -1,4 +1,4 @@
-"""harness = "package.module:Harness": samples in a pool of children, and what becomes of children that fail."""
+"""harness = "package.module:Harness": samples run in a pool of children; failed children are handled."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_harness_that_no_child_could_play_is_refused_before_the_run_starts(
 )
 def test_a_harness_that_can_be_called_passes(module: str, tmp_path: Path) -> None:
     (tmp_path / "my_harness.py").write_text(module)
-    PythonHarness("my_harness:play", Options(directory=str(tmp_path))).check_machine()  # raises ConfigError else
+    PythonHarness("my_harness:play", Options(directory=str(tmp_path))).check_machine()  # would raise ConfigError
 
 
 async def test_samples_at_once_are_shared_among_children() -> None:
@@ -114,7 +114,7 @@ async def test_a_child_that_dies_is_replaced() -> None:
 
 
 async def test_a_child_that_holds_too_much_memory_is_replaced_after_its_last_sample() -> None:
-    async with pool("hoards", memory_mib=60) as harness:  # it holds 64 more, and is killed above 120 only
+    async with pool("hoards", memory_mib=60) as harness:  # holds 64 MiB more; killed only above 120 MiB
         first = await harness(TASK, ENDPOINT)
         await until_gone(int(first.metrics["pid"]))
         second = await harness(TASK, ENDPOINT)

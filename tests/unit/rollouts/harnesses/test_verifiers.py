@@ -1,4 +1,4 @@
-"""harness = "verifiers", on packages with the part of its two interfaces that we use."""
+"""harness = "verifiers", on fake packages with the parts of its two interfaces that we use."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def harness(folder: Path, **files: str) -> AsyncIterator[VerifiersHarness]
 
 
 def install(folder: Path, files: dict[str, str]) -> None:
-    """A virtual environment with a package verifiers of these files."""
+    """Create a virtual environment with a package ``verifiers`` made of ``files``."""
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "verifiers").mkdir()

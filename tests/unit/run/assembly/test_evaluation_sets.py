@@ -1,4 +1,4 @@
-"""Data sets as they are asked: every prompt, in the order of the file, or a reason why not."""
+"""Evaluation data sets: every prompt in the order of the file, or the reason why not."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_answers_that_are_recorded_whole_must_fit_too(tmp_path: Path) -> None:
 
 
 def test_answers_of_several_turns_may_fill_the_context(tmp_path: Path) -> None:
-    """What tools answer is recorded like what was sampled, and no limit but the model's context holds for both."""
+    """Tool results are recorded like samples, and only the model's context limits the two together."""
     its = opened(tmp_path, samples=1)
     longest = max(len(one.tokens) for one in its.questions)
     needed = ANSWER_BYTES * 3 * 2 + TOKEN_BYTES * 64 + PROMPT_TOKEN_BYTES * longest

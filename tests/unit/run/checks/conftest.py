@@ -1,4 +1,4 @@
-"""A run file of the demo's task."""
+"""A run file based on the demo task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `asyncrl check` says of [evaluation]: a share that cannot be kept to, and a best model that could never be."""
+"""`asyncrl check` on [evaluation]: a share that cannot be kept, and a best model that can never exist."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_command_says_it_once_and_goes_on(
 
 
 def test_a_best_model_by_a_majority_of_rows_without_labels_is_refused(run_file: Path, tmp_path: Path) -> None:
-    """`asyncrl check` refuses it, and the learner by the same function, which opens the data sets."""
+    """`asyncrl check` and the learner refuse it with the same function, which opens the data sets."""
     rows = tmp_path / "rows.jsonl"
     lines = [{"prompt": "1", "label": "2"}, {"prompt": "12"}, {"prompt": "123", "label": "4"}]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""Two processes have the same checksums when they run the same code with the same functions."""
+"""Two processes have the same checksums if they run the same code with the same functions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_line_or_a_name_that_differs_makes_another_checksum(package: Path) -> 
         ('reward.rows={code = "json:loads"}', True),
         ('rollout.function="json:loads"', True),
         ('data.reward_key="kind"', True),
-        ("rollout.max_running=3", False),  # a machine's own
+        ("rollout.max_running=3", False),  # specific to a machine
         ("reward.timeout_seconds=3", False),
         ('model.path="elsewhere"', False),
     ],

@@ -1,4 +1,4 @@
-"""A run is resumed where its checkpoints are; from elsewhere that is said at once."""
+"""A run is resumed only where its checkpoints are; elsewhere it is refused at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_run_whose_log_begins_behind_a_checkpoint_is_not_begun_anew(bus:
 
 
 async def test_a_run_that_is_finished_is_not_begun_anew(bus: Bus, run: RunConfig) -> None:
-    """Also when its log was kept."""
+    """Even if its log was kept."""
     await bus.put(PROGRESS, dataclasses.replace(progress(3), finished=True))
     await publish_groups(bus, 0)
     with pytest.raises(ConfigError, match=REFUSED):
@@ -89,8 +89,8 @@ def damaged_checkpoint(run: RunConfig) -> None:
 @pytest.mark.parametrize("name", ["checkpoints", "weights"])
 @pytest.mark.parametrize("is_loop", [False, True])
 def test_what_is_no_folder_in_the_place_of_one_is_refused_in_one_line(run: RunConfig, name: str, is_loop: bool) -> None:
-    """Six restarts would end the run, and none would find it otherwise."""
-    resume_checks.refuse_others(run)  # never begun
+    """Otherwise the run would end after six restarts, none of which could help."""
+    resume_checks.refuse_others(run)  # the run has never begun
     path = run.run_directory / name
     path.mkdir(parents=True)
     resume_checks.refuse_others(run)

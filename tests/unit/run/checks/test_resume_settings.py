@@ -1,4 +1,4 @@
-"""A resumed run goes on as the model and backend that it was begun with."""
+"""A resumed run keeps the model and the backend with which it began."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def begin(run: RunConfig) -> None:
 
 
 def test_checkpoints_of_another_backend_are_refused_at_once(run: RunConfig) -> None:
-    resume_settings.refuse_others(run)  # never begun
+    resume_settings.refuse_others(run)  # the run has never begun
     begin(run)
     other = set_to(run, "learner.backend=reference")
     resume_settings.refuse_others(other)  # no checkpoint yet

@@ -1,4 +1,4 @@
-"""`asyncrl check` refuses what the learner, an engine or a bus would refuse when it starts, by the same functions."""
+"""`asyncrl check` refuses what the learner, an engine or a bus would refuse at its start, with the same functions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RunMaker = Callable[..., RunConfig]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model and prompts."""
+    """A folder with the demo's model and prompts."""
     path = tmp_path_factory.mktemp("task")
     demo_task.write(path)
     return path
@@ -137,7 +137,7 @@ def test_layouts_that_do_not_fit_the_model_are_refused(make_run: RunMaker, setti
         ),
         (
             ["learner.ranks=2", "learner.expert_tensor_parallel=2"],
-            "learner.expert_tensor_parallel: experts are not cut",
+            "learner.expert_tensor_parallel: an expert cannot be split",
         ),
         (
             ["learner.ranks=2", "learner.tensor_parallel=2", "learner.sequence_parallel=off"],
@@ -161,7 +161,7 @@ def test_the_models_beside_the_policy_are_looked_at_too(make_run: RunMaker, fold
     reference = ["reference.kl_coef=0.1", f"reference.path={json.dumps(str(odd))}"]
     with pytest.raises(ConfigError, match="reference.path: .* does not support .* with attention_bias"):
         check(make_run(*reference))
-    check(make_run(reference[1]))  # kl_coef 0: it is not loaded
+    check(make_run(reference[1]))  # kl_coef is 0, so it is not loaded
 
 
 def test_other_backends_take_what_megatron_does_not(make_run: RunMaker, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_other_backends_take_what_megatron_does_not(make_run: RunMaker, tmp_path
 
 @pytest.fixture
 def installed_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of that name whose import fails: it may be read only."""
+    """A package named sglang whose import fails: the check may only read it."""
     package = tmp_path / "packages" / "sglang"
     (package / "srt" / "arg_groups" / "fields").mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('imported')")
@@ -199,7 +199,7 @@ def test_an_argument_that_the_installed_sglang_does_not_know_is_refused(make_run
     with pytest.raises(ConfigError, match=r"no option 'mem-fraction'.*did you mean|no option 'mem-fractoin-static'"):
         check(run("mem-fractoin-static = 0.8"))
     check(run("mem_fraction_static = 0.8, disable-cuda-graph = true"))
-    check(run("mem-frac = 0.8"))  # a server takes abbreviations
+    check(run("mem-frac = 0.8"))  # a server accepts abbreviations
 
 
 @pytest.mark.parametrize("name", ["port", "--model_path", "weight-version"])
@@ -303,7 +303,7 @@ def test_a_run_directory_that_is_a_file_is_refused(make_run: RunMaker, tmp_path:
 def test_every_row_needs_the_label_that_its_reward_compares_with(make_run: RunMaker, tmp_path: Path) -> None:
     data = tmp_path / "unlabelled.jsonl"
     data.write_text('{"prompt": "12"}\n')
-    summarize(make_run(f"data.path={data}"))  # a reward of the user's own may look at the prompt alone
+    summarize(make_run(f"data.path={data}"))  # a user's own reward may need only the prompt
     for kind in ("exact", "math"):
         with pytest.raises(ConfigError, match=f"unlabelled.jsonl:1: no label .* and reward.kind = '{kind}' compares"):
             summarize(make_run(f"data.path={data}", f"reward.kind={kind}"))
@@ -368,7 +368,7 @@ def test_engines_need_every_version_where_they_sample(make_run: RunMaker) -> Non
 
 
 def test_a_rollout_function_of_ones_own_says_that_it_samples_nothing(make_run: RunMaker) -> None:
-    """It is checked as "given" is."""
+    """It is checked like "given"."""
     name = "tests.unit.run.checks.test_run_file:copied"
     own = (f"rollout.function={name}", "weights.every_steps=1000")
     with pytest.raises(ConfigError, match=f'^rollout.function: "{name}" takes the answers'):
@@ -389,4 +389,4 @@ def test_data_that_ends_before_one_batch_is_refused_and_whole_batches_are_promis
     few = [f"data.path={tmp_path / 'few.jsonl'}", "run.steps=100"]
     with pytest.raises(ConfigError, match=r"data.epochs: 3 rows x 1 are no batch of learner.groups_per_batch = 4"):
         summarize(make_run(*few, "data.epochs=1"))
-    assert summarize(make_run(*few, "data.epochs=3")).num_trained_prompts == 8  # of 9
+    assert summarize(make_run(*few, "data.epochs=3")).num_trained_prompts == 8  # of 9 prompts

@@ -1,4 +1,4 @@
-"""What a run file may say of sampling, optimizer steps and data: each mistake is one line."""
+"""Sampling, optimizer steps and data in a run file: each mistake gives a one-line error."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
     [
         (
             ["learner.freeze=['embd_tokens']"],
-            "'embd_tokens' is in the name of no parameter of the model, such as model",
+            "'embd_tokens' matches no parameter of the model; names look like model",
         ),
         (["learner.freeze=['(']"], r"freeze: '\(' is not a regular expression"),
         (["learner.freeze=['.']"], "leave no parameter to train"),
@@ -76,7 +76,7 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
         (["learner.megatron={deterministic_mod=true}"], "did you mean deterministic_mode?"),
         (["learner.megatron={num_layers=3}"], "num_layers is set by asyncrl"),
         (["learner.megatron={pipeline_model_parallel_size=2}"], "is set by asyncrl, from the model or other keys"),
-        (["learner.megatron={mtp_num_layers=1}"], "is for what asyncrl's model does not do"),
+        (["learner.megatron={mtp_num_layers=1}"], "is for a feature that asyncrl does not support"),
         (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
         (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], 'this is "reference"'),
     ],
@@ -160,7 +160,7 @@ def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
         (["learner.lora={rank=4, modules=['q_proj', 'k_proj', 'v_proj']}"], "learner.lora.modules=['no_such']"),
     ):
         check(config.load(run_file, chosen))
-        with pytest.raises(ConfigError, match="no_such"):  # it is looked at, and not passed over
+        with pytest.raises(ConfigError, match="no_such"):  # the setting is checked, not skipped
             check(config.load(run_file, [*chosen, unknown]))
 
 

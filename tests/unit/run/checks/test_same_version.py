@@ -1,4 +1,4 @@
-"""A learner does not start beside processes of another message schema, and a worker does not follow one."""
+"""A learner does not start next to processes of another message schema; a worker does not follow such a learner."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_learner_is_refused_while_a_worker_of_another_schema_is_up(bus_f
 
 
 async def test_who_only_says_so_keeps_no_learner_out(bus_factory: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A worker that joined may say anything of itself, and would end the run when its learner is restarted."""
+    """A joined worker may report any schema; if that counted, it would end the run at the learner's next restart."""
     bus = await bus_factory()
     await bus.put(ACTORS, beat(1, schema=1), key="w3")
     beating = asyncio.create_task(keep_beating(bus, schema=1))

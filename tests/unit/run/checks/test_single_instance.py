@@ -1,4 +1,4 @@
-"""Who has a name in a run keeps it while it lives, and not a moment longer."""
+"""A process keeps its name in a run while it lives, and not longer."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ asyncio.run(main())
 
 
 async def test_who_was_killed_has_its_name_no_more(nats_server: EmbeddedServer, connect: Any) -> None:
-    """Whoever is started in its place waits neither for its heartbeat to die nor for a lease."""
+    """The replacement waits neither for the heartbeat to expire nor for a lease."""
     bus = await connect(nats_server, run="killed")
     command = [sys.executable, "-c", HOLDER, nats_server.url, nats_server.token, json.dumps(BUS_SIZES)]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=ROOT)
@@ -116,7 +116,7 @@ async def test_who_was_killed_has_its_name_no_more(nats_server: EmbeddedServer, 
 
 
 class TornBus(MemoryBus):
-    """One that loses who serves there."""
+    """A bus that forgets which processes serve on it."""
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Any) -> AsyncIterator[Any]:
@@ -142,7 +142,7 @@ async def test_what_fails_inside_is_raised_as_it_is(bus: Bus) -> None:
 
 
 class OldServer(MemoryBus):
-    """One whose roles know nothing of these services."""
+    """A bus whose roles do not know these services."""
 
     async def ask(self, *_: Any, **__: Any) -> None:
         raise Forbidden("the role or run may not do this")

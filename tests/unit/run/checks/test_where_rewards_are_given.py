@@ -1,4 +1,4 @@
-"""What is refused of rewards depends on which machine gives them."""
+"""Which rewards are refused depends on the machine that computes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_machine_needs_what_a_reward_needs_only_where_it_grades(
         (check_worker, rollout_worker),
         (check, rollout_worker),
         (check_reward_worker, reward_worker),
-        (check, reward_worker),  # which starts both
+        (check, reward_worker),  # this starts both
         (check, config.load(run_file, [*CODE, "reward.workers=1", "rollout.workers=0"])),
     ):
         with pytest.raises(ConfigError, match="^reward code: sandbox"):

@@ -1,4 +1,4 @@
-"""What was heard of others is kept over restarts, by processes side by side, in a file that does not grow."""
+"""Records of other actors' messages survive restarts and parallel processes, in a file that does not grow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path, text: str) -> None:
 
 
 def test_it_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anybody with the bus's password may make as many keys as it likes."""
+    """Anyone with the bus's password can make any number of keys."""
     monkeypatch.setattr(heard_file, "MOST", 10)
     for number in range(5):
         heard_file.save(
@@ -52,5 +52,5 @@ async def test_a_disk_that_does_not_take_it_at_the_end_is_said(
     async with heard_file.kept(folder, heard):
         assert not heard.is_old(W0, (5, 7), seconds_to_live=15.0)
         folder.rmdir()
-        folder.touch()  # no file can be made in what is no folder
+        folder.touch()  # no file can be created inside a file
     assert caplog.messages[-1] == f"{folder / 'heard'}: cannot be written: File exists; what was heard last is not kept"

@@ -1,4 +1,4 @@
-"""The learner's key: made with the run, kept as long as it, secret; and whom each role believes."""
+"""The learner's key: created with the run, kept as long as the run, and secret; and the keys that each role trusts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.harness.buses import progress
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    """A run whose folder is there, and nothing in it."""
+    """A run whose folder exists and is empty."""
     made = config.load(ROOT / "examples" / "demo.toml", [f"run.directory={tmp_path}"])
     made.run_directory.mkdir()
     return made
@@ -72,7 +72,7 @@ def test_of_processes_that_make_it_at_once_all_have_the_same(run: RunConfig, mon
     generate, together = signing_keys.SigningKey.generate, threading.Barrier(4)
 
     def slowly() -> SigningKey:
-        time.sleep(0.05)  # others are in the middle of it, too
+        time.sleep(0.05)  # other threads are in the middle of it, too
         return generate()
 
     def made() -> str:
@@ -122,8 +122,8 @@ def test_a_worker_believes_the_key_it_is_told_then_the_folders_then_the_first(ru
 
 
 def test_a_worker_of_a_run_that_has_lost_its_keys_believes_no_earlier_learner(run: RunConfig) -> None:
-    """`asyncrl run` gives workers keys if the run has them. What a learner signed before they were removed is still on
-    the bus: believed, it would make all that the present one says a stranger's."""
+    """`asyncrl run` gives workers keys if the run has them. Messages that a learner signed before the keys were removed
+    are still on the bus. If a worker trusted them, it would reject all messages of the current learner."""
     assert not signing_keys.signatures(run, role="rollout-worker")._learns
     own = SigningKey.generate()
     assert signing_keys.signatures(run, role="rollout-worker", own=own)._learns
@@ -163,7 +163,7 @@ def test_a_folder_or_a_link_to_itself_in_the_place_of_the_key_is_refused_in_one_
 def test_keys_that_a_disk_did_not_take_are_made_at_the_next_start(
     run: RunConfig, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full at the first or at the second of the two files."""
+    """The disk is full at the first or the second of the two files."""
     keys, rename = run.run_directory / "keys", Path.rename
 
     def full(path: Path, target: Path) -> Path:
@@ -191,7 +191,7 @@ def test_a_public_key_that_is_none_is_refused_in_one_line_until_the_learner_writ
 
 
 def test_all_connections_of_a_process_are_one_life_that_is_taken_once(run: RunConfig) -> None:
-    """A disk that fails when a connection is made anew must not look like a bus that is away."""
+    """A disk failure during a reconnect must not look like an unreachable bus."""
     keys, reader = run.run_directory / "keys", signing_keys.signatures(run, role="learner")
     assert not reader.open(PROGRESS, "", learners(run)).problem
     life = keys / "life"
@@ -231,7 +231,7 @@ def learners(run: RunConfig) -> bytes:
 
 
 def written(folder: Path, *words: str) -> Path:
-    """What `bin/nats-config demo` writes."""
+    """Write the files of `bin/nats-config demo`."""
     nats_config.main(["demo", "--directory", str(folder), *words])
     return folder / "demo"
 

@@ -1,4 +1,4 @@
-"""A rollout worker that the launcher starts has a key, and its name is bound to it for as long as it runs."""
+"""A rollout worker that the launcher starts has a key, and its name is bound to that key while it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEARNER = "l" * 64
 
 
 class Started:
-    """A launcher that keeps what it was told to start."""
+    """A launcher that records its start requests."""
 
     places = False
 
@@ -79,7 +79,7 @@ async def test_it_keeps_its_key_over_restarts_of_itself_and_of_the_launcher(tmp_
 async def test_each_of_its_starts_is_a_later_life_whatever_the_clock_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else what it says after the clock went back would be old (messages/freshness.py), and it would seem dead."""
+    """Otherwise its messages would be old after the clock goes back (messages/freshness.py): it would seem dead."""
     inner, lives = Started(), []
     for now in (2_000_000_000, 1_000_000_000, 1_000_000_000, 3_000_000_000):
         monkeypatch.setattr(key_files.time, "time_ns", lambda now=now: now * 10**9)
@@ -87,7 +87,7 @@ async def test_each_of_its_starts_is_a_later_life_whatever_the_clock_says(
         for name in (WORKER_KEY_VARIABLE, WORKER_LIFE_VARIABLE):
             monkeypatch.setenv(name, inner.specs[-1].environment[name])
         lives.append(worker_keys.identity("w0", os.environ).life)
-        assert WORKER_LIFE_VARIABLE not in os.environ  # whom it starts does not inherit it
+        assert WORKER_LIFE_VARIABLE not in os.environ  # its child processes do not inherit the life
     assert lives == sorted(set(lives))
 
 

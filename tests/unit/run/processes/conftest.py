@@ -1,4 +1,4 @@
-"""The process manager on a stage."""
+"""The process manager with fake processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is started, drained and refused when a fleet is told to have another size, and what `asyncrl scale` says."""
+"""Which processes are started, drained or refused when a fleet is resized, and what `asyncrl scale` prints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_new_workers_take_the_lowest_free_names_and_the_newest_leave_first
     status = await it.ask(2)
     await it.until_up("w0", "w1", "w3")
     assert (status.workers, "w3" in status.draining) == (("w0", "w1"), True)
-    await it.ask(4)  # w3 still has its name
+    await it.ask(4)  # w3 still holds its name
     await it.until_up("w0", "w1", "w2", "w3", "w4")
     await it.ask(0)
     await it.until(lambda: set(it.names) == {"learner", "w3"})
@@ -46,7 +46,7 @@ async def test_reward_workers_come_and_go_beside_rollout_workers(stage: Callable
     it.launcher.named("r2").drains = False
     assert "r2" in (await it.ask(1, reward_workers=1)).draining
     await it.until_up("w0", "r0", "r2")
-    await it.ask(None, reward_workers=2)  # r2 still has its name
+    await it.ask(None, reward_workers=2)  # r2 still holds its name
     await it.until_up("w0", "r0", "r1", "r2")
     assert it.launcher.named("r2").signals == [15]
     assert await it.end() == 0
@@ -57,7 +57,7 @@ async def test_where_rollout_workers_grade_reward_workers_are_refused_in_one_lin
     await it.until_up("w0", "w1")
     with pytest.raises(NoRoom, match=r"reward\.workers is 0, so rollout workers grade; .*stays at 0 reward workers$"):
         await scale._ask(it.bus, "demo", FleetSize(reward_workers=2), seconds=60)
-    while (await it.bus.states(FLEET))[""].reward_workers != 0:  # what it comes back with
+    while (await it.bus.states(FLEET))[""].reward_workers != 0:  # the size after a restart
         await asyncio.sleep(0.01)
     await it.until_up("w0", "w1")
     assert await it.end() == 0
@@ -144,7 +144,7 @@ async def test_gpus_that_are_free_go_to_new_workers_and_when_there_are_none_they
     )
     await it.until_up("w0", "w1", "w2", "w3")
     assert {it.launcher.named(f"w{number}").spec.gpus for number in range(4)} == {(0,), (1,), (2,), (3,)}
-    while (await it.bus.states(FLEET))[""].rollout_workers != 4:  # what it comes back with
+    while (await it.bus.states(FLEET))[""].rollout_workers != 4:  # the size after a restart
         await asyncio.sleep(0.01)
     await it.ask(1)
     await it.until_up("w0")

@@ -1,4 +1,4 @@
-"""What somebody removes from the folder of a run that is up is there again."""
+"""Files that are removed from the folder of a running run are written again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE: Any = SimpleNamespace(url="nats://127.0.0.1:1", token="secret")
 
 @contextlib.asynccontextmanager
 async def kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
-    """A run that is up in ``folder``, and what it says."""
+    """Start a run in ``folder`` and yield its messages."""
     monkeypatch.setattr(kept_files, "LOOK_SECONDS", 0.001)
     (folder / "keys").mkdir(parents=True)
     (folder / "keys" / "learner").write_text("a secret\n")
@@ -68,9 +68,9 @@ async def test_a_folder_that_takes_nothing_is_said_once(tmp_path: Path, monkeypa
     async with kept(tmp_path / "n1", monkeypatch) as said:
         file = tmp_path / "n1" / registry.BUS_FILE
         file.unlink()
-        file.mkdir()  # which no file can be written over
+        file.mkdir()  # a folder that no file can replace
         await until(said, 1)
-        await asyncio.sleep(0.05)  # some looks
+        await asyncio.sleep(0.05)  # several looks
         file.rmdir()
         await until(said, 2)
     assert "cannot be written again" in said[0]

@@ -1,4 +1,4 @@
-"""A run with rollout.most_workers asks for another size itself, as `asyncrl scale` does, and acts on it like on any."""
+"""A run with rollout.most_workers requests sizes like `asyncrl scale`, and acts on them like on any other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUSY = {"learner/wait_seconds": 0.0, "learner/step_seconds": 10.0, "rollout/idle
 
 
 async def steps(it: Stage, numbers: dict[str, float], *, first: int, count: int = 40) -> None:
-    """The learner's metrics of these steps, with the workers that are up."""
+    """Publish the learner's metrics of these steps, with the number of workers that are up."""
     for step in range(first, first + count):
         workers = float(sum(name.startswith("w") for name in it.names))
         await it.bus.put(METRICS, StepMetrics(step=step, numbers={**numbers, "rollout/workers": workers}))
@@ -30,7 +30,7 @@ async def steps(it: Stage, numbers: dict[str, float], *, first: int, count: int 
 async def test_a_run_grows_while_its_learner_waits_and_shrinks_while_its_engines_do(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The number outlives the process, as one that an operator asked for."""
+    """The size survives the process, like a size that an operator requested."""
     it = stage(Launcher(), "rollout.most_workers=4")
     await it.until_up("w0", "w1")
     event = asyncio.create_task(first_event(it.bus, "resized"))
@@ -47,7 +47,7 @@ async def test_a_run_grows_while_its_learner_waits_and_shrinks_while_its_engines
     await it.until_up("w0", "w1")
     assert "rollout.most_workers: 2 -> 4 rollout workers: in 10 steps" in (said := capsys.readouterr().err)
     assert "2 -> 4 rollout workers: + w2, w3" in said
-    assert "-> 2 rollout workers: - w2" in said  # by way of three: steps of before count as well
+    assert "-> 2 rollout workers: - w2" in said  # by way of three: earlier steps count as well
     assert len(await it.bus.keys(EVENTS)) == said.count("rollout.most_workers: ") >= 2
     assert await it.end() == 0
 

@@ -1,4 +1,4 @@
-"""Which process of a run is started again, under which name, and which end is the end of the run."""
+"""Which process of a run is restarted, under which name, and which end of a process ends the run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_learner_whose_machine_is_gone_waits_for_another_and_is_resumed(
 async def test_whoever_dies_of_a_bus_that_is_away_is_started_again_however_often(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 2 is what a process says that never reached its bus: no mistake of the configuration."""
+    """A process that never reached its bus ends with exit code 2, but its configuration is not wrong."""
     monkeypatch.setattr(process_manager, "BUS_PAUSE_SECONDS", 0.01)
     it = stage(Launcher())
     await it.until_up("w0", "w1")
@@ -74,7 +74,7 @@ async def test_whoever_dies_of_a_bus_that_is_away_is_started_again_however_often
         it.launcher.named("w0").code.set_result(code)
         await it.until(lambda before=before: len(it.launcher.started) > before)
     await it.until_up("w0", "w1")
-    monkeypatch.setattr(process_manager, "BUS_SECONDS", 0.0)  # it is back
+    monkeypatch.setattr(process_manager, "BUS_SECONDS", 0.0)  # the bus is back
     it.launcher.named("w0").code.set_result(2)
     assert (await it.task).exit_code == 2
 
@@ -96,7 +96,7 @@ async def test_whoever_ends_for_a_disk_that_takes_nothing_is_started_again_howev
 async def test_the_servers_disk_is_asked_beside_the_event_loop(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network disk that is gone does not answer for minutes. The server is ended when there is room, not before."""
+    """An unreachable network disk does not answer for minutes. The server is ended only when there is room."""
     asked, answer, room = threading.Event(), threading.Event(), [False]
 
     class Server:
@@ -116,7 +116,7 @@ async def test_the_servers_disk_is_asked_beside_the_event_loop(
     )
     it.manager._on_findings([full])
     await it.until(asked.is_set)
-    it.manager._on_findings([full])  # the loop goes on, and nobody asks twice at once
+    it.manager._on_findings([full])  # the loop continues, and there is only one question at a time
     assert killed == []
     answer.set()
     await it.until(lambda: it.manager._killing_server.done())
@@ -166,7 +166,7 @@ async def test_a_configuration_that_has_worked_is_not_called_wrong_when_the_bus_
         it.launcher.named("w0").code.set_result(1 if life == 0 else 2)
         await it.until(lambda: "w0" not in it.names)
         await it.until_up("w0", "w1")
-    assert not has_worked  # it was asked of both lives
+    assert not has_worked  # both lives were checked
 
 
 async def test_a_configuration_that_never_worked_ends_the_run(stage: Callable[..., Stage]) -> None:
@@ -179,7 +179,7 @@ async def test_a_configuration_that_never_worked_ends_the_run(stage: Callable[..
 async def test_a_worker_whose_name_another_one_has_takes_the_next_that_is_free(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody on another machine called his w0, and another one w2: neither a start nor `asyncrl scale` fails."""
+    """Other machines already use the names w0 and w2: neither a start nor `asyncrl scale` fails."""
     released: list[str] = []
 
     async def release(_: Launcher, name: str) -> None:
@@ -208,7 +208,7 @@ async def test_a_worker_whose_name_another_one_has_takes_the_next_that_is_free(
 async def test_a_name_that_is_taken_uses_no_restart_and_those_that_are_heard_are_passed_over(
     stage: Callable[..., Stage],
 ) -> None:
-    """From the start of a run that may restart nothing, among six workers of somebody else's."""
+    """From the start of a run that may restart nothing, next to six foreign workers."""
     it = stage(Launcher(), "run.restarts=0")
     await it.until_up("w0", "w1")
     for number in (0, 2, 3, 5, 6, 8):
@@ -246,7 +246,7 @@ async def test_a_failed_run_gives_its_learner_the_time_for_a_checkpoint_if_it_ha
 async def test_a_learner_that_is_drained_because_the_run_failed_was_not_drained_by_somebody_else(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The worker's exit code stays the run's: SGLang that is not installed is no interrupt."""
+    """The worker's exit code remains the run's exit code: a missing SGLang is not an interrupt."""
     it = stage(Launcher())
     await it.until_up("w0", "w1")
     it.launcher.named("learner").drained_code = INTERRUPTED
@@ -276,7 +276,7 @@ async def test_an_interrupted_run_says_who_still_drains_and_for_how_long(
 async def test_a_run_that_is_interrupted_before_its_learner_has_started_is_not_done(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its launcher waits for GPUs, or its machine is busy: nothing was trained, and the exit code says so."""
+    """The launcher waits for GPUs, or its machine is busy: nothing was trained, and the exit code shows that."""
     launcher = Launcher()
     monkeypatch.setattr(launcher, "start", lambda spec: asyncio.Event().wait())
     it = stage(launcher)
@@ -289,7 +289,7 @@ async def test_a_run_that_is_interrupted_before_its_learner_has_started_is_not_d
 async def test_a_run_that_is_done_stays_done_however_often_it_is_interrupted(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Somebody reads "done" and presses Ctrl-C while the workers still end."""
+    """The user reads "done" and presses Ctrl-C while the workers are still ending."""
     it = stage(Launcher())
     await it.until_up("w0", "w1")
     it.launcher.named("w0").drains = it.launcher.named("w1").drains = False
@@ -304,7 +304,7 @@ async def test_a_run_that_is_done_stays_done_however_often_it_is_interrupted(
 async def test_a_rank_that_hangs_is_killed_when_its_learner_has_ended_and_both_come_back(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rank joins two learners. A rank that waits for its next start is not struck by what is the last one's end."""
+    """No rank joins two learners. The end of the last learner spares a rank that waits for its next start."""
     monkeypatch.setattr(process_manager, "RANK_PAUSE_SECONDS", 0.0)
     launcher = Launcher()
     it = stage(launcher, "learner.backend=megatron", "learner.ranks=2", "learner.machines=2")

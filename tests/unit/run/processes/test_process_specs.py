@@ -1,4 +1,4 @@
-"""What `asyncrl run` says of the processes that it is about to start."""
+"""What `asyncrl run` prints about the processes that it is about to start."""
 
 from __future__ import annotations
 

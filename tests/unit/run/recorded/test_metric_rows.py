@@ -1,4 +1,4 @@
-"""A line of metrics.jsonl that disks or people have changed is no row, and nobody who reads it has to fear it."""
+"""A line of metrics.jsonl that was damaged or edited is no row, and is safe for every reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder that was renamed or copied speaks for itself, not for the folder with the run's own name."""
+"""A renamed or copied folder stands for itself, not for the folder with the run's name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE: Any = SimpleNamespace(url="nats://127.0.0.1:1", token="n1's")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of the run n1, which is up."""
+    """The folder of the run n1, which is up."""
     folder = tmp_path / "n1"
     folder.mkdir()
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "run": {"name": "n1"}}

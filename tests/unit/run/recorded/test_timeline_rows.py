@@ -1,4 +1,4 @@
-"""Rows of timeline.jsonl that are not as they were written are left out: whoever draws them counts on their shape."""
+"""Malformed rows of timeline.jsonl are left out, because the code that draws them relies on their shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The newest groups of a run: what became of them, those with text, and one of them opened."""
+"""The newest groups of a run: their fates, the groups with text, and one opened group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a file that grows, is cut short, and has lines that are none."""
+"""Rows of a file that grows, is cut short, and has invalid lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cheapest way to the newest weights, and what has to be kept for it."""
+"""The cheapest path to the newest weights, and the objects that must be kept for it."""
 
 from __future__ import annotations
 

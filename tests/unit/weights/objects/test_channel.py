@@ -1,4 +1,4 @@
-"""Weights through the object store: what is fetched, by whom, and what happens when some of it is gone or wrong."""
+"""Weights through the object store: what each host fetches, and what happens if objects are missing or wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.harness.weights import Engine, OtherRank, running
 
 
 class Store(Objects):
-    """Remembers what was read; ``wrong`` objects give other bytes, ``cut`` ones end with a lost bus after a chunk."""
+    """Records reads. Objects in ``wrong`` return other bytes; objects in ``cut`` lose the bus after one chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Store(Objects):
 
 
 class Rig:
-    """A learner that changes a few weights a version, and hosts far away."""
+    """A learner that changes a few weights per version, and remote hosts."""
 
     def __init__(self, root: Path, model_path: Path) -> None:
         self.root, self.model_path = root, model_path
@@ -99,7 +99,7 @@ def test_a_follower_fetches_the_first_version_whole_and_then_only_what_changed(r
 
 
 class SharedStore(Store):
-    """A store that other ranks find, too."""
+    """A store that other ranks find as well."""
 
     made: ClassVar[list[Store]] = []
 
@@ -114,7 +114,7 @@ def found(payload: bytes) -> Store:
 
 
 class RigOfRanks(Rig):
-    """A learner of two ranks: the first tensor is changed in the first one's part."""
+    """A learner of two ranks; the changed first tensor is in the first rank's part."""
 
     def __init__(self, root: Path, model_path: Path) -> None:
         super().__init__(root, model_path)
@@ -181,7 +181,7 @@ def test_a_version_that_cannot_be_stored_again_is_said_and_the_next_one_is_full(
     weights = rig.publish(2)
     rig.store.remove(weights.uri)
     for file in (rig.root / "learner" / "0-2").glob("*.safetensors"):
-        file.write_bytes(b"")  # one that is removed is put back: the learner keeps it open
+        file.write_bytes(b"")  # a removed file would be restored: the learner keeps it open
     for _ in range(2):
         with pytest.raises(WeightsError, match="0-2(: files of it were removed| are gone from the object store)"):
             rig.learner.restore()
@@ -250,7 +250,7 @@ def test_what_kept_versions_need_is_never_collected_and_the_rest_is(rig: Rig) ->
 def test_a_delta_that_is_gone_costs_the_whole_version(rig: Rig, name: str) -> None:
     host = rig.host()
     host.folder(rig.publish(1))
-    for version in range(2, 6):  # 5 is stored whole as well
+    for version in range(2, 6):  # version 5 is stored whole as well
         weights = rig.publish(version)
     rig.store.remove(name)
     rig.check(host.folder(weights))
@@ -300,7 +300,7 @@ def test_a_fetch_that_broke_off_goes_on_where_it_was(rig: Rig) -> None:
         rig.host().folder(weights)
     assert not [path for path in (rig.root / "far").iterdir() if not path.name.startswith(".")]
     rig.store.cut = set()
-    rig.check(rig.host().folder(weights))  # another process would too: nothing is remembered but the file
+    rig.check(rig.host().folder(weights))  # any process could continue: all state is in the file
     assert rig.store.starts == [0, 2**17]
 
 

@@ -1,4 +1,4 @@
-"""The delta between two weight files: exact for every bit pattern, small where little changed, refused when none."""
+"""The delta between two weight files: exact for all bit patterns, small for few changes, refused if invalid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTHS = st.sampled_from([1, 2, 4, 8])
 
 @st.composite
 def pairs(draw: Any) -> tuple[bytes, bytes, list[delta.Section]]:
-    """Two files of some sections, anything from equal to wholly different."""
+    """Draw two files with some sections, anything from equal to completely different."""
     sections, old, new = [], b"", b""
     for itemsize in sorted(draw(st.lists(WIDTHS, max_size=3)), reverse=True):
         count = draw(st.integers(0, 400))
@@ -80,7 +80,7 @@ def test_one_weight_in_fifty_that_moves_to_a_neighbour_costs_about_a_hundredth()
     old = generator.integers(0, 2**16, 2**20, np.uint16)
     new = old + (generator.random(2**20) < 0.02) * generator.choice(np.array([1, 0xFFFF], np.uint16), 2**20)
     found = encoded(old.tobytes(), new.tobytes(), [(0, 2**21, 2)])
-    assert len(found) / 2**21 < 0.012  # entropy: 0.141 bits of place and 0.02 of direction, of 16: 0.0101
+    assert len(found) / 2**21 < 0.012  # entropy of 16 bits: 0.141 bits of place, 0.02 of direction: 0.0101
 
 
 @given(pairs(), st.data())
@@ -93,7 +93,7 @@ def test_a_torn_or_foreign_delta_is_refused_or_fits_and_never_writes_elsewhere(
     for place in data.draw(st.lists(st.integers(0, len(found) - 1), min_size=1, max_size=3)):
         found[place] ^= data.draw(st.integers(1, 255))
     weights = array(old)
-    with contextlib.suppress(WeightsError):  # any other error ends the test
+    with contextlib.suppress(WeightsError):  # any other error fails the test
         delta.apply(weights, [bytes(found[: data.draw(st.integers(1, len(found)))])])
     assert len(weights) == len(old)
 

@@ -1,5 +1,5 @@
-"""Stand-in for sgl_kernel. Without its kernels SGLang's CPU backend runs plain torch; what it still imports by name
-belongs to speculative decoding, KV-cache moves, GPTQ and Mamba."""
+"""Stand-in for sgl_kernel. Without its kernels, SGLang's CPU backend runs plain torch. The names that SGLang still
+imports belong to speculative decoding, KV-cache moves, GPTQ and Mamba."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _without_pinning() -> None:
-    """Adapters ask torch for pinned memory, which it refuses where there is no accelerator to copy to."""
+    """Make torch ignore pin_memory. Adapters request pinned memory, which torch refuses without an accelerator."""
 
     def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)

@@ -1,3 +1,3 @@
-"""Stand-in for torchvision, which SGLang's image models import at module level. A text model's server calls nothing."""
+"""Stand-in for torchvision, which SGLang's image models import at module level. Text models never call it."""
 
 __version__ = "0.0.0+asyncrl"

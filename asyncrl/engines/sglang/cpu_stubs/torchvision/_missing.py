@@ -1,4 +1,4 @@
-"""A module ``__getattr__`` that gives, for any name, a function that raises when called."""
+"""A module ``__getattr__`` that returns, for any name, a function that raises when called."""
 
 from __future__ import annotations
 

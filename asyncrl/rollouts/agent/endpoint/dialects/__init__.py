@@ -1,1 +1,1 @@
-"""The protocols that agents speak, one file each (dialect.py says what a file has)."""
+"""The protocols that agents speak, one file each; dialect.py defines the interface."""

@@ -1,4 +1,4 @@
-"""Anthropic's messages, which Claude Code speaks: POST /v1/messages, and how many tokens such a request has."""
+"""Anthropic's messages API, which Claude Code speaks: POST /v1/messages, and counting the tokens of such a request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AnthropicMessages:
         kind = _ERRORS.get(error.status, "api_error")
         said = str(error)
         if error.code == "context_length_exceeded":
-            said = f"prompt is too long: {said}"  # how its clients know it
+            said = f"prompt is too long: {said}"  # its clients look for these words
         return {"type": "error", "error": {"type": kind, "message": said}}
 
     def read(self, body: Json, session: Session) -> Ask:
@@ -100,7 +100,7 @@ def _blocks(turn: Turn) -> list[Json]:
 
 
 def _delta(block: Json) -> tuple[Json, Json]:
-    """A block as it begins, and what makes it whole."""
+    """Return the fields of a block that are empty at its start, and the delta that fills them."""
     if block["type"] == "thinking":
         return {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
     if block["type"] == "text":
@@ -110,7 +110,7 @@ def _delta(block: Json) -> tuple[Json, Json]:
 
 
 def _messages(given: Json, where: str) -> list[Json]:
-    """One of Anthropic's: what tools said are messages of their own here, before the text beside it."""
+    """Convert one Anthropic message. Tool results become separate messages, before the text of the same message."""
     role, said = text(given.get("role"), f"{where}.role"), given.get("content")
     if role not in ("user", "assistant", "system"):
         raise Refused(f"{where}.role must be user or assistant, got {short(role)}")
@@ -125,7 +125,7 @@ def _messages(given: Json, where: str) -> list[Json]:
             case "text":
                 words.append(text(block.get("text"), f"{at}.text"))
             case "thinking" | "redacted_thinking":
-                pass  # what was sampled is known, and is what is continued
+                pass  # the session continues from its own record of the sampled tokens
             case "tool_use" if role == "assistant":
                 name, arguments = text(block.get("name"), f"{at}.name"), json.dumps(block.get("input", {}))
                 calls.append(call(text(block.get("id"), f"{at}.id"), name, arguments))

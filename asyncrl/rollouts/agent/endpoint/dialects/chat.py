@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: POST /v1/chat/completions."""
+"""OpenAI's chat completions API: POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ChatCompletions:
         if not messages:
             raise Refused("messages is empty")
         if body.get("functions"):
-            raise Refused("functions is not served any more: say tools")
+            raise Refused("functions is not supported; use tools")
         wanted = body.get("max_completion_tokens")
         return Ask(
             messages=[message(one, f"messages[{place}]") for place, one in enumerate(messages)],
@@ -75,7 +75,7 @@ def tools(value: Any) -> list[Json]:
             raise Refused(f"{where}: only tools of type function are served here, not {short(given['type'])}")
         function = table(given.get("function"), f"{where}.function")
         name = text(function.get("name"), f"{where}.function.name")
-        tool(name, function.get("description"), function.get("parameters"), where)  # checks it
+        tool(name, function.get("description"), function.get("parameters"), where)  # only to check the fields
         made.append({"type": "function", "function": function})
     return made
 
@@ -101,7 +101,7 @@ def _finish(turn: Turn) -> str:
 
 
 def _details(ask: Ask, turn: Turn, session: Session) -> Json:
-    """logprobs and token ids of an answer, where they are asked for."""
+    """Return the logprobs and token ids of an answer, if the request asks for them."""
     made: Json = {}
     if ask.options["token_ids"]:
         made["token_ids"] = turn.answer.tokens.tolist()

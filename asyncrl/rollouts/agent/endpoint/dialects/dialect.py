@@ -1,4 +1,4 @@
-"""What a dialect is: how a request is read, and how answers and refusals are written."""
+"""The interface of a dialect: it reads requests, and writes answers and refusals."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
 
 Event = tuple[str, Json]
-"""Name, "" for none, and data of a server-sent event."""
+"""Name ("" for none) and data of a server-sent event."""
 
 
 class Dialect(Protocol):
     @property
     def paths(self) -> Sequence[str]:
-        """Where it is spoken."""
+        """Paths of the dialect's requests."""
         ...
 
     @property
     def end(self) -> bytes:
-        """What follows the last event of a stream."""
+        """Bytes after the last event of a stream."""
         ...
 
     def read(self, body: Json, session: Session) -> Ask:
-        """Raises Refused."""
+        """Convert a request's body. Raises Refused."""
         ...
 
     def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json: ...
@@ -50,5 +50,5 @@ def now() -> int:
 
 
 def is_cut(turn: Turn) -> bool:
-    """It ran into its limit."""
+    """Whether the answer reached its token limit."""
     return turn.answer.finish_reason == "length"

@@ -1,4 +1,4 @@
-"""OpenAI's responses: POST /v1/responses. A request has the conversation, or goes on from previous_response_id."""
+"""OpenAI's responses API: POST /v1/responses. A request holds the conversation, or continues previous_response_id."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
 
 _IGNORED: Final = ("reasoning", "item_reference")
-"""Items that say nothing that the session does not know."""
+"""Input items to ignore, because the session already has their content."""
 
 
 class Responses:
@@ -96,7 +96,7 @@ def _before(previous: Any, session: Session) -> Sequence[Json]:
 
 
 def _add(messages: list[Json], item: Json, where: str) -> None:
-    """An item of the input, behind the messages. What an assistant said and called in a row is one message."""
+    """Append an input item to the messages. An assistant's text and the calls after it form one message."""
     kind = item.get("type") or "message"
     if kind == "message":
         made = message(item, where)

@@ -1,6 +1,6 @@
-"""Tokens in, tokens out, as vLLM has it: POST /inference/v1/generate. For harnesses that render prompts themselves.
+"""Tokens in, tokens out, as in vLLM: POST /inference/v1/generate. For harnesses that render prompts themselves.
 
-Its tokens are named "token_id:N", which is what verifiers' train client reads.
+Tokens in logprobs are named "token_id:N", as verifiers' train client expects.
 """
 
 from __future__ import annotations
