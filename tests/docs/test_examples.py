@@ -1,4 +1,4 @@
-"""The run files of examples/: every key is known, and those for newcomers can work."""
+"""The run files of examples/: every key is known, and the files that newcomers run can work."""
 
 from __future__ import annotations
 

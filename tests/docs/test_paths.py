@@ -45,7 +45,7 @@ def test_every_file_that_a_comment_names_is_there() -> None:
 
 
 def missing(text: str) -> list[str]:
-    """Return the named files that do not exist, neither from the root nor from asyncrl/."""
+    """Return the files that ``text`` names, from the root or from asyncrl/, and that do not exist."""
     absent = [name for name in FILE.findall(text) if not (ROOT / name).exists()]
     absent += [name for name in INSIDE.findall(text) if not (ROOT / "asyncrl" / name).exists()]
     return sorted({name for name in absent if not WRITTEN_BY_RUNS.match(name)})

@@ -112,7 +112,7 @@ async def test_what_somebody_put_under_a_key_that_no_group_has_is_passed_over(bu
 
 
 def train_there(run: RunConfig, *, resume: bool = False) -> list[dict[str, Any]]:
-    """Train in this process, with a nats-server in the run's folder as `asyncrl run` starts it."""
+    """Run learner and worker in this process, with a nats-server in the run's folder as `asyncrl run` starts it."""
 
     async def work(server: EmbeddedServer) -> list[dict[str, Any]]:
         there = dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=server.url))
@@ -148,7 +148,7 @@ def test_no_second_server_is_started_on_the_store_of_a_run_that_is_up(is_up: boo
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Four steps, then killed before the checkpoint at 4 was written, and resumed to 6 at half the learning rate."""
+    """Four steps; as if killed before the checkpoint at 4 was written, then resumed to 6 at half the learning rate."""
     threads = torch.get_num_threads()
     folder = tmp_path_factory.mktemp("audit")
     demo_task.write(folder)

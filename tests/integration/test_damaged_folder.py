@@ -280,7 +280,7 @@ def test_whatever_is_damaged_nobody_ends_with_a_traceback_or_calls_a_broken_reco
         whole = set((quiet / "history.jsonl").read_bytes().splitlines())
         assert whole <= set((copy / "history.jsonl").read_bytes().splitlines()), (done, out)
         assert checkpoint.latest(copy / "checkpoints") is not None, (done, out)
-    with contextlib.suppress(OSError):  # unreadable, so nothing can be put aside
+    with contextlib.suppress(OSError):  # a checkpoint that cannot be read now is not set aside
         checkpoint.resume(copy / "checkpoints", say=lambda line: None)
 
 

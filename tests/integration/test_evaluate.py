@@ -119,7 +119,7 @@ def test_answers_that_are_lost_are_said_and_no_success(
 def test_a_run_keeps_the_models_that_are_due_and_they_are_evaluated_when_it_is_over(
     demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """place = "folder": the run itself evaluates nothing, but keeps all it needs for `asyncrl evaluate RUN_DIR`."""
+    """place = "folder": the run itself evaluates nothing; `asyncrl evaluate RUN_DIR` finds all that it keeps."""
     run = asyncrl.Run.from_file(
         ROOT / "examples" / "demo.toml",
         overrides={
@@ -153,7 +153,7 @@ def test_a_run_keeps_the_models_that_are_due_and_they_are_evaluated_when_it_is_o
 def test_a_model_is_evaluated_again_when_the_questions_or_their_reward_have_changed(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The questions have the same number and the same name as before."""
+    """There are as many questions as before, under the same name."""
     prompts, datasets, run = tmp_path / "prompts.jsonl", tmp_path / "datasets.toml", tmp_path / "my-run"
     lines = (demo / "prompts.jsonl").read_text().splitlines(keepends=True)
     datasets.write_text(f'{FILE}[[evaluation.datasets]]\nname = "counts"\npath = "{prompts}"\nlimit = 2\n')

@@ -107,7 +107,7 @@ def test_before_the_first_step_it_says_so() -> None:
 
 @pytest.fixture
 def show(nats_server: EmbeddedServer) -> Show:
-    """``show(run)``: prints a run on the session's server, or one at another ``url``."""
+    """``show(run)``: the text that it prints for a run on the session's server, or for one at another ``url``."""
 
     def call(run: str, *, url: str = "") -> str:
         settings = config.only_overrides(

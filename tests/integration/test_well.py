@@ -1,4 +1,4 @@
-"""Healthy runs: faults that are derived from what a run trains, and which workers it trains, are not reported.
+"""Healthy runs: no fault that is derived from what a run trains, or from who trains it, is reported.
 
 Faults derived from waits depend on the machine's load: tests/unit/policies/health/test_diagnosis.py.
 """

@@ -30,7 +30,7 @@ Connect = Callable[..., Awaitable[JetStreamBus]]
 
 @contextlib.asynccontextmanager
 async def beating(bus: JetStreamBus, beat: Heartbeat) -> AsyncIterator[None]:
-    """Keep the heartbeat on the bus, which otherwise expires after 15 s, however slow the browser is."""
+    """Keep the heartbeat on the bus, however slow the browser is: the bus drops a heartbeat after 15 s."""
     await bus.put(ACTORS, beat, key=beat.actor)
 
     async def again() -> None:

@@ -246,7 +246,7 @@ async def test_a_state_whose_ack_was_lost_is_stored_once(
 async def test_a_bus_that_is_closed_while_somebody_leaves_it_leaves_nothing_running(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
-    """The task that leaves was cancelled and does not take what had arrived. The client would wait for that forever."""
+    """The task that leaves was cancelled, and nobody takes what had arrived: the client would wait for that forever."""
     before = asyncio.all_tasks()
     bus = await connect(nats_server)
     connection, is_taken = bus._connection, asyncio.Event()

@@ -63,7 +63,7 @@ async def test_a_worker_whose_loop_was_blocked_orders_one_message_and_no_more(
             waiting = asyncio.ensure_future(anext(deliveries))
             await bus.depth(PROMPTS)  # by now the pull request is in place
             await publish_prompts(other, number)
-            time.sleep(0.1 + number / 100)  # noqa: ASYNC251 - from before the order's end to after it
+            time.sleep(0.1 + number / 100)  # noqa: ASYNC251 - from before the request's end to after it
             ours = await waiting
             await publish_prompts(other, number + 1)
             async with taken(other, 1) as (theirs,):

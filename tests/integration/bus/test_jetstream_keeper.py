@@ -47,7 +47,7 @@ async def alter(bus: JetStreamBus, topic: Topic[Any], **changes: Any) -> None:
 
 
 async def repaired(bus: JetStreamBus) -> str:
-    """Return the only loss, which the learner has repaired. Checks that no further loss is found."""
+    """Return the only loss, which the learner has repaired. Check that no further loss is found."""
     (loss,) = await bus.losses(repairs=True)
     assert loss.is_repaired
     assert await bus.losses(repairs=True) == []

@@ -198,8 +198,7 @@ async def test_a_server_that_is_behind_shows_no_older_value(cluster: Cluster) ->
 
 
 async def test_two_runs_share_a_cluster_and_see_nothing_of_each_other(cluster: Cluster, tmp_path: Path) -> None:
-    """Both at once, using equal subjects wherever their accounts allow it, and a third client with neither's
-    credentials."""
+    """Both at once, with the same subjects wherever their accounts allow it."""
     async with (
         cluster.bus("left", **SOON) as one,
         cluster.bus("right") as other,

@@ -15,7 +15,7 @@ from asyncrl.protocols import Generation
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(inprocess.Options):
     answer_seconds: float = 0.0
-    """Delay after an answer is finished."""
+    """Time from a finished answer until it is returned."""
 
 
 class LateEngine(InProcessEngine):

@@ -24,7 +24,7 @@ PATIENCE = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     log: str = ""
-    """File that receives one line per version that an engine loaded: the engine and the version."""
+    """File that receives one line per version that an engine took: the engine and the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,7 @@ SEEN: Counter[tuple[str, str, int]] = Counter()
 
 
 def reward(sample: Sample) -> float:
-    """The demo's reward; also records what it was asked to judge: file, reward name, and whether the answer is
-    short."""
+    """The demo's reward; also records what it was asked to judge: file, reward name and length of the answer."""
     SEEN[(sample.dataset, sample.reward, len(sample.trajectory.tokens))] += 1
     return demo_task.reward(sample).value
 

@@ -106,8 +106,8 @@ def test_the_answer_travels_with_its_prompt() -> None:
 
 
 def test_no_fork_makes_a_given_answer_older() -> None:
-    """The learner fell back from version 9 to 4. Samples since then count as version 4; given answers are
-    unaffected."""
+    """The learner fell back to version 4, then to 3. Samples of lost versions count as version 3; given answers keep
+    theirs."""
     forks = {1: 4, 2: 3}
     spans = (VersionSpan(start=0, incarnation=ANY_INCARNATION, policy_version=7),)
     assert effective_version(spans[0], forks) == 7

@@ -78,7 +78,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 ON_THE_CPU = Placement(learner=(), workers=())
 ONCE_MORE = '[ "$3" = rollout-worker ] || [ $(grep -c ^learner LOG) -ge 2 ]'
-"""Workers end normally; the learner does at its second start."""
+"""Workers end normally; the learner does so only at its second start."""
 
 
 def test_every_process_sees_its_gpus_and_keeps_them_when_started_again(

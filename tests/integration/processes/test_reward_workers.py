@@ -105,7 +105,7 @@ async def test_a_killed_reward_worker_loses_nothing_and_a_slow_judge_holds_no_en
 
 
 def evaluations(run: RunProcess) -> list[float]:
-    """Return the complete fraction of each evaluation with a result."""
+    """Return the completed fraction of each evaluation that has a result."""
     rows = (run.run_directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     found = [json.loads(row) for row in rows if row.endswith("\n")]
     return [row["evaluation/complete"] for row in found if "evaluation/complete" in row]

@@ -265,7 +265,7 @@ def spec(number: int = 0, **more: Any) -> ProcessSpec:
 
 async def test_what_a_machine_lacks_is_said_with_its_address(launch: Callable[..., RayLauncher]) -> None:
     launcher = launch()
-    for _ in range(3):  # on each machine, then once more: a machine may have been replaced
+    for _ in range(3):  # on each machine, then once more: a machine may have been repaired
         with pytest.raises(NoRoom, match=r"w0 on [0-9.]+: model.path: /nowhere is not there"):
             await launcher.start(spec(paths={"model.path": Path("/nowhere")}))
     assert await (await launcher.start(spec())).ended() == 0

@@ -40,7 +40,7 @@ async def test_a_wrong_password_is_one_line_without_it(server: Server, tmp_path:
 
 @pytest.fixture
 def nkey_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """Return the url, and the file with the seed of the only known user."""
+    """The url of a server, and the file with the seed of the only user that it knows."""
     nkeys = pytest.importorskip("nkeys")
     seed = _encoded_seed(bytes(range(32)))
     (tmp_path / "seed").write_bytes(seed)
@@ -77,7 +77,7 @@ async def test_tls_with_the_right_authority_opens_the_bus_and_without_it_does_no
     cert, key = map(str, certificate)
     server = Server(
         tmp_path / "server", "--tls-certificate", cert, "--tls-key", key, "--tls-client-ca", cert
-    )  # the client must show the same certificate
+    )  # the client shows the same certificate
     try:
         async with connected(server, "learner", tls_ca=cert, tls_certificate=cert, tls_key=key) as bus:
             await bus.put(PROGRESS, progress(1))

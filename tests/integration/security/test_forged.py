@@ -157,7 +157,7 @@ async def speak_for_others(bus: JetStreamBus, workers: tuple[str, ...]) -> None:
         for name, role in (("learner", "learner"), *((worker, "rollout-worker") for worker in workers)):
             forged = Heartbeat(actor=name, role=role, beat=beat, waits=(stuck,), problem="evil", pid=1)
             await bus.put(ACTORS, forged, key=name)
-            host, pid = places.get(name, ("", 0))  # the process's own pid, under an unused name
+            host, pid = places.get(name, ("", 0))  # the process's own host and pid, under an unused name
             stalls = replace(stuck, on="step" if name == "learner" else "engine")
             await bus.put(ACTORS, replace(forged, actor="evil", host=host, pid=pid, waits=(stalls,)), key=name)
             event = Event(kind="quarantined", actor=name, time=0.0, data={"worker": workers[0]})

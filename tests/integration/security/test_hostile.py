@@ -1,8 +1,8 @@
 """Hostile messages on the bus are rejected, counted and reported once; they cause no crash and are never trained.
 
-Each example is a whole run of real actors with fake adapters, with MESSAGES hostile messages in between. The default is
-500 messages; a nightly run sets ASYNCRL_FUZZ_CASES=10000. Topics that only the learner's role may write receive only
-undecodable messages. test_permissions.py tests that no other role can write them.
+Each example is a whole run of real actors with fake adapters, with MESSAGES hostile messages in between. All examples
+together have 500 messages by default; a nightly run sets ASYNCRL_FUZZ_CASES=10000. The learner's own topics (LEARNERS)
+receive only undecodable messages. test_permissions.py tests that no other role can write to them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A liar among honest workers: whatever it answers or withholds, the run continues and every honest group is trained.
 
-Real actors on the memory bus. Each example is a whole run with MESSAGES lies: 300 by default; a nightly run sets
-ASYNCRL_FUZZ_CASES=10000 and ASYNCRL_EXPLORE=1. Real processes with kills: bin/chaos --liar.
+Real actors on the memory bus. Each example is a whole run with MESSAGES lies. All examples together have 300 by
+default; a nightly run sets ASYNCRL_FUZZ_CASES=10000 and ASYNCRL_EXPLORE=1. Real processes with kills: bin/chaos --liar.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ class Honest(Engine):
 
 
 async def lie(bus: MemoryBus, loop: Loop, seeds: Sequence[int]) -> None:
-    """Publish one message per seed: answers to the liar's own prompts, and in between messages that were not
-    requested."""
+    """Tell one lie per seed: answer or keep a prompt that was lent to the liar, or publish what nobody requested."""
     kept: list[object] = []
     async with bus.consume(PROMPTS) as deliveries:
         for random in map(Random, seeds):
@@ -160,8 +159,8 @@ def test_the_run_goes_on_and_trains_every_honest_group(seeds: list[int]) -> None
 async def test_an_answer_of_somebody_who_was_not_lent_the_group_is_nobodys(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The liar answers groups 0 to 2, whose prompts the honest worker holds, and the later group 9, with every key that
-    it can invent. Its answers are rejected and fail no group, and the honest answers are trained."""
+    """While an honest worker has the first prompts, a liar answers groups 0, 1 and 2 and the later group 9, with every
+    key that it can invent. Its answers take no place and fail no group, and the honest answers are trained."""
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20, "max_prompts": 1000, "max_log_bytes": LOG_BYTES}))
     possible = GroupValidation(vocabulary_size=64, context_tokens=1000, largest_reward=1e6, are_answers_whole=True)
     validator = Validator(bus, validation=possible, rescoring=LogprobMismatch(bound=0.5, every=3))

@@ -45,7 +45,7 @@ async def test_roles_of_an_older_version_are_refused_in_one_line_that_mends_them
 
 
 async def test_a_server_gets_new_roles_by_two_reloads_and_loses_nothing(old_server: Server) -> None:
-    """nats-server connects accounts that one reload brought only at the next reload."""
+    """nats-server connects accounts that a reload added only at the next reload."""
     async with connected(old_server, "learner") as learner:
         await learner.publish(PROMPTS, prompt(1), key="1")
         old_server.write_anew()

@@ -140,7 +140,7 @@ async def test_a_worker_does_all_its_work(buses: dict[str, Any]) -> None:
         await second.retry()
         again = await anext(deliveries)
         assert again.attempt == 2
-        # acks a delivery that the server forgot
+        # as an ack does when the server forgot the delivery
         await remove_message(rollout._connection, again._stream, again._item.sequence)
     assert await learner.depth(PROMPTS) == 0
     await rollout.put(ACTORS, heartbeat("w0"), key="w0")
