@@ -1,10 +1,9 @@
-"""Takes prompts of a run and keeps extending their leases without ever answering them.
+"""Takes prompts of a run and keeps postponing their redelivery, without ever answering them.
 
     python -m tests.chaos.keeper FOLDER COUNT PAUSE REQUESTS
 
-FOLDER contains the run's run.toml. The process prints a line once it is connected. Then it takes up to COUNT prompts
-with
-REQUESTS concurrent consumers. Each consumer pauses PAUSE seconds after every prompt.
+FOLDER contains the run's run.toml. The process prints a line once it is connected. Then REQUESTS concurrent consumers
+take COUNT prompts in total. Each consumer pauses PAUSE seconds after every prompt.
 """
 
 from __future__ import annotations

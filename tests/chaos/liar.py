@@ -63,7 +63,7 @@ async def lie(folder: Path, random: Random, counts: Path) -> None:
 
 
 async def _keep(kept: deque[Any]) -> None:
-    """Keep extending the leases of the kept deliveries."""
+    """Keep postponing the redelivery of the kept prompts."""
     while True:
         await asyncio.sleep(_KEEP_SECONDS)
         for delivery in list(kept):
@@ -72,8 +72,8 @@ async def _keep(kept: deque[Any]) -> None:
 
 
 async def _one(bus: JetStreamBus, deliveries: Any, random: Random, kept: deque[Any]) -> int:
-    """Answer one prompt, often with a lie, and sometimes publish a second message. Return how many messages were
-    stored."""
+    """Take one prompt: keep it, give it back, or answer it, usually with a lie. An answer is sometimes followed by a
+    second message. Return how many messages were stored."""
     async with asyncio.timeout(5.0):
         delivery = await anext(deliveries)
     prompt = delivery.message
@@ -94,7 +94,7 @@ async def _one(bus: JetStreamBus, deliveries: Any, random: Random, kept: deque[A
     topic, key, data = random.choice(
         [
             ("trajectories", key, random.randbytes(50)),
-            ("trajectories", str(other.group_id), unlent),  # a group that this worker never received
+            ("trajectories", str(other.group_id), unlent),  # a group that the liar was usually not lent
             ("trajectories", answer_key(other.group_id, ticket=random.randbytes(16).hex()), unlent),
             lies.said_elsewhere(random),
         ]

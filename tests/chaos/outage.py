@@ -22,8 +22,8 @@ class Outage:
     """Worker-seconds during which prompts were waiting, and the part of that time in which the engine decoded nothing.
 
     A prompt counts as waiting if more groups are on the topic or in flight than engines decode. Groups being rewarded
-    or
-    published, and groups in flight to dead workers, also count as waiting. Idle time is therefore never underestimated.
+    or published, and groups in flight to dead workers, also count as waiting. Idle time is therefore never
+    underestimated.
     """
 
     seconds: float = 0.0

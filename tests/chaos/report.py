@@ -21,7 +21,7 @@ from tests.harness.audits import audited
 Row = Mapping[str, Any]
 
 SLACK_SECONDS: Final = 5.0
-"""Allowed time from the end of a learner's load to its next trained step."""
+"""How much longer than its load time a killed learner may take until it trains again."""
 
 SUMMED: Final = (
     *("prompts", "published", "trained", "dropped", "failed", "filtered", "pending"),

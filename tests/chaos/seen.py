@@ -13,13 +13,13 @@ class Seen:
     """What an observer of the bus has seen.
 
     step       (incarnation, steps done) of the newest progress message
-    first      first step of each incarnation
+    first      steps already done when each incarnation began
     published  groups by worker
     groups     ids of the groups in the log
     tokens     response tokens of these groups; counts only each group's first record, so duplicates do not count
     sequence   position of the newest log record
     keys       keys of the log's records with what they answer, including records that do not decode
-    honest     ids of groups answered by the run's own workers, where that answer is the first record of its key
+    honest     ids of groups whose first answer is from one of the run's own workers and is the first record of its key
     """
 
     step: tuple[int, int] = (-1, -1)

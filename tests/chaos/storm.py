@@ -285,8 +285,8 @@ class Storm:
         return sent
 
     async def _named(self, kind: Kind, names: Sequence[str], began: float, behind: int) -> float | None:
-        """Return the seconds until `asyncrl run` mentions each of ``names``, or the learner's end for a rank. None if
-        `asyncrl run` is a victim itself."""
+        """Return the seconds until `asyncrl run` mentions each of ``names``, the learner's end for a rank or a machine,
+        or the jump of a clock. None if `asyncrl run` is a victim itself."""
         if "run" in names:
             return None
         words = [f"jumped by {-trouble.BACK_SECONDS:+.0f} s"] if kind.deed == "clock set back" else names

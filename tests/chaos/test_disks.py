@@ -57,8 +57,7 @@ async def test_a_learner_whose_files_cannot_grow_waits(tmp_path: Path, forks: Fo
     """None of the learner's files can grow, including its output to the run.
 
     It fails first on its history, or on its metrics if the limit starts between the two. It publishes nothing that is
-    not
-    on record.
+    not on record.
     """
     storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10",), forks=forks)
     async with storm.up() as seen:

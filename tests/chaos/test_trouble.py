@@ -227,7 +227,7 @@ async def full_log(storm: Storm) -> AsyncIterator[Callable[[], Awaitable[object]
 
 
 async def all_wait_for_room(storm: Storm) -> bool:
-    """Return whether all processes wait for room, according to their heartbeats."""
+    """Return whether all workers wait for room, according to their heartbeats."""
     assert storm.bus is not None
     beats = await storm.bus.states(ACTORS)
     return all(any(wait.what == SPACE_IN_LOG for wait in beats[name].waits) for name in ("w0", "w1", "w2"))

@@ -75,7 +75,7 @@ def test_a_client_that_keeps_every_prompt_again_and_again_stops_the_run_until_it
     with running(tmp_path, *settings, forks=forks) as run:
         with keeping(tmp_path, 100_000, requests=REQUESTS):
             run.wait_for("prompts were taken by somebody who answers none", seconds=600)
-            for _ in range(2 * REISSUES):  # twice the reissues after which a learner counts as stuck
+            for _ in range(2 * REISSUES):  # twice the reissues after which they no longer count as a remedy
                 run.wait_for("by the clients that took them", after=len(run.said), seconds=600)
         run.wait_for_steps(10)
     assert last_incarnation(tmp_path / "runs" / "faults" / HISTORY_FILE) == 0

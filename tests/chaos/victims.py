@@ -30,15 +30,13 @@ MOST_SHORT_SECONDS: Final = 15.0
 class Kind:
     """count: number of processes of the role struck at once.
 
-    Roles: a disk is a small file system. The run's disk holds its whole folder except the store of nats-server; the
-    store
-    is on the server's disk. A rank is any rank of the learner except the first. A machine is all ranks of one of the
-    learner's groups (learner.machines).
+    Roles: a disk is a small file system. The run's disk holds its whole folder except the store of nats-server,
+    which is on the server's disk. A rank is any rank of the learner except the first. A machine is all ranks of one of
+    the learner's groups (learner.machines).
 
     Deeds: kill is SIGKILL. stop is SIGSTOP for 5 to 40 s, then SIGCONT to the processes that still exist. "kill twice"
     also kills the replacement as soon as it is up. All other deeds last 5 to 15 s: no file of the process may grow, it
-    can
-    open no descriptor, it gets no more memory, its clock is an hour behind, or the disk has no free byte.
+    can open no descriptor, it gets no more memory, its clock is an hour behind, or the disk has no free byte.
     """
 
     role: Role

@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def broken(kind: str, number: int, *, max_tokens: int) -> list[list[MicroBatch]]:
     """Return a batch in which document ``number`` cannot be trained.
 
-    Its last token has no embedding, which only one rank notices. Layouts in which other ranks would wait for that rank
-    get missing staleness values instead.
+    Its last token has no embedding, which only one rank notices. In layouts where other ranks would wait for that rank,
+    the micro-batch also lacks most of its staleness values.
     """
     made = documents(3)
     tokens = np.array(made[number].tokens)
@@ -53,7 +53,7 @@ def broken(kind: str, number: int, *, max_tokens: int) -> list[list[MicroBatch]]
 
 
 def failing(backend: Backend, kind: str, *, max_tokens: int) -> list[Exception]:
-    """Return the errors of steps, a rehearsal and a scoring with a bad document at every position."""
+    """Return the errors of steps, a rehearsal and a scoring with a bad document at several positions."""
     assert isinstance(backend, Rehearsing)
     raised: list[Exception] = []
     for number in (0, 1, 7):

@@ -115,8 +115,8 @@ def test_steps_of_a_critic_make_the_values_and_metrics_of_the_reference(
 
 
 def test_a_value_is_of_the_state_before_the_token_it_is_trained_at(kind: str, folder: Path) -> None:
-    """Returns are 1 and -1 at the first two response tokens, so the values follow the last prompt token and its
-    successor."""
+    """Returns are 1 and -1 at the first two response tokens, so these are the values after the last prompt token and
+    after the first response token."""
     (packed,) = pack(documents(lengths=(16,)), max_tokens=100)
     first = int(np.flatnonzero(packed.response_mask)[0])
     place = np.arange(packed.num_tokens)

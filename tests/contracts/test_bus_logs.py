@@ -150,7 +150,7 @@ async def test_an_entry_that_its_reader_will_not_have_decoded_is_a_problem_and_t
     async with bus.read(TRAJECTORIES, veto=veto) as records:
         for number in range(3):
             found.append(await anext(records))
-            assert len(asked) == number + 1  # requested just before the record is decoded, not when it arrives
+            assert len(asked) == number + 1  # called just before the record is decoded, not when it arrives
     assert asked == [(1, "0"), (2, "1"), (3, "2")]
     assert [record.problem for record in found] == ["", "set aside", ""]
     assert [record.message is None for record in found] == [False, True, False]

@@ -235,7 +235,7 @@ def damaged(model: Model, folder: Path, damage: str) -> WeightVersion:
     elif damage == "foreign":
         tensors["somebody.weight"] = tensors[name].clone()
     safetensors.torch.save_file(tensors, file)
-    if damage == "cut":  # keeps the length that was announced
+    if damage == "cut":  # announced with its cut length, unlike "torn"
         file.write_bytes(file.read_bytes()[:1000])
     return announce(folder, 2)
 

@@ -47,7 +47,8 @@ async def test_a_stop_string_ends_the_answer_and_its_tokens_are_in_it(engine: En
 async def test_a_stop_string_that_begins_in_what_was_known_ends_the_answer(engine: Engine, old: Model) -> None:
     """The stop strings combine the prefix's last token with each of the 32 likeliest next tokens.
 
-    The prefix has no special tokens, because a text such as "<user>" contains stop strings such as "se".
+    That last token occurs only once in the prefix. The prefix has no special tokens, because a text such as "<user>"
+    contains stop strings such as "se".
     """
     length = seed = 0
     while not length:

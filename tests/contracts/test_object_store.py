@@ -26,7 +26,7 @@ from tests.harness.buses import Proxy
 
 
 async def put(store: Any, name: str, data: bytes, **metadata: str) -> Any:
-    """Store data in blocks of an odd size."""
+    """Store data in blocks that align with no chunk."""
     blocks = [data[start : start + 99_991] for start in range(0, len(data), 99_991)]
     return await asyncio.to_thread(store.put, name, blocks, metadata=metadata)
 

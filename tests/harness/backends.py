@@ -76,7 +76,7 @@ def num_shares(kind: str) -> int:
 
 
 def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False, num_layers: int = 2) -> Path:
-    """Write a model with logits far from uniform, biases and norms other than 0 and 1, and a trained pad embedding.
+    """Write a model with logits far from uniform, biases and norms other than 0 and 1, and a nonzero pad embedding.
 
     transformers initializes the pad embedding to 0. There the gradient of RMSNorm is 1 / sqrt(eps), a thousand times
     larger than for other tokens.

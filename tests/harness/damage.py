@@ -68,7 +68,7 @@ def other_encoding(path: Path, dice: random.Random) -> None:
 
 
 def other_content(path: Path, dice: random.Random) -> None:
-    """Replace the content by valid JSON of another shape, line by line."""
+    """Replace one line by valid JSON of another shape."""
     values = [
         "null",
         "[]",
@@ -88,7 +88,7 @@ def other_content(path: Path, dice: random.Random) -> None:
 
 
 def other_value(path: Path, dice: random.Random) -> None:
-    """Replace a number, a text or a list of some line by a value of another type."""
+    """Replace one number, text or list by a value that is usually of another type."""
     pieces = path.read_bytes().split(b": ")
     if len(pieces) < 2:
         return

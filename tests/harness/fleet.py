@@ -22,7 +22,7 @@ DEMO = ROOT / "examples" / "demo.toml"
 
 
 class Process:
-    """A fake process that ends on a signal."""
+    """A fake process. It ends on SIGKILL, on any signal if it ``drains``, or when a test sets its ``code``."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec, self.pid, self.node = spec, 0, "here"

@@ -79,8 +79,7 @@ class ForkServer:
     modules    additional modules to import
     imported   modules to import in any case
     owner      id of the owning process; 0: this one. With another owner, the first caller for a folder starts the
-               server,
-               later callers share it, and ``close`` does not end it
+               server, later callers share it, and ``close`` does not end it
     """
 
     def __init__(
@@ -289,5 +288,5 @@ def _request(
 
 
 def _python_path() -> str:
-    """Return this process's path, so that `tests` is found from any directory."""
+    """Return this process's PYTHONPATH with the repository in front, so that `tests` is found from any directory."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

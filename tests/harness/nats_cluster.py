@@ -130,12 +130,12 @@ async def info(bus: JetStreamBus, stream: str) -> dict[str, Any]:
 
 
 async def leader(bus: JetStreamBus, stream: str) -> int:
-    """Return the server that leads a stream."""
+    """Return the index of the server that leads a stream."""
     while not (name := (await info(bus, stream))["cluster"].get("leader", "")):
         await asyncio.sleep(0.1)
     return int(name.rpartition("-")[2]) - 1
 
 
 def server_of(bus: JetStreamBus) -> int:
-    """Return the server that a bus is connected to."""
+    """Return the index of the server that a bus is connected to."""
     return int(bus._connection._client._server_info["server_name"].rpartition("-")[2]) - 1

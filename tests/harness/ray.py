@@ -37,7 +37,7 @@ RUN: Final = {
         "checkpoint.every_steps=2",
     ),
 }
-"""Differences from the storms' runs with short answers: there are no meters."""
+"""Overrides of the storms' run files, by answers. The engines have no meters, because nothing reads them here."""
 CPUS = 4
 GPUS = 2
 """Per node, as Ray counts them. Ray only assigns GPU numbers; it does not check that the GPUs exist."""

@@ -155,7 +155,7 @@ class Engine(fakes.Engine):
 
 
 def object_store(server: EmbeddedServer, run: str = "") -> JetStreamObjects:
-    """Return the object store of its own run; the caller closes it."""
+    """Return the object store of ``run``, by default of a new run; the caller closes it."""
 
     layout = Layout(run=run or uuid.uuid4().hex[:8], max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="memory")
     return objects_of(server.url, layout, access=Credentials(token=server.token), connect_seconds=10)
