@@ -49,12 +49,8 @@ async def test_every_step_says_when_it_ended_and_where_its_time_went(loop: Loop,
     assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
     for name in ("step_seconds", "wait_seconds", "prepare_seconds", "export_seconds"):
         assert all(row[f"learner/{name}"] >= 0 for row in rows), name
-    assert ["learner/checkpoint_seconds" in row for row in rows] == [
-        False,
-        False,
-        True,
-        False,
-    ]  # of the checkpoint before step 3
+    # the time of the checkpoint before step 3
+    assert ["learner/checkpoint_seconds" in row for row in rows] == [False, False, True, False]
 
 
 async def test_the_window_bounds_what_is_outstanding(loop: Loop) -> None:

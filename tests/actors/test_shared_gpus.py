@@ -1,4 +1,4 @@
-"""Learner and engines on the same GPUs: only one side has its memory there, and both make progress (run.colocated)."""
+"""Learner and engines on the same GPUs: one side at a time has its memory there, and both progress (run.colocated)."""
 
 from __future__ import annotations
 

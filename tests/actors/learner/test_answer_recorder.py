@@ -1,4 +1,4 @@
-"""Recorded evaluation answers: a fixed selection of prompts with full text, and numbers for all counted answers."""
+"""Recorded evaluation answers: those to some prompts in full, the same prompts each time, and only if they counted."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ async def test_a_run_that_keeps_one_checkpoint_keeps_the_log_for_that(bus_factor
 
 
 async def test_a_new_log_is_not_trimmed_by_what_was_read_of_the_old_one(tmp_path: Path) -> None:
-    """An empty server replaced the old one. The checkpoint before the first of the new log covers nothing of the new
-    log."""
+    """An empty server replaced the old one. The last checkpoint before the first one on the new log covers nothing of
+    the new log."""
     sizes = BUS_SIZES | {"max_prompts": 64, "max_message_bytes": MAX_MESSAGE_BYTES}
     old, new = MemoryBus(**sizes), MemoryBus(**sizes)
     for bus, steps in ((old, 6), (new, 8)):

@@ -1,4 +1,4 @@
-"""A checkpoint is written in the background of the next steps and counts only when all of it is on disk."""
+"""A checkpoint is written in the background during the next steps and counts only when all of it is on disk."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ async def test_a_row_that_is_always_solved_rests_for_a_pass_and_is_asked_again(
 ) -> None:
     loop, asked = synchronous(await bus_factory(), tmp_path), Asked()
     await run_all(loop, worker(await bus_factory(), Engine(), load="on_demand", reward=Judge(asked)))
-    # Step 2 has the second pass without rows 0, 2 and 4, and the begin of the third pass. Step 3 has the rest of the
+    # Step 2 has the second pass without rows 0, 2 and 4, and the start of the third pass. Step 3 has the rest of the
     # third pass, and the fourth pass without rows 0 and 2, which the third pass solved. For row 4, only the first
     # result is known when the fourth pass reaches it.
     assert asked.by_step == [[0, 1, 2, 3, 4], [0, 1, 1, 2, 3], [1, 3, 3, 4, 4]]

@@ -24,8 +24,8 @@ def test_waiting_holds_the_step_that_would_make_a_straggler_too_old() -> None:
 
 
 def test_waiting_leaves_a_turn_to_every_straggler() -> None:
-    """Three groups from version 1, two per batch: from version 3 on, the last group would get its turn only at version
-    4."""
+    """Three groups from version 1, two per batch: if two of them had their turn at version 3, the last one would have
+    its turn at version 4."""
     rule = Selection(max_staleness=2)
     assert not rule.late_starts(1, [1, 1, 1], count=2)
     assert rule.late_starts(2, [1, 1, 1], count=2)

@@ -25,7 +25,7 @@ from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
 
 @contextlib.asynccontextmanager
 async def asking_for(loop: Loop, *group_ids: int) -> AsyncIterator[asyncio.Task[Any]]:
-    """Run the learner until it has requested these groups."""
+    """Yield the running learner once it has requested these groups; drain it at the end of the block."""
     learner = asyncio.create_task(loop.run_learner())
     while not {str(group_id) for group_id in group_ids} <= await loop.bus.keys(PROMPTS):
         await asyncio.sleep(0.01)

@@ -43,8 +43,8 @@ async def test_a_group_that_is_nowhere_is_lost_and_one_that_waits_in_the_log_is_
 async def test_a_prompt_whose_worker_could_not_read_it_is_published_again_where_answers_need_a_ticket(
     bus: Bus, tmp_path: Path
 ) -> None:
-    """Another prompt has replaced that of group 1. The worker that takes it fails group 1 without a ticket, so nothing
-    happens."""
+    """Another prompt has replaced that of group 1. The worker that takes it fails group 1 without a ticket, so the
+    failure does not count."""
     forged = PromptGroup(group_id=7, prompt_tokens=[5], group_size=2, sampling=SamplingParams(max_new_tokens=4))
     await bus.publish(PROMPTS, forged, key="1")
     loop = Loop(bus, tmp_path, tickets=Tickets(b"of this run"))

@@ -75,7 +75,7 @@ def test_where_no_policy_samples_no_version_is_waited_for() -> None:
     ("asked", "engine_incarnation", "expected"),
     [
         (25, 0, 25),  # the incarnation that published it
-        (25, 1, 12),  # fell back to 10: samples up to there can be trained from step 11 on
+        (25, 1, 12),  # fell back to 10: samples up to version 10 can be trained until the step from 11
         (11, 1, 11),  # the log brings the new history there
         (3, 1, 3),
     ],
@@ -95,8 +95,8 @@ def test_a_group_of_a_lost_history_begins_where_the_log_has_nothing_left_before_
 async def test_no_prompt_asks_for_weights_that_nobody_can_get(
     bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writing version 3 blocks until the learner is killed, so versions of steps 3 and later never leave the
-    learner."""
+    """Writing version 3 blocks until the test allows it. Until then, the learner keeps the prompts that steps 3 and
+    later release."""
     may_write = threading.Event()
     publish = fakes.Channel.publish
 

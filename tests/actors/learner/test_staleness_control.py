@@ -35,7 +35,7 @@ def group(group_id: int, *, version: int = 0, members: int = 2) -> TrajectoryGro
 
 
 class Hand:
-    """A manual rollout worker: takes every prompt group and answers those that the test names."""
+    """A manual rollout worker: takes and answers as many prompt groups as the test says."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -80,8 +80,8 @@ def ess(*values: float) -> Any:
 
 
 async def test_a_bound_that_falls_narrows_the_window_at_once(bus_factory: Any, tmp_path: Path) -> None:
-    """Batches of 2 and bound 2 give 6 outstanding groups. Step 1 halves the bound to 1; nothing is published until 4
-    remain."""
+    """Batches of 2 and bound 2 give 6 outstanding groups. Step 1 halves the bound to 1, so the window is 4 groups: the
+    4 groups that remain fill it, and nothing is published until step 2 is done."""
     loop = Loop(await bus_factory(), tmp_path, steps=20, staleness=ADAPTIVE)
     loop.backend.measures = ess(0.1, *[0.7] * 19)
     task = asyncio.create_task(loop.run_learner())

@@ -26,7 +26,7 @@ ANSWERS = (
     answer([20, 21], reward=0.5, finish_reason="length"),
     answer([30, 3, 31], reward=0.0, observed=[1]),
 )
-"""The token id tells the answer; an environment wrote token 3."""
+"""Token ids identify the answer; an environment wrote token 3."""
 
 
 def tenths(micro_batch: MicroBatch) -> Any:
@@ -71,7 +71,7 @@ def test_what_each_of_several_ranks_has_to_train_is_a_metric() -> None:
 
 @pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 100), (1, 5), (2, 5)])
 def test_gae_of_the_step_is_the_pure_function_of_the_whole_batch(ranks: int, max_tokens: int) -> None:
-    """gamma = lam = 1: the return is the reward; for a cut answer, it is the value after the cut."""
+    """gamma = lam = 1: the return is the reward, plus the value after the cut for a cut answer."""
     backend = ScriptedBackend(scores={"critic": tenths})
     algorithm = resolve(ALGORITHMS["ppo"], options={"truncated": "bootstrap"})
     step(algorithm, backend, ranks=ranks, max_tokens=max_tokens, critic_learning_rate=0.3)

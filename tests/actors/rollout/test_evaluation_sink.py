@@ -1,4 +1,4 @@
-"""Evaluation answers go to their log without tokens, and stay there only as long as they are needed."""
+"""Answers go to their log without tokens unless they are recorded, and wait for its space only while needed."""
 
 from __future__ import annotations
 

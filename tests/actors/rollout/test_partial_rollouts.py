@@ -90,7 +90,7 @@ async def test_a_published_group_leaves_no_segments(bus: Bus) -> None:
 
 
 async def two_turns(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-    """Each sample has ten or more tokens, two tokens of a tool, and ten or more tokens again."""
+    """Each sample has 10 x (index + 1) tokens, two tokens of a tool, and 50 more tokens."""
     answer = await generate(prompt.prompt_tokens, max_new_tokens=10 * (index + 1))
     said = np.array([4 + len(answer.tokens) % 7, 5], np.int32)
     more = await generate(np.concatenate([prompt.prompt_tokens, answer.tokens, said]), max_new_tokens=50)
@@ -114,7 +114,7 @@ async def test_finished_calls_are_answered_without_the_engine(bus: Bus) -> None:
     async with Worker(bus, "w0").working(rollout=two_turns) as dying:
         await dying.begun(18)
         await dying.engine.steps(75)
-        for _ in range(10):  # until the newest answers are recorded
+        for _ in range(10):  # until the newest answers are processed
             await asyncio.sleep(0)
         await dying.partial_rollouts.save()
         finished = {answer.seed for answer in dying.engine.answers if answer.done.done()}

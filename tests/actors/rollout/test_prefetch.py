@@ -76,8 +76,8 @@ async def test_a_worker_holds_what_it_runs_and_what_it_keeps_ready_and_no_more(b
 
 
 async def test_who_drains_gives_back_at_once_what_it_has_not_begun(bus_factory: Any) -> None:
-    """Groups that have arrived but were not looked at are returned as well. They would not be redelivered before the
-    test ends."""
+    """Groups that have arrived but were not looked at are returned as well. The bus itself would not
+    redeliver them before the test ends."""
     bus, other = await bus_factory(ack_seconds=3600.0), await bus_factory(ack_seconds=3600.0)
     engine = gated()
     await publish_prompts(bus, 0, 1, 2)

@@ -102,7 +102,7 @@ async def test_two_workers_at_one_group_do_not_mix(bus: Bus) -> None:
 
 
 async def test_segments_of_somebody_who_was_not_lent_the_group_are_none(bus: Bus) -> None:
-    """Segments under the right keys, with a proof for another group's ticket, for other text, or without a proof."""
+    """Segments under the right keys, with a proof made with another ticket, a proof of other content, or no proof."""
     sampling = SamplingParams(max_new_tokens=100)
     prompt = PromptGroup(group_id=0, prompt_tokens=PROMPT_TOKENS, group_size=2, sampling=sampling, ticket="ab" * 16)
 

@@ -1,4 +1,4 @@
-"""A second source and sink run besides training on the same engine and slots, without changes to the training files."""
+"""A second source and sink run alongside training on the same engine and slots; no training file refers to them."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def question(number: int, *, group_size: int = 2) -> PromptGroup:
 
 
 async def settle() -> None:
-    """Wait long enough for all groups that may begin."""
+    """Wait long enough for every group that may begin to begin."""
     for _ in range(50):
         await asyncio.sleep(0)
 

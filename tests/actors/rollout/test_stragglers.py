@@ -87,8 +87,8 @@ async def test_a_group_that_has_not_started_is_not_cut() -> None:
 
 
 async def test_who_is_waited_for_counts_from_the_version_that_was_asked() -> None:
-    """The group began late, at version 5. The learner that asked at version 3 holds after version 7, so 6 is the
-    last."""
+    """The group began late, at version 5. The learner counts from version 3, for which it asked, and at version 7 it
+    waits for the group. So the group must go at version 6."""
     members = [asyncio.create_task(asyncio.sleep(0 if index < 2 else 60)) for index in range(3)]
     starts = {0: 5, 1: 5, 2: 5}
     rule = Stragglers(max_staleness=4, min_group=2, are_waited_for=True)

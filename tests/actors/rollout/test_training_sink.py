@@ -14,7 +14,7 @@ from asyncrl.messages.rollout import failed_group
 
 
 class Bus:
-    """Records published messages as encoded bytes."""
+    """Records published messages, encoded and decoded again."""
 
     def __init__(self) -> None:
         self.published: list[TrajectoryGroup] = []

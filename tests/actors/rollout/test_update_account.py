@@ -1,4 +1,4 @@
-"""Each weight load is charged for the lost and repeated tokens of the answers that it interrupted."""
+"""Each weight load accounts for the tokens of the answers in progress: carried, lost or sampled again."""
 
 from __future__ import annotations
 
