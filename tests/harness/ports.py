@@ -17,8 +17,8 @@ _SHARES: Final = 16
 def free_ports(count: int, *, seed: int | None = None) -> list[int]:
     """Return ``count`` different free ports, drawn at random.
 
-    Each pytest-xdist process draws from its own range. A port may be bound long after it was drawn, or again after its
-    server was killed; with a shared range, another process's server could answer there.
+    Each pytest-xdist process draws from its own share. A port may be bound long after it was drawn, or again after its
+    server was killed; without shares, another process's server could answer there.
     """
     found: list[int] = []
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
