@@ -112,8 +112,8 @@ async def stuck(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory
 
 
 async def test_a_member_that_never_ends_costs_itself_and_no_group(bus_factory: Any, tmp_path: Path) -> None:
-    """With eviction "wait", the learner would hold forever for groups with a stuck member. These groups are trained with
-    two members."""
+    """With eviction "wait", the learner would hold forever for groups with a stuck member. These groups are trained
+    with two members."""
     loop = Loop(await bus_factory(), tmp_path, steps=6, group_size=3, wait_for_stragglers=True, are_stragglers_cut=True)
     rule = Stragglers(max_staleness=2, min_group=2, are_waited_for=True)
     async with asyncio.TaskGroup() as tasks:
