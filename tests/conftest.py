@@ -1,4 +1,4 @@
-"""Fixtures: a real nats-server, and a bus of each kind behind one name."""
+"""Fixtures: a real nats-server, buses of every kind behind one name, and shared models and servers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from tests.harness.collected import Collected
 from tests.harness.engines import Model
 from tests.harness.forked import MODELS, ForkServer
 
-# A shared machine is slow at times, and a test run leaves no files behind. The same cases every time: whether a change
-# lands is no matter of luck. ASYNCRL_EXPLORE=1 draws others, for a night.
+# A shared machine is sometimes slow, so there are no deadlines, and a test run leaves no files behind. Every run uses
+# the same cases, so that landing a change does not depend on luck. ASYNCRL_EXPLORE=1 draws other cases, for nightly
+# runs.
 hypothesis.settings.register_profile(
     "asyncrl", deadline=None, database=None, max_examples=100, derandomize=not os.environ.get("ASYNCRL_EXPLORE")
 )
@@ -41,13 +42,13 @@ hypothesis.settings.load_profile("asyncrl")  # `make check` takes "quick": a qua
 BUS_SIZES = {"max_prompts": 8, "max_log_bytes": 4 * 2**20, "ack_seconds": 30.0}
 MAX_MESSAGE_BYTES = 2**20
 SGLANG_MODELS = {"glm4_moe", "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
-"""Files of ``sglang.srt.models`` that a server of the tests may need."""
+"""Files of ``sglang.srt.models`` that an SGLang server of the tests may need."""
 
 BusFactory = Callable[..., Awaitable[Bus]]
 
 
 def pytest_configure() -> None:
-    """SGLang servers of the tests import the models that are tested, and not all 250: 3 s of CPU for each rank."""
+    """Let SGLang servers import only the models under test instead of all 250. This saves 3 s of CPU per rank."""
     if (sglang := importlib.util.find_spec("sglang")) is not None and sglang.origin is not None:
         models = {path.stem for path in (Path(sglang.origin).parent / "srt" / "models").glob("*.py")}
         os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(models - SGLANG_MODELS))
@@ -55,7 +56,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
-    """pytest-xdist's processes are forks of one that has collected: twelve seconds of CPU less for each."""
+    """Fork pytest-xdist's processes from one that has collected the tests. This saves 12 s of CPU per process."""
     collected = Collected(config.invocation_params.args)
     config.add_cleanup(collected.close)
     for spec in specs:
@@ -65,10 +66,11 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `-n N --dist loadgroup --no-loadscope-reorder`: the longest first, so that all workers end together.
+    """Order the tests for `-n N --dist loadgroup --no-loadscope-reorder`: longest first, so that all workers end
+    together.
 
-    Slow tests that name a group, because they share a server, are minutes for one worker and begin at once; the other
-    slow ones are handed out one by one, and what is not slow by file.
+    Slow tests with a group share a server, keep one worker busy for minutes, and start first. Other slow tests are
+    distributed one by one, all remaining tests by file.
     """
     skip_without_gpus(items)
     if not config.getoption("loadgroup", False):  # set in xdist's processes, where "dist" is "no"
@@ -81,7 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Imports make hardly any garbage, and looking for it is a fifth of what they cost each of xdist's processes."""
+    """Collect without garbage collection: imports create little garbage, and searching it is a fifth of the import
+    time."""
     gc.disable()
     try:
         return (yield)
@@ -90,21 +93,22 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is no garbage: half a second of CPU for each backend that closes, and looks for its own."""
-    importlib.import_module("transformers.models.auto.modeling_auto")  # as large as all the rest, and soon needed
+    """Freeze the imported objects. This saves half a second of CPU for each backend that collects garbage when it
+    closes."""
+    importlib.import_module("transformers.models.auto.modeling_auto")  # as large as everything else, and needed soon
     gc.collect()
     gc.freeze()
 
 
 def _length(item: pytest.Item) -> int:
-    """0 for the longest."""
+    """Return the sort key of a test; 0 is the longest."""
     if item.get_closest_marker("slow") is None:
         return 2
     return 0 if item.get_closest_marker("xdist_group") is not None else 1
 
 
 def skip_without_gpus(items: list[pytest.Item]) -> None:
-    """``@pytest.mark.gpu`` needs one CUDA device, ``@pytest.mark.gpu(2)`` two."""
+    """Skip tests without enough GPUs: ``@pytest.mark.gpu`` needs one CUDA device, ``@pytest.mark.gpu(2)`` needs two."""
     for item in items:
         if (mark := item.get_closest_marker("gpu")) is not None:
             needed = mark.args[0] if mark.args else 1
@@ -116,8 +120,8 @@ def skip_without_gpus(items: list[pytest.Item]) -> None:
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     """A real server for the whole session; tests share it under different run names.
 
-    It syncs once a minute, since no test takes its power away: each time every stream looks whether it has to, also
-    those of the hundreds of runs that are over, which at once a second is a twentieth of a core.
+    It syncs once a minute, because no test cuts its power. At each sync every stream checks whether it must write,
+    including the streams of hundreds of finished runs. Once a second, this check would cost a twentieth of a core.
     """
     folder = tmp_path_factory.mktemp("nats")
     with EmbeddedServer(folder, max_message_bytes=MAX_MESSAGE_BYTES, sync_seconds=60.0) as server:
@@ -151,7 +155,8 @@ async def bus_factory(
     nats_server: EmbeddedServer,
     connect: Callable[..., Awaitable[JetStreamBus]],
 ) -> AsyncIterator[BusFactory]:
-    """``await bus_factory(ack_seconds=...)``: one more connection to the same run. Sizes count at the first call."""
+    """``await bus_factory(ack_seconds=...)``: one more connection to the same run. Sizes only matter in the first
+    call."""
     if request.param == "memory":
         shared: list[MemoryBus] = []
 
@@ -190,9 +195,9 @@ async def bus(bus_factory: BusFactory) -> Bus:
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Starts the processes of runs by fork, without the seconds that importing torch takes each of them.
+    """Starts the processes of runs by fork, which saves each of them the seconds that importing torch takes.
 
-    xdist's processes share one, which ends with their parent: its own imports take eight seconds of CPU.
+    All xdist processes share one server, because its own imports take 8 s of CPU. It ends with their parent.
     """
     tiny = ("tests.chaos.metered_net", "tests.chaos.clocked_backend", "tests.harness.tiny.reward")
     modules = (*MODELS, *tiny)
@@ -200,7 +205,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
         server = ForkServer(tmp_path_factory.getbasetemp().parent / "forks", modules, owner=os.getppid())
     else:
         server = ForkServer(tmp_path_factory.mktemp("forks"), modules)
-    server.connect().close()  # whoever names it to a run starts no sooner than it can fork
+    server.connect().close()  # a run that is given this server can fork as soon as it starts
     yield server
     server.close()
 
@@ -243,7 +248,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def two_nodes() -> Iterator[Any]:
-    """A Ray cluster, tests/harness/ray.py, for the whole session: it takes seconds to start."""
+    """A Ray cluster (tests/harness/ray.py) for the whole session, because starting it takes seconds."""
     pytest.importorskip("ray")
     from tests.harness.ray import TwoNodes
 
@@ -254,7 +259,7 @@ def two_nodes() -> Iterator[Any]:
 
 @pytest.fixture
 def no_blocking() -> Iterator[None]:
-    """A call that blocks the event loop fails the test."""
+    """Fail the test if a call blocks the event loop."""
     import blockbuster
 
     with blockbuster.blockbuster_ctx(scanned_modules=["asyncrl.bus"]):
@@ -263,7 +268,7 @@ def no_blocking() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    """A self-signed certificate for 127.0.0.1, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")

@@ -1,4 +1,4 @@
-"""Evaluation while training goes on, on both buses: every answer is of the evaluated version, or it does not count."""
+"""Evaluation during training, on both buses: every counted answer is from the evaluated version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.harness.metric_names import is_known
 
 
 def results(loop: Loop) -> dict[int, dict[str, Any]]:
-    """Step -> the row of the evaluation of its version."""
+    """Return step -> the row of the evaluation of its version."""
     return {int(row["step"]): row for row in loop.recorder.rows if "evaluation/complete" in row}
 
 
@@ -42,7 +42,7 @@ async def test_workers_of_their_own_evaluate_the_versions_that_are_due(evaluated
         evaluating_worker(await bus_factory(), Engine(), name="e0", is_dedicated=True),
     )
     found = results(evaluated)
-    assert {0, 4} <= set(found) <= {0, 2, 3, 4}  # where version 2 is not written, for a newer one, that is due
+    assert {0, 4} <= set(found) <= {0, 2, 3, 4}  # if version 2 is skipped for a newer one, the newer one is due
     assert evaluated.backend.steps == 4
     for version, row in found.items():
         assert row["evaluation/complete"] == 1.0
@@ -74,7 +74,7 @@ async def test_some_workers_evaluate_beside_their_training(evaluated: Loop, bus_
 
 @pytest.mark.parametrize("mode, load", [("sync", "on_demand"), ("one_step_off", "on_demand"), ("async", "drain")])
 async def test_the_only_worker_evaluates_in_every_mode(evaluated: Loop, bus_factory: Any, mode: Any, load: str) -> None:
-    """Training has to wait for it then, and goes on: neither holds up the other for good."""
+    """Training waits for the evaluation and then continues: neither blocks the other for good."""
     evaluated.mode = mode
     evaluated.evaluation = section(every_steps=1, place="shared")
     await run_all(evaluated, evaluating_worker(await bus_factory(), Engine(), name="w0", load=load))
@@ -85,7 +85,8 @@ async def test_the_only_worker_evaluates_in_every_mode(evaluated: Loop, bus_fact
 
 
 async def test_a_version_is_held_while_training_goes_on_elsewhere(evaluated: Loop, bus_factory: Any) -> None:
-    """The engine of the evaluation answers slowly; the learner is done before it, and then waits for the last one."""
+    """The evaluation's engine answers slowly. The learner finishes its steps first, then waits for the last
+    evaluation."""
     slow = Engine()
     slow.gate.clear()
     evaluated.steps = 6
@@ -106,7 +107,7 @@ async def test_a_version_is_held_while_training_goes_on_elsewhere(evaluated: Loo
 
 
 class Mixing(Engine):
-    """The first answers, as many as ``mixes``, end with tokens of another version, whatever the engine was told."""
+    """The first ``mixes`` answers end with tokens of another version, whatever version the engine was told."""
 
     mixes = 0
 
@@ -122,7 +123,7 @@ class Mixing(Engine):
 async def test_answers_of_two_versions_are_made_again_however_often_and_count_in_nothing(
     evaluated: Loop, bus_factory: Any
 ) -> None:
-    """More often than a prompt has attempts: it is not the prompt's fault."""
+    """Mixed answers may repeat more often than a prompt has attempts, because the prompt is not at fault."""
     engine = Mixing()
     engine.mixes = 40  # 4 times 5 prompts with 2 answers
     evaluated.steps = 1
@@ -134,7 +135,7 @@ async def test_answers_of_two_versions_are_made_again_however_often_and_count_in
     )
     row = results(evaluated)[0]
     assert (row["evaluation/complete"], row["evaluation/sums/mean@2"]) == (1.0, 0.0)
-    assert 20 <= row["evaluation/mixed"] <= 40  # the two answers of a prompt may be mixed apart
+    assert 20 <= row["evaluation/mixed"] <= 40  # the two answers of a prompt may be mixed separately
 
 
 async def test_prompts_of_a_lost_worker_are_answered_by_another(evaluated: Loop, bus_factory: Any) -> None:

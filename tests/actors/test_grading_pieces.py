@@ -1,4 +1,4 @@
-"""Groups larger than a message, and the reward workers that grade them: over both buses."""
+"""Groups larger than a message, and the reward workers that grade them, on both buses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_large_group_whose_worker_is_killed_is_graded_and_its_pieces_go(
     async with at_work(other, judge):
         while await bus.states(GRADING_PIECES):
             await asyncio.sleep(0.01)
-        (reward,) = await big(bus, "b")  # who takes over finds its grade
+        (reward,) = await big(bus, "b")  # the worker that takes over finds the grade
     assert reward.value == len(LONG) + 1
     assert len(judge.asked) == 1
     assert await bus.states(GRADING_PIECES) == {}
@@ -65,7 +65,7 @@ async def test_a_large_group_that_waits_for_long_still_has_its_pieces(
     while not await bus.depth(GRADING):
         await asyncio.sleep(0.01)
     key = next(iter(await bus.states(GRADING_PIECES))).partition("/")[0]
-    await bus.forget(GRADING_PIECES, key=f"{key}/")  # they have expired
+    await bus.forget(GRADING_PIECES, key=f"{key}/")  # the pieces have expired
     while len(await bus.states(GRADING_PIECES)) < 3:
         await asyncio.sleep(0.01)
     async with at_work(bus, Judge()):

@@ -1,4 +1,4 @@
-"""The actors' promises, on both buses: nothing lost, nothing trained twice, nothing waits for what cannot come."""
+"""The actors' guarantees, on both buses: no group is lost or trained twice, and no actor waits forever."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ async def test_every_step_says_when_it_ended_and_where_its_time_went(loop: Loop,
     assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
     for name in ("step_seconds", "wait_seconds", "prepare_seconds", "export_seconds"):
         assert all(row[f"learner/{name}"] >= 0 for row in rows), name
-    assert ["learner/checkpoint_seconds" in row for row in rows] == [False, False, True, False]  # the one before step 3
+    # the time of the checkpoint before step 3
+    assert ["learner/checkpoint_seconds" in row for row in rows] == [False, False, True, False]
 
 
 async def test_the_window_bounds_what_is_outstanding(loop: Loop) -> None:
-    """Nobody answers: the prompt source publishes (max_staleness + 1) x groups_per_batch groups and no more."""
+    """Without answers, the prompt source publishes (max_staleness + 1) x groups_per_batch groups and no more."""
     task = asyncio.create_task(loop.run_learner())
     loop.steps = 100
     await until_depth(loop, 6)
@@ -85,7 +86,7 @@ async def test_one_step_off_trains_tokens_at_most_one_version_old(loop: Loop, bu
     await run_all(loop, worker(await bus_factory(), Engine(), load="on_demand"))
     ages = [(row["staleness/mean"], row["staleness/max"]) for row in loop.recorder.rows]
     assert ages[0] == (0.0, 0.0)
-    assert ages[1] == (1.0, 1.0)  # admitted when batch 1 was taken, before there was a version 1
+    assert ages[1] == (1.0, 1.0)  # admitted when batch 1 was taken, before version 1 existed
     assert all(mean == highest <= 1 for mean, highest in ages)  # no load within a batch
 
 
@@ -108,7 +109,8 @@ async def test_a_worker_that_joins_a_finished_run_ends_at_once(bus: Any) -> None
 
 
 async def test_a_filtered_group_is_counted_and_another_takes_its_place(loop: Loop, bus_factory: Any) -> None:
-    """Every third group is not worth training: the run trains as many as without, and says how many it passed over."""
+    """Every third group is filtered. The run trains as many groups as without a filter, and reports the filtered
+    count."""
     loop.filters = {"two of three": lambda group: group.group_id % 3 != 0}
     await run_all(loop, worker(await bus_factory(), Engine()))
     row = loop.recorder.rows[-1]
@@ -121,7 +123,7 @@ async def test_a_filtered_group_is_counted_and_another_takes_its_place(loop: Loo
 
 
 async def test_weights_are_loaded_while_generations_go_on(loop: Loop, bus_factory: Any) -> None:
-    """One worker answers, the other's answers are held back: it follows the weights all the same."""
+    """One worker answers, and the answers of the other are held back; the other still loads new weights."""
     held = Engine()
     held.gate.clear()
     async with asyncio.TaskGroup() as group:
@@ -164,13 +166,13 @@ async def test_a_draining_load_waits_until_nothing_runs(loop: Loop, bus_factory:
     assert set(engine.running_at_load) == {0}
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_worker_that_waits_for_room_in_the_log_says_since_when(
     loop: Loop, bus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often it tries: only a wait that grows is found to be a stall."""
+    """The wait's start must not reset with each attempt, because only a growing wait is reported as a stall."""
     monkeypatch.setattr(training_sink, "FULL_LOG_SECONDS", 0.001)
     rollout, follower = worker(bus, Engine())
     publish, said = bus.publish, []
@@ -208,7 +210,7 @@ async def test_a_dead_engine_ends_the_worker_and_loses_nothing(loop: Loop, bus_f
 
 
 async def test_a_worker_that_vanishes_loses_nothing(bus_factory: Any, tmp_path: Path) -> None:
-    """Cancelled with groups in its hands, as by SIGKILL: the bus gives them to the next worker."""
+    """The worker is cancelled while it holds groups, as by SIGKILL. The bus redelivers them to the next worker."""
     loop = Loop(await bus_factory(), tmp_path)
     held = Engine()
     held.gate.clear()
@@ -256,7 +258,7 @@ async def test_a_reward_that_fails_buries_the_group_and_the_run_goes_on(loop: Lo
 async def test_a_rollout_function_that_raises_is_data(
     loop: Loop, bus_factory: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its traceback is in the log once, however often it raises."""
+    """Its traceback is logged once, however often it raises."""
     caplog.set_level("INFO")
 
     async def picky(prompt: Any, generate: Any, *, index: int) -> Any:
@@ -267,7 +269,7 @@ async def test_a_rollout_function_that_raises_is_data(
     await run_all(loop, worker(await bus_factory(), Engine(), rollout=picky))
     assert loop.trained_groups == 8
     (explained,) = [record for record in caplog.records if record.message == "where it was raised:"]
-    assert explained.levelname == "INFO"  # for the file alone
+    assert explained.levelname == "INFO"  # only for the log file
     assert isinstance(explained.exc_info[1], KeyError)
 
 
@@ -313,7 +315,7 @@ async def test_data_that_ends_ends_the_run_with_what_is_left_over(loop: Loop, bu
 
 
 async def test_waiting_for_stragglers_drops_nothing(loop: Loop, bus_factory: Any) -> None:
-    """One worker is slow: with eviction "wait" its group is trained, not dropped."""
+    """One worker is slow. With eviction "wait", its group is trained, not dropped."""
     loop.wait_for_stragglers, loop.steps = True, 6
     slow = Engine()
     slow.gate.clear()

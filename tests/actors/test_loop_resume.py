@@ -1,4 +1,4 @@
-"""What actors promise when the learner is started again from a checkpoint, on both buses."""
+"""Guarantees of the actors when the learner restarts from a checkpoint, on both buses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness.fakes import Engine, Loop, run_all, run_worker, single_turn, 
 
 
 async def test_a_killed_learner_trains_nothing_twice_in_the_history_it_keeps(bus_factory: Any, tmp_path: Path) -> None:
-    """It dies in step 5 with a checkpoint at 4; the next incarnation goes on from there to the end."""
+    """It dies in step 5 with a checkpoint at 4. The next incarnation continues from there to the end."""
     first = Loop(await bus_factory(), tmp_path, steps=8, checkpoint_every=2)
 
     def die(step: int) -> None:
@@ -32,13 +32,14 @@ async def test_a_killed_learner_trains_nothing_twice_in_the_history_it_keeps(bus
     assert second.learner.table.incarnation == 1
     assert second.backend.steps == 8
     assert second.trained_groups == 2 * (8 - 4)
-    dropped = int(second.recorder.rows[-1]["staleness/dropped_groups"])  # too old for the second incarnation's versions
+    # too stale for the second incarnation's versions
+    dropped = int(second.recorder.rows[-1]["staleness/dropped_groups"])
     assert len(second.table.done) == 16 + dropped
     assert await second.bus.last_sequence(PROMPTS) == 16 + dropped  # no prompt was published twice
 
 
 async def test_a_resumed_learner_publishes_again_what_the_bus_lost(tmp_path: Path, bus_factory: Any) -> None:
-    """The bus is new and empty: everything outstanding is published again, and the ids go on."""
+    """The bus is new and empty. Everything outstanding is published again, and the ids continue."""
     first = Loop(await bus_factory(), tmp_path, steps=2, checkpoint_every=1)
     await run_all(first, worker(await bus_factory(), Engine()))
     empty = MemoryBus(max_prompts=64, max_log_bytes=2**24, ack_seconds=30, max_message_bytes=2**20)
@@ -50,7 +51,7 @@ async def test_a_resumed_learner_publishes_again_what_the_bus_lost(tmp_path: Pat
 
 @pytest.mark.parametrize("every", [0, 1])
 async def test_draining_the_learner_leaves_a_checkpoint_to_go_on_from(loop: Loop, bus_factory: Any, every: int) -> None:
-    loop.steps, loop.checkpoint_every = 50, every  # 1: the step it is drained at has its checkpoint already
+    loop.steps, loop.checkpoint_every = 50, every  # 1: the step at which it drains already has its checkpoint
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
 
     def drain(step: int) -> None:
@@ -69,7 +70,7 @@ async def test_draining_the_learner_leaves_a_checkpoint_to_go_on_from(loop: Loop
 
 
 async def test_a_resumed_learner_waits_for_stragglers_of_its_life_before(bus_factory: Any, tmp_path: Path) -> None:
-    """Group 0 is out while the learner is drained and started again; no incarnation drops it."""
+    """Group 0 is in flight while the learner drains and restarts; no incarnation drops it."""
     released = asyncio.Event()
 
     async def slow(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:
@@ -81,7 +82,7 @@ async def test_a_resumed_learner_waits_for_stragglers_of_its_life_before(bus_fac
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine(), rollout=slow, max_running=64)))
     first = Loop(await bus_factory(), tmp_path, steps=8, checkpoint_every=1, wait_for_stragglers=True)
     incarnation = asyncio.create_task(first.run_learner())
-    await until(lambda: first.backend.steps == 2)  # the step from version 2 would make group 0 too old
+    await until(lambda: first.backend.steps == 2)  # the step from version 2 would make group 0 too stale
     first.learner.drain()
     await incarnation
     second = Loop(await bus_factory(), tmp_path, steps=8, wait_for_stragglers=True)
@@ -98,7 +99,7 @@ async def test_a_resumed_learner_waits_for_stragglers_of_its_life_before(bus_fac
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 async def test_workers_ahead_of_a_resumed_learner_take_its_weights(bus_factory: Any, tmp_path: Path, mode: str) -> None:
-    """They hold a version of the lost history that is newer by number; a prompt's version alone does not say so."""
+    """They hold a version of the lost history with a higher number; a prompt's version alone does not reveal that."""
     settings: dict[str, Any] = {
         "steps": 8,
         "mode": mode,

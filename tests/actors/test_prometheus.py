@@ -1,4 +1,4 @@
-"""Each process answers Prometheus with its actors' numbers, the learner with those of the newest step."""
+"""Each process serves Prometheus metrics of its actors; the learner also serves those of the newest step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reward workers and the rollout workers that ask them, over both buses: nothing is lost, nothing is graded as zero."""
+"""Reward workers and the rollout workers that use them, on both buses: no group is lost or graded as zero by
+mistake."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Open = Callable[..., Any]
 
 
 class Judge:
-    """Counts what it is asked; answers while ``gate`` is set."""
+    """Records its requests; answers while ``gate`` is set."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -61,7 +62,7 @@ def elsewhere(bus: Bus, *, largest: float = 100.0) -> RewardsElsewhere:
 
 @contextlib.asynccontextmanager
 async def reward_worker(bus: Bus, judge: Judge, *, name: str = "r0", **changes: Any) -> AsyncIterator[RewardWorker]:
-    """At work inside; leaving kills it."""
+    """A reward worker that runs inside the block and is killed at its end."""
     worker = RewardWorker(name, bus, reward=judge, **({"at_once": 2, "max_attempts": 3, "keep_seconds": 0.1} | changes))
     running = asyncio.create_task(worker.run())
     try:
@@ -86,7 +87,7 @@ async def test_what_is_asked_twice_is_graded_once_and_kept_for_who_takes_the_gro
         first_worker = asyncio.create_task(elsewhere(bus)(samples("a")))
         second_worker = asyncio.create_task(RewardsElsewhere(bus, worker="w1", largest=9)(samples("a")))
         assert await first_worker == await second_worker
-    async with asyncio.timeout(30):  # nobody is there to grade it
+    async with asyncio.timeout(30):  # there is no reward worker
         assert await elsewhere(bus)(samples("a")) == await first_worker
     assert judge.asked == ["a"]
 
@@ -98,7 +99,7 @@ async def test_a_request_of_a_reward_worker_that_is_killed_goes_to_another(bus_f
     async with reward_worker(other, stuck):
         asking = asyncio.create_task(elsewhere(bus)(samples("a")))
         await fakes.until(lambda: stuck.now == 1)
-        await asyncio.sleep(2 * SHORT)  # longer than the bus is patient with who says nothing
+        await asyncio.sleep(2 * SHORT)  # longer than ack_seconds of the bus
         assert await bus.depth(GRADING) == 1
     async with reward_worker(other, judge, name="r1"):
         assert [one.value for one in await asking] == [1.0]
@@ -136,7 +137,7 @@ async def test_what_kills_reward_workers_is_alone_on_its_last_attempt_and_then_f
         other = asyncio.create_task(elsewhere(bus)(samples("other")))
         while await bus.depth(GRADING) < 2:
             await asyncio.sleep(0.01)
-        assert judge.now == 1  # the other one waits, though two fit
+        assert judge.now == 1  # the second group waits, although two fit
     judge.gate.set()
     async with reward_worker(bus, judge, max_attempts=2):
         with pytest.raises(RewardError, match="gave up after 2 attempts"):
@@ -195,11 +196,11 @@ async def test_a_reward_worker_ends_with_its_run(bus: Bus) -> None:
         await bus.put(PROGRESS, progress(1))
         await bus.put(PROGRESS, type(progress(2))(incarnation=0, step=2, policy_version=2, finished=True))
         await running
-    assert not worker.draining.is_set() and judge.asked == []  # nobody else ended it
+    assert not worker.draining.is_set() and judge.asked == []  # no other signal ended it
 
 
 async def test_a_rollout_worker_generates_on_while_groups_are_graded_elsewhere_up_to_a_bound(bus: Bus) -> None:
-    """Slots for one group. Three may be ungraded; then it begins no other, and goes on once they have rewards."""
+    """With slots for one group, three groups may be ungraded. Then no other begins until they have rewards."""
     judge, engine = Judge(), fakes.Engine()
     judge.gate.clear()
     await publish_prompts(bus, *range(6))

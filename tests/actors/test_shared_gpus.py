@@ -1,4 +1,4 @@
-"""Learner and engines on the same GPUs: one side's memory is there at a time, and both sides get on (run.colocated)."""
+"""Learner and engines on the same GPUs: one side at a time has its memory there, and both progress (run.colocated)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = np.array([1], dtype=np.int32)
 
 
 class Gpus:
-    """Who has memory there. Asserts that learner and engines never have both."""
+    """Tracks which side has memory on the GPUs. Asserts that learner and engines never both do."""
 
     def __init__(self) -> None:
         self.there: set[str] = set()

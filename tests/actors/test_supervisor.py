@@ -1,4 +1,4 @@
-"""Actors that do not stop: a process of their own ends, one that is somebody else's never does."""
+"""Actors that do not stop: asyncrl ends a process of its own, but never one that belongs to the caller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Done(Actor):
 
 
 class Deaf(Actor):
-    """Its first cancellations are lost."""
+    """An actor that ignores its first cancellations."""
 
     lost = 0
 

@@ -1,1 +1,1 @@
-"""Kills processes of a run at chosen and random moments, and accounts for every prompt group afterwards."""
+"""Kills processes of a run at chosen and random moments, then accounts for every prompt group."""

@@ -1,4 +1,4 @@
-"""bin/chaos: concurrent storms, their kills in one table, and the sum of their audits."""
+"""bin/chaos: run concurrent storms, print one table of their kills, and sum their audits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEEDS: Final = 1000
 
 
 def main() -> int:
-    """Exit code 1 if a process did not come back, or a group was lost, trained twice, or too stale."""
+    """Return 1 if a process did not come back, or if a group was lost, trained twice, or too stale."""
     options = parse()
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-") as scratch:
         folder = options.folder or Path(scratch)
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="stop killing after this, then finish")
     parser.add_argument("--json", type=Path, metavar="FILE", help="a line per kill as it happens, then the totals")
     parser.add_argument("--folder", type=Path, help="folder of the runs (default: a temporary one)")
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)  # one of several concurrent storms
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)  # set for each of several concurrent storms
     options = parser.parse_args()
     options.answers = options.answers or ("ranks" if options.faults == "ranks" else "short")
     if (options.answers == "ranks") != (options.faults == "ranks"):
@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
 
 
 def one(options: argparse.Namespace, folder: Path) -> int:
-    """A single storm, in this process."""
+    """Run a single storm in this process."""
 
     def note(kill: Kill) -> None:
         report.append(options.json, {"storm": options.seed} | kill.as_json())
@@ -120,7 +120,8 @@ def one(options: argparse.Namespace, folder: Path) -> int:
     end = {"seconds": round(time.monotonic() - started, 1), "runs": storm.runs, "problem": problem}
     if options.liar:
         end |= {"lies": storm.lies, "honest": len(storm.seen.honest)}
-    is_counted = not (options.liar or options.evaluate)  # the liar's are sampled by nobody, an evaluation's elsewhere
+    # the liar's tokens have no engine; evaluation tokens are in no group
+    is_counted = not (options.liar or options.evaluate)
     tokens = storm.tokens if is_counted else {}
     row = {"storm": options.seed} | end | {"tokens": tokens, "audit": audit}
     report.append(options.json, row)
@@ -129,7 +130,7 @@ def one(options: argparse.Namespace, folder: Path) -> int:
 
 
 def side_by_side(options: argparse.Namespace, folder: Path, path: Path) -> None:
-    """One process per storm, with its own folder, port and seed."""
+    """Start one process per storm, with its own folder, port and seed."""
     running = []
     for number, port in enumerate(free_ports(options.at_once, seed=options.seed)):
         kills = options.kills // options.at_once + (number < options.kills % options.at_once)
@@ -151,7 +152,7 @@ def side_by_side(options: argparse.Namespace, folder: Path, path: Path) -> None:
     try:
         for process in running:
             process.wait()
-    except KeyboardInterrupt:  # the storms got it too, and record how far they got
+    except KeyboardInterrupt:  # the storms received the interrupt and record their progress
         for process in running:
             process.send_signal(signal.SIGINT)
             process.wait()

@@ -1,4 +1,4 @@
-"""The tiny policy's backend in a learner whose clock can be set back."""
+"""The tiny policy's backend, in a learner whose clock a test can set back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness.tiny.backend import TinyBackend
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(tiny_backend.Options):
     clock: str = ""
-    """The folder that says when."""
+    """Names the folder that controls the clock."""
 
 
 class ClockedBackend(TinyBackend):

@@ -1,9 +1,9 @@
-"""A process that takes prompts of a run, says of each again and again that it is at work on it, and is not.
+"""Takes prompts of a run and keeps postponing their redelivery, without ever answering them.
 
     python -m tests.chaos.keeper FOLDER COUNT PAUSE REQUESTS
 
-FOLDER has the run's run.toml. It prints a line when it is there, and takes COUNT prompts, each REQUESTS of them PAUSE
-seconds apart.
+FOLDER contains the run's run.toml. The process prints a line once it is connected. Then REQUESTS concurrent consumers
+take COUNT prompts in total. Each consumer pauses PAUSE seconds after every prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEEP_SECONDS: Final = 2.0
 
 
 async def keep(folder: Path, count: int, pause: float, requests: int) -> None:
-    """Until we are killed."""
+    """Keep prompts until this process is killed."""
     run = config.load(folder / "run.toml", [f"run.directory={folder / 'runs'}"])
     bus = await registry.connect(run, token="")
     taken: list[Delivery[PromptGroup]] = []

@@ -1,4 +1,4 @@
-"""One fault of a storm, and how the run came through it."""
+"""One fault of a storm, and how the run recovered from it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.chaos.victims import Kind
 class Kill:
     """seconds: from the kill until recovery.
 
-    named_seconds  from the kill until `asyncrl run` said something of a victim; None if it never did, or was struck too
-    load_seconds  of the restarted learner, from process start until ready to train, as reported by itself; None if
+    named_seconds  from the kill until `asyncrl run` reported every victim; None if it never did, or was a victim itself
+    load_seconds  of the restarted learner, from process start until ready to train, as the learner reports it; None if
                   another process was killed, or the whole run was restarted
-    outage        what the workers did meanwhile; None if the learner was not killed
+    outage        engine idle time during the outage; None if the learner was not killed
     """
 
     kind: Kind
@@ -45,7 +45,7 @@ class Kill:
 
 
 async def load_seconds(run_directory: Path, incarnation: int) -> float | None:
-    """As reported by this incarnation's first step."""
+    """Return the load time that this incarnation's first step reports."""
     deadline = time.monotonic() + MOMENT_SECONDS
     while time.monotonic() < deadline:
         for line in reversed((run_directory / "metrics.jsonl").read_text().splitlines(keepends=True)):

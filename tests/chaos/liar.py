@@ -1,9 +1,10 @@
-"""A process that lies to a run: it takes prompts as a worker does and answers them with lies (tests/harness/lies.py).
+"""A malicious worker: takes prompts of a run and answers them with lies (tests/harness/lies.py).
 
     python -m tests.chaos.liar FOLDER SEED COUNTS
 
-FOLDER is a storm's; the run's bus is where its bus.json says, and that changes with each life of the run. COUNTS gets
-how many messages were stored. It takes at most half of the prompts, so that honest workers have some; a few it keeps.
+FOLDER is the storm's folder. The bus address comes from the run's bus.json and changes at every restart of the run.
+The number of stored messages is written to COUNTS. The liar takes at most half of the prompts, so that honest workers
+get some; it keeps a few of them without answering.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TOPICS: Final = {topic.name: topic for topic in (ACTORS, EVENTS, TRAJECTORIES)}
 
 
 async def lie(folder: Path, random: Random, counts: Path) -> None:
-    """Until we are killed."""
+    """Lie until this process is killed."""
     run = config.load(folder / "run.toml")
     told = 0
     keeping: asyncio.Task[None] | None = None
@@ -62,7 +63,7 @@ async def lie(folder: Path, random: Random, counts: Path) -> None:
 
 
 async def _keep(kept: deque[Any]) -> None:
-    """Say of each that we are at work on it."""
+    """Keep postponing the redelivery of the kept prompts."""
     while True:
         await asyncio.sleep(_KEEP_SECONDS)
         for delivery in list(kept):
@@ -71,7 +72,8 @@ async def _keep(kept: deque[Any]) -> None:
 
 
 async def _one(bus: JetStreamBus, deliveries: Any, random: Random, kept: deque[Any]) -> int:
-    """One lie, or an answer and what else is told with it; how many messages were stored."""
+    """Take one prompt: keep it, give it back, or answer it, usually with a lie. An answer is sometimes followed by a
+    second message. Return how many messages were stored."""
     async with asyncio.timeout(5.0):
         delivery = await anext(deliveries)
     prompt = delivery.message
@@ -92,7 +94,7 @@ async def _one(bus: JetStreamBus, deliveries: Any, random: Random, kept: deque[A
     topic, key, data = random.choice(
         [
             ("trajectories", key, random.randbytes(50)),
-            ("trajectories", str(other.group_id), unlent),  # a group that it was not lent
+            ("trajectories", str(other.group_id), unlent),  # a group that the liar was usually not lent
             ("trajectories", answer_key(other.group_id, ticket=random.randbytes(16).hex()), unlent),
             lies.said_elsewhere(random),
         ]
@@ -102,7 +104,7 @@ async def _one(bus: JetStreamBus, deliveries: Any, random: Random, kept: deque[A
 
 
 async def _put(bus: JetStreamBus, topic: str, key: str, data: bytes) -> None:
-    """As ``publish``, without a message."""
+    """Store raw bytes, where ``publish`` would take a message."""
     subject = bus._layout.subject(_TOPICS[topic], key)
     await bus._connection.store(subject, data, headers={})
 

@@ -1,4 +1,4 @@
-"""Counts what an engine has sampled, outside its process, so that the count survives SIGKILL.
+"""Counts sampled tokens outside the engine's process, so that the count survives SIGKILL.
 
 The engine writes two numbers to a memory-mapped file at each decoded token.
 """
@@ -19,7 +19,8 @@ _NUMBERS: Final = 2
 class Meter:
     """Meter of one engine process.
 
-    generated  tokens since it started;  running  sequences being decoded
+    generated  tokens sampled since the engine started
+    running    sequences being decoded
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,12 +33,13 @@ class Meter:
 
 
 def generated(folder: Path) -> int:
-    """Tokens that all engines have sampled, including dead ones."""
+    """Return the tokens that all engines have sampled, dead engines included."""
     return sum(int(numbers[0]) for path in folder.iterdir() if len(numbers := _read(path)) == _NUMBERS)
 
 
 def of(folder: Path, pid: int) -> tuple[int, int]:
-    """Tokens sampled by the engine of process ``pid``, and sequences being decoded; (0, 0) before its first token."""
+    """Return the tokens sampled by the engine of process ``pid`` and its running sequences; (0, 0) before its first
+    token."""
     found = max(folder.glob(f"{pid}-*"), key=lambda path: path.stat().st_mtime_ns, default=None)
     numbers = _read(found) if found is not None else ()
     return (int(numbers[0]), int(numbers[1])) if len(numbers) == _NUMBERS else (0, 0)

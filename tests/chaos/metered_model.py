@@ -15,7 +15,7 @@ from tests.chaos.meter import Meter
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(inprocess.Options):
     meter: str = ""
-    """The folder of the meters."""
+    """Names the folder of the meters."""
     step_seconds: float = 0.0
     """Additional seconds per token."""
 

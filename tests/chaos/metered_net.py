@@ -14,7 +14,7 @@ from tests.harness.tiny.engine import TinyEngine
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(tiny_engine.Options):
     meter: str = ""
-    """The folder of the meters."""
+    """Names the folder of the meters."""
 
 
 class MeteredNet(TinyEngine):

@@ -1,4 +1,4 @@
-"""The moments of victims.py, awaited: in the middle of a checkpoint, between two names of a folder, while starting."""
+"""Waits for the moments of victims.py: during a checkpoint, between two renames of a folder, while starting."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.chaos.seen import Seen
 from tests.chaos.victims import Kind
 
 MOMENT_SECONDS: Final = 15.0
-"""If the moment has not come by then, the strike happens anyway."""
+"""Limit of the wait for a moment; after that the strike happens anyway."""
 
 
 class Run(Protocol):
-    """What can be seen of a storm's run, and done to it."""
+    """What a storm can observe of its run and do to it."""
 
     seen: Seen
     random: random.Random
@@ -35,7 +35,7 @@ class Moments:
         self._run = run
 
     async def of(self, kind: Kind, names: Sequence[str]) -> None:
-        """Returns at the kind's moment."""
+        """Return at the kind's moment."""
         run = self._run
         checkpoints = run.run_directory / "checkpoints"
         if kind.moment == "after a step":
@@ -66,7 +66,7 @@ class Moments:
 
 
 async def soon(is_so: Callable[[], bool]) -> None:
-    """Wait until ``is_so``, or MOMENT_SECONDS."""
+    """Wait until ``is_so`` is true, for at most MOMENT_SECONDS."""
     deadline = time.monotonic() + MOMENT_SECONDS
     while not is_so() and time.monotonic() < deadline:
         await asyncio.sleep(0.001)

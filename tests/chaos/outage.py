@@ -1,4 +1,4 @@
-"""Measures whether engines sit idle without a learner although prompts are waiting."""
+"""Measures whether engines idle although prompts are waiting, while the learner is down."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _LOOK_SECONDS: Final = 0.02
 
 @dataclass(slots=True)
 class Outage:
-    """Worker-seconds during which prompts were waiting, and how many of these an engine decoded nothing.
+    """Worker-seconds during which prompts were waiting, and the part of that time in which the engine decoded nothing.
 
     A prompt counts as waiting if more groups are on the topic or in flight than engines decode. Groups being rewarded
-    or published, and those in flight to dead workers, count as waiting too: idleness is never underestimated.
+    or published, and groups in flight to dead workers, also count as waiting. Idle time is therefore never
+    underestimated.
     """
 
     seconds: float = 0.0
@@ -32,9 +33,10 @@ class Outage:
     async def watched(
         self, meters: Path, workers: Sequence[int], *, group_size: int, prompts: Callable[[], Awaitable[int]]
     ) -> AsyncIterator[Outage]:
-        """Measured inside, until the bus is gone too.
+        """Measure while the context is open, or until the bus is gone.
 
-        workers: ids of processes that have sampled something;  prompts: number of unacked groups
+        workers   ids of processes that have sampled at least one token
+        prompts   returns the number of unacked groups
         """
         watch = self._watch(meters, workers, group_size=group_size, prompts=prompts)
         task = asyncio.create_task(watch, name="outage")

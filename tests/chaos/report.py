@@ -1,10 +1,10 @@
-"""Storms in rows, one JSON object a line, and the table over all of them.
+"""Reports of storms: rows of JSON, one object per line, and a table over all storms.
 
-    {"storm": 5000, "kill": "learner, any time", "victims": ["learner"], "seconds": 6.1, "step": 31}   as it happens
-    {"storm": 5000, "seconds": 412.0, "problem": "", "tokens": {...}, "audit": {...}}                  when it is over
-    {"kills": 1000, "asked": 1000, "storms": 20, "clean": true, ...}, {"killed": ..., "p50": ...}      over all
+    {"storm": 5000, "kill": "learner, any time", "victims": ["learner"], "seconds": 6.1, "step": 31}   after each kill
+    {"storm": 5000, "seconds": 412.0, "problem": "", "tokens": {...}, "audit": {...}}                  after each storm
+    {"kills": 1000, "asked": 1000, "storms": 20, "clean": true, ...}, {"killed": ..., "p50": ...}      over all storms
 
-An interrupted file has everything up to that point.
+Rows are written as they occur, so an interrupted file is complete up to that point.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tests.harness.audits import audited
 Row = Mapping[str, Any]
 
 SLACK_SECONDS: Final = 5.0
-"""How much longer than its load a learner may take to train again."""
+"""How much longer than its load time a killed learner may take until it trains again."""
 
 SUMMED: Final = (
     *("prompts", "published", "trained", "dropped", "failed", "filtered", "pending"),
     *("lost", "duplicated", "staleness_violations", "incarnations", "retrained", "steps"),
 )
-"""Of the audits."""
+"""Keys of the audits that the report sums."""
 
 
 def audit(run_directory: Path, *, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What `asyncrl audit --json` says of a run, and its exit code."""
+    """Return the output of `asyncrl audit --json` and its exit code."""
     found = audited(run_directory, token=environment.get("ASYNCRL_BUS_TOKEN", ""))
     return {"exit_code" if name == "code" else name: value for name, value in found.items()}
 
@@ -44,17 +44,17 @@ def append(path: Path | None, row: Row) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The file's complete lines."""
+    """Return the file's complete lines."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value with at least ``share`` of all at or below it."""
+    """Return the smallest value such that at least ``share`` of all values are at or below it."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A row for each kind of kill: how often, and how long recovery took."""
+    """Return one row per kind of kill: count and recovery times."""
     found = []
     for kind in dict.fromkeys(str(kind) for kinds in FAULTS.values() for kind in kinds):
         seconds = [row["seconds"] for row in rows if row.get("kill") == kind]
@@ -67,7 +67,7 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def learners(rows: Sequence[Row]) -> dict[str, Any]:
-    """How soon the learner trained again, compared with its load time, and what engines did meanwhile."""
+    """Return how soon the learner trained again compared with its load time, and the engines' idle time in between."""
     kills = [row for row in rows if "load_seconds" in row]
     over = [row["seconds"] - row["load_seconds"] for row in kills]
     worker_seconds, idle = (sum(row.get(name, 0.0) for row in rows) for name in ("worker_seconds", "idle_seconds"))
@@ -82,7 +82,7 @@ def learners(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def total(rows: Sequence[Row], *, asked: int, storms: int) -> dict[str, Any]:
-    """The sum of all storms. Clean if every one of them ended with a clean audit."""
+    """Return the sum of all storms. It is clean if every storm ended with a clean audit."""
     ends = [row for row in rows if "audit" in row]
     audits = [row["audit"] for row in ends if row["audit"]]
     generated, lost = (sum(row["tokens"].get(name, 0) for row in ends) for name in ("generated", "lost"))
@@ -102,12 +102,13 @@ def total(rows: Sequence[Row], *, asked: int, storms: int) -> dict[str, Any]:
 
 
 def is_clean(row: Row) -> bool:
-    """Whether a storm's last row says that every process came back and no group was lost, duplicated or too stale."""
+    """Return whether a storm's last row says that every process came back and no group was lost, duplicated or too
+    stale."""
     return not row["problem"] and row["audit"].get("exit_code") == 0
 
 
 def show(rows: Sequence[Row], summary: Row) -> str:
-    """The report as text."""
+    """Return the report as text."""
     lines = [f"{'struck':42s} {'times':>6s} {'p50 s':>7s} {'p95 s':>7s} {'worst s':>8s} {'named':>6s} {'worst s':>8s}"]
     lines += [
         f"{row['killed']:42s} {row['kills']:6d} {row['p50']:7.1f} {row['p95']:7.1f} {row['worst']:8.1f} "

@@ -1,10 +1,9 @@
 """Run files for storms, with answers that are short or long compared with the time between two kills.
 
-short  the tiny net of the staleness benchmark: six tokens per answer, a step every tenth of a second
-long   a tiny Hugging Face model on the in-process engine and the reference backend: 400 tokens per answer, 10 s each,
-       so that a killed worker always has unfinished answers, and the window takes longer to fill than a learner to
-       restart
-ranks  a tiny mixture of experts, whose learner has two stages on two "machines", each with its experts on two ranks
+short  the tiny net of the staleness benchmark: six tokens per answer, ten steps per second
+long   a tiny Hugging Face model on the in-process engine and the reference backend: 400 tokens per answer, 10 s each;
+       a killed worker always has unfinished answers, and a learner restarts before the window is full
+ranks  a tiny mixture of experts; its learner has two pipeline stages on two "machines", each with experts on two ranks
 """
 
 from __future__ import annotations
@@ -131,12 +130,12 @@ learning_rate = 1e-4
 
 
 SMALL_DISKS: Final = (f"bus.max_log_bytes={8 * 2**20}", f"bus.max_message_bytes={2**20}")
-"""Overrides of a run whose server has a disk of DISK_MEGABYTES."""
+"""Overrides for a run whose server has a disk of DISK_MEGABYTES."""
 DISK_MEGABYTES: Final = 64
 
 
 def evaluating(folder: Path, place: str) -> list[str]:
-    """Overrides with which a storm's run evaluates its own prompts all the time. place: shared or dedicated"""
+    """Overrides that make a storm's run evaluate its own prompts continuously. place: shared or dedicated"""
     return [
         "evaluation.every_steps=5",
         f"evaluation.place={place}",
@@ -147,7 +146,8 @@ def evaluating(folder: Path, place: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """write: the model and the prompts, into a folder, from a seed.  modules: what the run's processes import."""
+    """write     writes the model and the prompts to a folder, from a seed
+    modules   modules that the run's processes import"""
 
     run_file: str
     write: Callable[[Path, int], None]

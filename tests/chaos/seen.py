@@ -10,15 +10,16 @@ from asyncrl.protocols import Bus
 
 @dataclass(slots=True)
 class Seen:
-    """By an observer of the bus.
+    """What an observer of the bus has seen.
 
-    step       (incarnation, steps done) of the newest progress;  first  at which step each incarnation began
+    step       (incarnation, steps done) of the newest progress message
+    first      steps already done when each incarnation began
     published  groups by worker
-    groups     ids of the groups on the log
-    tokens     response tokens of these, counting each group's first record only: what was not generated in vain
-    sequence   of the newest log record
-    keys       of the log's records, with what they answer: also of those that do not decode
-    honest     ids of the groups with answers of the run's own workers, each the first record of its key
+    groups     ids of the groups in the log
+    tokens     response tokens of these groups; counts only each group's first record, so duplicates do not count
+    sequence   position of the newest log record
+    keys       keys of the log's records with what they answer, including records that do not decode
+    honest     ids of groups whose first answer is from one of the run's own workers and is the first record of its key
     """
 
     step: tuple[int, int] = (-1, -1)
@@ -31,7 +32,7 @@ class Seen:
     honest: set[int] = field(default_factory=set)
 
     def has_trained_since(self, incarnation: int) -> bool:
-        """Whether a later incarnation of the learner has done a step."""
+        """Return whether a later incarnation of the learner has finished a step."""
         return self.step[0] > incarnation and self.step[1] > self.first[self.step[0]]
 
     async def watch_steps(self, bus: Bus) -> None:

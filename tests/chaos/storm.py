@@ -4,9 +4,9 @@
         -> drain -> resume for a few steps to the end -> `asyncrl audit`
 
 Recovery means that the learner has trained another step, and that a killed worker has published another group.
-`asyncrl run` restarts its children; if it was the victim itself, or exited because a child used up its restarts, the
-storm restarts it with --resume. The models are tiny (run_files.py), so processes live for seconds; learner, buffer,
-checkpoints, prompt source, workers, followers, launcher and bus are the real ones.
+`asyncrl run` restarts its children. If `asyncrl run` itself was the victim, or exited because a child used up its
+restarts, the storm restarts it with --resume. The models are tiny (run_files.py), so processes live for seconds. The
+learner, buffer, checkpoints, prompt source, workers, followers, launcher and bus are the real ones.
 """
 
 from __future__ import annotations
@@ -49,24 +49,27 @@ from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 from tests.harness.processes import processes_below
 
 RECOVERY_SECONDS: Final = 600.0
-"""If a process is not back after this, the storm fails and names it."""
+"""Recovery limit; after it the storm fails and names the process that is not back."""
 _LOOK_SECONDS: Final = 0.02
 _AFTERMATH_SECONDS: Final = 0.3
 """Time for messages in flight from a killed process to arrive."""
 _RIGHT_AGAIN_SECONDS: Final = 8.0
-"""Time for heartbeats to tell that a clock is right again: set back once more before, it was never right to anybody."""
+"""Time for heartbeats to report that a clock is right again, before it may be set back once more."""
 _LAST_STEPS: Final = 3
 
 
 class Storm:
-    """One seed. ``folder`` gets the model, the data and the run.
+    """One storm with one seed. ``folder`` receives the model, the data and the run.
 
-    answers    one of run_files.ANSWERS
-    faults     one of victims.FAULTS;  only: those of its kinds whose name contains this
-    port       of its nats-server, where it is to be the same in each life of the run; 0 takes a free one
-    forks      starts its processes without imports (tests/harness/forks.py); None: each is a new Python
-    overrides  SECTION.KEY=VALUE;  way, token  to the server of `bus.url`, if the observer has one of its own
-    say, note  what a person sees of each kill, and what is kept of it
+    answers    key of run_files.ANSWERS
+    faults     key of victims.FAULTS
+    only       restricts the faults to kinds whose name contains this text
+    port       port of its nats-server if every restart of the run must use the same one; 0 takes a free port
+    forks      starts processes without imports (tests/harness/forks.py); None starts each as a new Python
+    overrides  SECTION.KEY=VALUE
+    way, token  url and token for the server of `bus.url`, if the observer has its own
+    say        shows each kill to a person
+    note       records each kill
     """
 
     def __init__(
@@ -105,7 +108,8 @@ class Storm:
         self.runs = 0
         """Number of starts of `asyncrl run`."""
         self.tokens: dict[str, int] = {}
-        """Tokens sampled by engines, and those of them in no group on the log; known once the run has drained."""
+        """Tokens sampled by engines, and how many of them are in no group of the log; known once the run has
+        drained."""
         ANSWERS[answers].write(self._folder, seed)
         self.run_file = self._folder / "run.toml"
         self.run_file.write_text(ANSWERS[answers].run_file.format(folder=self._folder, seed=seed, port=port))
@@ -134,7 +138,7 @@ class Storm:
 
     @contextlib.contextmanager
     def disks(self) -> Iterator[None]:
-        """Inside, its run has small file systems of its own, if its faults need them; behind, ``left`` has a copy."""
+        """Give the run small file systems of its own if its faults need them; on exit, ``left`` receives a copy."""
         if not self._has_disks:
             yield
             return
@@ -148,7 +152,7 @@ class Storm:
                 shutil.copytree(self.run_directory, self._folder / "left", dirs_exist_ok=True)
 
     async def blow(self, count: int, *, limit_seconds: float = math.inf) -> dict[str, Any]:
-        """Kill ``count`` times, or until the time limit, finish the run and return its audit.
+        """Kill ``count`` times or until the time limit, finish the run and return its audit.
 
         Raises AssertionError if a process does not come back.
         """
@@ -160,7 +164,7 @@ class Storm:
 
     @contextlib.asynccontextmanager
     async def up(self) -> AsyncIterator[Seen]:
-        """The run, from its first step until it is drained, resumed and finished."""
+        """The run: open from its first step; on exit it is drained, resumed and finished."""
         try:
             async with self._observed(), self._lied_to():
                 await self.until(lambda: self.seen.step[1] >= 1, "the first step")
@@ -171,12 +175,12 @@ class Storm:
 
     @property
     def lies(self) -> int:
-        """Messages of the liar that the bus stored."""
+        """Number of the liar's messages that the bus stored."""
         return int(self._lies.read_text() or 0) if self._lies.exists() else 0
 
     @contextlib.asynccontextmanager
     async def _lied_to(self) -> AsyncIterator[None]:
-        """With ``has_liar``, one more process takes prompts and answers them with lies (liar.py)."""
+        """With ``has_liar``, run a malicious worker that answers prompts with lies (liar.py)."""
         if not self._has_liar:
             yield
             return
@@ -195,7 +199,7 @@ class Storm:
         )
 
     def honest_groups_failed(self) -> list[int]:
-        """Groups that a worker of the run made, and that were neither trained nor dropped nor filtered in the end."""
+        """Return groups that the run's own workers made, but that were not trained, dropped or filtered in the end."""
         entries = present(history.read(self.run_directory / HISTORY_FILE))
         failed = {group_id for entry in entries if entry.kind == "failed" for group_id in entry.groups}
         return sorted(failed & self.seen.honest)
@@ -211,7 +215,7 @@ class Storm:
         await self._strike(kind, names)
         await asyncio.sleep(_AFTERMATH_SECONDS)
         published = dict(self.seen.published)
-        step = before if kind.is_deadly else self.seen.step  # what it did in the shortage shows no recovery
+        step = before if kind.is_deadly else self.seen.step  # steps during the shortage do not show recovery
 
         def is_as_before() -> bool:
             if kind.role == "everybody" or (kind.role in ("learner", "run", "rank", "machine") and kind.is_deadly):
@@ -271,7 +275,7 @@ class Storm:
         self._send(signal.SIGKILL, names)
 
     def _send(self, number: int, names: Sequence[str]) -> list[int]:
-        """The pids that got it."""
+        """Return the pids that received the signal."""
         sent, pids = [], self.pids()
         for name in names:
             if name in pids:
@@ -281,8 +285,8 @@ class Storm:
         return sent
 
     async def _named(self, kind: Kind, names: Sequence[str], began: float, behind: int) -> float | None:
-        """Seconds until `asyncrl run` said something of each of ``names``, of a rank that it has ended the learner;
-        None if it cannot."""
+        """Return the seconds until `asyncrl run` mentions each of ``names``, the learner's end for a rank or a machine,
+        or the jump of a clock. None if `asyncrl run` is a victim itself."""
         if "run" in names:
             return None
         words = [f"jumped by {-trouble.BACK_SECONDS:+.0f} s"] if kind.deed == "clock set back" else names
@@ -346,11 +350,11 @@ class Storm:
         assert code == 0, f"the run that was to finish ended with exit code {code}; see {self._output.name}"
 
     async def until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Raises AssertionError after RECOVERY_SECONDS."""
+        """Wait until ``is_so`` is true. Raises AssertionError after RECOVERY_SECONDS."""
         deadline = time.monotonic() + RECOVERY_SECONDS
         while not is_so():
             if self._observer.done():
-                await self._observer  # it failed
+                await self._observer  # raises if the observer failed
             assert time.monotonic() < deadline, f"not back after {RECOVERY_SECONDS:.0f} s: {what}"
             code = self._process.poll() if self._process else None
             assert code not in NEVER_AGAIN, f"asyncrl run ended with exit code {code}; see {self._output.name}"
@@ -372,13 +376,13 @@ class Storm:
                 await self._observer
 
     async def _observe(self) -> None:
-        """Start `asyncrl run`, restart it with --resume when it has exited, and watch the bus of each."""
+        """Start `asyncrl run`, restart it with --resume whenever it exits, and watch the bus of each."""
         while not self._is_finishing:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             try:
                 bus = await registry.connect(self._config, token=self._token)
-            except (AsyncRLError, OSError, ValueError):  # not up yet, or just gone
+            except (AsyncRLError, OSError, ValueError):  # not up yet, or just ended
                 await asyncio.sleep(0.1)
                 continue
             watches = (self.seen.watch_steps(bus), self.seen.read_groups(bus), self._ended())

@@ -1,8 +1,8 @@
-"""All faults of the recorded storms by kind, as the table of docs/results/reliability.md.
+"""Sums the faults of the recorded storms by kind: the table of docs/results/reliability.md.
 
     python -m tests.chaos.sums [FILE ...]
 
-Without files, those of docs/results. Kills alone are one row; of everything else each kind has one.
+Without files, reads those of docs/results. Plain kills share one row; every other kind has its own row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COUNTED: Final = ("lost", "duplicated", "staleness_violations")
 
 
 def faults(rows: Iterable[report.Row]) -> list[report.Row]:
-    """Those of one fault each, the sums at the end of a file left out."""
+    """Return the rows of single faults, without the sums at the end of a file."""
     return [row for row in rows if row.get("kill") in _KINDS]
 
 
@@ -38,7 +38,7 @@ def line(name: str, rows: Sequence[report.Row]) -> str:
 
 
 def table(rows: Sequence[report.Row]) -> str:
-    """Markdown."""
+    """Return the table in Markdown."""
     found = faults(rows)
     others = [row for row in found if row["kill"] in OTHER_THAN_KILLS]
     kills = [row for row in found if row["kill"] not in OTHER_THAN_KILLS]
@@ -55,7 +55,7 @@ def table(rows: Sequence[report.Row]) -> str:
 
 
 def audits(rows: Iterable[report.Row]) -> str:
-    """One sentence on what the storms lost."""
+    """Return one sentence on what the storms lost."""
     ends = [row for row in rows if "audit" in row and "storm" in row and row["audit"]]
     groups = sum(row["audit"]["prompts"] for row in ends)
     counts = ", ".join(f"{name} {sum(row['audit'][name] for row in ends)}" for name in _COUNTED)

@@ -1,4 +1,4 @@
-"""Disks that take nothing for a while, under a run of real processes: it waits, says so, goes on, and loses nothing."""
+"""Full and read-only disks under a run of real processes: the run waits, reports it, continues, and loses nothing."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ CANNOT, WAS = "cannot be written", "was written after"
 
 @contextlib.asynccontextmanager
 async def waiting(storm: Storm, seen: Any, *, what: str = "", is_mute: bool = False) -> AsyncIterator[None]:
-    """Inside, the learner waits for a disk and says so; behind, it goes on, and nobody was restarted.
+    """While the context is open, the learner waits for a disk and reports it. Afterwards it continues without a
+    restart.
 
-    what  it cannot write; "" where that is whatever comes next
+    what  what the learner cannot write; "" if any write may come first
     """
     before = storm.pids()
     if not is_mute:
@@ -53,8 +54,11 @@ async def _says_so(storm: Storm) -> bool:
 
 
 async def test_a_learner_whose_files_cannot_grow_waits(tmp_path: Path, forks: ForkServer) -> None:
-    """None of them, what it says to the run's output included. Its history comes first, or its metrics when the disk
-    is full just between the two; it tells nothing that is not on record."""
+    """None of the learner's files can grow, including its output to the run.
+
+    It fails first on its history, or on its metrics if the limit starts between the two. It publishes nothing that is
+    not on record.
+    """
     storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10",), forks=forks)
     async with storm.up() as seen:
         limit = contextlib.ExitStack()
@@ -77,7 +81,7 @@ def full(disk: Path) -> Iterator[None]:
 def read_only(disk: Path) -> Iterator[None]:
     for mode in ("ro", "rw"):
         while subprocess.run(["mount", "-o", f"remount,{mode}", str(disk)], check=False).returncode:
-            time.sleep(0.05)  # busy: a file is being written just now
+            time.sleep(0.05)  # busy: a file is being written
         if mode == "ro":
             yield
 
@@ -113,7 +117,7 @@ def stopped(pids: Iterable[int]) -> Iterator[None]:
 async def test_files_that_somebody_removes_from_a_run_that_is_up_are_put_back_or_begun_anew(
     tmp_path: Path, forks: ForkServer
 ) -> None:
-    """Each is said once, nobody is restarted, and nothing is lost."""
+    """Each removed file is reported once, no process restarts, and nothing is lost."""
     storm = Storm(tmp_path, seed=1, overrides=('weights.channel="files"', "run.stall_seconds=600"), forks=forks)
     folder = storm.run_directory
     names = ("samples.jsonl", "timeline.jsonl", "in_progress.json", "history.jsonl", "metrics.jsonl")
@@ -123,7 +127,7 @@ async def test_files_that_somebody_removes_from_a_run_that_is_up_are_put_back_or
         for name in names:
             (folder / name).unlink()
             await storm.until(lambda path=folder / name: path.exists(), f"{name} is there again")
-        with stopped(pid for name, pid in pids.items() if name.startswith("w")):  # no newer version will come
+        with stopped(pid for name, pid in pids.items() if name.startswith("w")):  # no newer version will arrive
             while "files of it were removed; written again" not in log_of(storm, "learner"):
                 assert storm.pids()["learner"] == pids["learner"]
                 for version in (folder / "weights").glob("0-*"):

@@ -1,4 +1,5 @@
-"""Faults injected into a run of real processes on a real nats-server: each is named, and our own are fixed."""
+"""Faults injected into a run of real processes on a real nats-server: each is named, and faults of our own are
+fixed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_hang_or_freeze_is_named_and_its_end_is_reported(folder: Path, forks: ForkServer) -> None:
-    # What a freeze held up would be an alarm for ten steps after its end.
+    # By default, a wait caused by a freeze would keep raising an alarm for ten steps after the freeze ends.
     with running(folder, "metrics.hold_alarm=0", forks=forks) as run:
         faults = {
             "reward function has not returned": ("reward", hanging(folder, "reward")),
@@ -36,7 +37,7 @@ def test_a_hang_or_freeze_is_named_and_its_end_is_reported(folder: Path, forks: 
         for text, (fault, injected) in faults.items():
             before = len(run.said)
             with injected, ThreadPoolExecutor(1) as beside:
-                # Who is frozen is on the bus for as long as its last heartbeat lives there: doctor comes before that.
+                # The bus shows a frozen process only until its last heartbeat expires, so start doctor before that.
                 early = beside.submit(run.doctor) if fault == "frozen" else None
                 run.wait_for(text, after=before)
                 if fault in ("reward", "frozen"):

@@ -1,6 +1,6 @@
-"""The server loses what it had: streams go, or its disk goes back in time. Noticed, named, mended; nothing is lost.
+"""The server loses data: streams disappear, or its disk goes back in time. The run notices, names and repairs the loss.
 
-Real processes on a real nats-server whose store the test takes away.
+Real processes on a real nats-server whose store the test takes away. No group is lost.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.harness.forked import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-NAMED_SECONDS = float(os.environ.get("ASYNCRL_NAMED_SECONDS", "120"))  # ten on a machine that is not busy
+NAMED_SECONDS = float(os.environ.get("ASYNCRL_NAMED_SECONDS", "120"))  # 10 on an idle machine
 TIMES = int(os.environ.get("ASYNCRL_FORGETS", "1"))
 
 
 async def test_a_server_whose_disk_goes_back_in_time_loses_no_group_and_trains_none_twice(
     own_server: EmbeddedServer, tmp_path: Path, forks: ForkServer
 ) -> None:
-    """As after a loss of power: the store is as it was some steps ago, the checkpoints are not."""
+    """As after a power loss: the store is some steps old, the checkpoints are current."""
     store, image = own_server.directory / "jetstream", tmp_path / "image"
     storm = storm_on(own_server, tmp_path, forks=forks)
     async with storm.up() as seen:
@@ -50,7 +50,7 @@ async def test_a_server_whose_disk_goes_back_in_time_loses_no_group_and_trains_n
 
 @contextlib.asynccontextmanager
 async def admin(server: EmbeddedServer) -> AsyncIterator[Connection]:
-    """Somebody with the server's own password."""
+    """Connect with the server's own password."""
     connection = Connection(server.url)
     try:
         await connection.open(
@@ -70,7 +70,7 @@ async def test_streams_that_somebody_deletes_purges_or_alters_are_named_and_made
         return log_of(storm, "learner").count(text)
 
     async def until_said(text: str, *, times: int = 1) -> None:
-        """The learner says it within ten seconds, and trains on."""
+        """Wait until the learner reports it within NAMED_SECONDS and trains on."""
         came = asyncio.get_running_loop().time()
         await storm.until(lambda: times_said(text) >= times, text)
         assert asyncio.get_running_loop().time() - came < NAMED_SECONDS
@@ -80,7 +80,7 @@ async def test_streams_that_somebody_deletes_purges_or_alters_are_named_and_made
     async with admin(own_server) as api, storm.up():
         pids = storm.pids()
         streams: list[str] = []
-        while not any(name.startswith("OBJ_") for name in streams):  # it comes with the first weights
+        while not any(name.startswith("OBJ_") for name in streams):  # created with the first weights
             streams = (await api.api("STREAM.NAMES"))["streams"]
             await asyncio.sleep(0.05)
         for stream in streams if TIMES > 1 else [name for name in streams if name.endswith(("-actors", "-prompts"))]:
@@ -106,7 +106,7 @@ async def test_purged_heartbeats_and_events_are_named_and_nothing_else_comes_of_
         pids = storm.pids()
         for suffix, said in (("-actors", "heartbeats were removed"), ("-events", "lost its entries up to")):
             (stream,) = [name for name in (await api.api("STREAM.NAMES"))["streams"] if name.endswith(suffix)]
-            while said not in storm.output:  # a watcher that is not up to its second look yet has nothing to miss
+            while said not in storm.output:  # a watcher that has not looked twice yet cannot miss anything
                 await api.api(f"STREAM.PURGE.{stream}")
                 came = asyncio.get_running_loop().time()
                 with contextlib.suppress(TimeoutError):

@@ -28,7 +28,7 @@ TWENTY = 20
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)  # a kill and its recovery take seconds, on a busy machine twenty
+@pytest.mark.timeout(2400)  # a kill with its recovery takes seconds, on a busy machine twenty
 def test_twenty_kills_lose_no_group_and_train_none_twice(tmp_path: Path, forks: ForkServer) -> None:
     storm = Storm(tmp_path, seed=1, forks=forks)
     audit = asyncio.run(storm.blow(TWENTY))
@@ -41,7 +41,8 @@ def test_twenty_kills_lose_no_group_and_train_none_twice(tmp_path: Path, forks: 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_processes_started_without_the_fork_server_recover_whoever_is_killed(tmp_path: Path) -> None:
-    """As a user's processes start: each imports everything. Every moment of a kill is in the storms of forked ones."""
+    """Processes start as a user's do: each imports everything. The storms of forked processes cover every moment of a
+    kill."""
     storm = Storm(tmp_path, seed=2, faults="victims", overrides=("rollout.workers=1",))
     audit = asyncio.run(storm.blow(len(VICTIMS)))
     assert {kill.kind for kill in storm.kills} == set(VICTIMS)
@@ -52,7 +53,8 @@ def test_processes_started_without_the_fork_server_recover_whoever_is_killed(tmp
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("place", ["shared", "dedicated"])
 def test_kills_while_it_is_evaluated_leave_no_wrong_result(place: str, tmp_path: Path, forks: ForkServer) -> None:
-    """The audit works the newest result out anew from its answers; the others are complete or say that they are not."""
+    """The audit recomputes the newest result from its answers; all other results are complete or say that they are
+    not."""
     storm = Storm(tmp_path, seed=3, forks=forks, overrides=evaluating(tmp_path, place))
     audit = asyncio.run(storm.blow(len(KILLS)))
     assert audit["exit_code"] == 0, audit
@@ -67,7 +69,8 @@ def test_kills_while_it_is_evaluated_leave_no_wrong_result(place: str, tmp_path:
 
 
 async def test_a_group_is_an_honest_workers_only_if_nobody_had_answered_it_before() -> None:
-    """A liar gets the prompts of a worker that was stopped for too long. Both answer; the log was trimmed between."""
+    """A liar gets the prompts of a worker that was stopped for too long. Both answer, and the log is trimmed in
+    between."""
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20}))
     keys = [answer_key(group_id, ticket="0" * 32) for group_id in range(3)]
     seen = Seen()
@@ -94,7 +97,7 @@ def test_every_kind_of_kill_is_equally_frequent_and_a_seed_gives_the_same_storm(
         assert all(dealt.count(kind) == 5 for kind in kinds)
         assert dealt == list(itertools.islice(deal(7, kinds), 5 * len(kinds)))
         assert dealt != list(itertools.islice(deal(8, kinds), 5 * len(kinds)))
-    assert len(set(map(str, FAULTS["all"]))) == len(FAULTS["all"])  # each has a row of its own
+    assert len(set(map(str, FAULTS["all"]))) == len(FAULTS["all"])  # each has its own row
 
 
 def test_the_table_has_a_row_for_each_kind_with_its_recovery_times() -> None:
@@ -112,4 +115,4 @@ def test_concurrent_storms_are_clean_only_if_each_of_them_is() -> None:
     assert total([clean, clean], asked=2, storms=2)["tokens_lost_share"] == 0.01
     assert not total([clean, dirty], asked=2, storms=2)["clean"]
     assert not total([clean, clean | {"problem": "not back"}], asked=2, storms=2)["clean"]
-    assert not total([clean], asked=2, storms=2)["clean"]  # one did not finish
+    assert not total([clean], asked=2, storms=2)["clean"]  # one storm did not finish

@@ -1,7 +1,7 @@
-"""Temporary trouble that kills nothing: processes wait, say so, and continue; nothing is lost or trained twice.
+"""Temporary faults that kill no process: processes wait, say so, and continue; nothing is lost or trained twice.
 
-Real processes on a real nats-server. A connection is cut for CUT_SECONDS: a few by default, ASYNCRL_CUT_SECONDS=60 for
-a nightly run.
+Real processes on a real nats-server. A connection is cut for CUT_SECONDS: a few by default; a nightly run sets
+ASYNCRL_CUT_SECONDS=60.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 CUT_SECONDS = float(os.environ.get("ASYNCRL_CUT_SECONDS", "8"))
 MESSAGE_BYTES = f"bus.max_message_bytes={MAX_MESSAGE_BYTES}"
 PATIENT = "run.stall_seconds=600"
-"""The launcher must wait too; its interventions are tested in test_liveness.py."""
+"""Keeps the launcher waiting, because its interventions are tested in test_liveness.py."""
 LOST, BACK = "connection lost; all requests wait until it is back", "reconnected"
 
 
@@ -46,7 +46,7 @@ def assert_is_clean(audit: dict[str, Any]) -> None:
 
 
 def storm_on(server: EmbeddedServer, folder: Path, *overrides: str, forks: ForkServer, url: str = "") -> Storm:
-    """A run on the test's server; its launcher, learner and own workers reach it at ``url``."""
+    """A run on the test's server. Its launcher, learner and own workers reach the server at ``url``."""
     address = f'bus.url="{url or server.url}"'
     return Storm(
         folder,
@@ -60,9 +60,9 @@ def storm_on(server: EmbeddedServer, folder: Path, *overrides: str, forks: ForkS
 
 @contextlib.asynccontextmanager
 async def worker(storm: Storm, forks: ForkServer, name: str, *, url: str) -> AsyncIterator[None]:
-    """A worker that joins by itself. It exits with code 0 when the run is finished."""
+    """Start a worker that joins by itself. It must exit with code 0 when the run is finished."""
     words = ["rollout-worker", str(storm.run_file), "--name", name, "--set", f'bus.url="{url}"', "--set", MESSAGE_BYTES]
-    environment = storm.environment | {WORKER_KEY_VARIABLE: ""}  # its name is what we call it
+    environment = storm.environment | {WORKER_KEY_VARIABLE: ""}  # without a key, the worker keeps the name we give it
     process = forks.run(words, environment=environment, output=Path(os.devnull))
     try:
         yield
@@ -88,7 +88,7 @@ async def proxy(own_server: EmbeddedServer) -> AsyncIterator[Proxy]:
         yield proxy
 
 
-# -- a connection that is away -----------------------------------------------------------------------------------------
+# -- a connection that is cut ------------------------------------------------------------------------------------------
 
 
 async def test_a_worker_continues_when_its_lost_connection_is_back(
@@ -99,7 +99,7 @@ async def test_a_worker_continues_when_its_lost_connection_is_back(
         await storm.until(lambda: seen.published.get("x0", 0) > 0, "x0 has joined")
         steps = seen.step[1]
         await cut_off(proxy)
-        assert seen.step[1] > steps  # the others did not wait for it
+        assert seen.step[1] > steps  # the other workers did not wait for it
         published = seen.published["x0"]
         await storm.until(lambda: seen.published["x0"] > published, "x0 works again")
     assert LOST in log_of(storm, "x0")
@@ -121,7 +121,7 @@ async def test_a_learner_continues_when_its_lost_connection_is_back(
         await cut_off(proxy)
         steps = seen.step[1]
         await storm.until(lambda: seen.step[1] > steps + 2, "the learner trains again")
-        assert storm.pids()["learner"] == learner  # it waited, and was not started again
+        assert storm.pids()["learner"] == learner  # the learner waited and was not restarted
         assert seen.step[0] == 0
     assert LOST in log_of(storm, "learner")
     assert BACK in log_of(storm, "learner")
@@ -154,7 +154,7 @@ async def test_all_processes_continue_when_all_lost_connections_are_back(
 async def test_a_learner_dropped_as_a_slow_consumer_continues_reading_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: ForkServer
 ) -> None:
-    """It is stopped while the log is flooded; the server buffers 4 MiB for it, then drops the connection."""
+    """The learner is stopped while the log is flooded; the server buffers 4 MiB for it, then drops the connection."""
     monkeypatch.setattr("asyncrl.bus.nats_server.server._MAX_PENDING_BYTES", 0)
     with EmbeddedServer(tmp_path / "bus", max_message_bytes=MAX_MESSAGE_BYTES) as server:
         storm = storm_on(server, tmp_path, forks=forks)
@@ -185,7 +185,7 @@ async def flood(storm: Storm, *, megabytes: int) -> None:
         await storm.bus.publish(TRAJECTORIES, group, key=str(group_id))
 
 
-# -- no room -----------------------------------------------------------------------------------------------------------
+# -- no space ----------------------------------------------------------------------------------------------------------
 
 
 async def test_workers_report_a_full_log_and_continue_when_it_has_room(
@@ -206,9 +206,10 @@ async def test_workers_report_a_full_log_and_continue_when_it_has_room(
 
 @contextlib.asynccontextmanager
 async def full_log(storm: Storm) -> AsyncIterator[Callable[[], Awaitable[object]]]:
-    """The trajectory stream accepts no more messages; what is yielded fills it again.
+    """Make the trajectory stream reject messages; the yielded function fills it again.
 
-    A process that opens the bus meanwhile, as some do late on a busy machine, gives the stream its own limit back.
+    A process that opens the bus in the meantime gives the stream its configured limit back. On a busy machine some
+    processes start that late.
     """
     bus: Any = storm.bus
     name = bus._layout.stream(TRAJECTORIES)
@@ -226,7 +227,7 @@ async def full_log(storm: Storm) -> AsyncIterator[Callable[[], Awaitable[object]
 
 
 async def all_wait_for_room(storm: Storm) -> bool:
-    """According to their heartbeats."""
+    """Return whether all workers wait for room, according to their heartbeats."""
     assert storm.bus is not None
     beats = await storm.bus.states(ACTORS)
     return all(any(wait.what == SPACE_IN_LOG for wait in beats[name].waits) for name in ("w0", "w1", "w2"))
@@ -235,7 +236,8 @@ async def all_wait_for_room(storm: Storm) -> bool:
 async def test_all_processes_wait_while_the_servers_disk_is_full_and_continue_when_it_has_room(
     tmp_path: Path, forks: ForkServer
 ) -> None:
-    """Its store is on a separate disk of 64 MiB. Only the server is restarted, and not before there is room."""
+    """The server's store is on a separate disk of 64 MiB. Only the server is restarted, and only once the disk has
+    room."""
     stall_seconds = 15
     stalls = f"run.stall_seconds={stall_seconds}"
     storm = Storm(tmp_path, seed=1, overrides=("bus.max_log_bytes=8388608", MESSAGE_BYTES, stalls), forks=forks)
@@ -258,7 +260,7 @@ async def test_all_processes_wait_while_the_servers_disk_is_full_and_continue_wh
 
 @contextlib.contextmanager
 def disk_of(folder: Path, *, megabytes: int) -> Iterator[Path]:
-    """A file system of that size; skips the test where nobody may mount one."""
+    """A file system of that size; skips the test where mounting is not permitted."""
     with contextlib.ExitStack() as mounted:
         try:
             disk = mounted.enter_context(small_disk(folder, megabytes=megabytes))

@@ -1,4 +1,4 @@
-"""A client that takes prompts and keeps them, and beside it says nothing: it costs a wait, not the run."""
+"""A client that takes prompts and keeps them without answering delays the run, but does not stop it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from tests.harness.faults.run import prepare, running
 from tests.harness.forked import ForkServer
 
 REQUESTS = 400
-"""Of the 512 that nats-server lets wait, and the workers have two: nearly everything is the client's."""
+"""Concurrent requests of the client. nats-server queues at most 512 and the workers use two, so the client gets nearly
+every prompt."""
 
 
 @contextlib.contextmanager
 def keeping(folder: Path, count: int, *, pause: float = 0.0, requests: int = 1) -> Iterator[None]:
-    """Inside, somebody takes ``count`` prompts, ``requests`` at once, ``pause`` seconds apart, and keeps them."""
+    """While the context is open, a client takes ``count`` prompts and keeps them.
+
+    It has ``requests`` concurrent consumers, and each pauses ``pause`` seconds after a prompt.
+    """
     words = [sys.executable, "-m", "tests.chaos.keeper", str(folder), str(count), str(pause), str(requests)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
@@ -36,7 +40,8 @@ def keeping(folder: Path, count: int, *, pause: float = 0.0, requests: int = 1) 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_prompts_that_somebody_keeps_hold_up_no_step_and_restart_nobody(tmp_path: Path, forks: ForkServer) -> None:
-    """No worker has begun them, so they get no older: the learner waits for others that are."""
+    """No worker has begun these groups, so they do not age. The learner waits only for groups that workers have
+    begun."""
     prepare(tmp_path)
     settings = ("run.stall_seconds=7", "run.restarts=0", "staleness.wait_seconds=25", "rollout.reissue_seconds=0")
     with running(tmp_path, *settings, forks=forks) as run, keeping(tmp_path, 2):
@@ -49,8 +54,8 @@ def test_prompts_that_somebody_keeps_hold_up_no_step_and_restart_nobody(tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_client_that_keeps_every_prompt_costs_a_pause_and_no_restart(tmp_path: Path, forks: ForkServer) -> None:
-    """Two batches of eight fill the window: nothing is left to train, and nobody else has anything to do. Of what is
-    issued again it keeps its share, too."""
+    """Two batches of eight fill the window, so nothing is left to train and the other workers have nothing to do. The
+    client also keeps its share of the reissued prompts."""
     prepare(tmp_path)
     settings = ("run.stall_seconds=7", "run.restarts=0", "rollout.reissue_seconds=5")
     with running(tmp_path, *settings, forks=forks) as run, keeping(tmp_path, 16):
@@ -64,13 +69,13 @@ def test_a_client_that_keeps_every_prompt_costs_a_pause_and_no_restart(tmp_path:
 def test_a_client_that_keeps_every_prompt_again_and_again_stops_the_run_until_it_is_gone_and_no_longer(
     tmp_path: Path, forks: ForkServer
 ) -> None:
-    """It spends no restart, however long that takes."""
+    """No restart is spent, however long the client stays."""
     prepare(tmp_path)
     settings = ("run.stall_seconds=2", "run.restarts=0", "rollout.reissue_seconds=2")
     with running(tmp_path, *settings, forks=forks) as run:
         with keeping(tmp_path, 100_000, requests=REQUESTS):
             run.wait_for("prompts were taken by a client that sends no heartbeats", seconds=600)
-            for _ in range(2 * REISSUES):  # twice as often as a learner is left without a cure
+            for _ in range(2 * REISSUES):  # twice the reissues after which they no longer count as a remedy
                 run.wait_for("by the clients that took them", after=len(run.said), seconds=600)
         run.wait_for_steps(10)
     assert last_incarnation(tmp_path / "runs" / "faults" / HISTORY_FILE) == 0
@@ -84,7 +89,7 @@ def test_a_client_that_keeps_a_prompt_of_the_last_step_does_not_keep_the_run_fro
     prepare(tmp_path)
     settings = ("run.restarts=0", "rollout.reissue_seconds=1", "run.steps=30")
     with running(tmp_path, *settings, forks=forks) as run:
-        (tmp_path / "step").touch()  # the learner hangs until there is somebody
+        (tmp_path / "step").touch()  # the learner hangs until the client is connected
         with keeping(tmp_path, 1000, pause=0.5):
             (tmp_path / "step").unlink()
             assert run.process.wait(1000) == 0

@@ -1,4 +1,4 @@
-"""What a storm does to a process for some seconds without killing it."""
+"""Faults that a storm applies to a process for some seconds without killing it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _OF_A_PROCESS: Final[Mapping[Deed, Callable[[int], contextlib.AbstractContextMan
 
 @contextlib.contextmanager
 def of(deed: Deed, pid: int, *, folder: Path, role: Role, disk: Path | None = None) -> Iterator[None]:
-    """``folder``: where processes look for their clock. A process that is gone by now is let off."""
+    """Apply the fault while the context is open. Ignores a process that has already ended.
+
+    folder  folder where processes look for their clock
+    """
     with contextlib.ExitStack() as stack:
         if deed == "clock set back":
             stack.enter_context(_set_back(_clock(folder, role)))
@@ -37,7 +40,7 @@ def of(deed: Deed, pid: int, *, folder: Path, role: Role, disk: Path | None = No
 
 @contextlib.contextmanager
 def of_all(deed: Deed, pids: Iterable[int], *, folder: Path, role: Role, disk: Path | None = None) -> Iterator[None]:
-    """As ``of``, to several processes at once."""
+    """Like ``of``, for several processes at once."""
     with contextlib.ExitStack() as stack:
         for pid in pids:
             stack.enter_context(of(deed, pid, folder=folder, role=role, disk=disk))
@@ -58,6 +61,6 @@ def _set_back(clock: Path) -> Iterator[None]:
 
 
 def follow_clock(folder: Path, *, role: Role) -> None:
-    """From now on this process's clock is an hour behind while the folder says so."""
+    """From now on, this process's clock is an hour behind while the folder says so."""
     real, sign = time.time, _clock(folder, role)
     time.time = lambda: real() - BACK_SECONDS * sign.exists()

@@ -1,4 +1,4 @@
-"""Which processes are struck, how, and when: moments at which unfinished work is at risk.
+"""Which processes are struck, how, and when; the moments are those at which unfinished work is at risk.
 
 A storm goes through all its kinds in random order, so that each is equally frequent.
 """
@@ -30,12 +30,13 @@ MOST_SHORT_SECONDS: Final = 15.0
 class Kind:
     """count: number of processes of the role struck at once.
 
-    A disk is a small file system: the run's has its whole folder but the store of nats-server, which has the server's.
-    A rank is one of the learner's besides the first; a machine is all ranks of one of its groups (learner.machines).
+    Roles: a disk is a small file system. The run's disk holds its whole folder except the store of nats-server,
+    which is on the server's disk. A rank is any rank of the learner except the first. A machine is all ranks of one of
+    the learner's groups (learner.machines).
 
-    kill is SIGKILL; stop is SIGSTOP for 5 to 40 s, then SIGCONT to those that are still there; kill twice kills what
-    was started in its place as soon as it is up. The others last for 5 to 15 s: no file of the process may grow, it
-    can open nothing, it gets no more memory, its clock is an hour behind; the disk has no byte left.
+    Deeds: kill is SIGKILL. stop is SIGSTOP for 5 to 40 s, then SIGCONT to the processes that still exist. "kill twice"
+    also kills the replacement as soon as it is up. All other deeds last 5 to 15 s: no file of the process may grow, it
+    can open no descriptor, it gets no more memory, its clock is an hour behind, or the disk has no free byte.
     """
 
     role: Role
@@ -45,14 +46,14 @@ class Kind:
 
     @property
     def is_deadly(self) -> bool:
-        """Whether its victim must be another process afterwards."""
+        """Whether a different process must replace the victim afterwards."""
         return self.deed in ("kill", "kill twice")
 
     def victims(self, random: Random, *, workers: Sequence[str], learner: LearnerSection) -> list[str]:
-        """Names of processes; of a disk, whose it is."""
+        """Return names of processes; for a disk, the name of its owner."""
         if self.role == "rollout-worker":
             return random.sample(workers, self.count)
-        if self.role == "everybody":  # the launcher first: it would say what became of the others
+        if self.role == "everybody":  # the launcher first: it would report what happened to the other processes
             return ["run", "nats-server", "learner", *workers]
         ranks = ["learner", *(f"learner-{rank}" for rank in range(1, learner.ranks))]
         if self.role == "rank":
@@ -136,11 +137,11 @@ FAULTS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "all": KILLS + OTHERS + RESOURCES,
     "ranks": RANKS,
 }
-"""What a storm may be made of; "disks" needs the right to mount, "ranks" a learner of several (run_files.py)."""
+"""Sets of faults. "disks" needs the right to mount; "ranks" needs a learner of several ranks (run_files.py)."""
 
 
 def deal(seed: int, kinds: tuple[Kind, ...] = KILLS) -> Iterator[Kind]:
-    """All kinds, in a new random order each round, endlessly."""
+    """Yield all kinds endlessly, in a new random order each round."""
     generator = Random(seed)
     while True:
         yield from generator.sample(kinds, len(kinds))

@@ -1,4 +1,4 @@
-"""What every backend promises: reference, Megatron-Core on one rank, Megatron-Core on two."""
+"""The contract of every backend: reference, and Megatron-Core on one and two ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.harness.backends import (
 )
 from tests.harness.packing import pack
 
-# The fork server of the second rank imports for ten seconds.
+# The fork server of the second rank imports for 10 s.
 PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in KINDS]
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 
@@ -71,7 +71,8 @@ def test_documents_in_one_row_do_not_see_each_other(kind: str, folder: Path) -> 
 
 
 def test_a_step_is_adamw_on_the_clipped_sum_of_policy_gradients(folder: Path) -> None:
-    """Once more by hand, document by document: min(ratio, 2) x -A x logprob x weight, as GRPO with TIS at ratio 1."""
+    """Recompute the step by hand, document by document: min(ratio, 2) x -A x logprob x weight, as GRPO with TIS at
+    ratio 1."""
     batch = documents()
     model = hugging_face(folder)
     optimizer = torch.optim.AdamW(
@@ -95,7 +96,7 @@ def test_a_step_is_adamw_on_the_clipped_sum_of_policy_gradients(folder: Path) ->
         metrics = backend.step(shares("reference", batch), learning_rate=LEARNING_RATE).metrics
         assert distance(weights(backend), dict(model.named_parameters())) < 1e-5
     assert metrics["grad_norm"] == pytest.approx(float(grad_norm), rel=1e-4)
-    assert metrics["grad_norm"] > SETTINGS.max_grad_norm  # the clip was at work
+    assert metrics["grad_norm"] > SETTINGS.max_grad_norm  # the gradient was clipped
 
 
 @pytest.mark.parametrize("megatron", PARAMETERS[1:])
@@ -230,7 +231,7 @@ def test_micro_batches_without_response_tokens_train_nothing(kind: str, folder: 
         after = weights(backend)
     moved = {name: float((after[name] - before[name]).abs().max()) for name in after}
     assert max(value for name, value in moved.items() if before[name].ndim == 1) == 0.0
-    # Two steps of weight decay alone: w (1 - lr x decay)^2, at most 2 x 0.002 x 0.1 x |w| away.
+    # Two steps of weight decay alone: w (1 - lr x decay)^2, which moves w by at most 2 x 0.002 x 0.1 x |w|.
     assert max(moved.values()) <= 4.1e-4 * max(float(tensor.abs().max()) for tensor in before.values())
 
 
@@ -252,7 +253,7 @@ def test_a_wrong_number_of_shares_is_an_error(kind: str, folder: Path) -> None:
 
 
 def test_bfloat16_trains_close_to_float32(kind: str, folder: Path) -> None:
-    """Logprobs in bfloat16 (8 bits) are off by a few hundredths here; weights move by at most the learning rate."""
+    """bfloat16 logprobs (8 bits) are off by a few hundredths here; weights move by at most the learning rate."""
     results = {}
     for dtype in ("float32", "bfloat16"):
         with started(kind, folder, dtype=dtype) as backend:
@@ -261,12 +262,13 @@ def test_bfloat16_trains_close_to_float32(kind: str, folder: Path) -> None:
     metrics, exported = results["bfloat16"]
     assert metrics["loss"] == pytest.approx(results["float32"][0]["loss"], abs=0.02)
     assert metrics["grad_norm"] == pytest.approx(results["float32"][0]["grad_norm"], rel=0.1)
-    # A weight of 1 has steps of 2^-8 in bfloat16; add the learning rate for each of the two.
+    # In bfloat16 a weight near 1 has a spacing of 2^-8; add the learning rate for each of the two steps.
     assert distance(exported, results["float32"][1]) < 2**-7 * 2 + 2 * LEARNING_RATE
 
 
 def test_small_steps_add_up_in_bfloat16(kind: str, folder: Path) -> None:
-    """The float32 copy of a weight near 1 moves by 2.5e-4 a step; alone each is below bfloat16's 2^-8."""
+    """A weight near 1 moves by 2.5e-4 per step in its float32 copy; a single step is below bfloat16's spacing of
+    2^-8."""
     item = documents(lengths=(30, 30))
     with started(kind, folder, dtype="bfloat16") as backend:
         before = weights(backend)
@@ -283,7 +285,8 @@ def test_small_steps_add_up_in_bfloat16(kind: str, folder: Path) -> None:
     indirect=True,
 )
 def test_a_step_tells_what_it_thought_of_the_tokens_of_recorded_documents(kind: str, folder: Path) -> None:
-    """Before its update, of the tokens that it trains; and of no others, whichever rank trains them."""
+    """The metrics describe the policy before the update, and only the tokens that it trains, whichever rank trains
+    them."""
     batch = documents()
     (recorded,) = recording([shares(kind, batch)], (1, 4, 5))
     model = hugging_face(folder)
@@ -292,7 +295,7 @@ def test_a_step_tells_what_it_thought_of_the_tokens_of_recorded_documents(kind: 
             backend.rehearse(recorded)
         result = backend.step(recorded, learning_rate=LEARNING_RATE)
         again = backend.step(shares(kind, batch), learning_rate=LEARNING_RATE)
-        assert scored(backend, kind, pack(batch, max_tokens=1000)[0]).size  # no rank has anything left to say
+        assert scored(backend, kind, pack(batch, max_tokens=1000)[0]).size  # no rank has unreported metrics left
     assert sorted(result.tokens) == [1, 4, 5]
     assert not again.tokens
     for number, (logprobs, entropies) in result.tokens.items():

@@ -1,4 +1,4 @@
-"""A step, a rehearsal or a scoring that fails changes nothing on any rank, and the next is as if it had not been."""
+"""A failed step, rehearsal or scoring changes nothing on any rank, and does not affect the next step."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def broken(kind: str, number: int, *, max_tokens: int) -> list[list[MicroBatch]]:
-    """A batch of which document ``number`` cannot be trained: by a token that has no embedding, which one rank sees, or
-    where others would wait for that one by numbers that are missing."""
+    """Return a batch in which document ``number`` cannot be trained.
+
+    Its last token has no embedding, which only one rank notices. In layouts where other ranks would wait for that rank,
+    the micro-batch also lacks most of its staleness values.
+    """
     made = documents(3)
     tokens = np.array(made[number].tokens)
     tokens[-1] = 10**6
@@ -50,7 +53,7 @@ def broken(kind: str, number: int, *, max_tokens: int) -> list[list[MicroBatch]]
 
 
 def failing(backend: Backend, kind: str, *, max_tokens: int) -> list[Exception]:
-    """What steps, a rehearsal and a scoring with a bad document raise, wherever that lies."""
+    """Return the errors of steps, a rehearsal and a scoring with a bad document at several positions."""
     assert isinstance(backend, Rehearsing)
     raised: list[Exception] = []
     for number in (0, 1, 7):
@@ -71,7 +74,7 @@ def test_what_fails_in_the_midst_leaves_weights_and_optimizer_as_they_were(kind:
     def trained(*, with_failures: bool) -> Any:
         with started(kind, folder) as backend:
             for step in range(3):
-                if with_failures:  # before the first step too, which is where ranks learn what to wait for
+                if with_failures:  # also before the first step, in which ranks learn what to wait for
                     raised = failing(backend, kind, max_tokens=(1000, 40)[step % 2])
                     assert all(isinstance(error, StepFailed) or not isinstance(error, AsyncRLError) for error in raised)
                 backend.step(shares(kind, documents(step), max_tokens=40), learning_rate=LEARNING_RATE)

@@ -1,4 +1,5 @@
-"""What both backends promise of every family of models: the numbers, gradients and weights of transformers."""
+"""The contract of both backends for every model family: the logprobs, gradients and weights equal those of
+transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def gradients_by_hand(folder: Path, batch: Sequence[Document]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """transformers' model and its gradients, document by document: GRPO with TIS at ratio 1."""
+    """Return transformers' model and its gradients, document by document, for GRPO with TIS at ratio 1."""
     model = hugging_face(folder)
     for item in batch:
         ids = torch.from_numpy(item.tokens.astype(np.int64))
@@ -70,7 +71,7 @@ def gradients_by_hand(folder: Path, batch: Sequence[Document]) -> tuple[Any, dic
 
 
 def gradients_of_megatron(backend: Backend) -> dict[str, torch.Tensor]:
-    """By their Hugging Face names."""
+    """Return gradients by their Hugging Face names."""
     policy: Any = backend
     policy = policy._own._loaded["policy"]
     found: dict[str, torch.Tensor] = {}
@@ -92,7 +93,7 @@ def test_logprobs_are_those_of_transformers(kind: str, folder: Path) -> None:
 
 
 def test_gradients_are_those_of_transformers(folder: Path) -> None:
-    """In three micro-batches of different lengths; of each parameter relative to its largest."""
+    """In three micro-batches of different lengths. Differences are relative to each parameter's largest gradient."""
     _, expected = gradients_by_hand(folder, documents())
     with started("megatron-1", folder) as backend:
         rehearsing: Any = backend
@@ -104,7 +105,7 @@ def test_gradients_are_those_of_transformers(folder: Path) -> None:
 
 
 def test_a_step_is_adamw_on_those_gradients(kind: str, folder: Path) -> None:
-    """With an eps of 0.1: with a small one the first step is a gradient's sign, whatever factor that is off by."""
+    """With an eps of 0.1. With a small eps the first step is only the gradient's sign and would hide a wrong factor."""
     settings = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e9)
     model, _ = gradients_by_hand(folder, documents())
     parameters = list(model.parameters())
@@ -121,12 +122,13 @@ def test_a_step_is_adamw_on_those_gradients(kind: str, folder: Path) -> None:
     assert found.keys() - {*expected} == {name for name in found if "e_score_correction_bias" in name}
     for name, weight in expected.items():
         moved = float((weight - before[name]).abs().max())
-        assert float((found[name] - weight).abs().max()) < 3e-4 * moved + 2e-6, name  # weights near 1 round at 1e-7
+        assert float((found[name] - weight).abs().max()) < 3e-4 * moved + 2e-6, name  # near 1, weights round at 1e-7
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "glm4_moe", "deepseek_v3"])
 def test_scores_under_yarn_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
-    """Of DeepSeek-V3 the softmax has a scale, (0.1 x ln 4 + 1)^2, of others cosines and sines have 0.1 x ln 4 + 1."""
+    """DeepSeek-V3 scales the softmax by (0.1 x ln 4 + 1)^2; other families scale cosines and sines by 0.1 x ln 4 +
+    1."""
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
     tiny_model(tmp_path, architecture=architecture)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -145,7 +147,7 @@ def test_scores_under_yarn_are_those_of_transformers(tmp_path: Path, architectur
 
 
 def test_the_bias_of_the_choice_stays_in_float32(kind: str, tmp_path: Path) -> None:
-    """In a bfloat16 model too, where rounding it would choose other experts; 0.3 has no end in binary."""
+    """This also holds in a bfloat16 model, where rounding would select other experts; 0.3 has no finite binary form."""
     tiny_model(tmp_path, architecture="glm4_moe")
     name, tensors = "model.layers.1.mlp.gate.e_score_correction_bias", load_file(tmp_path / "model.safetensors")
     tensors = {key: tensor if key == name else tensor.bfloat16() for key, tensor in tensors.items()}
@@ -164,7 +166,7 @@ def test_the_bias_of_the_choice_stays_in_float32(kind: str, tmp_path: Path) -> N
 
 
 def test_an_export_is_the_folder(kind: str, folder: Path) -> None:
-    """One name for each expert, as engines want it; transformers' own model has two tensors for all of them."""
+    """Each expert has its own name, as engines expect; transformers' own model has two tensors for all experts."""
     original = load_file(folder / "model.safetensors")
     with started(kind, folder) as backend:
         exported = weights(backend)

@@ -1,4 +1,4 @@
-"""Parts of the policy that are not trained, in every backend; and Megatron's own options."""
+"""Policy parameters that are not trained, in every backend, and Megatron's own options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_is_frozen_stays_to_the_last_bit_and_the_rest_is_trained(kind: str,
 def test_a_checkpoint_has_every_weight_whatever_is_frozen_later(
     kind: str, folder: Path, tmp_path: Path, dtype: str
 ) -> None:
-    """All are trained, then the embeddings are frozen, then all are trained again."""
+    """Train all weights, then freeze the embeddings, then train all weights again."""
     frozen = dataclasses.replace(SETTINGS, freeze=("embed_tokens",))
     held = None
     for number, settings in enumerate((SETTINGS, frozen, SETTINGS)):

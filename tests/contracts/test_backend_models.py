@@ -1,4 +1,4 @@
-"""What every backend promises of the models it holds beside the policy: a trained critic, frozen ones that score."""
+"""The contract of every backend for models besides the policy: a trained critic, and frozen models that score."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.harness.backends import (
 )
 from tests.harness.packing import pack
 
-# Processes start for ten seconds.
+# Starting the processes takes 10 s.
 PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in (*KINDS, "megatron-4")]
 CRITIC_RATE = 2e-2
 
@@ -56,7 +56,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def train_critic(backend: Backend, kind: str, *, steps: Sequence[int], returns: float | None = None) -> dict[str, Any]:
-    """Metrics of the last of the steps, each on documents of its number."""
+    """Return the metrics of the last step. Each step trains on documents seeded with its number."""
     metrics: dict[str, Any] = {}
     for step in steps:
         cut = with_returns(shares(kind, documents(step)), returns)
@@ -77,7 +77,8 @@ def test_a_new_critic_says_zero_of_every_token(kind: str, folder: Path) -> None:
 
 def test_a_critic_learns_a_constant_return(kind: str, folder: Path) -> None:
     (packed,) = pack(documents(), max_tokens=1000)
-    is_before_response = np.roll(packed.response_mask, -1)  # where the states are in which a token was chosen
+    # positions of the states in which a response token was chosen
+    is_before_response = np.roll(packed.response_mask, -1)
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
         first = train_critic(backend, kind, steps=[0], returns=1.5)
         last = train_critic(backend, kind, steps=[0] * 20, returns=1.5)
@@ -92,7 +93,7 @@ def test_a_critic_learns_a_constant_return(kind: str, folder: Path) -> None:
 def test_steps_of_a_critic_make_the_values_and_metrics_of_the_reference(
     tmp_path: Path, tied: bool, megatron: str
 ) -> None:
-    """Whole, data-parallel and tensor-parallel: the norm of the gradients counts each of them once."""
+    """Whole, data-parallel and tensor-parallel: the gradient norm counts every gradient once."""
     model = tiny_model(tmp_path, tied=tied)
     (packed,) = pack(documents(), max_tokens=1000)
     results: dict[str, list[Any]] = {"reference": [], megatron: []}
@@ -114,7 +115,8 @@ def test_steps_of_a_critic_make_the_values_and_metrics_of_the_reference(
 
 
 def test_a_value_is_of_the_state_before_the_token_it_is_trained_at(kind: str, folder: Path) -> None:
-    """Returns of 1 and -1 at the first two response tokens: values after the last prompt token and the one after it."""
+    """Returns are 1 and -1 at the first two response tokens, so these are the values after the last prompt token and
+    after the first response token."""
     (packed,) = pack(documents(lengths=(16,)), max_tokens=100)
     first = int(np.flatnonzero(packed.response_mask)[0])
     place = np.arange(packed.num_tokens)
@@ -143,7 +145,7 @@ def test_a_critic_s_batch_that_is_not_finite_is_skipped(kind: str, folder: Path)
 
 
 def test_an_objective_is_not_asked_about_micro_batches_without_response_tokens(kind: str, folder: Path) -> None:
-    """They have no scores either."""
+    """Such micro-batches have no scores either."""
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
         for share in ([empty()], []):
             cut: list[list[MicroBatch]] = [share] * num_shares(kind)
@@ -232,7 +234,7 @@ def test_a_teacher_of_another_shape_says_what_hugging_face_says(
 
 
 def test_scores_are_shaped_as_the_shares(kind: str, folder: Path) -> None:
-    """Several micro-batches a rank, one of them empty: each document's numbers are those it has alone."""
+    """Several micro-batches per rank, one of them empty: each document's scores equal those it gets alone."""
     batch = documents()
     cut = shares(kind, batch, max_tokens=31)
     cut[-1].append(empty())
@@ -289,7 +291,7 @@ def test_a_teacher_that_is_not_there_is_a_config_error(kind: str, folder: Path, 
 
 
 def test_numbers_of_other_models_reach_the_objective_beside_the_tokens_they_are_about(folder: Path) -> None:
-    """Through the pipe of a follower too (the codec), and only of response tokens."""
+    """Also through a follower's pipe (the codec), and only for response tokens."""
     from asyncrl.backends.megatron.rank_commands import Command
     from asyncrl.backends.micro_batches import PackedRow, response_rows
     from asyncrl.messages import codec

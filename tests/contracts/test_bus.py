@@ -1,4 +1,4 @@
-"""What every Bus promises of work, over every adapter; of logs, states, services and leases: test_bus_*.py."""
+"""The contract of every Bus for work topics. Logs, states, services and leases: test_bus_*.py."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_a_full_topic_pushes_back_until_something_is_acked(bus: Bus) -> No
     await publish_prompts(bus, *range(8))
     with pytest.raises(BusFull, match="prompts"):
         await bus.publish(PROMPTS, prompt(8), key="8")
-    assert await bus.publish(PROMPTS, prompt(1), key="1") is False  # a known key is no news even then
+    assert await bus.publish(PROMPTS, prompt(1), key="1") is False  # a known key is still a duplicate
     async with taken(bus, 1) as (delivery,):
         await delivery.ack()
     assert await bus.publish(PROMPTS, prompt(8), key="8") is True
@@ -150,7 +150,7 @@ async def test_a_cancelled_consumer_gives_its_messages_back(bus_factory: Any) ->
 
 
 async def test_a_consumer_that_is_cancelled_twice_gives_its_messages_back(bus_factory: Any) -> None:
-    """As when its engine dies and the supervisor stops its actors in the same moment."""
+    """As when its engine dies at the same moment as the supervisor stops its actors."""
     bus, other = await bus_factory(), await bus_factory()
     await publish_prompts(bus, 1)
     has_taken = asyncio.Event()
@@ -177,13 +177,13 @@ async def test_a_consumer_that_waits_in_vain_takes_nothing_with_it(bus_factory: 
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await anext(deliveries)
-        await publish_prompts(bus, 1)  # may go to the consumer that gave up waiting
+        await publish_prompts(bus, 1)  # the consumer that gave up waiting may receive it
     async with taken(other, 1) as (delivery,):
         assert delivery.key == "1"
 
 
 async def test_a_consumer_that_no_longer_waits_leaves_the_work_to_others(bus_factory: Any) -> None:
-    """As a worker does that drains: it finishes what it holds and takes nothing new."""
+    """Like a draining worker, which finishes its work and takes nothing new."""
     bus, other = await bus_factory(), await bus_factory()
     async with bus.consume(PROMPTS) as deliveries:
         waiting = asyncio.ensure_future(anext(deliveries))
@@ -215,13 +215,13 @@ async def test_who_wants_many_leaves_others_their_share(bus_factory: Any) -> Non
             deliveries.want(4)
         waiting = [asyncio.ensure_future(anext(deliveries)) for deliveries in (ours, theirs)]
         for queue in (bus, other):
-            await queue.depth(PROMPTS)  # by now both orders stand
+            await queue.depth(PROMPTS)  # by now both pull requests are in place
         await publish_prompts(bus, 0, 1)
         assert {(await one).key for one in waiting} == {"0", "1"}
 
 
 async def test_what_was_lent_ahead_goes_to_others_when_its_consumer_stops(bus_factory: Any) -> None:
-    """As a worker does that drains: what it has begun stays its own."""
+    """Like a draining worker: it keeps what it has begun."""
     bus, other = await bus_factory(), await bus_factory()
     await publish_prompts(bus, 0, 1, 2)
     async with bus.consume(PROMPTS) as deliveries:
@@ -293,7 +293,7 @@ async def test_keep_postpones_redelivery(bus_factory: Any) -> None:
     bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
     await publish_prompts(bus, 1)
     async with taken(bus, 1) as (delivery,), other.consume(PROMPTS) as others:
-        for _ in range(6):  # six waits of a quarter of a second: three times ack_seconds in all
+        for _ in range(6):  # six waits of a quarter of a second are three times ack_seconds in total
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(SHORT / 2):
                     await anext(others)
@@ -324,8 +324,8 @@ async def test_what_was_acked_does_not_come_back(bus: Bus) -> None:
     await publish_prompts(bus, 1, 2)
     async with taken(bus, 2) as (one, two):
         await one.ack()
-        await one.ack()  # twice is once
-        await one.retry()  # and too late
+        await one.ack()  # a second ack has no effect
+        await one.retry()  # nor does a late retry
         await two.retry()
     async with taken(bus, 1) as (delivery,):
         assert delivery.key == "2"
@@ -333,7 +333,7 @@ async def test_what_was_acked_does_not_come_back(bus: Bus) -> None:
 
 
 async def test_what_is_withdrawn_is_free_for_another_while_somebody_still_works_on_it(bus: Bus) -> None:
-    """Its holder may renew, give back and ack what it has: nothing of that touches the new message."""
+    """The old holder may renew, retry and ack its delivery; none of that affects the new message."""
     await publish_prompts(bus, 1, 2)
     async with taken(bus, 2) as held:
         for one in held:

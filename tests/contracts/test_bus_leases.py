@@ -1,4 +1,4 @@
-"""What every Bus promises of leases, over every adapter; of a holder that dies: test_jetstream.py."""
+"""The contract of every Bus for leases. A holder that dies: test_jetstream.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.harness.buses import brief_leases, long_leases
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 SOON = 60.0
-"""Seconds, before a dead holder would have lost a lease of these tests."""
+"""Seconds; shorter than the time after which a dead holder loses a lease in these tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def leases_that_outlive_what_is_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Holder:
-    """Somebody who takes a lease and keeps it until told."""
+    """A client that takes a lease and holds it until told to leave."""
 
     def __init__(self, bus: Bus, name: str = "load") -> None:
         self.has_it = asyncio.Event()
@@ -50,7 +50,7 @@ async def held(bus: Bus) -> Holder:
 
 
 async def waits(bus: Bus) -> Holder:
-    """Somebody who has been seen waiting for a while."""
+    """Return a holder that has been waiting for a while."""
     holder = Holder(bus)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
@@ -59,7 +59,8 @@ async def waits(bus: Bus) -> Holder:
 
 
 async def gets_it_soon(waiting: Holder) -> bool:
-    """Whether it was told: by itself it would look again only after a dead holder had lost it."""
+    """Return whether it was notified. Without a notification it would look again only after a dead holder's lease
+    ends."""
     try:
         async with asyncio.timeout(SOON):
             return await waiting.has_it.wait()
@@ -68,7 +69,7 @@ async def gets_it_soon(waiting: Holder) -> bool:
 
 
 async def is_free(bus: Bus, name: str = "load") -> bool:
-    """Whether it can be taken before a dead holder would have lost it."""
+    """Return whether the lease can be taken before a dead holder would lose it."""
     try:
         async with asyncio.timeout(SOON), bus.lease(name, holder="x"):
             return True
@@ -140,7 +141,7 @@ async def test_who_is_cancelled_in_the_moment_of_taking_takes_nothing_with_it(bu
     assert await is_free(bus)
     for ticks in range(30):
         holder = Holder(bus)
-        for _ in range(ticks):  # another moment of the exchange each time
+        for _ in range(ticks):  # a different moment of the exchange each time
             await asyncio.sleep(0)
         await holder.cancel()
         assert await is_free(other)

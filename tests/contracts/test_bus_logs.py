@@ -1,4 +1,4 @@
-"""What every bus promises of its logs: kept, read from a cursor, trimmed."""
+"""The contract of every bus for logs: kept, read from a cursor, trimmed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_log_is_read_from_a_cursor(bus: Bus) -> None:
 
 
 async def test_a_log_that_never_had_an_entry_begins_with_the_first_one(bus: Bus) -> None:
-    """What is done of a log is counted from there."""
+    """Progress in a log is counted from its first entry."""
     assert (await bus.log_state(TRAJECTORIES, mark=LogMark())).first == 1
     await publish_groups(bus, 1)
     assert (await bus.log_state(TRAJECTORIES, mark=LogMark())).first == 1
@@ -49,7 +49,7 @@ async def test_a_log_that_never_had_an_entry_begins_with_the_first_one(bus: Bus)
 
 
 async def test_a_log_is_trimmed_only_if_it_is_the_one_that_is_meant(bus: Bus) -> None:
-    """A sequence of a log that is gone says nothing of the one that was made in its place."""
+    """A sequence of a deleted log means nothing for the log that replaced it."""
     await publish_groups(bus, 1, 2)
     here = (await bus.log_state(TRAJECTORIES, mark=LogMark())).identity
     await bus.trim(TRAJECTORIES, through=2, log="another")
@@ -75,7 +75,7 @@ async def test_every_reader_sees_everything(bus_factory: Any) -> None:
 async def test_a_record_says_its_size(bus: Bus) -> None:
     await bus.publish(TRAJECTORIES, group(1, tokens=10_000), key="1")
     (record,) = await first(bus, 1)
-    assert 90_000 < record.num_bytes < 91_000  # 4 + 4 + 1 bytes a token
+    assert 90_000 < record.num_bytes < 91_000  # 4 + 4 + 1 bytes per token
 
 
 async def test_a_trimmed_log_starts_later(bus: Bus) -> None:
@@ -113,7 +113,7 @@ async def test_keys_are_those_stored(bus: Bus) -> None:
     assert await bus.keys(PROMPTS) == {"1", "2"}
     assert await bus.keys(TRAJECTORIES) == {"7"}
     async with taken(bus, 1) as (delivery,):
-        assert await bus.keys(PROMPTS) == {"1", "2"}  # on loan is stored
+        assert await bus.keys(PROMPTS) == {"1", "2"}  # delivered but not acked counts as stored
         await delivery.ack()
     assert await bus.keys(PROMPTS) == {"2"}
 
@@ -150,7 +150,7 @@ async def test_an_entry_that_its_reader_will_not_have_decoded_is_a_problem_and_t
     async with bus.read(TRAJECTORIES, veto=veto) as records:
         for number in range(3):
             found.append(await anext(records))
-            assert len(asked) == number + 1  # just before it is decoded, not when it comes
+            assert len(asked) == number + 1  # called just before the record is decoded, not when it arrives
     assert asked == [(1, "0"), (2, "1"), (3, "2")]
     assert [record.problem for record in found] == ["", "set aside", ""]
     assert [record.message is None for record in found] == [False, True, False]
@@ -167,7 +167,8 @@ async def test_a_log_is_told_from_another_one(bus: Bus) -> None:
     assert (found.problem, found.first) == ("", 3)
     other = LogMark(log="of another run", sequence=1)
     assert (await bus.log_state(TRAJECTORIES, mark=other)).problem
-    assert (await bus.log_state(TRAJECTORIES, mark=LogMark(sequence=3))).problem  # of a checkpoint that knows no log
+    # the mark of a checkpoint that knows no log
+    assert (await bus.log_state(TRAJECTORIES, mark=LogMark(sequence=3))).problem
 
 
 async def test_what_the_bus_has_lost_is_published_again(bus: Bus) -> None:
@@ -176,7 +177,7 @@ async def test_what_the_bus_has_lost_is_published_again(bus: Bus) -> None:
         await delivery.ack()
     assert await bus.publish(PROMPTS, prompt(1), key="1") is False
     assert await bus.publish(PROMPTS, prompt(1), key="1", again=True) is True
-    assert await bus.publish(PROMPTS, prompt(1), key="1", again=True) is False  # it is there
+    assert await bus.publish(PROMPTS, prompt(1), key="1", again=True) is False  # the message is still stored
 
 
 async def test_a_log_takes_a_key_again_once_it_has_lost_it(bus: Bus) -> None:

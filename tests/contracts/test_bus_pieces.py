@@ -1,4 +1,4 @@
-"""What every bus promises of a trajectory group that is larger than a message."""
+"""The contract of every bus for trajectory groups that are larger than one message."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.harness.buses import first, group, publish_groups
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 
-LARGE = 300_000  # tokens of 9 bytes; a message has room for 2**20 bytes
+LARGE = 300_000  # tokens of 9 bytes each; a message has room for 2**20 bytes
 ROOM = 2**25
-NAMES = Topic("trajectories", "log", InPieces)  # what a writer of pieces puts in a group's place
+NAMES = Topic("trajectories", "log", InPieces)  # what a writer of pieces stores in place of the group
 
 
 @pytest.fixture
 async def bus(bus_factory: Any) -> Bus:
-    """An empty bus of each kind with room for a dozen large groups."""
+    """An empty bus of each kind, with room for a dozen large groups."""
     return await bus_factory(max_log_bytes=ROOM)
 
 
 async def publish_in_pieces(bus: Bus, number: int, data: bytes, *, left_out: int = -1, longer: int = 0) -> None:
-    """As a bus does, but for the piece ``left_out``."""
+    """Publish as a bus does, but leave out the piece ``left_out``."""
     parts = [data[start : start + 100_000] for start in range(0, len(data), 100_000)]
     digests = [digest_of(part) for part in parts]
     for index, (part, digest) in enumerate(zip(parts, digests, strict=True)):
@@ -37,7 +37,7 @@ async def publish_in_pieces(bus: Bus, number: int, data: bytes, *, left_out: int
 
 
 def owners(keys: set[str]) -> set[str]:
-    """Whose pieces these are."""
+    """Return the groups that own these pieces."""
     return {key.split("/")[0] for key in keys}
 
 
@@ -91,7 +91,7 @@ async def test_a_writer_that_finds_no_room_goes_on_where_it_was(bus_factory: Any
     assert await bus.publish(TRAJECTORIES, group(3, tokens=LARGE), key="3")
     (record,) = await first(bus, 1, after=2)
     assert len(record.message.trajectories[0].tokens) == LARGE
-    assert await bus.last_sequence(PIECES) == 9  # none is stored twice
+    assert await bus.last_sequence(PIECES) == 9  # no piece is stored twice
 
 
 async def test_pieces_leave_with_their_entry(bus: Bus) -> None:
@@ -106,17 +106,17 @@ async def test_pieces_leave_with_their_entry(bus: Bus) -> None:
 
 
 async def test_pieces_that_nothing_names_leave_once_their_group_is_over(bus: Bus) -> None:
-    """A writer was killed before it named them, and another one answered for it."""
+    """A writer was killed before it referred to its pieces, and another worker answered the group."""
     for number in (1, 2):
         await bus.publish(PIECES, Piece(data=b"ab"), key=f"{number}/{digest_of(b'ab').hex()}")
     await bus.publish(TRAJECTORIES, group(3, tokens=LARGE), key="3-" + 32 * "a")
     await bus.trim(TRAJECTORIES, through=0, is_over=lambda key: key in ("1", "3"))
-    assert owners(await bus.keys(PIECES)) == {"2", "3"}  # 3 is on the log
+    assert owners(await bus.keys(PIECES)) == {"2", "3"}  # group 3 is in the log
     assert (await first(bus, 1))[0].message.group_id == 3
 
 
 async def test_no_key_of_a_piece_holds_a_ticket(bus: Bus) -> None:
-    """Every role sees the keys of every stream, and whoever has a ticket may answer."""
+    """Every role sees the keys of every stream, and anyone with a ticket may answer."""
     await bus.publish(TRAJECTORIES, group(3, tokens=LARGE), key="3-" + 32 * "a")
     assert not any(32 * "a" in key for key in await bus.keys(PIECES))
 

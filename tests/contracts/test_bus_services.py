@@ -1,4 +1,4 @@
-"""What a service on the bus promises, over both buses."""
+"""The contract of services, over both buses."""
 
 from __future__ import annotations
 

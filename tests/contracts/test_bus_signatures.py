@@ -1,4 +1,4 @@
-"""What is forged or said again on the learner's topics is not taken, over both buses."""
+"""Forged or replayed messages on the learner's topics are rejected, over both buses."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def forger() -> Signatures:
 
 @pytest.fixture
 def speak(bus_factory: Any) -> Speak:
-    """``await speak(SIGNATURES)``: one more connection to the same run, with what it signs and checks with."""
+    """``await speak(SIGNATURES)``: one more connection to the same run that signs and checks with SIGNATURES."""
 
     async def open_one(signatures: Signatures) -> Bus:
         if not isinstance(await bus_factory(), MemoryBus):
             return await bus_factory(signatures=signatures)  # type: ignore[no-any-return]
-        other = copy.copy(await bus_factory())  # another way to what one process shares
+        other = copy.copy(await bus_factory())  # another view of the bus that one process shares
         other._signatures, other._kept, other.rejections = signatures, KeptStates(signatures), Rejections()
         other._pieces = copy.copy(other._pieces)
         other._pieces._bus, other._pieces._signatures = other, signatures
@@ -179,7 +179,7 @@ async def test_a_worker_that_joined_by_itself_is_heard_and_nobody_else_under_its
 
 
 async def test_whether_a_name_is_taken_its_own_key_says_alone(speak: Speak) -> None:
-    """A liar who says so of every name would keep all workers out."""
+    """Otherwise a liar could claim that every name is taken and keep all workers out."""
     own, namesake = SigningKey(b"w" * 32), Claim(host="there", pid=1)
     for signatures, is_believed in ((forger(), False), (Signatures(), False), (Signatures(run="r", own=own), True)):
         server, there = await speak(signatures), await speak(Signatures(run="r", own=own, learner=LEARNER.public))
@@ -189,7 +189,7 @@ async def test_whether_a_name_is_taken_its_own_key_says_alone(speak: Speak) -> N
             assert await asking == (namesake if is_believed else None)
 
 
-# -- said again by somebody --------------------------------------------------------------------------------------------
+# -- replayed messages -------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -200,7 +200,7 @@ class Clock:
 
 
 def listener(clock: Clock, *, after: Signatures | None = None) -> Signatures:
-    """A learner, ``after`` another life of it, that goes by this clock."""
+    """A learner with this clock; ``after`` is its previous incarnation."""
     one = Signatures(run="r", own=LEARNER, learner=LEARNER.public, bound=worker_keys.digits_in)
     one.heard = Freshness(clock=clock)
     one.heard.remember(after.heard.newest() if after else {})
@@ -208,8 +208,10 @@ def listener(clock: Clock, *, after: Signatures | None = None) -> Signatures:
 
 
 async def test_old_heartbeats_of_a_worker_keep_nobody_alive(speak: Speak) -> None:
-    """Recorded off the bus and put there again by somebody with every right on the server, also after a restart of the
-    learner."""
+    """The heartbeats are recorded from the bus and published again by a client with full rights on the server.
+
+    This also holds after a restart of the learner.
+    """
     own, clock, recorded = SigningKey(b"w" * 32), Clock(), list[bytes]()
     name = f"gpu7-{own.public[:16]}"
     guest, evil = await speak(Signatures(run="r", own=own, life=1)), await speak(forger())
@@ -229,7 +231,7 @@ async def test_old_heartbeats_of_a_worker_keep_nobody_alive(speak: Speak) -> Non
     await guest.put(ACTORS, replace(heartbeat(name), beat=20), key=name)
     for reader in (there, after):
         assert (await reader.states(ACTORS))[name].beat == 20
-    again = await speak(Signatures(run="r", own=own, life=2))  # the worker was started again
+    again = await speak(Signatures(run="r", own=own, life=2))  # the worker was restarted
     await again.put(ACTORS, replace(heartbeat(name), beat=1), key=name)
     assert (await there.states(ACTORS))[name].beat == 1
     clock.now += 10.0
@@ -239,13 +241,13 @@ async def test_old_heartbeats_of_a_worker_keep_nobody_alive(speak: Speak) -> Non
     clock.now += 10.0 * ACTORS.seconds_to_live
     last = await bytes_of(again, name)
     assert (await there.states(ACTORS))[name].beat == 2
-    clock.now += 10.0 * ACTORS.seconds_to_live  # it is long gone, and this is its very last word
+    clock.now += 10.0 * ACTORS.seconds_to_live  # the worker is long gone, and this is its last heartbeat
     await put_bytes(evil, name, last)
     assert await there.states(ACTORS) == {}
 
 
 async def bytes_of(bus: Any, key: str) -> bytes:
-    """What the bus has of an actor, signature and all."""
+    """Return the bytes that the bus stores for an actor, signature included."""
     if isinstance(bus, MemoryBus):
         return bus._state(ACTORS).present()[key].data
     found = await bus._last(ACTORS, bus._layout.subject(ACTORS, key))
@@ -262,7 +264,8 @@ async def put_bytes(bus: Any, key: str, data: bytes) -> None:
 async def recording(
     here: Any, evil: Any, say: Callable[[], Awaitable[Any]], **at: Any
 ) -> Callable[[], Awaitable[None]]:
-    """Say something, and return how somebody says the same bytes again (under a ``topic`` and ``key`` of their own)."""
+    """Publish a message. Return a function that replays the same bytes, optionally under another ``topic`` and
+    ``key``."""
     sealed: list[bytes] = []
     seal = here._signatures.seal
 

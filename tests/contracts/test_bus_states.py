@@ -1,4 +1,4 @@
-"""What every Bus promises of states, and when something goes wrong, over every adapter."""
+"""The contract of every Bus for states and for errors, over every adapter."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_a_state_dies_with_its_time(bus: Bus) -> None:
     brief = Topic("brief", "state", Heartbeat, seconds_to_live=0.3)
     await bus.put(brief, heartbeat("a"), key="a")
     assert set(await bus.states(brief)) == {"a"}
-    for tick in range(1, 100):  # "b" beats on, and outlives "a"
+    for tick in range(1, 100):  # "b" keeps sending heartbeats and outlives "a"
         await bus.put(brief, heartbeat(f"b{tick}"), key="b")
         present = await bus.states(brief)
         assert "b" in present
@@ -121,7 +121,7 @@ async def test_a_state_dies_with_its_time(bus: Bus) -> None:
     assert "a" not in await bus.states(brief)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 async def test_undecodable_bytes_are_delivered_as_a_problem(bus: Bus) -> None:
@@ -166,7 +166,7 @@ async def test_a_message_as_large_as_allowed_goes_through(bus: Bus) -> None:
 
 
 async def test_a_cancellation_is_never_lost(bus: Bus) -> None:
-    """Python 3.11's wait_for swallows a cancellation that comes together with the reply."""
+    """Python 3.11's wait_for swallows a cancellation that arrives together with the reply."""
 
     async def busy() -> None:
         while True:
@@ -175,7 +175,7 @@ async def test_a_cancellation_is_never_lost(bus: Bus) -> None:
 
     for ticks in range(150):
         task = asyncio.create_task(busy())
-        for _ in range(ticks % 50):  # another moment of the exchange each time
+        for _ in range(ticks % 50):  # a different moment of the exchange each time
             await asyncio.sleep(0)
         task.cancel()
         done, _ = await asyncio.wait([task], timeout=5)

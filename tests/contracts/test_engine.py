@@ -1,4 +1,4 @@
-"""The promises of the Engine port, kept by every adapter: in-process, SGLang launched, SGLang attached and streamed."""
+"""The contract of the Engine port, over every adapter: in-process, SGLang launched, SGLang attached and streamed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120
 
 
 async def in_progress(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:
-    """A long generation that has some tokens: a short one begun with it is done."""
+    """Return a long generation that has some tokens, because a short one that began with it is done."""
     task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1))
     await engine.generate(PROMPT, SHORT, seed=2)
     assert not task.done()
@@ -53,7 +53,7 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(
 
 
 async def test_tokens_follow_the_distribution(engine: Engine, old: Model) -> None:
-    """2000 first tokens against the model's softmax: a chi-square of 40-odd cells beyond 110 has p < 1e-6."""
+    """Compare 2000 first tokens with the model's softmax: with 40-odd cells, a chi-square above 110 has p < 1e-6."""
     sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
     generations = await asyncio.gather(*(engine.generate(PROMPT, sampling, seed=n) for n in range(2000)))
     vocabulary = old.network.config.vocab_size
@@ -122,18 +122,18 @@ async def test_tokens_carry_the_version_that_sampled_them(engine: Engine, new: M
 
 
 async def test_a_new_generation_sees_nothing_of_the_old_weights(engine: Engine, old: Model, new: Model) -> None:
-    """The same long prompt before and after: keys of the old weights must not be found in a prefix cache."""
+    """Generate from the same long prompt before and after: the prefix cache must not reuse keys of the old weights."""
     prompt = np.tile(PROMPT, 20)
     assert Check(old)(await engine.generate(prompt, SHORT, seed=0), prompt) < TOLERANCE
     await engine.load(new.version(2))
     assert Check(new)(await engine.generate(prompt, SHORT, seed=0), prompt) < TOLERANCE
-    await engine.load(old.version(2))  # the same version again, with other weights
+    await engine.load(old.version(2))  # the same version number, with other weights
     assert Check(old)(await engine.generate(prompt, SHORT, seed=0), prompt) < TOLERANCE
 
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, int]]]:
-    """Reply -> of each of its streamed chunks: where it ended, and the newest policy version that had settled."""
+    """Record for each reply the end of every streamed chunk and the newest settled policy version."""
     found: dict[int, list[tuple[int, int]]] = {}
     take = Reply.take_chunk
 
@@ -149,7 +149,8 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, int]]]:
 def is_labelled_rightly(
     label: int, boundary: int, chunks: dict[int, list[tuple[int, int]]], *, is_streamed: bool
 ) -> bool:
-    """Never before the boundary; of a streamed answer, right behind the chunk that version 2 had settled with."""
+    """The label never starts before the boundary. For a streamed answer, it starts right after the chunk in which
+    version 2 had settled."""
     if not is_streamed:
         return label == boundary
     of_longest = max(chunks.values(), key=lambda found: found[-1])
@@ -159,7 +160,7 @@ def is_labelled_rightly(
 async def test_a_generation_goes_on_through_a_load(
     engine: Engine, adapter: tuple[str, object], old: Model, new: Model, chunks: dict[int, list[tuple[int, int]]]
 ) -> None:
-    """Up to the boundary the old model's logprobs; from it on those of the new weights on the old keys."""
+    """Up to the boundary, logprobs are the old model's. From there on, they are the new weights' on the old keys."""
     async with asyncio.TaskGroup() as tasks:
         task = await in_progress(engine, tasks)
         report = await engine.load(new.version(2))
@@ -197,7 +198,7 @@ async def test_versions_may_be_skipped_and_epochs_change(engine: Engine, new: Mo
 async def test_weights_that_cannot_be_read_leave_the_old_ones(
     engine: Engine, old: Model, new: Model, tmp_path: Path
 ) -> None:
-    """Each damage in turn, all under one generation."""
+    """All kinds of damage in turn, during a single generation."""
     versions = [damaged(new, tmp_path / damage, damage) for damage in DAMAGES]
     async with asyncio.TaskGroup() as tasks:
         task = await in_progress(engine, tasks)
@@ -215,7 +216,7 @@ DAMAGES = ("missing", "torn", "cut", "mis-shaped", "incomplete", "foreign")
 
 
 def damaged(model: Model, folder: Path, damage: str) -> WeightVersion:
-    """A version whose folder lacks something, or has too much."""
+    """Return a version whose folder is incomplete or has too much."""
     shutil.copytree(model.folder, folder)
     file = folder / "model.safetensors"
     message = announce(folder, 2)
@@ -234,7 +235,7 @@ def damaged(model: Model, folder: Path, damage: str) -> WeightVersion:
     elif damage == "foreign":
         tensors["somebody.weight"] = tensors[name].clone()
     safetensors.torch.save_file(tensors, file)
-    if damage == "cut":  # of the length it had when it was announced
+    if damage == "cut":  # announced with its cut length, unlike "torn"
         file.write_bytes(file.read_bytes()[:1000])
     return announce(folder, 2)
 
@@ -273,7 +274,7 @@ async def test_a_generation_cut_anywhere_goes_on_from_there(
     assert resumed.version_spans == whole.version_spans
     assert Check(old)(resumed) < TOLERANCE
     assert partial.num_tokens >= cut
-    if adapter[0] == "inprocess":  # the random numbers are its positions'
+    if adapter[0] == "inprocess":  # its random numbers depend only on the position
         assert resumed.tokens.tolist() == whole.tokens.tolist()
 
 

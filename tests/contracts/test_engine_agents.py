@@ -1,4 +1,4 @@
-"""An agent behind the endpoint of a worker, over every engine: what it is told is what was sampled, and is trained."""
+"""An agent behind a worker's endpoint, over every engine: its answers are the sampled tokens, and these are trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120
 
 
 class Asking:
-    """``Generate`` of one sample, as a worker makes it: keeps what the engine was given and gave."""
+    """``Generate`` of one sample, as a worker makes it. Records the engine's inputs and outputs."""
 
     attempt = 1
     context_tokens = 4096
@@ -37,7 +37,7 @@ class Asking:
 
 
 async def test_an_agent_s_turns_are_trained_as_the_engine_sampled_them(engine: Engine, old: Model) -> None:
-    """Three turns, one after another, are one sequence: the history is never tokenised again."""
+    """Three consecutive turns form one sequence: the history is never tokenised again."""
     asking = Asking(engine)
     async with Client(asking, chat_format=chat_format(old.tokenizer)) as client:
         messages: list[Any] = []

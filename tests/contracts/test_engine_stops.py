@@ -1,4 +1,5 @@
-"""Where an answer ends, in every engine: stop strings, stop tokens, min_new_tokens. And how evaluations may sample."""
+"""Where an answer ends, in every engine: stop strings, stop tokens, min_new_tokens. Also sampling options of
+evaluations."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ async def test_a_stop_token_ends_the_answer_and_is_its_last_token(engine: Engine
 
 
 async def test_a_stop_string_ends_the_answer_and_its_tokens_are_in_it(engine: Engine, old: Model) -> None:
-    """Texts of two tokens, one of them an end of a line, which decoding must not clean up."""
+    """Use texts of two tokens. One is a line end, which decoding must not clean up."""
     stop = ("3\n", "e7", "zz", "a ", "?b", "10", "<user>")
     sampling = SamplingParams(max_new_tokens=2000, stop=stop)
     generations = await asyncio.gather(*(engine.generate(PROMPT, sampling, seed=n) for n in range(48)))
     stopped = [generation for generation in generations if generation.tokens[-1] != old.end_token]
-    assert stopped  # a third of them, say; not every engine samples the same for a seed
+    assert stopped  # about a third; engines sample differently for the same seed
     for generation in stopped:
         assert generation.finish_reason == "stop"
         assert old.text(generation.tokens).endswith(stop)
@@ -44,9 +45,10 @@ async def test_a_stop_string_ends_the_answer_and_its_tokens_are_in_it(engine: En
 
 
 async def test_a_stop_string_that_begins_in_what_was_known_ends_the_answer(engine: Engine, old: Model) -> None:
-    """The prefix ends with its first token of a kind; that and each of the 32 likeliest next ones is a stop string.
+    """The stop strings combine the prefix's last token with each of the 32 likeliest next tokens.
 
-    It has no special tokens: the text "<user>" holds stop strings such as "se".
+    That last token occurs only once in the prefix. The prefix has no special tokens, because a text such as "<user>"
+    contains stop strings such as "se".
     """
     length = seed = 0
     while not length:
@@ -72,7 +74,7 @@ async def test_a_stop_string_that_begins_in_what_was_known_ends_the_answer(engin
 
 
 async def test_no_answer_is_shorter_than_min_new_tokens(engine: Engine, old: Model) -> None:
-    """Stop tokens have a quarter of the probability. What is sampled in their place says so in its logprobs."""
+    """Stop tokens have a quarter of the probability. The logprobs of the tokens sampled instead must reflect that."""
     ends = [*range(4, 14), old.end_token]
     sampling = SamplingParams(max_new_tokens=40, min_new_tokens=8, stop_token_ids=tuple(range(4, 14)))
     generations = await asyncio.gather(*(engine.generate(PROMPT, sampling, seed=n) for n in range(32)))

@@ -1,4 +1,4 @@
-"""What every Launcher promises, with real processes."""
+"""The contract of every Launcher, with real processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 
 @pytest.fixture
 def unwritten(tmp_path: Path) -> Path:
-    """A run file that nobody ever writes: who opens it waits, on however loaded a machine."""
+    """A run file that is never written: a process that opens it waits, however loaded the machine is."""
     os.mkfifo(tmp_path / "run.toml")
     return tmp_path / "run.toml"
 

@@ -1,4 +1,4 @@
-"""What every ObjectStore promises (asyncrl/protocols/bus.py), over memory and a real nats-server."""
+"""The contract of every ObjectStore (asyncrl/protocols/bus.py), over memory and a real nats-server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.harness.buses import Proxy
 
 
 async def put(store: Any, name: str, data: bytes, **metadata: str) -> Any:
-    """In blocks of a size that fits nothing."""
+    """Store data in blocks that align with no chunk."""
     blocks = [data[start : start + 99_991] for start in range(0, len(data), 99_991)]
     return await asyncio.to_thread(store.put, name, blocks, metadata=metadata)
 
@@ -128,7 +128,7 @@ async def test_a_writer_that_died_leaves_nothing_visible_and_the_next_one_remove
     store = second.objects()
     assert await asyncio.to_thread(store.names) == {"whole"}
     assert isinstance(store, JetStreamObjects)
-    assert await chunks_stored(second, store) == 2  # a chunk, and what it is
+    assert await chunks_stored(second, store) == 2  # a chunk and its metadata
 
 
 async def test_an_object_of_which_somebody_took_a_chunk_is_not_whole(
@@ -165,7 +165,7 @@ async def test_a_store_that_somebody_deletes_or_alters_is_made_again_and_a_write
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """asyncio treats a KeyboardInterrupt in a thread as its own."""
+    """Call in a thread and catch KeyboardInterrupt there, because asyncio would treat it as its own."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -251,12 +251,12 @@ async def test_a_closed_bus_ends_who_still_reads(own_server: EmbeddedServer, con
 
 
 async def test_a_closed_bus_ends_who_is_between_two_tries(own_server: EmbeddedServer, connect: Connect) -> None:
-    """Or its thread would be joined for ever when the process ends."""
+    """Otherwise the process would wait forever for the thread when it ends."""
     bus = await connect(own_server, run="pause")
     await put(bus.objects(), "a", b"1")
-    await bus._connection.api(f"STREAM.DELETE.{bus._layout.objects_stream}")  # nobody takes the questions now
+    await bus._connection.api(f"STREAM.DELETE.{bus._layout.objects_stream}")  # no server answers the requests now
     asking = [asyncio.create_task(asyncio.to_thread(bus.objects().info, "a")) for _ in range(4)]
-    await asyncio.wait(asking, timeout=3.5)  # by now the pauses are two seconds long
+    await asyncio.wait(asking, timeout=3.5)  # by now the pauses between retries are two seconds long
     await bus.close()
     for asked in await asyncio.gather(*asking, return_exceptions=True):
         assert isinstance(asked, BusError)
@@ -264,7 +264,7 @@ async def test_a_closed_bus_ends_who_is_between_two_tries(own_server: EmbeddedSe
 
 
 async def test_a_closed_bus_ends_who_does_not_hear_that_it_is_closed() -> None:
-    """Whatever it waits for."""
+    """This holds for every kind of wait."""
     entered = threading.Event()
 
     async def dial() -> Any:
@@ -288,7 +288,7 @@ async def test_a_closed_bus_ends_who_does_not_hear_that_it_is_closed() -> None:
 
 @pytest.mark.slow
 async def test_the_command_line_of_nats_py_reads_them(nats_server: EmbeddedServer, connect: Connect) -> None:
-    """ADR-20: any client's object store does."""
+    """By ADR-20, every client's object store can read them."""
     data = os.urandom(5 * CHUNK_BYTES + 3)
     await put((await connect(nats_server, run="others")).objects(), "a", data)
     script = (
@@ -320,7 +320,7 @@ def test_quick_answers_put_more_on_the_way_and_slow_ones_less() -> None:
     most = pace.in_flight
     pace.note(asked=1000, answered=1010)
     assert pace.in_flight == most // 2
-    pace.note(asked=1001, answered=1011)  # asked before that was known
+    pace.note(asked=1001, answered=1011)  # asked before the slow answer was noted
     assert pace.in_flight == most // 2
     for number in range(1020, 3000, 10):
         pace.note(asked=number, answered=number + 5)
@@ -328,7 +328,8 @@ def test_quick_answers_put_more_on_the_way_and_slow_ones_less() -> None:
 
 
 async def test_an_object_that_was_looked_up_is_read_in_one_round_trip(stores: tuple[Any, Any]) -> None:
-    """Far away each round trip delays new weights. What was put in its place meanwhile is found the next time."""
+    """Over a long distance, each round trip delays new weights. A replacement stored in between is found the next
+    time."""
     writer, reader = stores
     await put(writer, "a", b"first")
     assert await asyncio.to_thread(reader.info, "a") is not None

@@ -1,4 +1,4 @@
-"""What every WeightChannel promises (asyncrl/protocols/weights.py): over files, and over both object stores."""
+"""The contract of every WeightChannel (asyncrl/protocols/weights.py), over files and over both object stores."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def publish_and_load(channel: WeightChannel, model_path: Path, *, ranks: int) ->
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
-    for version in (1, 2):  # the second takes config and tokenizer from the first
+    for version in (1, 2):  # the second version takes config and tokenizer from the first
         exported = in_parts(model.state_dict().items(), ranks)
         weights = channel.publish(exported, incarnation=0, policy_version=version)
     folder = channel.verify(weights)
@@ -98,7 +98,7 @@ def test_the_version_says_what_was_published(files_channel: FilesChannel) -> Non
     file = Path(weights.uri) / "model.safetensors"
     assert Path(weights.uri).is_absolute()
     assert file.stat().st_size == weights.num_bytes
-    # Another process, given the same directory, verifies it.
+    # Another process with the same directory verifies the version.
     other = FilesChannel(file.parent.parent, keep=2, model_path=file.parent)
     assert other.verify(weights) == Path(weights.uri)
 
@@ -114,12 +114,12 @@ def test_a_torn_write_is_never_visible(files_channel: FilesChannel, monkeypatch:
         files_channel.publish(tensors(), incarnation=0, policy_version=1)
     assert visible(files_channel) == {"0-0"}
     assert files_channel.verify(first)
-    files_channel.publish(tensors(), incarnation=0, policy_version=2)  # the next one removes what was left
+    files_channel.publish(tensors(), incarnation=0, policy_version=2)  # the next publish removes the leftovers
     assert {path.name for path in files_channel._directory.iterdir()} == {"0-0", "0-2"}
 
 
 def test_a_version_of_which_a_part_is_missing_is_none(parts_channel: WeightChannel) -> None:
-    """A rank dies: nobody hears of that version, nor finds it, and the one before stays."""
+    """A rank dies: the version is neither announced nor found, and the previous one stays."""
     channel = parts_channel
     given = [("b", torch.zeros(3)), ("a", torch.ones(2))]
     first = channel.publish(in_parts(given), incarnation=0, policy_version=1)
@@ -139,7 +139,7 @@ def test_a_version_of_which_a_part_is_missing_is_none(parts_channel: WeightChann
 
 
 def test_adapters_of_several_ranks_are_one_file(files_channel: FilesChannel) -> None:
-    """They are small, and whoever loads adapters looks for one file of their name."""
+    """Adapters are small, and their readers look for one file of that name."""
     layer = "base_model.model.model.layers.0.self_attn"
     names = [f"{layer}.{name}_proj.lora_{side}.weight" for name in "qv" for side in "AB"]
     exported = in_parts((name, torch.ones(2, 4)) for name in names)
@@ -182,7 +182,7 @@ def test_a_retained_version_stays_until_it_is_released(channel: WeightChannel) -
     read = safetensors.torch.load_file(channel.verify(kept) / "model.safetensors")
     assert read["b"].tolist() == [1.0, 1.0, 1.0]
     channel.release(kept)
-    channel.release(kept)  # of what is not retained: nothing
+    channel.release(kept)  # releasing a version that is not retained does nothing
 
 
 def test_a_released_version_goes_with_the_next_one(files_channel: FilesChannel) -> None:
@@ -238,7 +238,7 @@ def test_versions_beyond_keep_are_collected_and_the_newest_never(files_channel: 
     assert visible(files_channel) == {"0-3", "0-4"}
     with pytest.raises(WeightsError, match="not found"):
         files_channel.verify(published[2])
-    # Ten comes after nine: versions are numbers, not text. A skipped version is nothing special.
+    # Ten comes after nine, because versions are numbers, not text. A skipped version is normal.
     files_channel.publish(tensors(), incarnation=0, policy_version=9)
     files_channel.publish(tensors(), incarnation=0, policy_version=10)
     assert visible(files_channel) == {"0-9", "0-10"}

@@ -1,4 +1,4 @@
-"""What a channel over files promises when somebody removes or cuts its files, and when the disk is full."""
+"""The contract of a channel over files when its files are removed or cut, and when the disk is full."""
 
 from __future__ import annotations
 
@@ -126,5 +126,5 @@ def test_no_space_left_says_how_much_there_is(files_channel: FilesChannel, monke
     monkeypatch.setattr(files.safetensors_file, "write", full)
     with pytest.raises(WeightsError, match=r"No space left on device; it needs [\d,]+ bytes, [\d,]+ are free") as said:
         files_channel.publish(tensors(), incarnation=0, policy_version=0)
-    assert isinstance(said.value.__cause__, OSError)  # for which the learner waits, instead of ending
+    assert isinstance(said.value.__cause__, OSError)  # an error for which the learner waits instead of ending
     assert list(files_channel._directory.iterdir()) == []

@@ -1,10 +1,10 @@
-"""Every code block of README.md and docs/ works, or says why it is not run.
+"""Every code block of README.md and docs/ works, or states why it is not run.
 
-A fenced block has a language. What is asked of each:
+A fenced block has a language. Requirements by language:
 
 bash      a marker in the line above: ``<!-- run -->`` (``<!-- run: exit code 2 -->``) or ``<!-- not run: REASON -->``.
-          Whatever starts with ``asyncrl`` parses, run or not. What is run is run in one folder, the tutorial
-          first, after the files that it shows were written there.
+          Commands that start with ``asyncrl`` must parse, run or not. Blocks that run share one folder, into which the
+          files of the tutorial are written first; the tutorial's blocks run first.
 toml      is part of a run file: known keys, values in range. ``<!-- not run: REASON -->`` for any other.
 python    compiles; tests/docs/test_guides.py and tests/unit/policies import and use the modules that are shown.
 text      is output, and is not run.
@@ -40,8 +40,8 @@ STEPS = 8
 ASYNCRL = f"""[ "$1" != run ] || set -- "$@" --set {shlex.quote(LAUNCHER)} --set run.steps={STEPS}
 exec {sys.executable} -m tests.harness.fork_client "$@"
 """
-"""The ``asyncrl`` of this repository; it and a run's processes are forked, and a run takes so many steps: enough for
-whatever looks at it."""
+"""The ``asyncrl`` of this repository. It and a run's processes are forked, and a run is limited to this number of
+steps, enough for commands that inspect it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +78,11 @@ def blocks_of(page: Path) -> list[Block]:
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 RUN = [block for block in BLOCKS if block.is_run]
-"""Those of the tutorial are run first, as the others look at the run that they leave."""
+"""The tutorial's commands run first, because the other pages inspect the run that they leave."""
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command, without comments; a line that ends in a backslash goes on."""
+    """Return the words of each command, without comments; a backslash at the end continues a line."""
     lines = text.replace("\\\n", " ").splitlines()
     parts = [part for line in lines for part in re.split(r"&&|;|\|", line.split(" #")[0])]
     return [words for part in parts if (words := shlex.split(part, comments=True))]
@@ -139,13 +139,14 @@ def test_the_output_of_check_is_as_shown(
     try:
         assert main.main(["check", "my_run.toml"]) == 0
     finally:
-        sys.modules.pop("my_rewards", None)  # other pages have one, too
+        sys.modules.pop("my_rewards", None)  # other pages have a module of that name
     assert capsys.readouterr().out.splitlines()[-len(shown) :] == shown
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where commands are run: the files of the tutorial, the examples, and an ``asyncrl`` of this repository."""
+    """The folder in which commands run: the files of the tutorial, the examples, and an ``asyncrl`` of this
+    repository."""
     made = tmp_path_factory.mktemp("docs")
     (made / "examples").symlink_to(ROOT / "examples")
     for block in blocks_of(TUTORIAL):
@@ -163,7 +164,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # a dozen starts of Python with torch, on a busy machine
 def test_what_is_shown_as_run_runs(folder: Path, forks: ForkServer) -> None:
-    """A line that several pages show is run once."""
+    """A line that several pages show runs once."""
     environment = {
         **os.environ,
         **forks.environment,

@@ -1,4 +1,4 @@
-"""examples/demo.toml is the reference of the run file: every section, every key, a comment for each."""
+"""examples/demo.toml is the reference of the run file: it shows every section and every key, each with a comment."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DEMO = ROOT / "examples" / "demo.toml"
 DATASETS = "evaluation.datasets"
 
 NOT_FOR_USERS = {"bus": {"address"}}
-"""`asyncrl run` tells its processes."""
+"""Keys that `asyncrl run` sets for its processes."""
 
 
 def shown() -> dict[str, dict[str, str]]:
-    """Section -> key -> its line. What is commented out counts; [SECTION.options] is the key ``options``.
+    """Return section -> key -> its line. Commented lines count; [SECTION.options] is the key ``options``.
 
-    [[evaluation.datasets]] is the key ``datasets``, and a section of its own.
+    [[evaluation.datasets]] is the key ``datasets``, and also a section of its own.
     """
     sections: dict[str, dict[str, str]] = {}
     keys: dict[str, str] = {}
@@ -44,7 +44,7 @@ def shown() -> dict[str, dict[str, str]]:
 
 
 def section_class(hint: Any) -> Any:
-    """Of a field of RunConfig: the dataclass, also of one that may be None."""
+    """Return the dataclass of a field of RunConfig, also if the field may be None."""
     return hint if dataclasses.is_dataclass(hint) else typing.get_args(hint)[0]
 
 
@@ -75,13 +75,13 @@ TABLES: dict[str, Collection[str]] = {
 
 
 def explained(key: str) -> list[str]:
-    """The names of the key's table in the reference."""
+    """Return the names in the key's table in the reference."""
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     return re.findall(r"(?m)^\| `(\w+)` \| \S", page.partition(f"\n### {key}\n")[2].partition("\n#")[0])
 
 
 def choices(text: str) -> set[str]:
-    """Names that a comment offers before your own: ``a | b (what it does) | "package.module:name"``."""
+    """Return the names that a comment lists before the user's own: ``a | b (what it does) | "package.module:name"``."""
     offered = re.sub(r"\([^()]*\)", "", text.partition('"package.module')[0])
     return {name.strip() for name in offered.split("|")} - {""}
 

@@ -1,4 +1,4 @@
-"""What README.md and docs/ show is there: files, images, headings; and no number that was never filled in."""
+"""Files, images and headings that README.md and docs/ refer to exist, and no number placeholder is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def anchors(document: Path) -> set[str]:
-    """What a link may end in, as GitHub makes it of headings."""
+    """Return valid link anchors, as GitHub derives them from headings."""
     headings = re.findall(r"(?m)^#+ (.+)$", document.read_text())
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

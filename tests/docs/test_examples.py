@@ -1,4 +1,4 @@
-"""The run files of examples/: every key is known, and what a newcomer would run can work."""
+"""The run files of examples/: every key is known, and the files that newcomers run can work."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_every_example_is_a_run_file(name: str) -> None:
 
 
 def test_the_example_for_gpus_works_with_any_model(demo: Path) -> None:
-    """Here with the demo's, whose context has 64 tokens; where there is no GPU nobody gets one."""
+    """Check it with the demo's model, whose context has 64 tokens, on a machine that may have no GPU."""
     run = config.load(EXAMPLES / "gpu.toml", [*on_demo(demo), "rollout.max_new_tokens=8"])
-    check(run)  # raises ConfigError for what cannot work
+    check(run)  # raises ConfigError for an impossible configuration
     assert run.engine.kind == "sglang" and run.learner.backend == "megatron"
 
 
@@ -41,7 +41,7 @@ def test_the_demo_works_with_sglang_as_its_first_lines_say(demo: Path) -> None:
 
 @pytest.mark.slow
 def test_the_loop_wired_by_hand_learns(tmp_path: Path) -> None:
-    """In a process of its own, as a reader starts it; ten steps triple the reward of random weights."""
+    """Run in a separate process, as a reader starts it; ten steps triple the reward of random weights."""
     code = f"import asyncio, minimal_loop; asyncio.run(minimal_loop.main(Path({str(tmp_path)!r}), steps=10))"
     command = [sys.executable, "-c", f"from pathlib import Path; {code}"]
     environment = os.environ | {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}

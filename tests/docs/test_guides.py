@@ -25,7 +25,7 @@ SHOWN = "\n".join(page.read_text() for page in PAGES)
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The pages' modules, which can be imported by the names in their first lines, and the one that they import."""
+    """The pages' modules, importable by the names in their first lines, and the module that they import."""
     names = ["my_verl_rewards"]
     for name, code in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", SHOWN, re.DOTALL):
         (tmp_path / f"{name}.py").write_text(code)
@@ -56,7 +56,7 @@ def test_every_module_of_the_page_has_a_name_and_every_run_file_says_what_there_
         path = tmp_path / "run.toml"
         path.write_text(block)
         smaller = ["engine.kind=inprocess", "learner.backend=reference", "rollout.max_new_tokens=8"]
-        bare = ["reward.options.sandbox=none"] if "sandbox" in block else []  # bubblewrap may not be here
+        bare = ["reward.options.sandbox=none"] if "sandbox" in block else []  # bubblewrap may not be installed
         check(config.load(path, on_demo(demo) + smaller + bare))
 
 
@@ -71,7 +71,7 @@ async def test_the_rewards_of_the_page_judge_as_it_says(modules: list[str]) -> N
 
 @pytest.fixture
 async def judge() -> AsyncIterator[str]:
-    """The address of a server that gives a point for each character."""
+    """The address of a server that gives one point per character."""
 
     async def handler(request: web.Request) -> web.Response:
         return web.json_response({"points": len((await request.json())["text"])})

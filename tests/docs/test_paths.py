@@ -1,4 +1,4 @@
-"""Every file, module and test that pages, comments and docstrings name is there."""
+"""Every file, module and test that pages, comments and docstrings name exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INSIDE = re.compile(
 MODULE = re.compile(r"\basyncrl(?:\.[a-z_]\w*)+(?:[.:][A-Za-z_]\w*)*")
 NOT_MODULES = re.compile(r"asyncrl\.(<|RUN|w\d|run\b.*\.toml)|asyncrl\.\w+\.(prompts|trajectories)")
 WRITTEN_BY_RUNS = re.compile(r"docs/results/|examples/(data|out)")
-"""A benchmark may write where nothing is kept."""
+"""A benchmark may write to a place that is not kept."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -45,14 +45,14 @@ def test_every_file_that_a_comment_names_is_there() -> None:
 
 
 def missing(text: str) -> list[str]:
-    """Files that it names, from the root or from asyncrl/, and that are not there."""
+    """Return the files that ``text`` names, from the root or from asyncrl/, and that do not exist."""
     absent = [name for name in FILE.findall(text) if not (ROOT / name).exists()]
     absent += [name for name in INSIDE.findall(text) if not (ROOT / "asyncrl" / name).exists()]
     return sorted({name for name in absent if not WRITTEN_BY_RUNS.match(name)})
 
 
 def exists(name: str) -> bool:
-    """A module, or what a module defines: ``asyncrl.cli.demo``, ``asyncrl.messages.topics:PROMPTS``."""
+    """Return whether a module or its attribute exists: ``asyncrl.cli.demo``, ``asyncrl.messages.topics:PROMPTS``."""
     parts = re.split(r"[.:]", name)
     for length in range(len(parts), 0, -1):
         try:

@@ -1,4 +1,4 @@
-"""The table of faults says what to do in the words of the health monitor."""
+"""The table of faults gives the health monitor's remedies in its own words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
 
 
 def remedies() -> dict[str, str]:
-    """Of every fault whose remedy names no process."""
+    """Return the remedy of every fault whose remedy names no process."""
     seen = faults.Observation(actors={}, listened=0.0)
     found = [faults.deaf(seen), faults.refused(seen), ended := circles.ended(1.0, "", 0)]
     found.append(circles.unanswered(ended, {KEPT: 2.0}))

@@ -1,4 +1,4 @@
-"""What an agent's endpoint is tested with: a tokenizer whose texts have many tokenisations, and a scripted engine."""
+"""Helpers for testing an agent's endpoint: a tokenizer with several tokenizations per text, and a scripted engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncrl.rollouts.agent.endpoint.server import EndpointServer
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.template import Template
 
-# In the manner of Qwen's: thinking is left out of turns before the last question, arguments are written anew.
+# Similar to Qwen's: thinking is left out of turns before the last question, and arguments are rendered again.
 CHAT_TEMPLATE = """
 {%- set last = namespace(at=0) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.at = loop.index0 -%}{%- endif -%}{%- endfor -%}
@@ -59,7 +59,7 @@ ANSWER = "<think>\nThe tool says 42.\n</think>\n\nThe answer is 42."
 
 
 def tokenizer() -> Any:
-    """Bytes, a few merges of them, and the tokens of a chat: "the" is three tokens, two, or one."""
+    """Bytes, a few merges of them, and the tokens of a chat template. "the" may be three tokens, two, or one."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("a", "n"), ("i", "s"), ("4", "2"), ("o", "o"), ("Ġ", "the")]
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -82,7 +82,7 @@ TOKENIZER = tokenizer()
 
 
 def pieces(text: str) -> list[int]:
-    """The tokens of a text as a policy may sample them: no merge, but for the tags."""
+    """Return the tokens of a text as a policy may sample them: without merges, except for tags."""
     whole = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     made: list[int] = []
     for token in whole:
@@ -93,8 +93,10 @@ def pieces(text: str) -> list[int]:
 
 
 class Scripted:
-    """``Generate``: says the texts that it is given, one a call, in a tokenisation that no tokenizer would make. The
-    weights change in the middle of each answer."""
+    """``Generate`` that returns the given texts, one per call, in a tokenization that no tokenizer would produce.
+
+    The weights change in the middle of each answer.
+    """
 
     attempt = 1
     context_tokens = 100_000
@@ -141,7 +143,7 @@ def session(engine: Any, **changes: Any) -> Session:
 
 
 class Client:
-    """An agent's side: requests with its session's key. Give it to ``async with``."""
+    """An agent's client: sends requests with its session's key. Open it with ``async with``."""
 
     def __init__(self, engine: Any, **changes: Any) -> None:
         self.engine = engine
@@ -162,7 +164,7 @@ class Client:
             await self.server.close()
 
     async def post(self, path: str, body: Any, *, status: int = 200, **headers: str) -> Any:
-        """The reply; a stream's events as (name, data)."""
+        """Return the reply; for a stream, its events as (name, data)."""
         sent = {"headers": headers} | ({"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body})
         async with self.http.post(self.server.url + path, **sent) as reply:
             text = await reply.text()
@@ -173,11 +175,14 @@ class Client:
         return await self.post("/v1/chat/completions", {"model": "m", "messages": messages, **body}, status=status)
 
     async def say(self, messages: list[Any], **body: Any) -> Any:
-        """The message that is answered."""
+        """Return the message of the answer."""
         return (await self.chat(messages, **body))["choices"][0]["message"]
 
     def check(self) -> int:
-        """What is trained is what the engine was given and gave, each sampled token once. Returns the sequences."""
+        """Check that the training data is what the engine received and returned, with each sampled token once.
+
+        Return the number of sequences.
+        """
         left = {number: answer.tokens.tolist() for number, answer in enumerate(self.engine.answers)}
         sequences = self.session.turns.sequences()
         for sequence in sequences:
@@ -200,7 +205,7 @@ class Client:
 
 
 def versions(spans: Sequence[VersionSpan], start: int, end: int) -> list[int]:
-    """Of each token."""
+    """Return the policy version of each token."""
     return [[span.policy_version for span in spans if span.start <= place][-1] for place in range(start, end)]
 
 

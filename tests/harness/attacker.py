@@ -1,6 +1,7 @@
-"""An attacker of a nats-server with roles: what it could try, what the table of rights lets it, and what came of it.
+"""An attacker of a nats-server with roles: what it may try, what the table of rights allows, and what the attack
+achieved.
 
-The learner's ear, a subscription to everything in its account, tells what came through.
+The learner's ear, a subscription to everything in the learner's account, records what came through.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ CONSUMER.LEADER.STEPDOWN.{stream}.{consumer} DIRECT.GET.{stream} DIRECT.GET.{str
 
 
 def key_of(topic: Topic[Any], key: str = "1") -> str:
-    """A subject of the topic's stream; of leases the workers'."""
+    """Return a subject of the topic's stream; for leases, one of the workers' leases."""
     return lease_prefix(LAYOUT, role="rollout-worker") + key if topic is Lease.TOPIC else LAYOUT.prefix(topic) + key
 
 
@@ -78,7 +79,7 @@ def stored_subjects() -> list[str]:
 
 
 def other_subjects() -> list[str]:
-    """Where no stream is, and somebody listens."""
+    """Return subjects outside of any stream on which some client or server may listen."""
     states = [topic for topic in ALL if topic.kind == "state"]
     return [
         *(LAYOUT.told(topic, "1") for topic in states),
@@ -95,7 +96,7 @@ def other_subjects() -> list[str]:
 
 
 class May:
-    """What one role may, by the words of the table alone."""
+    """What one role may do, according only to the words of the table."""
 
     def __init__(self, role: str) -> None:
         lines = [re.split(r" *\| *", line.strip("| ")) for line in table(RUN).splitlines()]
@@ -107,7 +108,7 @@ class May:
         return word in self._words[of]
 
     def publish(self) -> set[str]:
-        """Subjects of streams."""
+        """Return the stream subjects that the role may publish to."""
         found = {key_of(topic) for topic in ALL if self._has("publish", topic.name)}
         return found | ({key_of(Lease.TOPIC)} if self._has("hold", LEASES) else set())
 
@@ -115,7 +116,7 @@ class May:
         return {key_of(topic) for topic in ALL if self._has("remove", topic.name)}
 
     def ask(self) -> set[str]:
-        """Requests: of JetStream, acks, and of services that the learner serves."""
+        """Return the allowed requests: to JetStream and to services of the learner."""
         found = {"INFO", *(f"STREAM.INFO.{LAYOUT.stream(topic)}" for topic in EVERY)}
         for topic in ALL:
             stream = LAYOUT.stream(topic)
@@ -147,7 +148,7 @@ class May:
         }
 
     def among_themselves(self) -> set[str]:
-        """Subjects of the role's own account that it may publish to."""
+        """Return the subjects of the role's own account that it may publish to."""
         found = {subject for name, subject in SERVICES.items() if "serve" in self._words[name]}
         found |= {f"asyncrl-answer.{RUN}.{self.role}.somebody.1"} if found else set()
         return found | ({LAYOUT.freed("load-0", role=self.role)} if self._has("hold", LEASES) else set())
@@ -156,13 +157,13 @@ class May:
         return {LAYOUT.told(topic, "1") for topic in ALL if self._has("follow", topic.name)}
 
     def reach(self) -> set[str]:
-        """Whatever may arrive in the learner's account, and what its streams say of it."""
+        """Return everything that may arrive in the learner's account, including what its streams announce about it."""
         told = {f"asyncrl-told.{one.removeprefix('$KV.')}" for one in self.publish() if one.startswith("$KV.")}
         return self.publish() | self.ask() | self.ack() | told
 
 
 class Attacked:
-    """A server with a run, its learner's ear, and users of every role."""
+    """A server with a run, the learner's ear, and users of every role."""
 
     def __init__(self, directory: Path, *, in_one_account: bool = False) -> None:
         nats_config.main([RUN, "--directory", str(directory), "--listen", "127.0.0.1:-1"])
@@ -196,7 +197,7 @@ class Attacked:
 
 
 async def snapshot(attacked: Attacked) -> dict[str, Any]:
-    """Configuration, consumers and messages of every stream."""
+    """Return the configuration, consumers and messages of every stream."""
     found: dict[str, Any] = {}
     async with attacked.raw("learner") as learner:
         learner.subscribe("here.*")
@@ -226,7 +227,7 @@ async def snapshot(attacked: Attacked) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def unharmed(attacked: Attacked, may: May) -> AsyncIterator[RawNats]:
-    """The learner's ear. At the end every stream is as before, but for what the role may publish or remove."""
+    """The learner's ear. On exit, checks that streams changed only where the role may publish or remove."""
     before = await snapshot(attacked)
     async with attacked.ear() as ear:
         yield ear
@@ -243,7 +244,7 @@ async def until(client: RawNats, is_so: Any) -> None:
 
 
 async def settled(attacked: Attacked, role: str) -> None:
-    """What was sent before has arrived: a request that goes the same way is answered."""
+    """Wait until earlier messages have arrived: later requests on the same route must be answered."""
     async with attacked.raw(role) as client:
         client.subscribe(f"_INBOX.{RUN}.{role}.>")
         for number in range(3):
@@ -252,9 +253,10 @@ async def settled(attacked: Attacked, role: str) -> None:
 
 
 def through(ear: RawNats) -> set[str]:
-    """Subjects of what came into the learner's account: not the server's own words, and not answers on their way out.
+    """Return subjects of messages that came into the learner's account, without the server's own messages and outgoing
+    answers.
 
-    A prompt on its way to a worker has the subject under which it is stored, and where to ack it.
+    A prompt on its way to a worker has the subject under which it is stored, and a reply subject for its ack.
     """
     own = ("_R_.", "$JS.EVENT.", "$SYS.")
     lent = tuple(f"$JS.ACK.{LAYOUT.stream(topic)}.{WORKERS}." for topic in ALL if topic.kind == "work")

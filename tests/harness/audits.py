@@ -1,6 +1,6 @@
-"""What `asyncrl audit --json` says of a run, without a process of its own, which imports for two seconds.
+"""The output of `asyncrl audit --json`, computed in this process. This saves two seconds of imports.
 
-That the command says this, and ends with that exit code: tests/integration/test_audit.py.
+tests/integration/test_audit.py checks that the command prints the same and ends with the same exit code.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from asyncrl.run.recorded.account import account_of
 
 
 def audited(run_directory: Path, *, token: str = "") -> dict[str, Any]:
-    """The account, and under "code" the exit code. Blocks. token: of the bus at bus.url"""
-    with ThreadPoolExecutor(1) as beside:  # an event loop may run in our thread
+    """Return the account, with the exit code under "code". Blocks. token: of the bus at bus.url"""
+    with ThreadPoolExecutor(1) as beside:  # this thread may already run an event loop
         account = beside.submit(account_of, run_directory, token=token).result()
     found: dict[str, Any] = json.loads(json.dumps(account.as_json()))
     return found | {"code": 0 if account.is_clean else 1}

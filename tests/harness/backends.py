@@ -1,4 +1,4 @@
-"""Documents, tiny models and a way to make every backend: what the backend tests share."""
+"""Shared by the backend tests: documents, tiny models, and a way to start every backend."""
 
 from __future__ import annotations
 
@@ -55,14 +55,15 @@ LAYOUTS = {
 }
 KINDS = ("reference", *contract_adapters.extra("backend"), "megatron-1", "megatron-2", "megatron-tp2")
 RANKS = (pytest.mark.slow, pytest.mark.xdist_group("ranks"))
-"""Marks of a test whose backend is several processes: what forks them imports for ten seconds, once for all of them."""
+"""Marks of a test whose backend runs several processes. Their fork server imports for 10 s, once for all these
+tests."""
 LAYOUT_RANKS = (pytest.mark.slow, pytest.mark.xdist_group("layouts"))
-"""The same, of a second half that another process of pytest takes."""
+"""The same marks for a second half of the tests, so that another pytest process can run it."""
 VOCABULARY = 50
 LEARNING_RATE = 2e-3
 
-# An eps well above float32 noise: AdamW divides a gradient by its own size, so where the true gradient is 0 (a key's
-# bias: softmax does not see it) a smaller eps would make full steps out of rounding errors.
+# An eps well above float32 noise. AdamW divides a gradient by its own magnitude. Where the true gradient is 0 (a key's
+# bias: softmax does not depend on it), a smaller eps would turn rounding errors into full steps.
 SETTINGS = OptimizerSettings(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5, max_grad_norm=0.5)
 
 
@@ -75,9 +76,10 @@ def num_shares(kind: str) -> int:
 
 
 def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False, num_layers: int = 2) -> Path:
-    """Logits far from uniform, biases and norms that are not 0 and 1, and a pad token with an embedding.
+    """Write a model with logits far from uniform, biases and norms other than 0 and 1, and a nonzero pad embedding.
 
-    transformers starts that at 0, where the gradient of RMSNorm is 1 / sqrt(eps): a thousand times everybody else's.
+    transformers initializes the pad embedding to 0. There the gradient of RMSNorm is 1 / sqrt(eps), a thousand times
+    larger than for other tokens.
     """
     make_tiny_model(
         folder,
@@ -102,7 +104,7 @@ def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False,
 
 
 def hugging_face(folder: Path) -> Any:
-    """The model as published, but that the pad token's embedding is trained like any other."""
+    """Load the published model, but train the pad token's embedding like any other."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.get_input_embeddings().padding_idx = None
     return model
@@ -110,7 +112,7 @@ def hugging_face(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def started(kind: str, folder: Path, **overrides: Any) -> Iterator[Backend]:
-    """A started backend that is closed afterwards. options={...} are its Options."""
+    """A started backend; closed on exit. options={...} are its Options."""
     options = overrides.pop("options", {})
     arguments: dict[str, Any] = {
         "algorithm": resolve(ALGORITHMS["grpo"]),
@@ -138,7 +140,7 @@ def started(kind: str, folder: Path, **overrides: Any) -> Iterator[Backend]:
 
 @dataclasses.dataclass(frozen=True)
 class SquaredError:
-    """A critic's objective without clip: (value - return)^2 / 2; its sums are the loss and the number of tokens."""
+    """A critic's objective without clipping: (value - return)^2 / 2. Its sums are the loss and the number of tokens."""
 
     def objective(self, inputs: ValueInputs) -> tuple[torch.Tensor, Sums]:
         assert len(inputs.values), "an objective is never asked about no tokens"
@@ -166,7 +168,8 @@ def critic(path: Path) -> AuxiliaryModel:
 
 
 def document(length: int, *, seed: int, num_documents: int = 8) -> Document:
-    """Random tokens; the response is the second half, with one observation token in it when it is long enough."""
+    """Return random tokens. The response is the second half; if it is long enough, it contains one observation
+    token."""
     random = np.random.default_rng(seed)
     mask = np.arange(length) >= max(1, length // 2)
     if length > 8:
@@ -190,12 +193,13 @@ def shares(kind: str, batch: Sequence[Document], *, max_tokens: int = 64) -> lis
 
 
 def scored(backend: Backend, kind: str, micro_batch: MicroBatch, *, model: str = "policy") -> NDArray[np.float32]:
-    """What a model says of one micro-batch: the last share, so that another rank is asked where there is one."""
+    """Return a model's scores of one micro-batch. The micro-batch is the last share, so that another rank scores it if
+    possible."""
     return backend.score([*[[]] * (num_shares(kind) - 1), [micro_batch]], model=model)[-1][0]
 
 
 def with_returns(cut: Sequence[Sequence[MicroBatch]], returns: float | None = None) -> list[list[MicroBatch]]:
-    """Something for a critic to learn: the same number everywhere, or one of each token's own."""
+    """Add targets for a critic: the same number everywhere, or a different number for each token."""
 
     def scores(micro_batch: MicroBatch) -> dict[str, NDArray[np.float32]]:
         own = np.sin(micro_batch.tokens).astype(np.float32)
@@ -206,13 +210,14 @@ def with_returns(cut: Sequence[Sequence[MicroBatch]], returns: float | None = No
 
 
 def learned(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What a step says of the batch and the model, without what it says of the machine."""
+    """Return the metrics of a step that describe the batch and the model, without those that describe the machine."""
     machine = ("learner/step_tokens_per_second", "learner/mfu", "learner/memory_bytes")
     return {name: value for name, value in metrics.items() if name not in machine}
 
 
 def expected_logprobs(model: Any, tokens: NDArray[np.int32], *, temperature: float = 1.0) -> NDArray[np.float32]:
-    """What Hugging Face says of one document alone: log_softmax(logits / temperature); 0 for its first token."""
+    """Return Hugging Face's logprobs of one document alone: log_softmax(logits / temperature); 0 for its first
+    token."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     with torch.no_grad():
         distribution = torch.log_softmax(model(ids[None]).logits[0, :-1] / temperature, dim=-1)
@@ -221,20 +226,20 @@ def expected_logprobs(model: Any, tokens: NDArray[np.int32], *, temperature: flo
 
 
 class PartBytes(PartWorker):
-    """A part as the bytes of a safetensors file."""
+    """A part of the weights as the bytes of a safetensors file."""
 
     def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
         return safetensors.torch.save(dict(snapshot.tensors()))
 
 
 def parts(exported: Snapshot) -> list[dict[str, torch.Tensor]]:
-    """The tensors of every rank's part, our own first."""
+    """Return the tensors of every rank's part, this rank's part first."""
     answers = on_every_part(exported, PartBytes(), [b""] * (1 + len(exported.others)))
     return [safetensors.torch.load(answer) for answer in answers]
 
 
 def weights(backend: Backend) -> dict[str, torch.Tensor]:
-    """Of the whole model: no tensor is in two parts."""
+    """Return the weights of the whole model. Checks that no tensor is in two parts."""
     found = parts(backend.export())
     whole = {name: tensor for part in found for name, tensor in part.items()}
     assert len(whole) == sum(map(len, found))
@@ -242,6 +247,6 @@ def weights(backend: Backend) -> dict[str, torch.Tensor]:
 
 
 def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    """Largest difference of any weight; the two must name the same ones."""
+    """Return the largest difference of any weight. Both must have the same names."""
     assert first.keys() == second.keys()
     return max(float((first[name].detach().float() - second[name].detach().float()).abs().max()) for name in first)

@@ -1,4 +1,4 @@
-"""Messages and moves that the bus tests share."""
+"""Messages and operations shared by the bus tests."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ async def first_event(bus: Bus, kind: str) -> Event:
 
 
 def brief_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases of runs made from here on live for a second."""
+    """Let leases of runs created from now on live for one second."""
     _leases_live(1.0, monkeypatch)
 
 
 def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They live for two minutes: on a busy machine, too, what comes in half of that came before one would expire."""
+    """Let leases live for two minutes, so that none expires within half of that time even on a busy machine."""
     _leases_live(120.0, monkeypatch)
 
 
@@ -103,10 +103,11 @@ def group_ids(deliveries: list[Delivery[PromptGroup]]) -> set[int]:
 
 
 class Proxy:
-    """A way to a server that can be cut: ``async with Proxy(port) as proxy`` listens at ``proxy.url``."""
+    """A proxy to a server that can be cut: ``async with Proxy(port) as proxy`` listens at ``proxy.url``."""
 
     def __init__(self, port: int, *, bytes_per_second: float = 0.0) -> None:
-        """``bytes_per_second``: to the server; 0 is as fast as it goes.  ``carried``: bytes to the server so far"""
+        """bytes_per_second   limit of the traffic to the server; 0 is unlimited
+        carried            bytes sent to the server so far"""
         self._server_port, self._port = port, 0
         self._pause = 1 / bytes_per_second if bytes_per_second else 0.0
         self.carried = 0
@@ -129,12 +130,12 @@ class Proxy:
         _, self._port = self._listening.sockets[0].getsockname()
 
     def shut(self) -> None:
-        """End what is connected and let nobody in until it is opened again."""
+        """Close all connections and accept none until the proxy is opened again."""
         self._listening.close()
         self.cut()
 
     def cut(self) -> None:
-        """End what is connected; it may come again."""
+        """Close all connections; clients may reconnect."""
         for writer in self._ways.values():
             writer.transport.abort()
 

@@ -1,12 +1,12 @@
-"""Starts xdist's processes by fork, from one that has collected the tests.
+"""Starts xdist's processes by fork, from a process that has already collected the tests.
 
     python -m tests.harness.collected LISTENER PYTEST_ARGUMENT ...
 
-LISTENER is the descriptor of a listening socket. Importing what the tests import is fifteen seconds of CPU; a fork
-collects again, in three. collected_client.py stands for the fork where pytest-xdist has started it, and tells how.
+LISTENER is the descriptor of a listening socket. Importing the modules of all tests takes 15 s of CPU; a fork collects
+again in 3 s. pytest-xdist starts collected_client.py, which requests the fork and stands in for it.
 
-Where an import has started a thread, which a fork would lack, it starts nothing: each client becomes a Python of its
-own, as without it.
+A fork loses its parent's threads. If an import has started a thread, this process starts no forks, and each client
+becomes a Python of its own.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ import pytest
 from asyncrl import os_process
 
 _HARMLESS: Final = "jemalloc_bg_thd"
-"""A thread that forks get back: an allocator's that pyarrow brings."""
+"""Name of a thread that is safe to lose: pyarrow's allocator starts it again in a fork."""
 
 
 class Collected:
-    """The process, and what a spec of pytest-xdist names as its Python. Ends with ``close``, or with us."""
+    """The process that forks; ``python`` is the interpreter for a spec of pytest-xdist. Ends with ``close`` or with its
+    owner."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """arguments: of pytest"""
@@ -61,14 +62,14 @@ class Collected:
 
 def main() -> None:
     os_process.signal_on_parent_death(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those that run tests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes that run tests
     listener = socket.socket(fileno=int(sys.argv[1]))
     pytest.main([*sys.argv[2:], "-n", "0", "--collect-only", "-qq", "-p", "no:cacheprovider"])
     if not _is_alone():
         return
     gc.collect()
-    gc.freeze()  # else a collection in a fork would copy every page
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    gc.freeze()  # otherwise a collection in a fork would copy every page
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the forks
     while True:
         connection, _ = listener.accept()
         request, descriptors = _received(connection)
@@ -89,7 +90,7 @@ def _is_alone() -> bool:
 
 
 def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """A line, and the descriptors that came with its first part."""
+    """Return one line, and the descriptors that came with its first part."""
     line, descriptors = b"", array.array("i")
     while not line.endswith(b"\n"):
         part, found, _, _ = socket.recv_fds(connection, 2**16, 3)
@@ -112,7 +113,8 @@ def _become(request: dict[str, object], descriptors: list[int]) -> None:
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.chdir(str(request["directory"]))
     sys.argv = ["-c"]
-    sys.modules["__main__"] = program = types.ModuleType("__main__")  # else multiprocessing would import us
+    # otherwise multiprocessing would import this module
+    sys.modules["__main__"] = program = types.ModuleType("__main__")
     exec(str(request["program"]), program.__dict__)
 
 

@@ -1,8 +1,9 @@
-"""What pytest-xdist starts as the Python of one of its processes: the fork of collected.py that does its work.
+"""pytest-xdist starts this instead of Python; it asks collected.py for a fork that does the work.
 
     python collected_client.py SOCKET -u -c PROGRAM
 
-It lives as long as the fork, which has its stdin, stdout and stderr. If nobody forks it is a Python itself.
+It lives as long as the fork, which uses its stdin, stdout and stderr. If no fork can be made, it becomes a Python
+itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *arguments])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the fork
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1):  # whoever reads from the fork hears its end
+    for number in (0, 1):  # a reader of the fork's output must see its end
         os.dup2(nowhere, number)
     try:
         end = os.pidfd_open(fork)

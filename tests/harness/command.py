@@ -1,4 +1,4 @@
-"""The command in this process, and a run file for it on the demo's task."""
+"""Runs the `asyncrl` command in this process, and provides a run file for the demo's task."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ max_new_tokens = 8
 
 
 def asyncrl(*arguments: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the command."""
+    """Return (exit code, stdout, stderr) of the command."""
     code = cli.main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return code, out, err

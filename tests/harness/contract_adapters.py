@@ -1,8 +1,9 @@
-"""Adapters that a contract suite runs over besides asyncrl's own: a toy of each kind, and one of yours.
+"""Additional adapters for the contract suites: a toy of each kind, and one named by the user.
 
     ASYNCRL_CONTRACT_ENGINE=my_package.my_engine:MyEngine pytest tests/contracts/test_engine.py
 
-Likewise ASYNCRL_CONTRACT_BACKEND, _CHANNEL, _LAUNCHER and _BUS. Each is built from a run file, by its address alone.
+ASYNCRL_CONTRACT_BACKEND, _CHANNEL, _LAUNCHER and _BUS work the same way. Each adapter is built from a run file that
+names only its address.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TOYS: Final = {
 
 
 def extra(port: str) -> list[str]:
-    """Addresses of the adapters to add to a suite's own."""
+    """Return addresses of the adapters to add to a suite's own."""
     mine = os.environ.get(f"ASYNCRL_CONTRACT_{port.upper()}")
     return [TOYS[port], *([mine] if mine else [])]
 
@@ -38,12 +39,12 @@ def is_extra(name: str) -> bool:
 
 
 def load(name: str) -> Any:
-    """The adapter's class."""
+    """Return the adapter's class."""
     return plugins.load(name, where="the contract's adapter")
 
 
 def run_of(*, model: Path = Path(), directory: Path = Path(), **sections: Any) -> RunConfig:
-    """A run file with these sections and no other that matters."""
+    """Return a run file with these sections; all others have no effect."""
     return RunConfig(
         model=config.ModelSection(path=str(model)),
         data=config.DataSection(path=""),
@@ -53,7 +54,7 @@ def run_of(*, model: Path = Path(), directory: Path = Path(), **sections: Any) -
 
 
 async def open_bus(name: str, *, max_prompts: int, signatures: Signatures = UNSIGNED, **sizes: Any) -> Bus:
-    """A bus with this window (max_prompts groups) and these sizes, keys of [bus]."""
+    """Open a bus with a window of max_prompts groups and these sizes, keys of [bus]."""
     run = run_of(
         bus=config.BusSection(kind=name, **sizes),
         learner=config.LearnerSection(groups_per_batch=1),

@@ -1,4 +1,4 @@
-"""Damages files of a run's folder as disks, people and programs do, by a seed."""
+"""Damages files of a run's folder as disks, people and programs do, from a seed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def put_a_folder(path: Path, dice: random.Random) -> None:
 
 
 def make_unreadable(path: Path, dice: random.Random) -> None:
-    path.chmod(0)  # which root passes over
+    path.chmod(0)  # no effect for root
 
 
 def loop(path: Path, dice: random.Random) -> None:
@@ -68,7 +68,7 @@ def other_encoding(path: Path, dice: random.Random) -> None:
 
 
 def other_content(path: Path, dice: random.Random) -> None:
-    """Valid JSON of another shape, a line at a time."""
+    """Replace one line by valid JSON of another shape."""
     values = [
         "null",
         "[]",
@@ -88,7 +88,7 @@ def other_content(path: Path, dice: random.Random) -> None:
 
 
 def other_value(path: Path, dice: random.Random) -> None:
-    """A number, a text or a list of some line is of another kind."""
+    """Replace one number, text or list by a value that is usually of another type."""
     pieces = path.read_bytes().split(b": ")
     if len(pieces) < 2:
         return
@@ -105,7 +105,7 @@ def twice(path: Path, dice: random.Random) -> None:
 
 
 def swap(path: Path, dice: random.Random) -> None:
-    """Another file of the folder is in its place."""
+    """Replace the file by another file of the folder."""
     others = sorted(other for other in path.parent.iterdir() if other.is_file() and other != path)
     if others:
         shutil.copyfile(dice.choice(others), path)
@@ -118,7 +118,7 @@ KINDS: Final[tuple[Callable[[Path, random.Random], Any], ...]] = (
 
 
 def spoil(folder: Path, seed: int) -> list[str]:
-    """Damage one to three files below ``folder``; what was done to which."""
+    """Damage one to three files below ``folder``. Return what was done to which file."""
     dice = random.Random(seed)
     done = []
     for _ in range(dice.randrange(1, 4)):

@@ -1,4 +1,4 @@
-"""A batcher without its learner: the table that it takes from, and what it tells."""
+"""A batcher without its learner: the table that it takes groups from, and the progress it reports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def group(group_id: int, *, version: int = 0) -> TrajectoryGroup:
 
 
 def counting() -> tuple[Algorithm, list[int]]:
-    """grpo, and a list that grows by one for each group that is prepared."""
+    """Return grpo, and a list that grows by one for each group that is prepared."""
     calls: list[int] = []
 
     def function(group: NDArray[np.int64], sequence: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -50,7 +50,7 @@ def counting() -> tuple[Algorithm, list[int]]:
 
 
 def with_advantage(function: Callable[..., NDArray[np.float64]]) -> Algorithm:
-    """grpo with the advantages that ``function`` makes of each batch's groups and sequences."""
+    """Return grpo with the advantages that ``function`` computes from each batch's groups and sequences."""
     row = resolve(ALGORITHMS["grpo"])
 
     class Own(Advantage):
@@ -61,7 +61,7 @@ def with_advantage(function: Callable[..., NDArray[np.float64]]) -> Algorithm:
 
 
 class Reporter:
-    """Notes what is dropped, and says nothing on any bus."""
+    """Records drops; publishes nothing to a bus."""
 
     def __init__(self) -> None:
         self.dropped: list[int] = []
@@ -75,7 +75,7 @@ class Reporter:
 
 
 class Desk:
-    """A batcher of batches of two groups, and the table it takes them from, with 100 groups published."""
+    """A batcher of two-group batches, and its group table with 100 published groups."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Desk:
         wait_seconds: float = 0.0,
         begun: dict[int, int] | None = None,
     ) -> None:
-        """begun: what a worker says that it has begun, with which versions; None: there is no worker"""
+        """begun: groups that a worker reports as begun, with their versions; None: there is no worker"""
         self.begun = begun or {}
         run = RunConfig(
             model=ModelSection(path=""),
@@ -115,7 +115,7 @@ class Desk:
 
     @contextlib.asynccontextmanager
     async def ahead(self) -> AsyncIterator[None]:
-        """Inside, batches are prepared ahead, as while a step runs."""
+        """While the context is open, batches are prepared ahead, as during a step."""
         async with asyncio.TaskGroup() as owner:
             task = owner.create_task(self.batcher.prepare_ahead(owner=owner))
             yield
@@ -136,7 +136,7 @@ class Desk:
         self.changed.set()
 
     def start(self, *, of: dict[int, int]) -> None:
-        """These outstanding groups began at these versions."""
+        """Mark these outstanding groups as begun at these versions."""
         for group_id, version in of.items():
             self.table.publish(group_id, position=group_id, oldest_start=version)
 
@@ -146,7 +146,7 @@ class Desk:
 
 
 def published(count: int, *, version: int = 0) -> GroupTable:
-    """A table of ``count`` outstanding groups after ``version`` steps."""
+    """Return a table of ``count`` outstanding groups after ``version`` steps."""
     table = GroupTable(bound=AdaptiveBound.fixed(2), step=version)
     for group_id in range(count):
         table.publish(group_id, position=group_id)

@@ -1,4 +1,4 @@
-"""Two tiny models on disk and what Hugging Face says about them: the numbers every engine must agree with."""
+"""Two tiny models on disk and Hugging Face's results for them: the numbers that every engine must reproduce."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 
 
 class Model:
-    """A random model in a folder, read once more by Hugging Face."""
+    """A random model in a folder, and the same model loaded by Hugging Face."""
 
     def __init__(
         self, folder: Path, *, seed: int, architecture: Architecture = "qwen3", tie_word_embeddings: bool = False
@@ -41,26 +41,26 @@ class Model:
         self.end_token = self.network.config.eos_token_id
 
     def text(self, tokens: NDArray[np.int32]) -> str:
-        """Special tokens included."""
+        """Return the text, special tokens included."""
         return str(self.tokenizer.decode(tokens))
 
     def probability_of(
         self, ids: list[int], prompt: NDArray[np.int32], tokens: NDArray[np.int32]
     ) -> NDArray[np.float32]:
-        """What the model gives to ``ids`` together, before each of ``tokens``, f32[T]."""
+        """Return the total probability that the model gives to ``ids`` before each of ``tokens``, f32[T]."""
         with torch.no_grad():
             logits = self.network(_ids(prompt, tokens)).logits[0, len(prompt) - 1 : -1]
         found: NDArray[np.float32] = torch.softmax(logits, -1)[:, ids].sum(-1).numpy()
         return found
 
     def version(self, policy_version: int, *, incarnation: int = 0) -> WeightVersion:
-        """The message that announces these weights as a policy version."""
+        """Return the message that announces these weights as a policy version."""
         return announce(self.folder, policy_version, incarnation=incarnation)
 
     def logprobs(
         self, prompt: NDArray[np.int32], tokens: NDArray[np.int32], *, temperature: float = 1.0
     ) -> NDArray[np.float32]:
-        """log_softmax(logits / temperature) of each of ``tokens`` after the prompt, f32[T]."""
+        """Return log_softmax(logits / temperature) of each of ``tokens`` after the prompt, f32[T]."""
         with torch.no_grad():
             logits = self.network(_ids(prompt, tokens)).logits[0, len(prompt) - 1 : -1]
         return _gather(logits / temperature, tokens)
@@ -80,7 +80,8 @@ def announce(folder: Path, policy_version: int, *, incarnation: int = 0) -> Weig
 def switched_logprobs(
     old: Model, new: Model, prompt: NDArray[np.int32], tokens: NDArray[np.int32], *, boundary: int
 ) -> NDArray[np.float32]:
-    """Logprobs of ``tokens[boundary:]`` when the weights change in flight: new weights on the keys of the old ones.
+    """Return logprobs of ``tokens[boundary:]`` when weights change in flight: new weights use the old weights' KV
+    cache.
 
     Token ``boundary`` is the first that the new weights sampled; the token before it is their first input.
     """
@@ -94,7 +95,7 @@ def switched_logprobs(
 
 @dataclass(frozen=True)
 class Check:
-    """Largest distance of a generation's logprobs from the model's."""
+    """Largest difference between a generation's logprobs and the model's."""
 
     model: Model
     temperature: float = 1.0
@@ -122,7 +123,10 @@ async def start_inprocess(model: Model, *, max_batch_size: int = 64) -> inproces
 
 
 def chosen_experts(model: Model, prompt: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Experts that transformers sends prompt and tokens to, [P + T, layers, k], sorted; 255 in layers without any."""
+    """Return the experts that transformers selects for prompt and tokens, [P + T, layers, k], sorted.
+
+    The value is 255 in layers without experts.
+    """
     found: dict[int, torch.Tensor] = {}
     layers = model.network.model.layers
     hooks = [

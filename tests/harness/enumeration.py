@@ -1,8 +1,8 @@
 """A policy-gradient problem small enough to enumerate: every sequence of T tokens out of V, with its probability.
 
-Gradients are taken by hand (softmax scores), so that nothing here shares code with what it judges but the weights.
-Source of the idea: the policy gradient theorem; the bias of an estimator is what its expectation misses of
-sum_y pi(y) R(y) grad log pi(y).
+Gradients are computed by hand (softmax scores), so this file shares no code with the estimators it judges; it only
+takes their weights. The bias of an estimator is the difference between its expectation and sum_y pi(y) R(y) grad log
+pi(y) (policy gradient theorem).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """Of one estimator, against the exact gradient; variance_trace is of one sequence's gradient."""
+    """Bias of one estimator against the exact gradient; variance_trace is for the gradient of one sequence."""
 
     rel_bias: float
     cosine: float
@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def probabilities(self) -> Floats:
-        """Of each sequence under the target policy."""
+        """Probability of each sequence under the target policy."""
         return np.exp(self.logprobs.sum(1))
 
     @property
@@ -58,7 +58,7 @@ class Problem:
 
     @property
     def flat_log_ratio(self) -> torch.Tensor:
-        """f64[N x T], as corrections take it."""
+        """f64[N x T], the layout that corrections take."""
         return torch.from_numpy((self.logprobs - self.behavior_logprobs).ravel())
 
     @property
@@ -70,9 +70,9 @@ class Problem:
         return torch.from_numpy((self.rewards - self.baseline).repeat(self.sequences.shape[1]))
 
     def judge(self, weights: torch.Tensor | Floats) -> Bias:
-        """Bias and variance of sum_t weight_t (R - baseline) score_t with sequences of the behavior policy.
+        """Return bias and variance of sum_t weight_t (R - baseline) score_t with sequences of the behavior policy.
 
-        weights f64[N x T] or f64[N, T]: what a correction makes of every sequence.
+        weights   f64[N x T] or f64[N, T]; the correction's weights for all sequences
         """
         per_token = np.asarray(weights, np.float64).reshape(self.logprobs.shape)
         advantages = self.rewards - self.baseline
@@ -96,7 +96,7 @@ def problem(
     reward: Callable[[Sequence[int]], float],
     baseline: float,
 ) -> Problem:
-    """Enumerates: logits f64[V] of each policy by context, "" or the tokens so far as "1,0"."""
+    """Enumerate all sequences. Policies map a context, "" or the tokens so far as "1,0", to logits f64[V]."""
     contexts = {context: index for index, context in enumerate(target)}
     size = len(target[""])
     sequences = np.array(list(itertools.product(range(size), repeat=length)))

@@ -24,12 +24,12 @@ from tests.harness import fakes
 
 
 def section(**changes: Any) -> EvaluationSection:
-    """Of one data set, "sums"."""
+    """Return the section with one data set, "sums"."""
     return EvaluationSection(**{"datasets": (EvaluationDataset(name="sums", path="sums.jsonl", samples=2),)} | changes)
 
 
 def sums(count: int = 5, *, samples: int = 2) -> EvaluationSet:
-    """Prompts whose answers are rewarded with the version that sampled them (``version_rewards``)."""
+    """Return prompts whose answers are rewarded with the version that sampled them (``version_rewards``)."""
     return EvaluationSet(
         name="sums",
         questions=[
@@ -47,14 +47,14 @@ def sums(count: int = 5, *, samples: int = 2) -> EvaluationSet:
 
 
 def version_rewards(samples: Sequence[Sample]) -> Sequence[Reward]:
-    """The policy version of the first token: the mean over an evaluation says whose answers it counted."""
+    """Return the policy version of the first token. The mean over an evaluation then shows whose answers it counted."""
     return [Reward(value=float(one.trajectory.version_spans[0].policy_version)) for one in samples]
 
 
 def evaluating_worker(
     bus: Bus, engine: Any, *, name: str, is_dedicated: bool = False, load: str = "in_flight", verify: Any = None
 ) -> tuple[RolloutWorker, WeightFollower]:
-    """A worker that evaluates, besides training or alone."""
+    """Return a worker that evaluates, either besides training or exclusively."""
     follower = WeightFollower(
         f"{name}.weights",
         bus,

@@ -1,4 +1,4 @@
-"""Adapters that do nothing slowly and everything on purpose, and a whole loop made of them."""
+"""Fake adapters that are fast and fully controllable, and a complete training loop made of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from tests.harness.rows import Rows
 
 
 class Engine:
-    """Answers every prompt with four tokens that its seed decides; ``gate`` holds answers back while it is clear."""
+    """Answers every prompt with four tokens derived from its seed. ``gate`` holds answers back while it is clear."""
 
     def __init__(self) -> None:
         self.version = (0, 0)
@@ -124,7 +124,7 @@ class Engine:
 
 
 class Backend:
-    """Remembers which tokens it trained; its state is the number of steps."""
+    """Remembers which tokens it trained. Its state is the number of steps."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -162,7 +162,7 @@ class Backend:
 
 
 class Channel:
-    """Weights that are nowhere."""
+    """A weight channel that moves no weights."""
 
     sender = None
     progress = 0
@@ -224,7 +224,7 @@ class Recorder:
 
 @dataclass
 class Loop:
-    """A learner, its prompt source, and what is needed to look into them. staleness: more keys of that section."""
+    """A learner, its prompt source, and hooks to inspect them. staleness: more keys of that section."""
 
     bus: Bus
     directory: Path
@@ -246,14 +246,14 @@ class Loop:
     publish_every: int = 1
     is_colocated: bool = False
     function: str = "single_turn"
-    """Name of the rollout function: one of the user's own may take several turns."""
+    """Name of the rollout function; a user's own may take several turns."""
     validator: Validator | None = None
     tickets: Tickets = field(default_factory=Tickets)
     channel: Any = field(default_factory=Channel)
     samples: SampleRecorder | None = None
     answers: AnswerRecorder | None = None
     writers: Sequence[SampleWriter] = ()
-    """Of ``samples`` and ``answers``."""
+    """Writers of ``samples`` and ``answers``."""
     curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     algorithm_section: AlgorithmSection = field(default_factory=AlgorithmSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
@@ -264,11 +264,11 @@ class Loop:
         self.backend = Backend()
         self.recorder = Recorder()
         self.said: list[str] = []
-        """Of checkpoints, when it was resumed."""
+        """Messages about checkpoints when the loop was resumed."""
 
     @property
     def run(self) -> RunConfig:
-        """The loop's run file; its model, data and adapters are none."""
+        """The loop's run file; its model, data and adapters are placeholders."""
         return RunConfig(
             model=ModelSection(path=""),
             data=DataSection(path=""),
@@ -343,7 +343,7 @@ class Loop:
 
     @property
     def trained_groups(self) -> int:
-        """Groups in every batch trained by this backend."""
+        """Groups of every batch that this backend has trained."""
         documents = sum(len(m.boundaries) - 1 for step in self.backend.trained for m in step)
         return documents // self.group_size
 
@@ -372,7 +372,7 @@ async def run_worker(actors: tuple[RolloutWorker, WeightFollower]) -> None:
 
 
 async def run_all(loop: Loop, *workers: tuple[RolloutWorker, WeightFollower], resume: bool = False) -> None:
-    """The learner to its end, and the workers to theirs."""
+    """Run the learner and the workers to their ends."""
     async with asyncio.TaskGroup() as group:
         for actors in workers:
             group.create_task(run_worker(actors))

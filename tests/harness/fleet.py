@@ -1,4 +1,4 @@
-"""A run's process manager whose processes are scripts: nothing is started, and they end when they are told to."""
+"""A run's process manager with fake processes: nothing is started, and processes end on request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEMO = ROOT / "examples" / "demo.toml"
 
 
 class Process:
-    """Ends when it is told to."""
+    """A fake process. It ends on SIGKILL, on any signal if it ``drains``, or when a test sets its ``code``."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec, self.pid, self.node = spec, 0, "here"
@@ -41,7 +41,7 @@ class Process:
 
 
 class Launcher:
-    """``room``: so many GPUs, which it deals itself; None leaves that to asyncrl."""
+    """``room``: number of GPUs, which the launcher assigns itself; None leaves that to asyncrl."""
 
     def __init__(self, room: int | None = None) -> None:
         self.room, self.places = room, room is not None
@@ -74,7 +74,7 @@ class Launcher:
 
 
 class Stage:
-    """A fleet of two workers that runs, and its bus."""
+    """A running fleet of two workers, and its bus."""
 
     def __init__(self, launcher: Launcher, *overrides: str) -> None:
         self.launcher = launcher
@@ -108,7 +108,7 @@ class Stage:
         await self.until(lambda: set(self.names) == {"learner", *names})
 
     async def ask(self, count: int | None, *, reward_workers: int | None = None) -> FleetStatus:
-        """What the fleet says to this size, once it has said it."""
+        """Request this size and return the fleet's answer."""
         size = FleetSize(rollout_workers=count, reward_workers=reward_workers, request=f"{count}, {reward_workers}")
         await self.bus.put(FLEET, size)
         while (status := (await self.bus.states(FLEET_STATUS)).get("")) is None or status.request != size.request:

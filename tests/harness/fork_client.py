@@ -1,9 +1,9 @@
-"""`asyncrl ARGUMENTS` of a shell, forked by the server that ASYNCRL_TEST_FORKS names (forks.py).
+"""`asyncrl ARGUMENTS` for shell scripts, forked by the server that ASYNCRL_TEST_FORKS names (forks.py).
 
     python -m tests.harness.fork_client ARGUMENTS
 
-A stand-in for the command in scripts: it writes where this process writes, and ends with its exit code. It imports
-hardly anything, so that it costs less than what it saves.
+Stands in for the command: the fork writes to this process's output, and this process ends with the fork's exit code. It
+imports almost nothing, so that it costs less than it saves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Clients of forks.py: a run whose learner and workers start by fork costs a fraction of the CPU time.
 
-``with_forks(server)`` gives the override and the environment for an `asyncrl run` of any kind.
+``with_forks(server)`` gives the override and the environment for any kind of `asyncrl run`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from asyncrl.protocols.launcher import ProcessSpec
 from tests import ROOT
 
 LAUNCHER: Final = 'launcher.kind="tests.harness.forked:ForkingLauncher"'
-"""The override of a run that starts its processes by fork."""
+"""Override for a run that starts its processes by fork."""
 SOCKET: Final = "ASYNCRL_TEST_FORKS"
-"""The environment variable that tells ForkingLauncher where the server is."""
+"""Environment variable that tells ForkingLauncher the path of the server."""
 _START_SECONDS: Final = 900.0
 _IMPORTED: Final = (
     "asyncrl.bus.jetstream.bus",
@@ -56,7 +56,7 @@ _IMPORTED: Final = (
     "transformers.models.auto.tokenization_auto",
     "uvloop",
 )
-"""What any run imports, also where it does so late: each module that is missing here is imported by every process."""
+"""Modules that every run imports, including late imports. A module missing here is imported again by every process."""
 MODELS: Final = (
     "asyncrl.backends.reference.backend",
     "asyncrl.data.demo_task",
@@ -64,22 +64,22 @@ MODELS: Final = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""What runs of Hugging Face models import besides."""
+"""Additional modules that runs of Hugging Face models import."""
 MEGATRON: Final = ("asyncrl.backends.megatron.backend", "asyncrl.backends.megatron.rank")
-"""What learners of Megatron import besides."""
+"""Additional modules that Megatron learners import."""
 
 
 _OUTLIVE_US: Final[list[subprocess.Popen[bytes]]] = []
-"""Kept, since Python warns of a process that runs while nobody has its handle any more."""
+"""Kept alive, because Python warns when the handle of a running process is dropped."""
 
 
 class ForkServer:
-    """Ends, with everything it forked, by ``close`` or with its owner.
+    """A fork server. It ends, with everything it forked, by ``close`` or with its owner.
 
-    modules   what it imports besides
-    imported  what it imports in any case
-    owner     the process with this id; 0: this one. Where it is another, whoever comes second to the same folder
-              shares the server, and nobody closes it
+    modules    additional modules to import
+    imported   modules to import in any case
+    owner      id of the owning process; 0: this one. With another owner, the first caller for a folder starts the
+               server, later callers share it, and ``close`` does not end it
     """
 
     def __init__(
@@ -105,30 +105,31 @@ class ForkServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What an `asyncrl run` with the override LAUNCHER needs in its environment."""
+        """Environment that an `asyncrl run` with the override LAUNCHER needs."""
         return {SOCKET: str(self.path), "PYTHONPATH": _python_path()}
 
     def run(
         self, arguments: Sequence[str], *, environment: Mapping[str, str], output: Path, directory: Path = ROOT
     ) -> ForkedCommand:
-        """`asyncrl ARGUMENTS`."""
+        """Start `asyncrl ARGUMENTS`."""
         return ForkedCommand(self.connect(), arguments, environment=environment, output=output, directory=directory)
 
     def call(self, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-        """Runs `asyncrl ARGUMENTS` to its end: exit code, and stdout and stderr as one text."""
+        """Run `asyncrl ARGUMENTS` to its end. Return its exit code, and stdout and stderr as one text."""
         output = self.path.parent / uuid.uuid4().hex
         process = self.run(arguments, environment=os.environ | (environment or {}), output=output)
         return process.wait(), output.read_text()
 
     def children_of(self, pid: int) -> dict[str, int]:
-        """The pids of the processes that the run with this pid has here, by name: learner, learner-1, w0, ..."""
+        """Return the pids of the processes that this server forked for the run with this pid, by name: learner,
+        learner-1, w0, ..."""
         with self.connect() as connection, connection.makefile("rb") as answers:
             connection.sendall(json.dumps({"owner": pid}).encode() + b"\n")
             found: dict[str, int] = json.loads(answers.readline())
             return found
 
     def connect(self) -> socket.socket:
-        """Waits until it has imported everything."""
+        """Connect; waits until the server has imported everything."""
         deadline = time.monotonic() + _START_SECONDS
         while True:
             connection = socket.socket(socket.AF_UNIX)
@@ -150,7 +151,7 @@ class ForkServer:
 
 
 class ForkedCommand:
-    """A forked `asyncrl ARGUMENTS`, with the part of subprocess.Popen's interface that tests need."""
+    """A forked `asyncrl ARGUMENTS` with the part of subprocess.Popen's interface that tests need."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class ForkedCommand:
         directory: Path,
     ) -> None:
         self._connection = connection
-        self._lock = threading.Lock()  # one thread waits while another looks
+        self._lock = threading.Lock()  # one thread may wait while another polls
         self._unread = b""
         self._code: int | None = None
         self._connection.sendall(_request(arguments, environment, directory, [str(output)] * 2))
@@ -171,7 +172,7 @@ class ForkedCommand:
         self.pid = int(started["pid"])
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return its exit code, or None while it runs."""
         with self._lock:
             if self._code is None and (ended := self._heard()) is not None:
                 self._code = int(ended["code"])
@@ -224,7 +225,8 @@ class ForkedProcess:
 
 
 class ForkingLauncher(LauncherAdapter):
-    """A launcher whose processes the server named in the environment forks. They share our stdout and stderr."""
+    """A launcher that lets the server named in the environment fork its processes. They share this process's stdout and
+    stderr."""
 
     def __init__(self, *, run_name: str, log_directory: Path, options: None = None) -> None:
         self._codes: dict[int, asyncio.Future[int]] = {}
@@ -237,10 +239,10 @@ class ForkingLauncher(LauncherAdapter):
         return LOOPBACK
 
     def check_room(self, specs: Sequence[ProcessSpec]) -> None:
-        """Everything computes on the CPU."""
+        """Accept everything: all processes compute on the CPU."""
 
     async def start(self, spec: ProcessSpec) -> ForkedProcess:
-        async with self._turn:  # answers come in the order of the requests
+        async with self._turn:  # answers arrive in the order of the requests
             if self._writer is None:
                 reader, self._writer = await asyncio.open_unix_connection(os.environ[SOCKET])
                 self._reading = asyncio.create_task(self._read(reader))
@@ -251,11 +253,11 @@ class ForkingLauncher(LauncherAdapter):
             return ForkedProcess(pid, self._codes[pid])
 
     async def release(self, name: str) -> None:
-        """Nothing is set aside."""
+        """Do nothing: no resources are reserved."""
 
     async def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()  # which kills what is left
+            self._writer.close()  # closing kills the remaining processes
             await asyncio.gather(*self._codes.values())
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -274,7 +276,7 @@ class ForkingLauncher(LauncherAdapter):
 def _request(
     arguments: Sequence[str], environment: Mapping[str, str], directory: Path, output: Sequence[str], *, name: str = ""
 ) -> bytes:
-    """name: of the process; empty takes what its arguments say"""
+    """name: name of the process; empty derives it from the arguments"""
     request = {
         "name": name,
         "arguments": [*arguments],
@@ -286,5 +288,5 @@ def _request(
 
 
 def _python_path() -> str:
-    """Ours, so that `tests` is found from any directory."""
+    """Return this process's PYTHONPATH with the repository in front, so that `tests` is found from any directory."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -2,14 +2,15 @@
 
     python -m tests.harness.forks SOCKET OWNER MODULE ...
 
-Imports are most of what a tiny process costs. What is forked is a process like any other: own session, environment,
-directory and connections; SIGKILL ends it. Whoever connects to SOCKET owns the processes it asks for: they are killed
-when its connection ends, however it ended. The server ends with the process OWNER, or with its parent if that is 0.
+Imports are most of the cost of a tiny process. A forked process is otherwise a normal one: it has its own session,
+environment, directory and connections, and SIGKILL ends it. A client that connects to SOCKET owns the processes it asks
+for: they are killed when its connection ends for any reason. The server ends with the process OWNER, or with its parent
+if OWNER is 0.
 
-A fork keeps no thread of its parent, so where an import has started one (torch for CUDA does, on some versions) each
-process is a new Python instead: as good, and slow.
+A fork loses its parent's threads. If an import has started a thread (torch for CUDA does, in some versions), each
+process is a new Python instead: equivalent, but slow.
 
-One line of JSON each way:
+Messages are one line of JSON each way:
     {"name": ..., "arguments": [...], "environment": {...}, "directory": PATH, "output": [STDOUT, STDERR]}
         ->  {"pid": N}
     when a process ends, to its owner:  {"pid": N, "code": exit code, or minus the signal}
@@ -43,7 +44,7 @@ _BECOME: Final = "--become"
 
 @dataclass(slots=True)
 class Owner:
-    """A connection. ``children``: its processes' names by pid."""
+    """A connection. ``children``: names of its processes by pid."""
 
     connection: socket.socket
     unread: bytes = b""
@@ -55,12 +56,12 @@ class Owner:
         return int(struct.unpack("3i", credentials)[0])
 
     def say(self, message: dict[str, int]) -> None:
-        with contextlib.suppress(OSError):  # it is gone, and its children will be
+        with contextlib.suppress(OSError):  # the owner is gone; its children will be killed
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 class Server:
-    """One thread of its own and no event loop, so that forking is safe."""
+    """Uses a single thread and no event loop, so that forking is safe."""
 
     def __init__(self, path: Path, owner: int) -> None:
         self._selector = selectors.DefaultSelector()
@@ -135,7 +136,7 @@ class Server:
         return pid
 
     def _leave(self) -> None:
-        """In the child: drop what is the server's."""
+        """Drop the server's resources in the child."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._listener, self._ended, self._wakeup, *self._owners):
@@ -158,7 +159,7 @@ class Server:
 
 
 def become(request: dict[str, Any]) -> NoReturn:
-    """Run ``asyncrl ARGUMENTS`` in this process, which ends with it and with its parent."""
+    """Run ``asyncrl ARGUMENTS`` in this process. The process ends with the command or with its parent."""
     code = 1
     try:
         os_process.signal_on_parent_death(signal.SIGKILL)
@@ -181,13 +182,13 @@ def become(request: dict[str, Any]) -> NoReturn:
 
 
 def spawn(request: dict[str, Any]) -> int:
-    """A new Python for ``become``: its pid."""
+    """Start a new Python for ``become`` and return its pid."""
     command = [sys.executable, "-m", "tests.harness.forks", _BECOME, json.dumps(request)]
     return os.posix_spawn(sys.executable, command, request["environment"])
 
 
 def name_of(arguments: list[str]) -> str:
-    """run, learner, w0, ...; also the process's title, since a fork keeps its parent's command line."""
+    """Return run, learner, w0, ...; also the process title, since a fork keeps its parent's command line."""
     return arguments[arguments.index("--name") + 1] if "--name" in arguments else arguments[0]
 
 
@@ -198,8 +199,8 @@ if __name__ == "__main__":
         os_process.signal_on_parent_death(signal.SIGKILL)
     for module in sys.argv[3:]:
         importlib.import_module(module)
-    gc.freeze()  # else a collection in a fork would copy every page
+    gc.freeze()  # otherwise a collection in a fork would copy every page
     try:
         Server(Path(sys.argv[1]), its_owner).serve()
     except ProcessLookupError:
-        sys.exit()  # the owner has ended before we could watch it
+        sys.exit()  # the owner ended before we could watch it

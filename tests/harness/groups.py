@@ -1,4 +1,4 @@
-"""Prompt groups as workers publish them, small."""
+"""Small prompt groups as workers publish them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histories that somebody forged: lines that say something else, with checksums that are right."""
+"""Forged histories: changed lines with valid checksums."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def forge(path: Path, old: str, new: str) -> None:
-    """Every ``old`` in the history at ``path`` is ``new``."""
+    """Replace every ``old`` by ``new`` in the history at ``path``."""
     lines = []
     for line in path.read_bytes().splitlines():
         text = line.rpartition(b', "crc": "')[0].replace(old.encode(), new.encode())

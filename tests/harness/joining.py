@@ -1,4 +1,4 @@
-"""A worker that joins a run by its bus, without a server: what the learner left there is given."""
+"""A worker that joins a run through its bus, without a server: the test supplies what the learner left there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ URL = "nats://learner-host:4222"
 
 
 class Joins(Protocol):
-    """The settings of a worker that joins a run which left ``sections`` on its bus."""
+    """Return the settings of a worker that joins a run which left ``sections`` on its bus."""
 
     def __call__(
         self, sections: dict[str, Any], *overrides: str, withheld: tuple[str, ...] = ..., allow: Sequence[str] = ...

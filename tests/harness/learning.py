@@ -1,4 +1,4 @@
-"""The whole loop in one process: the demo's task, its engines and a backend, and what came of a run."""
+"""The whole loop in one process: the demo's task with its engines and a backend, and the results of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEMO = ROOT / "examples" / "demo.toml"
 
 
 def demo_run(folder: Path, *overrides: str) -> RunConfig:
-    """Four steps of the demo on the reference backend; ``folder`` holds what data.demo_task.write made."""
+    """Return a run of four demo steps on the reference backend; ``folder`` holds the files of data.demo_task.write."""
     return config.load(
         DEMO,
         [
@@ -43,7 +43,7 @@ def demo_run(folder: Path, *overrides: str) -> RunConfig:
 
 
 async def train(run: RunConfig, bus: Bus, *, workers: int = 1, resume: bool = False) -> list[dict[str, Any]]:
-    """Run to the end in this process; the rows of metrics.jsonl."""
+    """Run to the end in this process. Return the rows of metrics.jsonl."""
     learner, helpers = await build_learner(run, bus=bus, resume=resume)
     async with asyncio.TaskGroup() as group:
         for number in range(workers):
@@ -62,5 +62,5 @@ def weights(run: RunConfig, version: int, *, epoch: int = 0) -> dict[str, torch.
 
 
 def is_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    """To the last bit."""
+    """Whether both are equal to the last bit."""
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

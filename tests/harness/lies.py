@@ -1,8 +1,8 @@
-"""What a worker with valid credentials may put on the bus: answers of any shape to prompts it was lent, and more.
+"""Messages that a malicious worker with valid credentials may publish, such as answers of any shape to its prompts.
 
-Each lie follows from a ``random.Random``: Hypothesis draws its seed in a property, and a storm has one seed for all.
-What a lie is not: in the name of an honest worker. Nothing but a signature tells such a message from the worker's own,
-and quarantine would meet the wrong one.
+Each lie is derived from a ``random.Random``: Hypothesis draws its seed in a property, and a storm has one seed for all.
+No lie uses an honest worker's name. Only a signature could tell such a message from the worker's own, so the quarantine
+would hit the wrong worker.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from asyncrl.messages.codec import encode
 
 NAMES: Final = ("evil", "evil2", "", "w\n0", "W" * 300, "é" * 80, "\x1b[2J", "learner", "../../etc")
 POISON: Final = 3
-"""A token that a test's backend cannot train: it passes every check, and a step with it fails."""
+"""A token that a test's backend cannot train: it passes every check, but a step with it fails."""
 
 
 def answer_to(prompt: PromptGroup, random: Random, *, max_bytes: int) -> bytes:
-    """The bytes of one answer to a prompt: decodes or not, is possible or not, and sometimes is an honest one."""
+    """Return the bytes of one answer to a prompt. It may fail to decode, be impossible, or be honest."""
     how = random.choice(tuple(_WAYS))
     data: bytes = _WAYS[how](prompt, random)
     return data[:max_bytes]
 
 
 def trajectory(prompt: PromptGroup, random: Random, **changes: Any) -> Trajectory:
-    """A possible answer of four tokens, with changes."""
+    """Return a possible answer of four tokens, with changes."""
     length = changes.pop("length", 4)
     mask = np.full(length, changes.pop("mask", True))
     fields: dict[str, Any] = {
@@ -61,7 +61,7 @@ def _all(prompt: PromptGroup, random: Random, **changes: Any) -> bytes:
 
 
 def _one_odd(prompt: PromptGroup, random: Random, **changes: Any) -> bytes:
-    """All answers are possible but one."""
+    """Return answers that are all possible except one."""
     answers = [trajectory(prompt, random) for _ in range(prompt.group_size)]
     answers[random.randrange(len(answers))] = trajectory(prompt, random, **changes)
     return group(prompt, answers, random)
@@ -114,7 +114,7 @@ def _bomb(prompt: PromptGroup, random: Random) -> bytes:
 
 
 def _nested(random: Random) -> bytes:
-    """As deep as msgpack unpacks, in the place of a message's type."""
+    """Nest as deeply as msgpack unpacks, in the place of a message's type."""
     return b"\x93" + random.choice([b"\x91", b"\x81\xa1a"]) * random.choice([990, 1000, 1020]) + b"\xc0\x02\x80"
 
 
@@ -152,13 +152,14 @@ _WAYS: Final[dict[str, Any]] = {
 
 
 def key_of_nobody(random: Random, *, newest: int) -> str:
-    """Of a log record that nobody asked for: no group, one long done, one that is not there yet."""
+    """Return the key of a log record that was not requested: no group, a group long done, or a group not issued yet."""
     keys = ["", "x", "-1", "01", "9" * 15, str(max(0, newest - 100)), str(newest + random.randint(500, 10_000))]
     return random.choice(keys)
 
 
 def said_elsewhere(random: Random) -> tuple[str, str, bytes]:
-    """(topic, key, bytes) of a heartbeat or an event in a name of its own: the other topics that a worker writes."""
+    """Return (topic, key, bytes) of a heartbeat or an event under the liar's own name, the other topics that workers
+    write."""
     name = random.choice(("evil", "evil2", "e" * 150))
     numbers = {random.choice(["rollout/running", "x" * 500]): random.choice([0.0, -1.0, math.nan, 1e308])}
     beat = Heartbeat(actor=name, role="rollout-worker", life="L" * random.choice([1, 5000]), numbers=numbers)

@@ -1,4 +1,4 @@
-"""Whether asyncrl/metrics/schema.py has a metric."""
+"""Tells whether asyncrl/metrics/schema.py defines a metric."""
 
 from __future__ import annotations
 

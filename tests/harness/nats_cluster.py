@@ -1,4 +1,4 @@
-"""Three nats-servers on loopback with what ``bin/nats-config --cluster`` writes; any of them may be killed."""
+"""Three nats-servers on loopback, configured by ``bin/nats-config --cluster``; a test may kill any of them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SIZE = 3
 
 
 class Cluster:
-    """``with Cluster(folder, runs=...) as cluster``: servers 0, 1 and 2, called server-1 to server-3."""
+    """``with Cluster(folder, runs=...) as cluster``: servers 0, 1 and 2, named server-1 to server-3."""
 
     def __init__(self, directory: Path, *, runs: Sequence[str], extra: Sequence[str] = (), first: int = SIZE) -> None:
-        """first: how many are started at once."""
+        """first: number of servers to start at once"""
         self._first = first
         self.directory = directory
         self._runs = runs
@@ -93,7 +93,7 @@ class Cluster:
         tls_ca: str = "",
         **sizes: Any,
     ) -> AsyncIterator[JetStreamBus]:
-        """``at``: knows this server alone."""
+        """``at``: index of the only server that the bus knows."""
         bus = await JetStreamBus.connect(
             self.url if at is None else self.urls[at],
             run=run,
@@ -108,7 +108,7 @@ class Cluster:
             await bus.close()
 
     async def until_whole(self, bus: JetStreamBus) -> None:
-        """Until each stream of the run has a leader, and all of its copies are up and current."""
+        """Wait until each stream of the run has a leader, and all of its replicas are up and current."""
         while not all([await self._is_whole(bus, stream) for stream in sorted(bus._made)]):
             await asyncio.sleep(0.1)
 
@@ -130,12 +130,12 @@ async def info(bus: JetStreamBus, stream: str) -> dict[str, Any]:
 
 
 async def leader(bus: JetStreamBus, stream: str) -> int:
-    """The server that leads a stream."""
+    """Return the index of the server that leads a stream."""
     while not (name := (await info(bus, stream))["cluster"].get("leader", "")):
         await asyncio.sleep(0.1)
     return int(name.rpartition("-")[2]) - 1
 
 
 def server_of(bus: JetStreamBus) -> int:
-    """The server that a bus is connected to."""
+    """Return the index of the server that a bus is connected to."""
     return int(bus._connection._client._server_info["server_name"].rpartition("-")[2]) - 1

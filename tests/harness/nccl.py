@@ -1,6 +1,6 @@
-"""An engine's end of a transfer: a process that makes its end of the group as SGLang does.
+"""An engine's end of a transfer: a process that joins the group as SGLang does.
 
-A dead engine is a dead process.
+A test kills the process to kill the engine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from asyncrl.weights.nccl_channel import ModelSender
 from tests.harness.transfers import collective_of
 
 PATIENCE = 30.0
-"""Seconds within which anything in these tests answers; the limits of the sender are far below."""
+"""Limit in seconds for every answer in these tests; the sender's limits are far below."""
 
 
 def serve_engine(orders: Connection, devices: Sequence[str]) -> None:
-    """A process: makes its end of a group and takes buckets as it is told, each on the device of its part."""
+    """Process target: join groups and receive buckets on request, each on the device of its part."""
     groups: dict[str, Any] = {}
     while True:
         kind, part, name, *arguments = orders.recv()
@@ -49,7 +49,7 @@ def serve_engine(orders: Connection, devices: Sequence[str]) -> None:
 
 
 def join_group(name: str, host: str, port: int, collective: str) -> Any:
-    """As an SGLang scheduler does it, rank 1 of 2."""
+    """Join as an SGLang scheduler does, as rank 1 of 2."""
     limit = timedelta(seconds=PATIENCE)
     store, rank, size = next(dist.rendezvous(f"tcp://{host}:{port}", 1, 2, timeout=limit))
     group, _ = c10d._new_process_group_helper(
@@ -78,9 +78,9 @@ def take_bucket(group: Any, layout: BucketLayout, *, device: str) -> bytes:
 
 
 class Peer:
-    """An engine: one life of the process that holds its weights.
+    """An engine: one process that holds its weights.
 
-    devices  of each part that a rank of the learner sends, again from the first where there are more parts
+    devices   device of each part that a rank of the learner sends; repeated if there are more parts
     """
 
     def __init__(self, engine: str = "w0", group: str = "", *, devices: Sequence[str] = ("cpu",)) -> None:
@@ -97,7 +97,7 @@ class Peer:
         return replace(self.request, has_joined=True)
 
     def join(self, offer: TransferOffer) -> Future[bytes]:
-        """Every rank of the learner that has a part, one after the other."""
+        """Join every rank of the learner that has a part, one after the other."""
         own = collective_of(offer)
         return [
             self._told("join", number, self._group(number), found.host, found.port, found.collective)
@@ -114,7 +114,7 @@ class Peer:
         joining.result(PATIENCE)
 
     def receive(self, sender: Sender | ModelSender) -> list[bytes]:
-        """The bytes of every bucket."""
+        """Return the bytes of every bucket."""
         transfer = sender.begin(self.joined)
         own = collective_of(transfer.offer)
         with ThreadPoolExecutor(1) as thread:
@@ -149,7 +149,7 @@ class Peer:
             try:
                 answer: bytes | RuntimeError = self._orders.recv()
             except (EOFError, ConnectionResetError):
-                return b""  # it died meanwhile
+                return b""  # it died in the meantime
             if isinstance(answer, RuntimeError):
                 raise answer
             return answer

@@ -1,4 +1,4 @@
-"""An engine that decodes when it is told to, and workers on it that die when they are told to."""
+"""An engine that decodes on request, and workers on it that the test kills."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.harness import fakes
 from tests.harness.buses import first
 
 MAX_STALENESS = 4
-PROMPT_TOKENS = np.array([5, 6, 4], np.int32)  # of group 0
-FIRST_CALL = (0, hashlib.sha256(PROMPT_TOKENS.tobytes()).digest(), 0)  # of sample 0
+PROMPT_TOKENS = np.array([5, 6, 4], np.int32)  # prompt of group 0
+FIRST_CALL = (0, hashlib.sha256(PROMPT_TOKENS.tobytes()).digest(), 0)  # key of sample 0
 
 
 @dataclass(eq=False)
 class FakeGeneration:
-    """Token n is what the seed says for position n, whoever samples it."""
+    """Token n depends only on the seed and position n, whichever worker samples it."""
 
     seed: int
     begin: int
@@ -56,7 +56,7 @@ class FakeGeneration:
 
 
 class StepEngine(fakes.Engine):
-    """``asked``: (seed, tokens of the prompt, tokens of the prefix) of each generation."""
+    """``asked``: (seed, number of prompt tokens, number of prefix tokens) of each generation."""
 
     def __init__(self, version: tuple[int, int] = (0, 0)) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class StepEngine(fakes.Engine):
         return sum(len(answer) for answer in self.answers)
 
     async def steps(self, count: int) -> None:
-        """``count`` tokens for every answer in progress, those that begin meanwhile too."""
+        """Decode ``count`` tokens for every answer in progress, including answers that begin in the meantime."""
         for _ in range(count):
             for answer in self.answers:
                 if not answer.done.done():
@@ -95,7 +95,7 @@ class StepEngine(fakes.Engine):
 
 
 class Worker:
-    """A worker on an engine of its own. Its rounds are called by the test, not by the clock."""
+    """A worker on an engine of its own. The test triggers its periodic saves, not the clock."""
 
     def __init__(self, bus: Bus, name: str, *, version: int = 0, max_attempts: int = 3, **changes: Any) -> None:
         self.engine = StepEngine((0, version))
@@ -105,7 +105,7 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def working(self, **changes: Any) -> AsyncIterator[Worker]:
-        """Until the end of the block, where it is killed."""
+        """Run until the end of the block, then kill the worker."""
         actors = fakes.worker(
             self._bus,
             self.engine,
@@ -127,7 +127,7 @@ class Worker:
         await fakes.until(lambda: len(self.engine.answers) >= count)
 
     async def until_published(self, bus: Bus, count: int) -> list[TrajectoryGroup]:
-        """Decode until so many groups are in the log, and they are forgotten."""
+        """Decode until ``count`` groups are in the log and their saved segments are deleted."""
         reading = asyncio.create_task(first(bus, count, topic=TRAJECTORIES))
         while not reading.done() or await bus.states(SEGMENTS):
             await self.engine.steps(1)

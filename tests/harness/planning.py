@@ -1,4 +1,4 @@
-"""Runs to simulate, small."""
+"""Small runs to simulate."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ _PLAN = Plan(
 
 
 def plan(**changes: Any) -> Plan:
-    """One worker, one copy of the model that trains, batches of four answers, a bound of two."""
+    """Return a plan: one worker, one training copy of the model, batches of four answers, a staleness bound of two."""
     return dataclasses.replace(_PLAN, **changes)

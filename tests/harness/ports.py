@@ -1,4 +1,4 @@
-"""Ports for servers that come back to the same port after they were killed."""
+"""Ports for servers that a test kills and restarts on the same port."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import socket
 from typing import Final
 
 _PORTS: Final = range(10_000, 30_000)
-"""Below those that the system hands out, so that no connection takes the port of a server that is down."""
+"""Ports below the ephemeral range, so that no connection takes the port of a stopped server."""
 
 
 _SHARES: Final = 16
 
 
 def free_ports(count: int, *, seed: int | None = None) -> list[int]:
-    """``count`` different ports that nobody listens on, drawn at random.
+    """Return ``count`` different free ports, drawn at random.
 
-    Each process of pytest-xdist draws from its own: a port may be taken long after it was drawn, or again after its
-    server was killed, and another's server would answer there.
+    Each pytest-xdist process draws from its own share. A port may be bound long after it was drawn, or again after its
+    server was killed; without shares, another process's server could answer there.
     """
     found: list[int] = []
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

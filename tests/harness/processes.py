@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def processes_below(pid: int) -> dict[str, int]:
-    """The pids of a run's own processes by name: the children of `asyncrl run`, learner, w0, nats-server, ..."""
+    """Return the pids of a run's own processes by name: the children of `asyncrl run`, learner, w0, nats-server, ..."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             words = (folder / "cmdline").read_text().split("\0")
-        except (OSError, ValueError, IndexError):  # it has just ended
+        except (OSError, ValueError, IndexError):  # the process has just ended
             continue
         if parent == pid and (name := _name(words)):
             found[name if name != "learner" else rank_name(_rank(folder))] = int(folder.name)
@@ -20,7 +20,7 @@ def processes_below(pid: int) -> dict[str, int]:
 
 
 def rank_name(rank: str) -> str:
-    """Of the learner's rank whose environment says RANK=``rank``; "" says nothing."""
+    """Return the name of the learner rank whose environment has RANK=``rank``; "" means unset."""
     return f"learner-{rank}" if rank not in ("", "0") else "learner"
 
 
@@ -42,11 +42,11 @@ def _name(words: list[str]) -> str:
 
 
 def grandchildren(pid: int) -> list[int]:
-    """The pids of a learner's other ranks, which a server forks."""
+    """Return the pids of a learner's other ranks, which a server forks."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):  # it has just ended
+        except (OSError, ValueError, IndexError):  # the process has just ended
             continue
     return [child for child, parent in parents.items() if parents.get(parent) == pid]

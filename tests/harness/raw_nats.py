@@ -1,4 +1,4 @@
-"""A NATS client as an attacker would write it: the protocol's own lines, many at a time, no rules of ours."""
+"""A NATS client as an attacker would write it: raw protocol lines, many at a time, without asyncrl's rules."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Heard:
 class RawNats:
     """``async with RawNats(port, user, password) as client``
 
-    heard     what came to our subscriptions, in order
-    refused   what the server's errors said, in order
+    heard     messages to our subscriptions, in order
+    refused   texts of the server's errors, in order
     """
 
     def __init__(self, port: int, user: str, password: str) -> None:
@@ -63,7 +63,7 @@ class RawNats:
         self._line(f"SUB {subject} {self._num_subscriptions}")
 
     async def flush(self) -> None:
-        """The server has read all we sent, and said what it refuses."""
+        """Wait until the server has read everything we sent and has reported its refusals."""
         self._line("PING")
         await self._writer.drain()
         async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, and runs on it: real raylets, actors, processes and nats-servers."""
+"""A Ray cluster of two nodes on this machine, and runs on it with real raylets, actors, processes and nats-servers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ RUN: Final = {
         "checkpoint.every_steps=2",
     ),
 }
-"""What is other than in the storms' runs of short answers: nobody reads meters here."""
+"""Overrides of the storms' run files, by answers. The engines have no meters, because nothing reads them here."""
 CPUS = 4
 GPUS = 2
-"""Of each node, as Ray counts them; it deals their numbers and does not look whether they are there."""
+"""Per node, as Ray counts them. Ray only assigns GPU numbers; it does not check that the GPUs exist."""
 WINDOW_STEPS = 5
-"""Steps that a full window of groups is good for: max_staleness + 1."""
+"""Steps that a full window of groups lasts: max_staleness + 1."""
 SECONDS = 900.0
-"""The limit of every wait: a test's own timeout is above it."""
+"""Limit of every wait; each test's own timeout is longer."""
 
 
 _STARTS: Final = 4
@@ -58,19 +58,19 @@ class TwoNodes:
             "num_cpus": CPUS,
             "num_gpus": GPUS,
             "object_store_memory": 80 * 2**20,
-            "include_log_monitor": False,  # prints what processes write in a driver that asks for it, and none does
+            "include_log_monitor": False,  # would print process output in drivers that ask for it; none does
         }
         self._node = node
         self._cluster = _started(
             node
             | {
                 "include_dashboard": False,
-                "no_monitor": True,  # asks a cloud for machines
+                "no_monitor": True,  # would request machines from a cloud
                 "labels": {"site": "a"},
                 "_system_config": {
                     "enable_worker_prestart": False,
                     "prestart_worker_first_driver": False,
-                    "worker_niceness": 0,  # 15 by default: beside other tests a run on Ray would get what they leave
+                    "worker_niceness": 0,  # default 15; a run on Ray would only get the CPU time that other tests leave
                 },
             }
         )
@@ -81,11 +81,11 @@ class TwoNodes:
         self.watch()
 
     def watch(self) -> None:
-        """Connect this process, to look at the cluster."""
+        """Connect this process to inspect the cluster."""
         ray.init(self.address, namespace="test", log_to_driver=False, logging_level="ERROR")
 
     def leave(self) -> None:
-        """For a while, so that this process may be a launcher's."""
+        """Disconnect for a while, so that this process can act as a launcher's."""
         ray.shutdown()
 
     @property
@@ -97,7 +97,7 @@ class TwoNodes:
         return Path(self._cluster.head_node.get_logs_dir_path())
 
     def mend(self) -> None:
-        """Node b is up, perhaps anew."""
+        """Start node b unless it is up."""
         if self._second is None:
             self._second = self._cluster.add_node(**self._node, labels={"site": "b"})
 
@@ -106,12 +106,12 @@ class TwoNodes:
         self._second = None
 
     def places(self) -> dict[str, str]:
-        """Name -> node, of all placement groups that have one."""
+        """Return name -> node of all placement groups that have a node."""
         table = ray.util.placement_group_table().values()
         return {one["name"]: one["bundles_to_node_id"][0] for one in table if one["state"] == "CREATED"}
 
     def left_behind(self) -> list[str]:
-        """Placement groups and actors that are there."""
+        """Return placement groups and actors that still exist."""
         groups = [
             f"group {one['name']}" for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"
         ]
@@ -124,9 +124,10 @@ class TwoNodes:
 
 
 def _started(head: dict[str, Any]) -> Cluster:
-    """Ray gives a node 30 seconds to start, which on a loaded machine is not enough each time."""
+    """Start a cluster, with retries: Ray gives a node 30 s to start, which is sometimes too short on a loaded
+    machine."""
     for _ in range(_STARTS - 1):
-        with contextlib.suppress(Exception):  # that is what it raises
+        with contextlib.suppress(Exception):  # the exception that Ray raises
             return Cluster(initialize_head=True, head_node_args=head)
     return Cluster(initialize_head=True, head_node_args=head)
 
@@ -137,7 +138,7 @@ class RayRun:
     def __init__(
         self, folder: Path, cluster: TwoNodes, *overrides: str, name: str = "storm", answers: str = "short"
     ) -> None:
-        """answers: whose of tests/chaos/run_files.py"""
+        """answers: key of the answers in tests/chaos/run_files.py"""
         self.folder = folder
         self._overrides = [f"run.name={name}", *RUN[answers], *overrides]
         self._env = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
@@ -155,7 +156,7 @@ class RayRun:
 
     @property
     def step(self) -> int:
-        """The newest that was trained."""
+        """The newest trained step."""
         try:
             return int(json.loads((self.directory / "metrics.jsonl").read_text().splitlines()[-1])["step"])
         except (OSError, ValueError, IndexError, KeyError):
@@ -174,7 +175,7 @@ class RayRun:
         assert done.returncode == 0, done.stderr
 
     def scale_and_forget(self, count: int) -> None:
-        """Ask, and do not wait for it."""
+        """Request a size without waiting for it."""
         subprocess.run(
             self._command("scale", "--rollout-workers", str(count), "--timeout", "1"),
             cwd=ROOT,
@@ -205,23 +206,23 @@ class RayRun:
             time.sleep(0.05)
 
     def until_trained(self, steps: int = WINDOW_STEPS + 2) -> None:
-        """So many steps more: more than what was on its way can be, so that somebody samples."""
+        """Wait for ``steps`` more steps. The default exceeds the groups in flight, so that workers must sample."""
         first = self.step
         self.until(lambda: self.step >= first + steps, f"{steps} steps behind step {first}")
 
     def has_loaded(self, worker: str) -> bool:
-        """Whether a worker of this name has taken new weights: it is at work."""
+        """Return whether a worker of this name has loaded new weights, which shows that it works."""
         log = self.directory / "logs" / f"{worker}.log"
         return log.exists() and "loaded version" in log.read_text()
 
     def processes(self) -> dict[str, tuple[int, int]]:
-        """Name -> process id and parent's, of learner, workers and nats-server, and "run"."""
+        """Return name -> (pid, parent pid) of learner, workers, nats-server, and "run"."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_text().split("\0")
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, ValueError, IndexError):  # it has just ended
+            except (OSError, ValueError, IndexError):  # the process has just ended
                 continue
             if any(str(self.folder) in word for word in words):
                 name = "nats-server" if "nats-server" in words[0] else words[words.index("asyncrl") + 1]

@@ -1,4 +1,4 @@
-"""Samples for reward functions, and rewards as a run loads them."""
+"""Samples for reward functions, and rewards loaded as a run loads them."""
 
 from __future__ import annotations
 

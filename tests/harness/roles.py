@@ -1,4 +1,4 @@
-"""A real nats-server with the configuration that bin/nats-config writes, and the buses of its roles."""
+"""A real nats-server with a configuration written by bin/nats-config, and the buses of its roles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RELOADED = "Reloaded server configuration"
 
 
 def started(config: Path, ports: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """A nats-server and its url."""
+    """Start a nats-server. Return it and its url."""
     ports.mkdir()
     process = subprocess.Popen(
         [find_binary(), "--config", config, "--ports_file_dir", ports, "--log", ports / "log"],
@@ -42,7 +42,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 class Server:
-    """A nats-server on what ``bin/nats-config`` wrote, or on what ``layout`` makes of that."""
+    """A nats-server with the configuration of ``bin/nats-config``, optionally changed by ``layout``."""
 
     def __init__(
         self, directory: Path, *extra: str, layout: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -58,13 +58,13 @@ class Server:
         self.port = urlsplit(url).port or 0
 
     def write_anew(self) -> None:
-        """As an administrator does, after a change."""
+        """Write the configuration again, as an administrator does after a change."""
         command = [sys.executable, "-m", "asyncrl.bus.nats_server.config", *RUNS, "--directory", str(self.directory)]
         listen = ["--listen", f"127.0.0.1:{self.port}"]
         self.said = subprocess.run([*command, *listen, *self._extra], capture_output=True, text=True, check=True).stdout
 
     def reload(self) -> None:
-        """Returns when it has."""
+        """Reload the configuration; returns once the server has done so."""
         log = self.directory / "ports" / "log"
         before = log.read_text().count(_RELOADED)
         self.process.send_signal(signal.SIGHUP)

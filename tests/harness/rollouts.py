@@ -1,4 +1,4 @@
-"""What tests of rollout and reward functions bring them: prompts, a model that says what it is told to, samples."""
+"""Inputs for tests of rollout and reward functions: prompts, a scripted model, samples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.harness import groups
 
 
 def load(name: str, *, tokenizer: Any = None, **options: Any) -> RolloutFn:
-    """The rollout function that a run file with this name and options gets."""
+    """Return the rollout function that a run file with this name and options loads."""
     return load_rollout(config.RolloutSection(function=name, options=options))(tokenizer)
 
 
 def on_demo(demo: Path) -> list[str]:
-    """Overrides for the demo's model and prompts."""
+    """Return overrides for the demo's model and prompts."""
     return [f"model.path={demo / 'model'}", f"data.path={demo / 'prompts.jsonl'}"]
 
 
@@ -37,7 +37,7 @@ def prompt_of(text: str, tokenizer: Any, *, label: Any, max_new_tokens: int) -> 
 
 
 def saying(*texts: str, tokenizer: Any) -> Generate:
-    """A model that says these one after the other, cut to what it may."""
+    """Return a model that says these texts one after the other, cut to its token limit."""
     left = list(texts)
 
     async def generate(tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:

@@ -1,4 +1,4 @@
-"""Rows of prompts that are made up."""
+"""Made-up rows of prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Row:
 
 
 class Rows:
-    """``count`` prompts, for ever or once; ``overlong`` positions are over the limit."""
+    """``count`` prompts, repeated forever or once; ``overlong`` positions exceed the limit."""
 
     def __init__(self, count: int = 5, *, epochs: int = 0, overlong: frozenset[int] = frozenset()) -> None:
         self._count, self._epochs, self._overlong = count, epochs, overlong

@@ -1,4 +1,4 @@
-"""A run of real processes on the demo's task, observed over its bus: shared by tests and benchmarks of fleets."""
+"""A run of real processes on the demo's task, observed over its bus; shared by tests and benchmarks of fleets."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ every_steps = 20
 ack_seconds = 5.0
 """
 _END_WITH_US = functools.partial(os_process.signal_on_parent_death, signal.SIGKILL)
-"""The process ends when we end, however; start it from a thread that lives as long."""
+"""Ends the process whenever this one ends. Start the process from a thread that lives as long as this process."""
 
 
 class RunProcess:
@@ -89,7 +89,8 @@ class RunProcess:
 
     @functools.cached_property
     def run_directory(self) -> Path:
-        """Cached: who waits for a step asks fifty times a second, and reading the run file is most of what it costs."""
+        """Cached, because waits for a step read it fifty times a second and loading the run file dominates their
+        cost."""
         return self.folder / self.config().run_directory
 
     def config(self) -> RunConfig:
@@ -104,7 +105,7 @@ class RunProcess:
         """Steps trained so far."""
         metrics = self.run_directory / "metrics.jsonl"
         lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        whole = [line for line in lines[-2:] if line.endswith("\n")]  # the last may be in the middle of being written
+        whole = [line for line in lines[-2:] if line.endswith("\n")]  # the last line may be incomplete
         return int(json.loads(whole[-1])["step"]) if whole else 0
 
     @property
@@ -137,8 +138,10 @@ class RunProcess:
     def join(
         self, name: str, *words: str, folder: Path, verb: str = "rollout-worker"
     ) -> subprocess.Popen[bytes] | ForkedCommand:
-        """A worker that knows only the bus and the run's name, not the run's folder. It writes to NAME.txt in
-        ``folder``."""
+        """Start a worker that knows only the bus and the run's name, not the run's folder.
+
+        It writes its output to NAME.txt in ``folder``.
+        """
         url, token = registry.bus_address(self.config(), token=self.token)
         words = (verb, "--join", url, "--run", self.config().run.name, "--name", name, *words)
         environment, output = self._env() | {"ASYNCRL_BUS_TOKEN": token}, folder / f"{name}.txt"
@@ -146,11 +149,11 @@ class RunProcess:
         return self._started(words, environment=environment, output=output, directory=folder)
 
     def audit(self) -> dict[str, Any]:
-        """What `asyncrl audit --json` says; its exit code under "code"."""
+        """Return the output of `asyncrl audit --json`, with its exit code under "code"."""
         return audited(self.run_directory, token=self.token)
 
     def drain(self, seconds: float = 600.0) -> int:
-        """Ctrl-C; the exit code."""
+        """Send Ctrl-C and return the exit code."""
         assert self._process is not None
         self._process.send_signal(signal.SIGINT)
         return self._process.wait(seconds)
@@ -166,7 +169,7 @@ class RunProcess:
 
     @contextlib.asynccontextmanager
     async def heard(self) -> AsyncIterator[None]:
-        """While this is open, ``events`` holds every event on the bus, from the first on."""
+        """While the context is open, ``events`` holds every event on the bus, from the first on."""
         task = asyncio.create_task(self._hear())
         try:
             yield
@@ -175,7 +178,7 @@ class RunProcess:
             await asyncio.wait([task])
 
     async def until(self, condition: Callable[[], object], what: str, *, seconds: float = 900.0) -> None:
-        """Raises TimeoutError, with all output of the run."""
+        """Raises TimeoutError with all output of the run."""
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end or (self._process is not None and self._process.poll() is not None):
@@ -183,7 +186,10 @@ class RunProcess:
             await asyncio.sleep(0.02)
 
     def event(self, kind: str, worker: str) -> Event | None:
-        """The newest event of this kind from a worker or about it; of one that joined, by what its name begins with."""
+        """Return the newest event of this kind from a worker or about it.
+
+        Digits that a joined worker appended to its name are ignored.
+        """
 
         def is_its(name: str) -> bool:
             digits = digits_in(name)

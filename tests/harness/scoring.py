@@ -1,4 +1,4 @@
-"""A batch small enough to work out by hand, and a backend whose models say what they are told to say."""
+"""A batch small enough to compute by hand, and a backend whose models return scripted scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Score = Callable[[MicroBatch], NDArray[np.float32]]
 
 @dataclass
 class ScriptedBackend:
-    """Scores by model; what was asked of it, in order; the micro-batches it was given to train, by model."""
+    """Returns given scores by model. Records its requests in order, and the micro-batches given to train, by model."""
 
     scores: Mapping[str, Score] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class ScriptedBackend:
 def answer(
     tokens: Sequence[int], *, reward: float, finish_reason: str = "stop", observed: Sequence[int] = ()
 ) -> Trajectory:
-    """``observed``: places of tokens that an environment wrote."""
+    """``observed``: positions of tokens that an environment wrote."""
     mask = ~np.isin(np.arange(len(tokens)), observed)
     return Trajectory(
         tokens=np.array(tokens, np.int32),
@@ -72,7 +72,7 @@ def answer(
 
 
 def built(answers: Sequence[Trajectory], algorithm: Algorithm) -> Batch:
-    """Each answer to a prompt of two tokens, 1 and 2."""
+    """Build a batch in which each answer belongs to a prompt of two tokens, 1 and 2."""
     groups = [
         TrajectoryGroup(group_id=index, prompt_tokens=np.array([1, 2], np.int32), trajectories=(one,))
         for index, one in enumerate(answers)
@@ -81,7 +81,7 @@ def built(answers: Sequence[Trajectory], algorithm: Algorithm) -> Batch:
 
 
 def by_tokens(shares: Sequence[Sequence[MicroBatch]], numbers: Callable[[MicroBatch], Any]) -> dict[int, float]:
-    """A number of each trained token, by the token's id."""
+    """Return a number for each trained token, by token id."""
     return {
         int(token): float(number)
         for share in shares

@@ -1,4 +1,4 @@
-"""A tiny model's weights as the learner holds them and as it offers them to an engine, and both ends' meeting."""
+"""A tiny model's weights as the learner holds and offers them to an engine, and both ends of the transfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.weights.collective import CollectiveOffer, CollectiveReceiver
 from tests.harness.engines import Model
 
 BUCKET_BYTES = 20_000
-"""Of the tiny model's weights: some buckets of several tensors each."""
+"""Bucket size for the tiny model's weights: gives some buckets of several tensors each."""
 
 
 def snapshot(model: Model) -> Snapshot:
@@ -35,16 +35,16 @@ def layouts(model: Model) -> tuple[BucketLayout, ...]:
 
 
 def collective_of(offer: TransferOffer) -> CollectiveOffer:
-    """What the offer of an nccl channel says."""
+    """Return the payload of an nccl channel's offer."""
     return decode(offer.payload, CollectiveOffer)
 
 
 def changed(offer: TransferOffer, **fields: Any) -> TransferOffer:
-    """``offer`` with other fields in its payload."""
+    """Return ``offer`` with other fields in its payload."""
     return replace(offer, payload=encode(replace(collective_of(offer), **fields)))
 
 
 def receiver_of(engine: Engine, name: str = "w0") -> CollectiveReceiver:
-    """The end of an nccl channel at an engine that was started."""
+    """Return a started engine's end of an nccl channel."""
     assert engine.intake is not None and engine.intake.collectives is not None
     return CollectiveReceiver(engine.intake.collectives, engine=name, num_ranks=engine.intake.num_ranks)

@@ -1,4 +1,4 @@
-"""Both ends of a transfer without any weights, and the actors that move them on the memory bus."""
+"""Both ends of a transfer without any weights, and the actors that move weights, on the memory bus."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def visible(channel: FilesChannel) -> set[str]:
 
 
 class OtherRank:
-    """A part that another rank holds. ``dies``: after it has written half of what it was to write."""
+    """A part of the weights that another rank holds. ``dies``: the rank fails instead of doing its work."""
 
     def __init__(self, snapshot: Snapshot, *, rank: int = 1, dies: bool = False) -> None:
         self.rank, self.dies = rank, dies
@@ -57,7 +57,7 @@ class OtherRank:
 
 
 def in_parts(tensors: Iterable[tuple[str, torch.Tensor]], count: int = 2, *, dies: bool = False) -> Snapshot:
-    """Dealt to ``count`` ranks, of which ours is the first."""
+    """Distribute the tensors over ``count`` ranks; the first is this process."""
     given = list(tensors)
     own, *others = (Snapshot.of(given[number::count]) for number in range(count))
     ranks = (OtherRank(one, rank=number + 1, dies=dies) for number, one in enumerate(others))
@@ -65,7 +65,7 @@ def in_parts(tensors: Iterable[tuple[str, torch.Tensor]], count: int = 2, *, die
 
 
 class Sender:
-    """The learner's end, without any weights; remembers which engine was sent what."""
+    """The learner's end without any weights; records what was sent to which engine."""
 
     def __init__(self) -> None:
         self.held: tuple[int, int] | None = None
@@ -98,7 +98,7 @@ class Transfer:
 
 
 class Receiver:
-    """Takes what is offered into its engine. ``fails``: nothing arrives; ``tears``: half of it does."""
+    """Loads offers into its engine. ``fails``: nothing arrives. ``tears``: half of it arrives."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
@@ -131,7 +131,7 @@ class Receiver:
 
 
 class Engine(fakes.Engine):
-    """Remembers where its weights came from; ``gate`` holds loads back while it is clear."""
+    """Records where its weights came from. ``gate`` holds loads back while it is clear."""
 
     def __init__(self, name: str = "w0", *, receives: bool = True) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Engine(fakes.Engine):
 
 
 def object_store(server: EmbeddedServer, run: str = "") -> JetStreamObjects:
-    """Of a run of its own; close it."""
+    """Return the object store of ``run``, by default of a new run; the caller closes it."""
 
     layout = Layout(run=run or uuid.uuid4().hex[:8], max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="memory")
     return objects_of(server.url, layout, access=Credentials(token=server.token), connect_seconds=10)
@@ -182,7 +182,7 @@ async def learner(bus: MemoryBus, sender: Sender) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def running(*actors: Any) -> AsyncIterator[None]:
-    """What an actor raises ends the test."""
+    """Run actors; an exception of an actor fails the test."""
     async with asyncio.TaskGroup() as group:
         tasks = []
         for actor in actors:

@@ -1,4 +1,4 @@
-"""The agents of examples/agents, as their run files say, in children of their own; the model says what it is told."""
+"""The agents of examples/agents, as their run files start them, in child processes, with a scripted model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AGENTS = ROOT / "examples" / "agents"
 
 
 async def play(name: str, row: dict[str, Any], generate: Any, tokenizer: Any, **options: Any) -> Sequence[Trajectory]:
-    """One sample of the run file ``name``."""
+    """Play one sample of the run file ``name``."""
     section = config.load(AGENTS / f"{name}.toml").rollout
     of_harness = {**section.options["harness_options"], "directory": str(ROOT), **options}
     if "processes" in of_harness:
@@ -49,7 +49,7 @@ async def play(name: str, row: dict[str, Any], generate: Any, tokenizer: Any, **
 
 
 def sandbox() -> dict[str, str]:
-    """Where bubblewrap does not start, a child of this test runs without it; a user's is refused."""
+    """Where bubblewrap cannot start, the test's child runs without it; a user's run would be refused."""
     try:
         open_sandbox("bwrap").check()
     except ConfigError:
@@ -85,7 +85,7 @@ async def test_a_repository_is_mended_once_its_tests_have_said_what_they_want() 
 
 
 async def test_two_players_are_two_parts_and_each_has_its_own_reward() -> None:
-    """A heap of 4: one is taken, then one, then two, and the first player has won."""
+    """A heap of 4: the players take one, one and two, and the first player wins."""
     tokenizer = make_tokenizer("01234567")
     row = next(row for row in game.rows() if row["prompt"] == "4")
     second, first = await play("game", row, saying("1", "1", "2", tokenizer=tokenizer), tokenizer)
@@ -95,11 +95,11 @@ async def test_two_players_are_two_parts_and_each_has_its_own_reward() -> None:
     assert (first.reward, second.reward, first.reward_parts["best_moves"]) == (0.0, 0.0, 1.0)
 
 
-# -- programs that know nothing of asyncrl, where they are installed ---------------------------------------------------
+# -- programs that are independent of asyncrl, where they are installed ------------------------------------------------
 
 
 def venv_with(package: str) -> str:
-    """The virtual environment that TEST_VENVS (paths, with : between them) names and that has the package."""
+    """Return the virtual environment with the package, from TEST_VENVS (paths separated by :)."""
     for folder in os.environ.get("TEST_VENVS", "").split(os.pathsep):
         if folder and glob.glob(str(Path(folder) / "lib" / "python*" / "site-packages" / package)):
             return folder

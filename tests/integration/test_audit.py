@@ -1,4 +1,4 @@
-"""`asyncrl audit` on runs that were finished, killed and broken; `asyncrl replay` of a real one, to the last bit."""
+"""`asyncrl audit` of finished, killed and broken runs; `asyncrl replay` of a real run, identical to the last bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def account_of(loop: Loop) -> Account:
 
 
 async def test_a_finished_run_accounts_for_every_group(bus_factory: Any, tmp_path: Path) -> None:
-    """Of what was answered some is failed, some filtered, and the rest trained."""
+    """Some of the answered groups fail, some are filtered, and all others are trained."""
 
     def picky(samples: Sequence[Sample]) -> Sequence[Reward]:
         if samples[0].label == 0:
@@ -65,7 +65,7 @@ async def test_a_finished_run_accounts_for_every_group(bus_factory: Any, tmp_pat
 async def test_a_killed_learner_is_audited_while_it_is_down_and_after_its_next_life(
     bus_factory: Any, tmp_path: Path
 ) -> None:
-    """It dies in step 6 with a checkpoint at 4; step 5 is of a history that its next life does not have."""
+    """It dies in step 6 with a checkpoint at 4. Step 5 belongs to a history that the next incarnation does not have."""
     first = Loop(await bus_factory(), tmp_path, steps=8, checkpoint_every=2)
 
     def die(step: int) -> None:
@@ -112,7 +112,7 @@ async def test_what_somebody_put_under_a_key_that_no_group_has_is_passed_over(bu
 
 
 def train_there(run: RunConfig, *, resume: bool = False) -> list[dict[str, Any]]:
-    """Learner and worker in this process, on a nats-server in the run's folder as `asyncrl run` starts it."""
+    """Run learner and worker in this process, with a nats-server in the run's folder as `asyncrl run` starts it."""
 
     async def work(server: EmbeddedServer) -> list[dict[str, Any]]:
         there = dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=server.url))
@@ -131,7 +131,7 @@ def train_there(run: RunConfig, *, resume: bool = False) -> list[dict[str, Any]]
 
 @pytest.mark.parametrize("is_up", [True, False], ids=["run is up", "run was killed"])
 def test_no_second_server_is_started_on_the_store_of_a_run_that_is_up(is_up: bool, tmp_path: Path) -> None:
-    """Its nats-server was killed and is coming back. A launcher that was killed leaves its address behind."""
+    """Its nats-server was killed and is restarting. A killed launcher leaves its address behind."""
     with EmbeddedServer(tmp_path / "nats") as server:
         address = {"url": server.url, "token": server.token, "pid": os.getpid() if is_up else 2**22 + 1}
     (tmp_path / "bus.json").write_text(json.dumps(address))
@@ -148,7 +148,7 @@ def test_no_second_server_is_started_on_the_store_of_a_run_that_is_up(is_up: boo
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Four steps, then killed as it were before the checkpoint at 4 was written, and resumed to 6 at half the rate."""
+    """Four steps; as if killed before the checkpoint at 4 was written, then resumed to 6 at half the learning rate."""
     threads = torch.get_num_threads()
     folder = tmp_path_factory.mktemp("audit")
     demo_task.write(folder)
@@ -205,7 +205,7 @@ def test_what_was_trained_again_is_replayed_too_from_any_step(
 
 
 async def with_a_slow_tool(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-    """One answer has a second turn, of four versions later."""
+    """One answer has a second turn, from four versions later."""
     turns = TrajectoryBuilder(prompt.prompt_tokens)
     first = turns.answered(await generate(turns.tokens))
     if (prompt.group_id, index) == (0, 0):
@@ -271,7 +271,7 @@ def test_a_replay_that_differs_with_nothing_changed_fails(
 def test_another_run_file_is_trained_on_recorded_batches_and_on_one_again_and_again(
     run: RunConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Its own model, algorithm and learner; no engine is started, and nothing is sampled."""
+    """With its own model, algorithm and learner; no engine starts, and nothing is sampled."""
     path = tmp_path / "other.toml"
     path.write_text(
         f'[model]\npath = "{run.model.path}"\n[data]\npath = "{run.data.path}"\n'
@@ -307,7 +307,7 @@ def test_another_run_file_is_trained_on_recorded_batches_and_on_one_again_and_ag
 def test_a_replay_that_fails_leaves_nothing_behind(
     run: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two incarnations, where the backend is made anew from what was saved."""
+    """The failure is between two incarnations, where the backend is restored from a checkpoint."""
     made = iter([registry.backend])
 
     def backend(run: RunConfig) -> Backend:

@@ -1,4 +1,4 @@
-"""Whatever is damaged in a run's folder: a command that reads it says so in lines, and ends with its exit code."""
+"""Whatever is damaged in a run's folder, commands that read it report it in lines and end with their exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.integration.test_audit import train_there
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Four steps on a nats-server of its own; a checkpoint at 2 and one at 4."""
+    """Four steps on its own nats-server, with checkpoints at 2 and 4."""
     threads = torch.get_num_threads()
     folder = tmp_path_factory.mktemp("damaged")
     demo_task.write(folder)
@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def quiet(run: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same folder without its bus: reading it starts no server."""
+    """The same folder without its bus, so that reading it starts no server."""
     copy = tmp_path_factory.mktemp("quiet") / "run"
     shutil.copytree(run.run_directory, copy, ignore=shutil.ignore_patterns("nats", "weights", "logs"))
     return copy
@@ -83,7 +83,7 @@ FILES = [
 
 
 def look(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[int, str]]:
-    """Each command's exit code and what it said; a traceback, or an exception of a program, fails the test."""
+    """Return each command's exit code and output. A traceback or an unexpected exception fails the test."""
     said = {}
     for words in (["audit"], ["audit", "--json"], ["top", "--once"], ["doctor"], ["replay"]):
         code, out, err = asyncrl(words[0], str(folder), *words[1:], capsys=capsys)
@@ -138,7 +138,7 @@ def test_no_damage_ends_a_command_with_a_traceback(
     assert code == (0 if made["clean"] else 1)
     if name == "history.jsonl" and not (damage == "unreadable" and not os.geteuid()):
         assert made["damage"] and made["unrecorded"] > 0 and code == 1
-    elif name != "metrics.jsonl":  # a number that is another one there contradicts the others
+    elif name != "metrics.jsonl":  # a changed number there contradicts the other records
         assert code == 0
 
 
@@ -214,7 +214,7 @@ def test_names_in_checkpoints_that_are_not_ours_change_nothing(copy: Path, capsy
 def test_a_damaged_store_of_the_bus_ends_no_command_with_a_traceback(
     run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    """The files of nats-server: its settings, the settings of a stream, its messages."""
+    """The files of nats-server: its settings, a stream's settings, and its messages."""
     folder = tmp_path / "run"
     ignored = shutil.ignore_patterns("weights", "logs")
     for pattern in ("nats-server.conf", "nats-server.lock", "*trajectories/meta.inf", "*trajectories/**/*.blk"):
@@ -241,7 +241,7 @@ MORE: list[tuple[str, ...]] = [
 
 
 async def show(folder: Path) -> None:
-    """All that the board makes of a run that is over."""
+    """Load everything that the board shows of a finished run."""
     feed = RunFeed(WatchedRun(folder, [], token="", verb="board"), tell=json.dumps)
     await feed.begin()
     readers = Readers("test")
@@ -262,7 +262,7 @@ async def show(folder: Path) -> None:
 def test_whatever_is_damaged_nobody_ends_with_a_traceback_or_calls_a_broken_record_clean(
     quiet: Path, copy: Path, capsys: pytest.CaptureFixture[str], seed: int
 ) -> None:
-    """One to three files, each in one of many ways. ASYNCRL_DAMAGES=300 draws more."""
+    """Damage one to three files, each in one of many ways. ASYNCRL_DAMAGES=300 draws more cases."""
     done = spoil(copy, seed)
     said = look(copy, capsys)
     for words in (*MORE, ("diff", str(quiet))):
@@ -280,7 +280,7 @@ def test_whatever_is_damaged_nobody_ends_with_a_traceback_or_calls_a_broken_reco
         whole = set((quiet / "history.jsonl").read_bytes().splitlines())
         assert whole <= set((copy / "history.jsonl").read_bytes().splitlines()), (done, out)
         assert checkpoint.latest(copy / "checkpoints") is not None, (done, out)
-    with contextlib.suppress(OSError):  # cannot be read now: nothing is set aside for it
+    with contextlib.suppress(OSError):  # a checkpoint that cannot be read now is not set aside
         checkpoint.resume(copy / "checkpoints", say=lambda line: None)
 
 

@@ -1,4 +1,4 @@
-"""`asyncrl doctor` finds its run, says what is wrong, and changes nothing."""
+"""`asyncrl doctor` finds its run, reports what is wrong, and changes nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Examine = Callable[..., int]
 
 @pytest.fixture
 def examine(nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Examine:
-    """``examine(run, as_json=...)``: the exit code of a doctor who listens for one look only."""
+    """``examine(run, as_json=...)``: the exit code of a doctor that listens for one look only."""
     monkeypatch.setattr(doctor, "LISTEN_SECONDS", 0.0)
 
     def call(run: str, *, url: str = "", as_json: bool = False) -> int:
@@ -38,7 +38,7 @@ def examine(nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Exa
 
 @pytest.fixture
 def run(nats_server: EmbeddedServer) -> str:
-    """A learner that waits for a worker that is not there."""
+    """A learner that waits for a worker that does not exist."""
     name = f"run-{uuid.uuid4().hex[:8]}"
 
     async def make() -> None:

@@ -1,4 +1,4 @@
-"""`asyncrl evaluate`: saved models with no run up, in this process."""
+"""`asyncrl evaluate`: evaluates saved models without a run, in this process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_model_folder_is_evaluated(demo: Path, datasets: Path, capsys: pytest.
 def test_saved_models_are_evaluated_with_no_run_up(
     demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each once, the next time only what is new."""
+    """Each model is evaluated once; the next call evaluates only new ones."""
     run = tmp_path / "my-run"
     for name in ("0-2", "0-10"):
         shutil.copytree(demo / "model", run / "models" / name)
@@ -119,7 +119,7 @@ def test_answers_that_are_lost_are_said_and_no_success(
 def test_a_run_keeps_the_models_that_are_due_and_they_are_evaluated_when_it_is_over(
     demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """place = "folder": the run itself asks nobody, and all that it keeps is there for `asyncrl evaluate RUN_DIR`."""
+    """place = "folder": the run itself evaluates nothing; `asyncrl evaluate RUN_DIR` finds all that it keeps."""
     run = asyncrl.Run.from_file(
         ROOT / "examples" / "demo.toml",
         overrides={
@@ -153,7 +153,7 @@ def test_a_run_keeps_the_models_that_are_due_and_they_are_evaluated_when_it_is_o
 def test_a_model_is_evaluated_again_when_the_questions_or_their_reward_have_changed(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As many as before, and under the same name."""
+    """There are as many questions as before, under the same name."""
     prompts, datasets, run = tmp_path / "prompts.jsonl", tmp_path / "datasets.toml", tmp_path / "my-run"
     lines = (demo / "prompts.jsonl").read_text().splitlines(keepends=True)
     datasets.write_text(f'{FILE}[[evaluation.datasets]]\nname = "counts"\npath = "{prompts}"\nlimit = 2\n')
@@ -178,7 +178,7 @@ def test_a_model_is_evaluated_again_when_the_questions_or_their_reward_have_chan
 def test_a_model_folder_is_evaluated_on_sglang(
     demo: Path, datasets: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On a server of its own, which ends with it; the stop text of the greedy data set too."""
+    """On its own server, which ends with the command; includes the stop text of the greedy data set."""
     monkeypatch.chdir(tmp_path)
     engine = ("--set", "engine.kind=sglang", "--set", "engine.device=cpu")
     options = ("--set", "engine.options={server_arguments = {max-total-tokens = 20000}}")
@@ -188,7 +188,8 @@ def test_a_model_folder_is_evaluated_on_sglang(
     assert (row["evaluation/counts/prompts"], row["evaluation/greedy/prompts"]) == (6, 32)
     assert evaluate(demo / "model", "--datasets", datasets, "--json", "--only", "greedy") == 0
     (here,) = json.loads(capsys.readouterr().out)
-    for metric, near in (("mean@1", 0.05), ("length_mean", 0.5)):  # the likeliest tokens are the same but for near ties
+    # the likeliest tokens are the same except for near ties
+    for metric, near in (("mean@1", 0.05), ("length_mean", 0.5)):
         assert row[f"evaluation/greedy/{metric}"] == pytest.approx(here[f"evaluation/greedy/{metric}"], abs=near)
 
 

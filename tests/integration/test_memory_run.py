@@ -1,4 +1,4 @@
-"""A run in the caller's own process: it fails in its result, drains when it is cancelled, and leaves no trace there."""
+"""A run in the caller's own process: failures are in its result, cancellation drains it, and it leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl plan` on a small model: what it measures, what it says, and what it refuses."""
+"""`asyncrl plan` on a small model: measurements, output, and refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_group_that_an_engine_begins_is_seen_to_its_end_and_trained(demo: 
     assert 0 < sum(reading.tokens for reading in engine.readings) <= sampled
     learner = measure_learner(run, engine.groups, seconds=0.1)
     assert all(reading.tokens > 0 and reading.seconds > 0 for reading in learner.readings)
-    assert learner.larger is None  # of rows that one batch does not fill
+    assert learner.larger is None  # one batch does not fill larger rows
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A run trained from Python, in an event loop that is there already; and what it recorded, as rows."""
+"""A run trained from Python inside an existing event loop, and its records as rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests import ROOT
 @pytest.mark.timeout(1200)
 async def test_a_run_is_trained_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.to_thread(demo_task.write, tmp_path)
-    scripts = tmp_path / "scripts"  # of `python scripts/train.py`: first on its own path, not on that of its children
+    # for `python scripts/train.py`: first on its own path, but not on that of its children
+    scripts = tmp_path / "scripts"
     scripts.mkdir()
     (scripts / "reward_beside_the_script.py").write_text("from asyncrl.data.demo_task import reward\n")
     monkeypatch.syspath_prepend(scripts)
@@ -50,7 +51,7 @@ async def test_a_run_is_trained_and_read(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row["step"] for row in opened.metrics()] == [1, 2, 3]
     groups = list(opened.groups())
     assert sum(row["outcome"] == "trained" for row in groups) == 6
-    rows = list(opened.trajectories(text=True))  # the event loop of this test runs meanwhile
+    rows = list(opened.trajectories(text=True))  # the event loop of this test keeps running
     trained = {row["group_id"] for row in groups if row["outcome"] == "trained"}
     assert trained <= {row["group_id"] for row in rows}
     assert {row["sample"] for row in rows} == set(range(8))
@@ -60,11 +61,11 @@ async def test_a_run_is_trained_and_read(tmp_path: Path, monkeypatch: pytest.Mon
         assert 0 <= row["oldest_version"] <= row["newest_version"] <= 3
         assert 0 <= row["reward"] <= 1
         assert set(row["prompt"]) <= set(demo_task.DIGITS)
-    assert next(opened.trajectories())["group_id"] == rows[0]["group_id"]  # and the rest is left unread
+    assert next(opened.trajectories())["group_id"] == rows[0]["group_id"]  # the remaining rows stay unread
 
 
 def _is_flat(row: dict[str, object]) -> bool:
-    """Whether pandas makes a column of each value: numbers, strings, and lists of numbers."""
+    """Return whether pandas can make a column of each value: numbers, strings, and lists of numbers."""
     flat = (int, float, str, bool, type(None))
     return all(
         isinstance(value, flat) or (isinstance(value, list) and all(isinstance(item, flat) for item in value))

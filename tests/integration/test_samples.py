@@ -1,4 +1,4 @@
-"""`asyncrl samples`: what the model wrote, from a folder, from the log, and live; and tests of what it refuses."""
+"""`asyncrl samples`: shows the model's texts from a folder, from the log, and live; and tests of its refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def row(group_id: int, *texts: str, step: int = 1, reward: float = 0.5, **fields
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Groups 0 to 5 have left the window, some of them recorded; the bus was in memory and is gone."""
+    """Groups 0 to 5 have left the window, and some of them are recorded. The bus was in memory and is gone."""
     history = History(tmp_path / HISTORY_FILE, incarnation=0)
     history.begin(step=0, kept=0, max_staleness=4, settings=SETTINGS)
     history.trained([0, 1], step=1, max_staleness=0)
@@ -112,7 +112,7 @@ def test_of_a_group_without_text_it_says_what_is_known(folder: Path, capsys: pyt
 
 @pytest.fixture
 def judged(folder: Path) -> Path:
-    """Two evaluations of two data sets have been recorded too."""
+    """Also has two recorded evaluations of two data sets."""
     file = SampleFile(folder, name=EVALUATION_FILE)
     for step in (0, 20):
         for place, dataset in ((3, "sums"), (9, "words")):
@@ -122,7 +122,7 @@ def judged(folder: Path) -> Path:
 
 
 async def arriving(source: RunSamples, bus: Bus) -> list[GroupSample]:
-    """Until the run ends."""
+    """Collect samples until the run ends."""
     async with contextlib.aclosing(source.arriving(bus)) as groups:
         return [sample async for sample in groups]
 
@@ -162,7 +162,7 @@ def test_of_evaluations_a_data_set_and_a_step_are_chosen(judged: Path, capsys: p
 def test_answers_of_saved_models_are_shown_with_those_of_the_run(
     judged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By `asyncrl evaluate`, which has a file of its own."""
+    """`asyncrl evaluate` records them in a separate file."""
     file = SampleFile(judged, name=SAVED_MODELS_FILE)
     for model in ("0-20", "1-20"):
         file.write(judged_row("of a saved model", step=20, dataset="sums", place=3, model=model, time=50.0))
@@ -213,7 +213,7 @@ def test_tokens_that_make_no_text_end_nothing(
 
 
 async def test_from_the_bus_alone_answers_of_an_evaluation_are_shown(bus_factory: Any, tmp_path: Path) -> None:
-    """Those of the newest evaluation that are there, and those that arrive until the run ends."""
+    """Shows the existing answers of the newest evaluation, and those that arrive until the run ends."""
     onlooker = await bus_factory()
     silent = SampleWriter(SampleFile(tmp_path / "there", most_bytes=2**20), load_decode=lambda: str)
     loop = Loop(
@@ -306,7 +306,7 @@ async def test_the_log_gives_what_was_not_recorded(bus_factory: Any, tmp_path: P
 
 
 async def test_from_the_bus_alone_groups_are_shown_as_they_meet_their_fate(bus_factory: Any, tmp_path: Path) -> None:
-    """As another machine sees a run that is up: it ends with the run, and nothing of it is changed."""
+    """As another machine sees a run that is up: the output ends with the run, and the run is not changed."""
     bus, onlooker = await bus_factory(), await bus_factory()
     loop = Loop(bus, tmp_path, steps=4)
     source = RunSamples(loop.run, None, token="")

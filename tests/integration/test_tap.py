@@ -1,4 +1,4 @@
-"""`asyncrl tap` shows what flows on a topic, and only looks."""
+"""`asyncrl tap` shows the messages of a topic without changing anything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_new_entries_of_a_log_are_shown_and_older_ones_are_not(bus_factory
     await bus.publish(TRAJECTORIES, buses.group(0), key="0")
     async with contextlib.aclosing(tap.flow(onlooker, TRAJECTORIES)) as flowing:
         waiting = asyncio.ensure_future(anext(flowing))
-        while not waiting.done():  # it reads from the end that the log has when it begins
+        while not waiting.done():  # it reads from the end of the log at the time it starts
             number = await bus.last_sequence(TRAJECTORIES)
             await bus.publish(TRAJECTORIES, buses.group(number), key=str(number))
             await asyncio.wait((waiting,), timeout=0.1)
@@ -47,7 +47,7 @@ def asked(*arguments: str) -> argparse.Namespace:
 async def test_what_is_published_once_it_listens_is_printed_at_once(
     bus_factory: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it says first is the event: nothing that is published after it is missed, and no clock wakes it."""
+    """Its first output is the event: messages published after it are all shown, and no timer is involved."""
     bus, onlooker = await bus_factory(), await bus_factory()
     await bus.publish(TRAJECTORIES, buses.group(0), key="0")
     listens, said = asyncio.Event(), io.StringIO()
@@ -63,7 +63,7 @@ async def test_what_is_published_once_it_listens_is_printed_at_once(
 
 
 async def test_it_sees_a_run_with_an_observers_password_and_can_change_nothing(tmp_path: Path) -> None:
-    """On a server with roles: what the command connects with may neither publish, take, remove nor set anything."""
+    """On a server with roles, the command's connection may neither publish, take, remove nor set anything."""
     server = Server(tmp_path / "server")
     try:
         async with connected(server, "learner") as learner:
@@ -77,7 +77,7 @@ async def test_it_sees_a_run_with_an_observers_password_and_can_change_nothing(t
                     "run.name=mine",
                 ]
             )
-            for role in set(ROLES) - {"observer"}:  # nothing else is at hand
+            for role in set(ROLES) - {"observer"}:  # only the observer's password is available
                 (server.directory / "mine" / role).unlink()
             for topic in (PROMPTS, ACTORS):
                 await tap._tap(run, topic, asked(str(tmp_path), topic.name, "--limit", "1"))
@@ -126,7 +126,7 @@ async def test_of_work_the_counts_are_shown_and_nothing_is_taken(bus_factory: An
 
 
 async def test_it_ends_when_the_server_of_asyncrl_run_is_gone(tmp_path: Path) -> None:
-    """A resumed run has another one, which nobody is told of who waits for the first."""
+    """A resumed run has a new server, of which a client of the old server is not notified."""
     run = config.only_overrides([f"run.directory={tmp_path}", "run.name=r"])
     server = tmp_path / "r" / "bus.json"
     server.parent.mkdir()

@@ -1,4 +1,4 @@
-"""`asyncrl top` shows what a run does now, and only looks."""
+"""`asyncrl top` shows what a run does now, without changing anything."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_before_the_first_step_it_says_so() -> None:
 
 @pytest.fixture
 def show(nats_server: EmbeddedServer) -> Show:
-    """``show(run)``: what it prints of a run on the session's server, or of one at another ``url``."""
+    """``show(run)``: the text that it prints for a run on the session's server, or for one at another ``url``."""
 
     def call(run: str, *, url: str = "") -> str:
         settings = config.only_overrides(
@@ -143,7 +143,7 @@ def test_it_reads_everything_from_the_bus(show: Show, run: str) -> None:
 
 
 def test_it_goes_on_where_a_run_comes_back(nats_server: EmbeddedServer, run: str, tmp_path: Path) -> None:
-    """`asyncrl run` was killed, and is started again: its server has another port and another token."""
+    """`asyncrl run` is killed and restarted; its server then has another port and another token."""
 
     def is_up(url: str, token: str) -> None:
         (tmp_path / run).mkdir(exist_ok=True)

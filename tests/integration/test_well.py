@@ -1,6 +1,6 @@
-"""Runs that are well are called so: the faults that are read off what a run trains, and who trains it, name nothing.
+"""Healthy runs: no fault that is derived from what a run trains, or from who trains it, is reported.
 
-Those that are read off waits depend on how busy the machine is: tests/unit/policies/health/test_diagnosis.py.
+Faults derived from waits depend on the machine's load: tests/unit/policies/health/test_diagnosis.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BEAT_SECONDS = 0.05
 
 
 async def named_in(run: RunConfig) -> set[str]:
-    """Faults that a watcher names while the run is trained."""
+    """Return the faults that a watcher names while the run is trained."""
     bus, found, about = memory_bus(), set[str](), checksums(run)
 
     async def connect() -> Bus:
@@ -53,7 +53,7 @@ async def named_in(run: RunConfig) -> set[str]:
         group.create_task(supervise(worker, follower, beats))
         await supervise(learner, *helpers, HeartbeatSender(learner, *helpers, interval=BEAT_SECONDS, about=about))
         watching.cancel()
-    look(Observation(actors={LEARNER: Seen(beat=learner.heartbeat())}, listened=0.0))  # its last word
+    look(Observation(actors={LEARNER: Seen(beat=learner.heartbeat())}, listened=0.0))  # its last heartbeat
     await watcher.close()
     assert {LEARNER, "w0"} <= heard
     return found - OF_THE_MACHINE

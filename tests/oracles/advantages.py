@@ -1,4 +1,4 @@
-"""Oracle vectors of advantages, filters, KL, aggregation, distillation and values: to calls and back."""
+"""Converts oracle vectors of advantages, filters, KL, aggregation, distillation and values to calls and back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STD = {0: "biased", 1: "unbiased"}
 
 
 def per_answer(part: Advantage, inputs: Inputs) -> list[float]:
-    """The advantage of each answer of the batch, before it becomes float32."""
+    """Return the advantage of each answer of the batch, before it becomes float32."""
     given = {"rewards": np.asarray(inputs["rewards"], np.float64), "group": np.asarray(inputs["group"])}
     if "lengths" in part.inputs:
         given["lengths"] = np.asarray(inputs["lengths"])
@@ -97,7 +97,7 @@ def asymre(params: Params, inputs: Inputs) -> Outputs:
 
 
 def by_token(part: Advantage, dense: Dense, **given: Any) -> Any:
-    """What the part makes of a batch whose answers are the rows of ``dense``, before it becomes float32."""
+    """Return the part's result for a batch whose answers are the rows of ``dense``, before it becomes float32."""
     batch = AdvantageInputs(
         **{
             "rewards": np.zeros(dense.num_sequences),
@@ -111,7 +111,7 @@ def by_token(part: Advantage, dense: Dense, **given: Any) -> Any:
 
 
 def reinforce_pp(params: Params, inputs: Inputs) -> Outputs:
-    """The observations of a row are masked out: carried over, or where a return ends (SkyRL)."""
+    """A row's observations are masked out: the return carries over them, or ends there (SkyRL)."""
     dense = Dense(inputs, like="mask")
     penalty = params["kl_coef"] * dense.flat("kl").numpy() if "kl" in inputs else None
     if penalty is None:
@@ -152,7 +152,7 @@ def gae_whiten(params: Params, inputs: Inputs) -> Outputs:
 
 
 def _gae(params: Params, inputs: Inputs, **options: Any) -> Outputs:
-    """Token rewards go in as a KL that is subtracted; a row with a ``bootstrap`` was cut."""
+    """Token rewards are passed as a subtracted KL; a row with a ``bootstrap`` was cut."""
     dense = Dense(inputs, like="rewards")
     is_cut = "bootstrap" in inputs
     nothing = np.zeros(dense.num_sequences)
@@ -176,7 +176,7 @@ def _gae(params: Params, inputs: Inputs, **options: Any) -> Outputs:
 
 
 def dapo_overlong(params: Params, inputs: Inputs) -> list[Outputs]:
-    """Beyond L_max with a floor, as in the paper, or without, as in verl: no parameter says which."""
+    """Beyond L_max with a floor, as in the paper, or without one, as in verl; no parameter selects between them."""
     options = {"max_tokens": params["L_max"], "cache_tokens": params["L_cache"], "factor": params.get("factor", 1.0)}
     return [
         {"penalty": filters.overlong_penalty(inputs["lengths"], has_floor=has_floor, **options)}
@@ -222,7 +222,10 @@ def kl_grad(params: Params, inputs: Inputs) -> Outputs:
     p, q, mu = (torch.tensor(inputs[name], dtype=torch.float64) for name in ("p", "q", "mu"))
 
     def gradient(weights: torch.Tensor | None, estimate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Of the estimate's expectation under ``weights``; None: under p itself, which has a gradient then."""
+        """Return the gradient of the estimate's expectation under ``weights``.
+
+        With None, the expectation is under p itself, and p then has a gradient.
+        """
         logits = p.log().requires_grad_()
         logprobs = torch.log_softmax(logits, -1)
         under = logprobs.exp() if weights is None else weights
@@ -252,7 +255,7 @@ def kl_unbiased(params: Params, inputs: Inputs) -> Outputs:
 
 
 def loss_agg(params: Params, inputs: Inputs) -> list[Outputs]:
-    """A row that is masked altogether counts in a mean of rows, or is skipped; either where the vector does not say."""
+    """A fully masked row counts in a mean of rows or is skipped; both variants if the vector does not say."""
     return [_aggregated(params, inputs, masked) for masked in ("count", "skip")]
 
 
@@ -277,7 +280,7 @@ def _aggregated(params: Params, inputs: Inputs, masked: str) -> Outputs:
 
 
 def opd(params: Params, inputs: Inputs) -> Outputs:
-    """The loss form; the reward form where there are advantages and no behavior logprobs."""
+    """The loss form; or the reward form if there are advantages but no behavior logprobs."""
     if "lp_mu" not in inputs:
         return opd_reward(params, inputs)
     dense = Dense(inputs, like="lp_theta")

@@ -1,7 +1,8 @@
-"""Oracle vectors of corrections, their diagnostics and their exact bias: to calls and back.
+"""Converts oracle vectors of corrections, their diagnostics and their exact bias to calls and back.
 
-FORMULAS maps a vector's ``formula`` to a function of its params and inputs that gives every name it may expect. What
-is dense [B, T] with a mask there is flat here. No formulas of our own: only names, shapes and defaults.
+FORMULAS maps a vector's ``formula`` to a function of its params and inputs that returns every name the vector may
+expect. Dense arrays [B, T] with a mask become flat arrays. This file converts only names, shapes and defaults; it has
+no formulas.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.oracles.dense import Adapter, Dense, Inputs, NotOffered, Outputs, Par
 
 
 class Ratios(Dense):
-    """What corrections and diagnostics look at, of a vector that has log ratios or the logprobs they are made of."""
+    """The inputs of corrections and diagnostics, from a vector with log ratios or with the logprobs to compute them."""
 
     def __init__(self, inputs: Inputs) -> None:
         names = ("log_ratio", "lp_prox", "lp_theta", "lp_behaviour")
@@ -48,14 +49,14 @@ class Ratios(Dense):
         return self.flat("lp_prox") - self.flat("lp_mu")
 
     def each(self, tokens: torch.Tensor) -> np.ndarray:
-        """What all tokens of a sequence carry alike.  f64[M] -> f64[B]; 1 for a sequence without tokens."""
+        """Return the value that all tokens of a sequence share.  f64[M] -> f64[B]; 1 for a sequence without tokens."""
         values = segment_max(tokens, **self.segments)
         return values.where(torch.isfinite(values), 1.0).numpy()
 
     def metrics(
         self, token_weights: torch.Tensor | None = None, *, log_ratio: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """Every metric of these tokens."""
+        """Return every metric of these tokens."""
         log_ratio = self.log_ratio if log_ratio is None else log_ratio
         applied = torch.ones_like(log_ratio) if token_weights is None else token_weights
         nothing = torch.zeros_like(log_ratio)
@@ -87,7 +88,7 @@ class Ratios(Dense):
 
 
 def _bounds(params: Params, *, low: float = 0.0, high: float = math.inf) -> dict[str, float]:
-    """The words for a lower and an upper bound that the vectors use."""
+    """Return the lower and upper bounds, under any of the vectors' names for them."""
 
     def first(names: Sequence[str], default: float) -> float:
         return next((float(params[name]) for name in names if params.get(name) is not None), default)
@@ -104,7 +105,7 @@ def _bounds(params: Params, *, low: float = 0.0, high: float = math.inf) -> dict
 def _factor(
     dense: Ratios, step: Correction, *, log_ratio: torch.Tensor | None = None, **more: torch.Tensor
 ) -> torch.Tensor:
-    """What the correction multiplies each token by."""
+    """Return the factor by which the correction multiplies each token."""
     log_ratio = dense.log_ratio if log_ratio is None else log_ratio
     given = {"log_ratio": log_ratio, "advantages": torch.zeros_like(log_ratio), **dense.segments, **more}
     return weights((step,), CorrectionInputs(**given))
@@ -189,13 +190,13 @@ def _opsm(params: Params, inputs: Inputs) -> Outputs:
     log_ratio = dense.flat("lp_theta") - dense.flat("lp_behaviour")
     step = OPSM(delta=float(params["delta"]))
     kept = _factor(dense, step, log_ratio=log_ratio, advantages=dense.flat("advantages"))
-    # Where a sequence's advantages are alike, so is what is kept of it, and the vectors say so of masked tokens too.
+    # If a sequence's advantages are equal, so is its kept fraction; vectors then also give it for masked tokens.
     keep = np.where(dense.mask, dense.back(kept), np.asarray(dense.each(kept))[:, None])
     return {"seq_kl": segment_mean(-log_ratio, **dense.segments), "keep": keep}
 
 
 def _is_norm(params: Params, inputs: Inputs) -> list[Outputs]:
-    """Over tokens or over sequences; either where the vector does not say."""
+    """Over tokens or over sequences; both if the vector does not say."""
     levels = [params["level"]] if "level" in params else ["token", "sequence"]
     return [_normed(level, Ratios(inputs), cap=float(params.get("C", math.inf))) for level in levels]
 
@@ -214,7 +215,7 @@ def _rejection(params: Params, inputs: Inputs) -> Outputs:
     if statistic not in ("k1", "k2", "k3") or over not in ("token", "seq_sum", "seq_mean", "seq_max"):
         raise NotOffered(f"option {params['option']}")
     low, high = params.get("lower"), params.get("upper")
-    if statistic == "k1":  # these bounds are of a ratio; see KStat
+    if statistic == "k1":  # these bounds apply to a ratio; see KStat
         low, high = math.log(low or 1 / high), math.log(high)
     step = KStat().with_options(
         {
@@ -300,7 +301,7 @@ ESTIMATORS: dict[str, Chain] = {
     "geo_weight": (TISGeometric(high=math.inf),),
     "seq_mis_C3": (MISSequence(high=3.0),),
 }
-"""The oracle's names as chains of ours."""
+"""Maps the oracle's names to chains of asyncrl's corrections."""
 
 
 REWARDS = {"1 if sum(y)%3==0 else 0": lambda tokens: float(sum(tokens) % 3 == 0)}

@@ -1,4 +1,4 @@
-"""Oracle vectors' arrays [B, T] with masks to the flat arrays of our formulas, and back."""
+"""Converts between the vectors' arrays [B, T] with masks and the flat arrays of asyncrl's formulas."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from asyncrl.policies.parts import Part
 
 
 class NotOffered(KeyError):
-    """The vector lacks what the call needs, or asks for what we do not have."""
+    """The vector lacks an input of the call, or asks for something that asyncrl does not have."""
 
 
 class Table(Mapping[str, Any]):
-    """Parameters or inputs of a vector, and which of them nobody has read.
+    """Parameters or inputs of a vector; tracks which of them have not been read.
 
-    Looking up what it lacks raises NotOffered; a KeyError of our own code is another matter.
+    Looking up a missing name raises NotOffered, so that it cannot be confused with a KeyError of asyncrl's own code.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Table(Mapping[str, Any]):
 
     @property
     def unread(self) -> set[str]:
-        """Names never looked up, those within tables with the name of the table in front."""
+        """Names never looked up; names within tables are prefixed with the table's name."""
         within = {
             f"{name}.{inner}"
             for name, value in self._read.items()
@@ -65,11 +65,11 @@ def _wrapped(value: Any) -> Any:
 Params = Inputs = Table
 Outputs = dict[str, Any]
 Adapter = Callable[[Params, Inputs], Outputs | list[Outputs]]
-"""Several outputs are variants of the formula where neither parameters nor inputs say which one is meant."""
+"""Several outputs are variants of the formula; neither parameters nor inputs say which one is meant."""
 
 
 class Dense:
-    """[B, T] arrays and their mask to the flat arrays of the response tokens, and back with zeros in between."""
+    """Converts [B, T] arrays with a mask to flat arrays of response tokens, and back with zeros elsewhere."""
 
     def __init__(self, inputs: Inputs, *, like: str) -> None:
         shape = np.shape(inputs[like])
@@ -82,7 +82,8 @@ class Dense:
         self.segments = {"sequence": self.sequence, "num_sequences": self.num_sequences}
 
     def flat(self, *names: str) -> torch.Tensor:
-        """f64[M] of the first of the names that the vector has; a value per sequence goes to its tokens."""
+        """Return f64[M] of the first of the names that the vector has; a value per sequence is repeated for its
+        tokens."""
         name = next((name for name in names if name in self.inputs), names[0])
         array = np.asarray(self.inputs[name], np.float64)
         if array.ndim == 1 and len(self.shape) == 2:
@@ -99,7 +100,7 @@ class Dense:
         return dense.reshape(self.shape).tolist()
 
     def total(self, loss: torch.Tensor, mode: str = "token_mean", *, group: Any = None, **options: Any) -> torch.Tensor:
-        """The batch's loss, by the aggregation of that name."""
+        """Return the batch's loss, using the aggregation of that name."""
         masks = [row.astype(np.float64) for row in self.mask]
         members = np.arange(len(masks)) if group is None else np.asarray(group)
         weights = AGGREGATIONS[mode](**options)(masks, group=members)
@@ -111,17 +112,17 @@ class Dense:
 
 
 def one_of(table: Mapping[Any, Any], name: Any) -> Any:
-    """What the vector's word means. Raises NotOffered for one that is not in the table."""
+    """Return the entry for the vector's name. Raises NotOffered if the table does not have it."""
     if name not in table:
         raise NotOffered(name)
     return table[name]
 
 
 def renamed(params: Params, **names: str) -> dict[str, Any]:
-    """Keywords of ours from the parameters that the vector sets; what it leaves out keeps our default."""
+    """Return asyncrl's keywords for the parameters that the vector sets; the others keep asyncrl's defaults."""
     return {ours: params[theirs] for ours, theirs in names.items() if theirs in params}
 
 
 def compute(part: Part, **given: Callable[[], Any]) -> Any:
-    """The part's formula, of what it asks for: each input is read from the vector only then."""
+    """Compute the part's formula. Each input is read from the vector only if the part asks for it."""
     return part.formula(**{name: given[name]() for name in part.inputs})

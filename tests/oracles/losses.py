@@ -1,4 +1,4 @@
-"""Oracle vectors of policy losses: to calls and back."""
+"""Converts oracle vectors of policy losses to calls and back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tokens(Dense):
     def apply(
         self, loss: Loss, *, anchor: tuple[str, ...] = PROX, advantages: torch.Tensor | None = None, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and clipped, around the first of the names in ``anchor`` that the vector has."""
+        """Return loss and clipped, relative to the first of the names in ``anchor`` that the vector has."""
         given = {
             "logprobs": lambda: self.logprobs,
             "prox_logprobs": lambda: self.flat(*anchor),
@@ -63,13 +63,13 @@ class Tokens(Dense):
         return made
 
     def weights_of(self, loss: Loss, unit: torch.Tensor, *, anchor: tuple[str, ...], **more: Any) -> torch.Tensor:
-        """w of a loss -w A logprob: what the gradient is where the advantages are 1 and -1.  -> f64[M]"""
+        """Return w of a loss -w A logprob, computed as the gradient at advantages of 1 and -1.  -> f64[M]"""
         value, _ = self.apply(loss, anchor=anchor, advantages=unit, **more)
         (gradient,) = torch.autograd.grad(value.sum(), self.logprobs)
         return -gradient * unit
 
     def outputs(self, loss: torch.Tensor, clipped: torch.Tensor) -> Outputs:
-        """The names under which vectors expect a loss, its aggregations, its gradient and what was clipped."""
+        """Return a loss, its aggregations, its gradient and the clipped tokens under the names that vectors expect."""
         mean = self.total(loss)
         unreduced, of_mean = self.gradient(loss.sum(), self.logprobs), self.gradient(mean, self.logprobs)
         return {
@@ -98,7 +98,7 @@ def ppo_clip(params: Params, inputs: Inputs, **defaults: float) -> Outputs:
 
 
 def ppo_dual_clip(params: Params, inputs: Inputs) -> Outputs:
-    """Without the fraction that is clipped: verl counts the dual clip apart."""
+    """Leaves out the clipped fraction, because verl counts the dual clip separately."""
     made = ppo_clip(params, inputs, dual_clip=3.0)
     del made["clipfrac"]
     return made
@@ -134,7 +134,7 @@ def gmpo(params: Params, inputs: Inputs) -> Outputs:
 def cispo(params: Params, inputs: Inputs) -> Outputs:
     tokens = Tokens(inputs)
     anchor = ("lp_old", "lp_prox", "lp_mu")
-    if "epsilon_high" in params:  # TRL's name, and TRL's cap is absolute
+    if "epsilon_high" in params:  # the parameter has TRL's name, and TRL's cap is absolute
         part = Cispo(cap_mode="absolute", clip_high=params["epsilon_high"])
     else:
         part = Cispo(**renamed(params, **CLIP))
@@ -147,7 +147,7 @@ def cispo(params: Params, inputs: Inputs) -> Outputs:
 
 
 def topr(params: Params, inputs: Inputs) -> list[Outputs]:
-    """Per token or per trajectory; either where the vector does not say."""
+    """Per token or per trajectory; both if the vector does not say."""
     levels = [params["level"]] if "level" in params else ["token", "sequence"]
     return [_topr(one_of({"token": "token", "sequence": "sequence"}, level), inputs) for level in levels]
 
@@ -159,7 +159,7 @@ def _topr(level: Any, inputs: Inputs) -> Outputs:
     advantages = tokens.advantages
     more = {"rewards": tokens.flat("scores")} if is_by_score else {}
     loss, clipped = tokens.apply(part, anchor=("lp_mu",), **more)
-    # A positive advantage is what makes a sample good, unless the score says so.
+    # A sample is good if its advantage is positive, unless the score says otherwise.
     unit = torch.where(advantages > 0, 1.0, -1.0).double()
     weights = tokens.back(tokens.weights_of(part, unit, anchor=("lp_mu",), **more))
     return tokens.outputs(loss, clipped) | {"w": (weights, [max(row) for row in weights])}
@@ -193,7 +193,7 @@ def aspo(params: Params, inputs: Inputs) -> Outputs:
 
 
 def dppo(params: Params, inputs: Inputs) -> list[Outputs]:
-    """Of total variation or of KL; either where the vector does not say."""
+    """With total variation or with KL; both if the vector does not say."""
     divergences = [params["divergence"]] if "divergence" in params else ["tv", "kl"]
     return [_dppo(one_of({"tv": "tv", "kl": "kl"}, divergence), params, inputs) for divergence in divergences]
 
@@ -226,7 +226,7 @@ def _prime(part: PrimeRL, inputs: Inputs) -> Outputs:
 
 
 def opmd(params: Params, inputs: Inputs) -> Outputs:
-    """Trinity's simple form, which has no anchor, or Kimi k1.5's around the behavior policy."""
+    """Trinity's simple form without an anchor, or Kimi k1.5's form around the behavior policy."""
     tokens = Tokens(inputs)
     options = renamed(params, tau="tau")
     if any(name in inputs for name in BEHAVIOR):
@@ -288,7 +288,8 @@ def p3o(params: Params, inputs: Inputs) -> Outputs:
 
 
 def decoupled_ppo(params: Params, inputs: Inputs) -> list[Outputs]:
-    """What users get: the clip times the correction. No parameter says which correction: any of WEIGHTS."""
+    """The form that users get: the clip times the correction. No parameter selects the correction, so try all of
+    WEIGHTS."""
     tokens = Tokens(inputs)
     prox, advantages = tokens.flat("lp_prox"), tokens.advantages
     loss, clipped = tokens.apply(PPOClip(**renamed(params, **CLIP)), anchor=("lp_prox",))

@@ -1,4 +1,4 @@
-"""Oracle vectors of staleness: its statistics and weights, admission, order, learning rate. To calls and back."""
+"""Converts oracle vectors of staleness to calls and back: statistics and weights, admission, order, learning rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.oracles.dense import Adapter, Inputs, Outputs, Params, one_of
 
 
 def _ages(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """Staleness of each token and which tokens have one: prompts carry version -1."""
+    """Return the staleness of each token, and which tokens have one: prompts carry version -1."""
     versions = np.asarray(inputs["versions"], np.int64)
     return np.where(versions < 0, 0, int(inputs["current_version"]) - versions), versions >= 0
 
@@ -71,7 +71,7 @@ def _prime(params: Params, inputs: Inputs) -> Outputs:
 
 
 def _published(*, window: int, batch: int, steps: int, published: int) -> int:
-    """Groups that may be published on top, of an asynchronous run without an end."""
+    """Return how many more groups an asynchronous run without an end may publish."""
     rule = Admission(mode="async", groups_per_batch=batch, max_staleness=window, total_groups=10**9)
     return rule.may_publish(published=published, lost=0, batches_taken=steps, steps_done=steps)
 
@@ -84,7 +84,7 @@ def _areal_floor(params: Params, inputs: Inputs) -> Outputs:
 
 
 def _gate(params: Params, inputs: Inputs) -> Outputs:
-    """A batch is the unit; by how many groups a step trains, for the names that say it."""
+    """Count batches; for names that state a number of groups per step, count groups in batches of that size."""
     window, steps = inputs["window"], inputs["trainer_version"]
     sizes = (1, 2, 4, 8, 16, 32, 64)
     return {

@@ -1,8 +1,8 @@
-"""Bias and variance of every correction, exactly: 27 sequences enumerated, expectations in place of samples.
+"""Exact bias and variance of every correction: 27 sequences are enumerated, and expectations replace samples.
 
-Each row of KNOWN was worked out with the dense formula of ``PLAIN``, written here from its definition and sharing no
-code with the corrections; both must agree, and with the numbers, to 1e-6. Where the reference vector has the estimator
-the numbers are its own.
+Each row of KNOWN was computed with the dense formula in ``PLAIN``. That formula is written here from its definition and
+shares no code with the corrections. Both must agree with each other and with the numbers to 1e-6. Where the reference
+vector has the estimator, the numbers are the vector's.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def test_self_normalisation_changes_the_size_of_the_expected_gradient_and_not_it
     rho = np.exp(enumerated.logprobs - enumerated.behavior_logprobs)
     mean = float(enumerated.behavior_probabilities @ np.minimum(rho.prod(1), 2))
     normalised = enumerated.judge(weights(chain("tis_sequence + self_norm"), given(enumerated, mean_weight=mean)))
-    assert mean < 1  # truncation takes from the mean of a ratio, which is 1
+    assert mean < 1  # truncation lowers the mean of a ratio, which is 1
     assert normalised.cosine == pytest.approx(truncated.cosine, abs=1e-9)
     assert normalised.norm == pytest.approx(truncated.norm / mean, abs=1e-9)
     assert normalised.variance_trace == pytest.approx(truncated.variance_trace / mean**2, abs=1e-9)
@@ -228,7 +228,7 @@ def test_a_ratio_upside_down_is_further_off_than_no_correction(enumerated: Probl
 
 
 def test_the_exact_gradient_is_the_derivative_of_the_expected_reward(enumerated: Problem) -> None:
-    # By autograd of the same softmax over contexts, against the scores taken by hand.
+    # Compare autograd of the same softmax over contexts with the scores computed by hand.
     contexts = {context: index for index, context in enumerate(VECTOR["inputs"]["contexts"])}
     logits = torch.tensor([VECTOR["inputs"]["logits_theta"][context] for context in contexts], dtype=torch.float64)
     logits.requires_grad_()

@@ -1,12 +1,12 @@
-"""Every formula against independent float64 vectors, through the functions that users call.
+"""Checks every formula against independent float64 vectors, through the functions that users call.
 
-The vectors are those of ``ASYNCRL_ORACLES``, a file like tests/data/oracles.json, which is the default. An adapter per
-formula (tests/oracles/*.py) turns a vector's arrays into a call and the results back; it holds no formula of its own.
+The vectors come from ``ASYNCRL_ORACLES``, a file like tests/data/oracles.json, which is the default. One adapter per
+formula (tests/oracles/*.py) turns a vector's arrays into a call and the results back; adapters hold no formulas.
 
-A vector *passes* when every number it expects is given and met, and *fails* when one given is not met. It is *not
-offered*, never passed, when no adapter knows its formula, when it sets a parameter or brings an input that the adapter
-does not read, when it expects something the adapter does not give, or when it does not say which variant of the formula
-it means and meets none of ours as a whole. Its id means nothing.
+A vector *passes* when every number it expects is given and matches, and *fails* when a given number does not match. It
+is *not offered*, and never passes, in these cases: no adapter knows its formula; it sets a parameter or input that the
+adapter does not read; it expects an output that the adapter does not give; or it does not say which variant of the
+formula it means and no variant of asyncrl matches it as a whole. A vector's id has no meaning.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _compared(given: Mapping[str, Any], vector: Mapping[str, Any]) -> tuple[str,
 
 
 def _is_met(given: Any, expected: Any, atol: float) -> bool:
-    """A tuple given holds one result in several forms (per token and per sequence, unreduced and its mean)."""
+    """A tuple holds one result in several forms (per token and per sequence, unreduced and its mean)."""
     if isinstance(given, tuple):
         return any(_is_met(form, expected, atol) for form in given)
     if isinstance(given, torch.Tensor | np.ndarray | np.generic):
@@ -77,7 +77,7 @@ def _is_met(given: Any, expected: Any, atol: float) -> bool:
         is_as_long = isinstance(given, list) and len(given) == len(expected)
         return is_as_long and all(_is_met(one, other, atol) for one, other in zip(given, expected, strict=True))
     if isinstance(expected, float | int) and isinstance(given, float | int):
-        # The last digits of numbers like e^20 depend on the order of summation.
+        # The last digits of numbers like e^20 depend on the summation order.
         return given == expected or abs(given - expected) <= atol + 1e-12 * abs(expected)
     return bool(given == expected)
 

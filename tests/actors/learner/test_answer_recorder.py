@@ -1,4 +1,4 @@
-"""What is kept of the answers to an evaluation: some prompts whole, the same ones every time, and what was counted."""
+"""Recorded evaluation answers: those to some prompts in full, the same prompts each time, and only if they counted."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_what_counts_in_nothing_is_not_recorded(tmp_path: Path) -> None:
 
 
 async def test_saved_models_and_data_sets_with_the_same_prompts_are_told_apart(tmp_path: Path) -> None:
-    """Each is version 0 in evaluation 0 while it is evaluated. Two models of one step are of two incarnations."""
+    """During evaluation 0 each model is version 0. Two models saved at one step differ by incarnation."""
     made, its = writer(tmp_path), evaluation(0, version=0)
     for model in ("0-20", "1-20"):
         for dataset in (sums(30), dataclasses.replace(sums(30), name="words")):
@@ -122,7 +122,7 @@ async def test_answers_to_another_prompt_than_was_asked_are_not_recorded(tmp_pat
 
 
 async def test_answers_that_did_not_come_whole_are_lost_and_counted(tmp_path: Path) -> None:
-    """So that `asyncrl evaluate --answers`, which promises all, can say so."""
+    """`asyncrl evaluate --answers` promises all answers, so it must be able to report the missing ones."""
     file = SampleFile(tmp_path, name=EVALUATION_FILE)
     made, its = SampleWriter(file, load_decode=lambda: decode), evaluation(0)
     asked = EvaluationRound(its, [sums(30)], recorder=AnswerRecorder(made, per_dataset=30))
@@ -170,6 +170,6 @@ async def test_a_run_records_answers_of_every_evaluation(place: Any, bus_factory
     rows = recorded(tmp_path)
     assert {0, 4} <= {row.step for row in rows} <= {0, 2, 3, 4}
     assert all(len(row.answers) == 2 and row.prompt and row.label == "1" for row in rows)
-    for row in rows:  # the reward says which version answered
+    for row in rows:  # the reward tells which version answered
         assert {answer.reward for answer in row.answers} == {float(row.step)}
         assert {version for answer in row.answers for _, _, version in answer.versions} == {row.step}

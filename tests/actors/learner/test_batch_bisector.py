@@ -1,4 +1,4 @@
-"""A step that fails with some groups: they are named and failed, the others are trained, and the learner lives."""
+"""A step that fails because of some groups: these groups are named and failed, all other groups are trained."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Shards = Sequence[Sequence[MicroBatch]]
 
 
 def prompts_of(shards: Shards) -> set[int]:
-    """The second token of each document, which says of which prompt it is."""
+    """Return the second token of each document, which identifies its prompt."""
     return {int(m.tokens[start + 1]) for share in shards for m in share for start in m.boundaries[:-1]}
 
 
 class Picky(Backend):
-    """A step and its rehearsal do what ``fails`` does with the prompts of a batch."""
+    """A backend whose steps and rehearsals call ``fails`` with the prompts of a batch."""
 
     def __init__(self, fails: Callable[[set[int]], None]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Picky(Backend):
 
 
 class Scoring(Backend):
-    """One that cannot rehearse: what a step raises its scores raise too."""
+    """A backend that cannot rehearse; its scores raise the same errors as its steps."""
 
     def __init__(self, fails: Callable[[set[int]], None]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ async def test_a_group_that_no_step_can_be_made_with_is_failed_and_the_others_ar
 
 
 async def test_a_group_that_was_dropped_while_another_was_told_of_is_not_failed_too(tmp_path: Path) -> None:
-    """Its worker was quarantined by the task that reads the log."""
+    """The task that reads the log quarantined its worker."""
     loop = Loop(MemoryBus(**BUS_SIZES, max_message_bytes=2**20), tmp_path)
     reader: Any = loop.build()._reader
     table = loop.table
@@ -147,7 +147,7 @@ async def test_a_batch_of_nothing_but_bad_groups_is_failed_when_another_group_ca
 async def test_no_group_is_blamed_for_a_machine_that_has_no_memory_for_some_attempts(
     attempts: int, tmp_path: Path
 ) -> None:
-    """It comes back in the midst of the halving: what was tried before failed, what is tried behind passes."""
+    """Memory returns in the middle of the bisection: earlier attempts failed, later attempts pass."""
     left = [attempts]
 
     def fails(prompts: set[int]) -> None:

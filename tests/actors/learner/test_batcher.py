@@ -1,4 +1,4 @@
-"""Batches are prepared while the step before them runs, and that changes nothing but the time it takes."""
+"""Batches are prepared during the preceding step; this changes nothing but the time it takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_what_was_prepared_ahead_is_what_is_trained(desk: Desk) -> None:
     assert ids(taken) == [2, 3]
     prepared = await desk.prepare(taken)
     assert prepared.batch.metrics["staleness/max"] == 1.0
-    assert len(desk.prepared) == 2  # not once more
+    assert len(desk.prepared) == 2  # not prepared again
 
 
 async def test_a_late_arrival_that_is_older_takes_its_place_in_the_batch() -> None:
@@ -105,7 +105,7 @@ async def test_a_long_wait_is_announced_with_what_is_missing(
 
 
 class Pause:
-    """Holds the backend's thread in a step."""
+    """Blocks the backend's thread during a step."""
 
     def __init__(self, loop: Loop, *, step: int) -> None:
         self.reached, self._go = threading.Event(), threading.Event()
@@ -134,7 +134,7 @@ async def test_the_learner_prepares_the_next_batch_while_a_step_runs(bus_factory
 
 
 async def test_a_batch_prepared_ahead_admits_nothing_in_one_step_off(bus_factory: Any, tmp_path: Path) -> None:
-    """While step 1 trains batch 1, batch 2 is complete and prepared: batch 3 must not be admitted before step 2."""
+    """During step 1 on batch 1, batch 2 is complete and prepared. Batch 3 must not be admitted before step 2."""
     algorithm, prepared = counting()
     loop = Loop(await bus_factory(), tmp_path, steps=4, mode="one_step_off", max_staleness=1, algorithm=algorithm)
     pause = Pause(loop, step=0)

@@ -1,4 +1,4 @@
-"""checkpoint.best: the best model so far, whole, with what it was best by."""
+"""checkpoint.best: the best model so far, complete, with the metric that selected it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_resumed_run_knows_how_good_the_best_was(tmp_path: Path) -> None:
     )
     again = BestModel(tmp_path / "best", metric="a/mean@1")
     assert not again.look(version(tmp_path / "1-2", "two"), {"evaluation/a/mean@1": 0.4}, order=(1, 2))
-    other = BestModel(tmp_path / "best", metric="a/pass@1")  # another measure: nothing to compare with
+    other = BestModel(tmp_path / "best", metric="a/pass@1")  # another metric: its values cannot be compared
     assert other.look(tmp_path / "1-2", {"evaluation/a/pass@1": 0.1}, order=(1, 2))
     assert (tmp_path / "best" / "model.safetensors").read_text() == "two"
 

@@ -1,4 +1,4 @@
-"""What the learner does about what the bus lost."""
+"""How the learner reacts to losses of the bus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.buses import progress
 
 
 class Forgetful(MemoryBus):
-    """Says that it lost what a test says."""
+    """A bus that reports the losses that a test sets."""
 
     def __init__(self) -> None:
         super().__init__(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
@@ -89,7 +89,7 @@ async def test_what_cannot_be_made_again_is_said_once(caplog: pytest.LogCaptureF
 
 
 async def test_streams_are_made_again_while_what_was_on_them_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are stored again once their stream is there, which the same keeper makes."""
+    """Weights are stored again as soon as the same keeper has recreated their stream."""
     monkeypatch.setattr(bus_keeper, "LOOK_SECONDS", 0.001)
     rig, is_made, restored = Rig(), asyncio.Event(), asyncio.Event()
     done: list[str] = []

@@ -1,4 +1,4 @@
-"""A learner whose newest checkpoint is damaged or gone goes on from the one before, and loses no group by it."""
+"""A learner whose newest checkpoint is damaged or missing continues from the previous one and loses no group."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 async def test_the_one_before_is_used_and_every_group_is_accounted_for(
     bus_factory: Any, tmp_path: Path, damage: str
 ) -> None:
-    """Killed in step 8, with checkpoints at 4 and 6: it falls back to 4 and trains 5 and 6 again."""
+    """Killed in step 8 with checkpoints at 4 and 6, the learner falls back to 4 and trains steps 5 and 6 again."""
     first = Loop(await bus_factory(), tmp_path, steps=12, checkpoint_every=2)
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
     await killed_in_step(8, first)
@@ -102,7 +102,8 @@ async def test_a_run_that_keeps_one_checkpoint_keeps_the_log_for_that(bus_factor
 
 
 async def test_a_new_log_is_not_trimmed_by_what_was_read_of_the_old_one(tmp_path: Path) -> None:
-    """The server was replaced by an empty one: the checkpoint before the first of the new log covers nothing of it."""
+    """An empty server replaced the old one. The last checkpoint before the first one on the new log covers nothing of
+    the new log."""
     sizes = BUS_SIZES | {"max_prompts": 64, "max_message_bytes": MAX_MESSAGE_BYTES}
     old, new = MemoryBus(**sizes), MemoryBus(**sizes)
     for bus, steps in ((old, 6), (new, 8)):

@@ -1,4 +1,4 @@
-"""A checkpoint is written beside the next steps, and is none until all of it is on disk."""
+"""A checkpoint is written in the background during the next steps and counts only when all of it is on disk."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.harness.fakes import Backend, Engine, Loop, run_all, run_worker, work
 
 
 class SavingBeside(Backend):
-    """Writes when it is let."""
+    """A backend that writes a checkpoint when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.may_write = threading.Event()
         self.refused = 0
-        """How often the disk takes nothing."""
+        """How many writes the disk still refuses."""
         self._copy = 0
 
     def begin_save(self, folder: Path) -> None:
@@ -56,11 +56,11 @@ def steps_saved(loop: Loop) -> dict[str, str]:
 async def test_the_next_step_goes_on_while_a_checkpoint_is_written(
     loop: Loop, beside: SavingBeside, bus_factory: Any
 ) -> None:
-    """It holds what the model was when it was begun."""
+    """The checkpoint holds the model as it was when the save began."""
     found: list[dict[str, str]] = []
 
     def look(step: int) -> None:
-        if step == 3:  # the second since the checkpoint was begun
+        if step == 3:  # the second step since the save began
             found.append(steps_saved(loop))
             beside.may_write.set()
 
@@ -74,7 +74,7 @@ async def test_the_next_step_goes_on_while_a_checkpoint_is_written(
 async def test_a_learner_that_dies_while_it_writes_goes_on_from_the_checkpoint_before(
     loop: Loop, beside: SavingBeside, bus_factory: Any, tmp_path: Path
 ) -> None:
-    """Nothing has left the log for a checkpoint that is not there."""
+    """The log keeps every entry that the missing checkpoint would have covered."""
 
     def die(step: int) -> None:
         if step == 3:
@@ -102,6 +102,6 @@ async def test_what_the_disk_did_not_take_is_written_again_at_the_next_step(
     beside.may_write.set()
     beside.refused = 1
     loop.steps = 5
-    loop.checkpoint_every = 4  # of which the first cannot be written
+    loop.checkpoint_every = 4  # the first checkpoint cannot be written
     await run_all(loop, worker(await bus_factory(), Engine()))
     assert steps_saved(loop) == {"step-00000005": "5"}

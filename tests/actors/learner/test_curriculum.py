@@ -1,4 +1,4 @@
-"""Rows that are too easy rest: they are passed over before anything is sampled, and a resumed run knows which."""
+"""Rows that are too easy rest: they are skipped before sampling, and a resumed run remembers them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from tests.harness.fakes import Engine, Judge, Loop, run_all, worker
 
 
 class Asked:
-    """Labels of the rows that were asked, by the step they were asked in. Of even rows every sample is solved, of odd
-    ones half."""
+    """Labels of the requested rows, by step. All samples of even rows are solved, half of the samples of odd rows."""
 
     def __init__(self) -> None:
         self.labels: list[int] = []
@@ -30,7 +29,7 @@ class Asked:
 
 
 def synchronous(bus: Any, directory: Path, **changes: Any) -> Loop:
-    """A step asks five rows, once all five of the step before are trained."""
+    """Each step requests five rows, after all five rows of the previous step are trained."""
     settings: dict[str, Any] = {"mode": "sync", "max_staleness": 0, "groups_per_batch": 5, "steps": 3}
     return Loop(bus, directory, curriculum=CurriculumSection(high=0.9), **(settings | changes))
 
@@ -40,8 +39,9 @@ async def test_a_row_that_is_always_solved_rests_for_a_pass_and_is_asked_again(
 ) -> None:
     loop, asked = synchronous(await bus_factory(), tmp_path), Asked()
     await run_all(loop, worker(await bus_factory(), Engine(), load="on_demand", reward=Judge(asked)))
-    # Step 2: the second pass without 0, 2 and 4, the third from its begin. Step 3: its rest, and the fourth without 0
-    # and 2, which were solved in the third; of 4 only the first is known when it is asked.
+    # Step 2 has the second pass without rows 0, 2 and 4, and the start of the third pass. Step 3 has the rest of the
+    # third pass, and the fourth pass without rows 0 and 2, which the third pass solved. For row 4, only the first
+    # result is known when the fourth pass reaches it.
     assert asked.by_step == [[0, 1, 2, 3, 4], [0, 1, 1, 2, 3], [1, 3, 3, 4, 4]]
     row = loop.recorder.rows[-1]
     assert row["curriculum/rested"] == 5.0 and row["curriculum/rows"] == 5.0
@@ -49,7 +49,7 @@ async def test_a_row_that_is_always_solved_rests_for_a_pass_and_is_asked_again(
 
 
 async def test_where_every_row_would_rest_each_is_asked(bus_factory: Any, tmp_path: Path) -> None:
-    """Nobody can say which is best: the run goes on."""
+    """There is no best row to choose then, and the run must continue."""
     loop = synchronous(await bus_factory(), tmp_path)
     solved = Judge(lambda samples: [Reward(value=1.0)] * len(samples))
     await run_all(loop, worker(await bus_factory(), Engine(), load="on_demand", reward=solved))
@@ -62,7 +62,7 @@ async def test_a_resumed_run_knows_which_rows_rest(bus_factory: Any, tmp_path: P
     await run_all(first, worker(await bus_factory(), Engine(), load="on_demand", reward=Judge(asked)))
     bus = MemoryBus(
         max_prompts=64, max_log_bytes=2**24, ack_seconds=30, max_message_bytes=2**20
-    )  # not a finished run's
+    )  # a bus that no finished run has used
     second = synchronous(bus, tmp_path, steps=3, checkpoint_every=1)
     await run_all(second, worker(bus, Engine(), load="on_demand", reward=Judge(asked)), resume=True)
     assert asked.by_step == [[0, 1, 2, 3, 4], [0, 1, 1, 2, 3], [1, 3, 3, 4, 4]]

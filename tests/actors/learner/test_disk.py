@@ -1,4 +1,4 @@
-"""A run waits for a disk that cannot be written, says so, goes on by itself, and loses nothing."""
+"""A run waits for a disk that cannot be written, reports the wait, continues by itself, and loses nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Full:
-    """Raises what a disk says, while it is full; ``refused``: how often it has."""
+    """Raises a disk's error while it is full. ``refused``: number of refused writes."""
 
     def __init__(self, number: int = errno.ENOSPC) -> None:
         self.error: Callable[[], Exception] = lambda: OSError(number, os.strerror(number))
@@ -47,7 +47,8 @@ class Full:
 
 @asynccontextmanager
 async def going_on(loop: Loop, bus_factory: Any, full: Full) -> AsyncIterator[asyncio.Task[Any]]:
-    """The loop with a worker until ``full`` has refused three times; inside it is still full. Then to its end."""
+    """Run the loop with a worker until ``full`` has refused three writes. It stays full inside the block; then run to
+    the end."""
     async with asyncio.TaskGroup() as group:
         group.create_task(run_worker(worker(await bus_factory(), Engine())))
         learner = group.create_task(loop.run_learner())
@@ -61,13 +62,13 @@ async def going_on(loop: Loop, bus_factory: Any, full: Full) -> AsyncIterator[as
 
 
 def findings(loop: Loop) -> list[Finding]:
-    """What a health monitor says of the learner after a while."""
+    """Return what a health monitor finds about the learner after a while."""
     beat = loop.learner.heartbeat()
     return diagnose(Observation(actors={"learner": Seen(beat=beat, seconds=5.9, process="running")}, listened=3.0))
 
 
 def room(loop: Loop) -> list[str]:
-    """What is waited for of a disk."""
+    """Return the disk waits that are in progress."""
     return [wait.what for wait in loop.learner.heartbeat().waits if wait.on == "room"]
 
 
@@ -139,7 +140,7 @@ async def test_weights_wait_for_their_disk_while_the_learner_trains_and_the_newe
 
     loop = Loop(await bus_factory(), tmp_path, steps=8, max_staleness=2, channel=Refusing())
     async with going_on(loop, bus_factory, full):
-        await until(lambda: loop.backend.steps >= 3)  # as far as the window lets it
+        await until(lambda: loop.backend.steps >= 3)  # as far as the window allows
         assert room(loop) == ["room for weights (No space left on device)"]
     assert 2 not in written or written.index(2) < len(written) - 1
     assert written == sorted(set(written)) and written[-1] == 8
@@ -148,7 +149,7 @@ async def test_weights_wait_for_their_disk_while_the_learner_trains_and_the_newe
 async def test_a_line_of_the_history_is_on_disk_before_anybody_hears_what_it_says(
     bus_factory: Any, tmp_path: Path
 ) -> None:
-    """Without it, the weights of a step would be out and no record would say what it trained."""
+    """Otherwise the weights of a step could be published without a record of what it trained."""
     loop = Loop(await bus_factory(), tmp_path, steps=4, checkpoint_every=2)
     full = Full()
     full.is_full = False
@@ -167,10 +168,10 @@ async def test_a_line_of_the_history_is_on_disk_before_anybody_hears_what_it_say
         await until(lambda: hasattr(loop, "learner"))
         refuse(loop.learner._progress._history)
         await until(lambda: full.refused >= 3)
-        await until(lambda: loop.recorder.rows[-1]["step"] >= 2)  # it is reported beside the next step
+        await until(lambda: loop.recorder.rows[-1]["step"] >= 2)  # step 2 is reported during the next step
         assert loop.table.step == 3 and loop.recorder.rows[-1]["step"] == 2
         assert (tmp_path / "history.jsonl").read_bytes().count(b'"trained"') == 2
-        await until(lambda: room(loop))  # it says so behind the refusal, in another thread
+        await until(lambda: room(loop))  # reported after the refusal, by another thread
         assert room(loop) == ["room for the history (No space left on device)"]
         full.is_full = False
         await learner
@@ -179,7 +180,7 @@ async def test_a_line_of_the_history_is_on_disk_before_anybody_hears_what_it_say
 
 
 class Refuses:
-    """A file on a full disk: it takes the first bytes of a line, and then none."""
+    """A file on a full disk: it accepts the first bytes of a line, then none."""
 
     def __init__(self, file: Any, full: Full) -> None:
         self._file, self._full = file, full

@@ -1,4 +1,4 @@
-"""The evaluator alone on a bus: what it asks, when it ends, and what it makes of an earlier evaluation."""
+"""The evaluator alone on a bus: what it requests, when it ends, and how it treats an earlier evaluation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.harness.fakes import Channel
 pytestmark = pytest.mark.timeout(600)
 
 LAST = Evaluation(number=3, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=5)
-"""What an earlier incarnation began."""
+"""An evaluation that an earlier incarnation began."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def bus() -> MemoryBus:
 
 
 class FarBus(MemoryBus):
-    """Whose log takes longer to read than a prompt to publish."""
+    """A bus whose log takes longer to read than a prompt takes to publish."""
 
     @contextlib.asynccontextmanager
     async def read(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
@@ -55,7 +55,7 @@ class FarBus(MemoryBus):
 
 @dataclass
 class Incarnation:
-    """One incarnation of a learner, as far as evaluations go. Its results: version -> row."""
+    """One incarnation of a learner, reduced to evaluations. Its results: version -> row."""
 
     bus: MemoryBus
     version: int = 20
@@ -82,7 +82,7 @@ class Incarnation:
         self.results[row["learner/incarnation"], version] = row
 
     async def until_idle(self) -> None:
-        """Evaluate what was taken up or begun."""
+        """Finish the evaluations that were resumed or begun."""
         running = asyncio.create_task(self.evaluator.run())
         await self.evaluator.finish()
         running.cancel()
@@ -95,7 +95,7 @@ class Incarnation:
 async def answer(
     bus: MemoryBus, evaluation: Evaluation, *indices: int, version: int | None = None, held_seconds: float = 0.0
 ) -> None:
-    """version: that sampled them; None: the evaluated one"""
+    """version: the version that sampled the answers; None: the evaluated one"""
     incarnation, own = evaluation.weights.order
     span = VersionSpan(start=0, incarnation=incarnation, policy_version=own if version is None else version)
     for index in indices:
@@ -111,7 +111,7 @@ async def answer(
 
 
 async def answer_what_is_asked(bus: MemoryBus, *, version: int | None = None) -> None:
-    """A worker, until it is cancelled."""
+    """Act as a worker until cancelled."""
     async with bus.consume(EVALUATION_PROMPTS) as deliveries:
         async for delivery in deliveries:
             evaluation = (await bus.states(EVALUATION))[""]
@@ -134,7 +134,8 @@ async def beats(bus: MemoryBus, *workers: str) -> None:
 
 async def test_an_evaluation_that_is_taken_up_asks_only_for_what_is_missing(bus: MemoryBus) -> None:
     await bus.put(EVALUATION, LAST)
-    await answer(bus, LAST, 0, version=19)  # mixed: to be asked again, had it no answer later in the log
+    # mixed versions: would be requested again without the later answer in the log
+    await answer(bus, LAST, 0, version=19)
     await answer(bus, LAST, 0, 2, 4)
     incarnation = Incarnation(bus)
     await incarnation.evaluator.start()
@@ -178,7 +179,7 @@ async def test_a_log_whose_end_has_vanished_is_waited_for_no_longer_than_a_promp
 
 
 async def test_the_engines_time_is_that_for_which_workers_had_the_version(bus: MemoryBus) -> None:
-    """One of two had it all the time, by what its second answer says; nobody knows of the other."""
+    """One of two workers held the version all the time, according to its second answer; the other is unknown."""
     await bus.put(EVALUATION, LAST)
     await beats(bus, "e0", "e1")
     await answer(bus, LAST, 0, 1, 2)
@@ -193,7 +194,7 @@ async def test_the_engines_time_is_that_for_which_workers_had_the_version(bus: M
 async def test_an_evaluation_of_other_questions_is_given_up(
     bus: MemoryBus, changed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its answers are of questions that this incarnation would not ask."""
+    """Its answers belong to questions that this incarnation would not ask."""
     its = sums(6 if changed == "size" else 5)
     await bus.put(EVALUATION, replace(LAST, questions=digest([its])))
     if changed == "label":
@@ -249,7 +250,8 @@ class Gone(Channel):
 async def test_a_version_that_nobody_can_load_ends_its_evaluation_at_once(
     bus: MemoryBus, is_gone: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the first word of a worker where the learner finds it gone too; else at that of the last worker."""
+    """If the learner also misses the version, the first worker's report is enough; otherwise the last worker's is
+    needed."""
     await bus.put(EVALUATION, LAST)
     await beats(bus, "e0", "e1")
     await answer(bus, LAST, 1)

@@ -1,4 +1,4 @@
-"""With eviction "wait" the learner holds rather than let a group that is still being generated get too old."""
+"""With eviction "wait", the learner holds rather than let a group in generation become too stale."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tests.harness.groups import group
 
 def test_waiting_holds_the_step_that_would_make_a_straggler_too_old() -> None:
     rule = Selection(max_staleness=2)
-    # A group admitted at version 1 and still generating: the step from 3 makes version 4, and 4 - 1 > 2.
+    # The group was admitted at version 1 and is still in generation. The step from 3 makes version 4, and 4 - 1 > 2.
     assert not rule.late_starts(2, [1], count=1)
     assert rule.late_starts(3, [1], count=1)
 
 
 def test_waiting_leaves_a_turn_to_every_straggler() -> None:
-    """Three from version 1 and two to a batch: from version 3 the last of them would have its turn at 4."""
+    """Three groups from version 1, two per batch: if two of them had their turn at version 3, the last one would have
+    its turn at version 4."""
     rule = Selection(max_staleness=2)
     assert not rule.late_starts(1, [1, 1, 1], count=2)
     assert rule.late_starts(2, [1, 1, 1], count=2)
@@ -44,14 +45,14 @@ def test_waiting_leaves_a_turn_to_every_straggler() -> None:
 def test_a_learner_that_waits_for_stragglers_drops_none(
     batch_size: int, bound: int, slots: int, step_ticks: int, beat_ticks: int, load_ticks: int, seed: int
 ) -> None:
-    """A clock of its own: groups take 1 to about 60 ticks once a slot is free, and no more are out than admission
-    allows. What the worker has begun is heard every so many ticks, or never (0)."""
+    """The test has its own clock. A group takes 1 to about 60 ticks once a slot is free, and admission limits the
+    number in flight. The learner hears every ``beat_ticks`` ticks which groups have begun, or never (0)."""
     lengths = np.random.default_rng(seed).lognormal(1.0, 1.2, 10_000).astype(int) + 1
     rule, table = Selection(max_staleness=bound), GroupTable(bound=AdaptiveBound.fixed(bound))
     begun = Begun()
     is_free_at = tick = 0
     queue: deque[int] = deque()
-    running: dict[int, tuple[int, int]] = {}  # group -> its version, and when it is done
+    running: dict[int, tuple[int, int]] = {}  # group -> its version, and the tick at which it is done
     steps_done_at: list[int] = []
     while table.step < 12:
         tick += 1

@@ -1,4 +1,4 @@
-"""Group filters of the run file: a group that one raises on fails; one that spoils every group ends the run."""
+"""Group filters of the run file: an exception fails the group, and a filter that fails every group ends the run."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ async def test_at_the_cap_a_step_is_filled_with_what_comes(
     rows = loop.recorder.rows
     assert loop.trained_groups == 8
     assert rows[-1]["staleness/kept_at_cap"] >= 8
-    assert 3 <= rows[-1]["staleness/filtered_groups"] <= 3 * 5  # what arrives behind the last step is also filtered
+    # groups that arrive after the last step are also filtered
+    assert 3 <= rows[-1]["staleness/filtered_groups"] <= 3 * 5
 
 
 async def test_at_the_cap_a_run_ends_with_the_reason_if_it_is_to(bus: Any, bus_factory: Any, tmp_path: Path) -> None:

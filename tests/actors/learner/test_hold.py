@@ -1,4 +1,4 @@
-"""A full batch holds for older groups that would become too old: for whom, how long, and what is said of it."""
+"""A full batch waits for older groups that would become too stale: which groups, how long, and what is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness.fakes import until
 
 async def test_a_batch_prepared_ahead_still_waits_for_stragglers() -> None:
     desk = Desk(wait_for_stragglers=True, version=2)
-    desk.start(of={0: 0, 1: 2, 2: 2})  # group 0 is over the bound after the step from version 2
+    desk.start(of={0: 0, 1: 2, 2: 2})  # group 0 exceeds the bound after the step from version 2
     desk.arrive(1, 2, version=2)
     await desk.prepare([*desk.table.buffered.values()])
     taking = asyncio.create_task(desk.take())
@@ -39,7 +39,7 @@ async def test_a_learner_that_holds_for_long_says_for_whom(
 
 
 async def test_a_step_waits_for_stragglers_no_longer_than_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """And the steps behind it do not wait for the same ones again."""
+    """Later steps do not wait for the same groups again."""
     desk = Desk(wait_for_stragglers=True, version=2, wait_seconds=0.01)
     desk.start(of={0: 0, 1: 2, 2: 2, 3: 2, 4: 2})
     desk.arrive(1, 2, 3, 4, version=2)
@@ -55,7 +55,7 @@ async def test_a_step_waits_for_stragglers_no_longer_than_it_is_told(caplog: pyt
 async def test_a_learner_says_that_it_holds_while_it_does_and_only_if_the_hold_has_an_end(
     wait_seconds: float, note: str
 ) -> None:
-    """A health monitor takes it for no deadlock then, whoever keeps what is waited for."""
+    """The health monitor then does not report a deadlock, whoever keeps the awaited groups."""
     desk = Desk(wait_for_stragglers=True, version=2, wait_seconds=wait_seconds)
     desk.start(of={0: 0, 1: 2, 2: 2})
     desk.arrive(1, version=2)
@@ -71,7 +71,7 @@ async def test_a_learner_says_that_it_holds_while_it_does_and_only_if_the_hold_h
 
 
 async def test_a_wait_behind_one_in_vain_is_half_as_long(caplog: pytest.LogCaptureFixture) -> None:
-    """So that a run whose every group comes too late is not held for the whole time at every step."""
+    """Otherwise, a run whose groups all come too late would be held for the full time at every step."""
     desk = Desk(wait_for_stragglers=True, version=2, wait_seconds=0.02)
     desk.start(of={0: 0, 1: 1, **dict.fromkeys(range(2, 8), 2)})
     desk.arrive(*range(2, 8), version=2)
@@ -90,7 +90,7 @@ async def test_a_resumed_learner_does_not_wait_for_what_is_too_old_already() -> 
 
 
 async def test_stragglers_of_several_batches_are_waited_for_once_all_together() -> None:
-    """Three from version 0 and two to a batch: the third would be too late already for the step after the next."""
+    """Three groups from version 0, two per batch: the third would be too late for the step after the next."""
     desk = Desk(wait_for_stragglers=True, version=1, wait_seconds=0.01)
     desk.start(of={0: 0, 1: 0, 2: 0, **dict.fromkeys(range(3, 9), 1)})
     desk.arrive(*range(3, 9), version=1)
@@ -103,7 +103,7 @@ async def test_stragglers_of_several_batches_are_waited_for_once_all_together() 
 
 
 async def test_a_group_that_was_begun_late_is_not_waited_for_until_it_is_old() -> None:
-    """Its prompt lay on the bus since version 0; the version of a group's tokens is the one that began it."""
+    """Its prompt has been on the bus since version 0, but the version of its tokens is the one at which it began."""
     desk = Desk(wait_for_stragglers=True, version=2, begun={0: 1})
     desk.start(of={0: 0, 1: 2, 2: 2, 3: 2, 4: 2})
     desk.arrive(1, 2, 3, 4, version=2)
@@ -125,14 +125,14 @@ async def test_a_hold_ends_when_it_is_heard_that_nobody_had_begun_the_group(monk
     taking = asyncio.create_task(desk.take())
     await asyncio.sleep(0.05)
     assert not taking.done()
-    desk.begun[0] = 2  # its worker died, and another one began it anew
+    desk.begun[0] = 2  # its worker died, and another worker restarted the group
     assert await taking == [1, 2]
 
 
 async def test_a_hold_ends_when_it_is_heard_that_nobody_had_begun_the_group_though_timers_fire_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As uvloop's do, by up to a millisecond."""
+    """uvloop's timers fire up to a millisecond early."""
     loop = asyncio.get_running_loop()
     call_later = loop.call_later
     monkeypatch.setattr(loop, "call_later", lambda delay, *then, **named: call_later(delay / 2, *then, **named))

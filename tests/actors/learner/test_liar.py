@@ -1,4 +1,4 @@
-"""What one bad worker may cost: its own groups. Lies through the real learner, on both buses."""
+"""A bad worker costs only its own groups. Lies through the real learner, on both buses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
 
 @contextlib.asynccontextmanager
 async def asking_for(loop: Loop, *group_ids: int) -> AsyncIterator[asyncio.Task[Any]]:
-    """The learner, once it has asked for these groups."""
+    """Yield the running learner once it has requested these groups; drain it at the end of the block."""
     learner = asyncio.create_task(loop.run_learner())
     while not {str(group_id) for group_id in group_ids} <= await loop.bus.keys(PROMPTS):
         await asyncio.sleep(0.01)
@@ -49,7 +49,8 @@ async def test_a_worker_on_which_alone_every_group_fails_is_quarantined_and_the_
 
     held = Engine()
     held.gate.clear()
-    judged = Validator(bus, rescoring=LogprobMismatch(bound=10.0, every=1000))  # on, and a fake's logprobs are in it
+    # enabled; the fake's logprobs are within the bound
+    judged = Validator(bus, rescoring=LogprobMismatch(bound=10.0, every=1000))
     loop = Loop(bus, tmp_path, max_failed_in_a_row=8, validator=judged)
     async with asyncio.TaskGroup() as group:
         group.create_task(run_worker(worker(await bus_factory(), held, name="w1", max_running=2)))
@@ -69,7 +70,8 @@ async def test_a_worker_on_which_alone_every_group_fails_is_quarantined_and_the_
 async def test_a_worker_that_keeps_prompts_and_never_answers_costs_a_wait_and_the_run_goes_on(
     bus: Bus, bus_factory: Any, tmp_path: Path
 ) -> None:
-    """A batch of them, within a window of three: the learner holds once for both, in vain, and for none behind them."""
+    """It keeps one batch within a window of three. The learner holds once for both groups without success, and for no
+    later groups."""
     loop = Loop(bus, tmp_path, steps=10**6, wait_for_stragglers=True, staleness={"wait_seconds": 0.05})
     theirs = await bus_factory()
     async with asyncio.TaskGroup() as group, theirs.consume(PROMPTS) as deliveries:
@@ -88,7 +90,7 @@ async def test_a_worker_that_keeps_prompts_and_never_answers_costs_a_wait_and_th
 
 
 async def test_why_a_group_failed_may_be_of_any_length_and_is_cut(bus: Bus, tmp_path: Path) -> None:
-    """As long as a message may be: an event with it would not fit into one."""
+    """The message may have the maximum size; an event that contained it would not fit into one message."""
     loop = Loop(bus, tmp_path)
     long = "E" * (bus.max_message_bytes - 500)
     prompt = np.zeros(0, np.int32)
@@ -102,7 +104,7 @@ async def test_why_a_group_failed_may_be_of_any_length_and_is_cut(bus: Bus, tmp_
 async def test_a_group_that_was_not_asked_for_is_failed_and_another_is_generated(
     bus: Bus, bus_factory: Any, tmp_path: Path
 ) -> None:
-    """One answer of the two that were asked for; a prompt of its own; a worker's name that is no key."""
+    """One answer instead of the requested two; a prompt of its own; a worker name that is not a valid key."""
     loop = Loop(bus, tmp_path)
     nameless = messages.replace(groups.group(2), prompt_tokens=np.array([1, 6], np.int32), worker="w\n" * 500)
     async with asking_for(loop, 0, 1, 2) as learner:

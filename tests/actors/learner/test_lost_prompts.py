@@ -1,4 +1,4 @@
-"""Prompts that the bus has lost are found, and those that only moved are not."""
+"""Prompts that the bus has lost are found; prompts that have only moved are not reported."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ async def test_a_group_that_is_nowhere_is_lost_and_one_that_waits_in_the_log_is_
     await publish_groups(bus, 1)  # and its prompt was acked
     lost = LostPrompts(bus, table=table, link=link, tickets=Tickets())
     await lost.look()
-    assert link.lost.empty()  # it may be on its way there
-    await publish_prompts(bus, 2)  # as this one was
+    assert link.lost.empty()  # the prompt may still be on its way to the bus
+    await publish_prompts(bus, 2)  # as this prompt was
     await lost.look()
     assert link.lost.get_nowait() == {3: 13}
     await publish_prompts(bus, 3)
@@ -43,7 +43,8 @@ async def test_a_group_that_is_nowhere_is_lost_and_one_that_waits_in_the_log_is_
 async def test_a_prompt_whose_worker_could_not_read_it_is_published_again_where_answers_need_a_ticket(
     bus: Bus, tmp_path: Path
 ) -> None:
-    """Somebody has put another in the place of group 1's. Who takes it fails the group, without a ticket: in vain."""
+    """Another prompt has replaced that of group 1. The worker that takes it fails group 1 without a ticket, so the
+    failure does not count."""
     forged = PromptGroup(group_id=7, prompt_tokens=[5], group_size=2, sampling=SamplingParams(max_new_tokens=4))
     await bus.publish(PROMPTS, forged, key="1")
     loop = Loop(bus, tmp_path, tickets=Tickets(b"of this run"))
@@ -73,7 +74,7 @@ async def test_prompts_that_came_back_with_an_older_log_do_not_hide_one_that_did
 
 
 async def test_a_prompt_that_its_server_forgot_to_remove_hides_none_that_is_lost_later() -> None:
-    """As behind a full disk: acknowledged, and on the stream for good."""
+    """As after a full disk: the prompt was acknowledged but stays on the stream for good."""
     bus, link = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES), PromptLink()
     table = GroupTable(bound=AdaptiveBound.fixed(2))
     lost = LostPrompts(bus, table=table, link=link, tickets=Tickets())
@@ -82,7 +83,7 @@ async def test_a_prompt_that_its_server_forgot_to_remove_hides_none_that_is_lost
     table.fail(0, error="")
     await publish_prompts(bus, 0, 1)
     await lost.look()
-    table.publish(2, position=2)  # two prompts for two groups, one of them of none of these
+    table.publish(2, position=2)  # two prompts for two groups, but one prompt belongs to neither group
     await lost.look()
     await lost.look()
     assert link.lost.get_nowait() == {2: 2}

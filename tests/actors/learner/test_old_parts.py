@@ -1,4 +1,4 @@
-"""staleness.parts = "alone": what is too old of a group trains nothing, and the rest of it is trained."""
+"""staleness.parts = "alone": too stale parts of a group are not trained; the rest of the group is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.fakes import Engine, Loop, run_all, worker
 
 
 async def begins_at_the_start(prompt: PromptGroup, generate: Generate, *, index: int) -> list[Trajectory]:
-    """Its first part was sampled by the weights that the run began with, its second is fresh."""
+    """Return a first part sampled by the run's initial weights, and a fresh second part."""
     turns = TrajectoryBuilder(prompt.prompt_tokens)
     turns.answered(await generate(turns.tokens))
     fresh = turns.trajectory()
@@ -29,8 +29,8 @@ async def begins_at_the_start(prompt: PromptGroup, generate: Generate, *, index:
 async def test_parts_that_are_too_old_are_left_out_and_their_groups_are_trained(
     bus_factory: Any, tmp_path: Path
 ) -> None:
-    """With a bound of 1, steps 1 and 2 may train what version 0 sampled, and later ones may not: of two groups of two
-    rollouts each leaves out its four first parts."""
+    """With a bound of 1, only steps 1 and 2 may train samples of version 0. Each later step of two groups with two
+    rollouts leaves out its four first parts."""
     loop = Loop(
         await bus_factory(), tmp_path, steps=5, max_staleness=1, function="mine:agent", staleness={"parts": "alone"}
     )

@@ -1,4 +1,4 @@
-"""staleness.parts = "tokens": answers that take longer than the bound are trained, less what is too old of them."""
+"""staleness.parts = "tokens": answers that take longer than the bound are trained without their too stale tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.harness.fakes import Engine, Loop, run_all, until, worker
 
 BOUND = 2
 ENDS_AT = 5
-"""Version that samples the last two of the four tokens of the late answer, which version 0 began."""
+"""Version that samples the last two tokens of the late answer. Version 0 sampled the first two."""
 
 
 def one_answer_takes_long(engine: Engine) -> Callable[..., Any]:
@@ -70,12 +70,12 @@ async def test_an_answer_that_outlasts_the_bound_is_trained_without_its_old_toke
     assert [row["learner/held_seconds"] for row in rows] == [0.0] * 9
     lines = {entry.step: entry for entry, _, _ in steps(history.read(tmp_path / "history.jsonl"))}
     (step,) = [step for step, entry in lines.items() if 0 in entry.groups]
-    assert step > ENDS_AT  # the others went on without it
+    assert step > ENDS_AT  # training continued without it
     assert {step: entry.old_tokens for step, entry in lines.items() if entry.old_tokens} == {step: 6}
     assert [row["staleness/old_tokens"] for row in rows] == [6.0 * (row["step"] == step) for row in rows]
     assert loop.table.counts["dropped"] == 0
     (late,) = [row for row in read(tmp_path / "samples") if row.group_id == 0]
-    assert [answer.old_tokens for answer in late.answers] == [2, 4]  # the other one of its group lay there meanwhile
+    assert [answer.old_tokens for answer in late.answers] == [2, 4]  # the group's other answer aged while it waited
     assert late.answers[0].staleness is not None and late.answers[0].staleness <= BOUND
 
 
@@ -91,7 +91,7 @@ async def test_judged_by_its_oldest_token_its_group_is_dropped(bus_factory: Any,
         ({}, False),
         ({"order": "freshest_first"}, False),
         ({"replay_groups": 1, "replay_times": 3}, False),
-        ({}, True),  # one answer is too few to go without the other
+        ({}, True),  # one answer is too few to be sent alone
     ],
     ids=["oldest first", "freshest first", "replayed", "partial groups"],
 )

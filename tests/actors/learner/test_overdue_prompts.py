@@ -1,4 +1,4 @@
-"""Prompts that nobody answers go to the prompt source again as they were, and are withdrawn once they are answered."""
+"""Unanswered prompts go to the prompt source again unchanged, and are withdrawn once they are answered."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_what_every_worker_waits_beside_is_issued_again_and_withdrawn_once
     assert overdue.numbers() == {
         "learner/reissued_prompts": 1,
         "learner/reissues_left": 2,
-        "learner/kept_prompts": 1,  # it is not on the bus: somebody took it
+        "learner/kept_prompts": 1,  # not on the bus: a client took it
     }
     table.fail(0, error="answered, one way or the other")
     for _ in range(2):  # the prompt source may have been about to publish it

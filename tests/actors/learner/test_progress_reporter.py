@@ -1,4 +1,4 @@
-"""The learner's progress stays on the bus: it is what lets prompts into the window."""
+"""The learner's progress stays on the bus, because admission of prompts depends on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_progress_that_the_bus_lost_is_reported_again_and_a_newer_learners
 ) -> None:
     monkeypatch.setattr(progress_reporter, "LOOK_SECONDS", 0.01)
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
-    other = copy.copy(bus)  # another process on it
+    other = copy.copy(bus)  # another process on the same bus
     other._kept = KeptStates(UNSIGNED)
     table = GroupTable(bound=AdaptiveBound.fixed(1))
     reporter = ProgressReporter(bus, name="learner", table=table, history=History(tmp_path / "h.jsonl", incarnation=0))

@@ -1,4 +1,4 @@
-"""What a learner's death leaves on ``prompts`` can be begun: with the weights there are, by the next incarnation."""
+"""Prompts that a dead learner leaves on ``prompts`` can be begun with the existing weights by the next incarnation."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ modes = st.sampled_from([("sync", 0), ("one_step_off", 1), ("async", 0), ("async
 def test_a_group_asks_for_a_version_that_is_there_and_young_enough_for_its_batch(
     mode: tuple[str, int], size: int, acts: list[str], data: st.DataObject
 ) -> None:
-    """However late versions are announced, and however many are passed over.
+    """This holds however late versions are announced, and however many are skipped.
 
-    A group that is the n-th of those not lost is in batch n // size, which version n // size trains.
+    The n-th group that is not lost belongs to batch n // size, which version n // size trains.
     """
     name, bound = mode
     rule = Admission(mode=name, groups_per_batch=size, max_staleness=bound, total_groups=10**6)
@@ -75,7 +75,7 @@ def test_where_no_policy_samples_no_version_is_waited_for() -> None:
     ("asked", "engine_incarnation", "expected"),
     [
         (25, 0, 25),  # the incarnation that published it
-        (25, 1, 12),  # fell back to 10: what was sampled up to there trains through the step from 11
+        (25, 1, 12),  # fell back to 10: samples up to version 10 can be trained until the step from 11
         (11, 1, 11),  # the log brings the new history there
         (3, 1, 3),
     ],
@@ -95,7 +95,8 @@ def test_a_group_of_a_lost_history_begins_where_the_log_has_nothing_left_before_
 async def test_no_prompt_asks_for_weights_that_nobody_can_get(
     bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writing version 3 takes until somebody is killed: what steps 3 and later release stays with the learner."""
+    """Writing version 3 blocks until the test allows it. Until then, the learner keeps the prompts that steps 3 and
+    later release."""
     may_write = threading.Event()
     publish = fakes.Channel.publish
 
@@ -115,7 +116,7 @@ async def test_no_prompt_asks_for_weights_that_nobody_can_get(
     async with asyncio.TaskGroup() as group:
         group.create_task(run_worker(worker(await bus_factory(), Engine(), rollout=rollout)))
         learner = group.create_task(loop.run_learner())
-        await until(lambda: hasattr(loop, "learner") and loop.learner.step == 4)  # versions 0 to 2, and a batch more
+        await until(lambda: hasattr(loop, "learner") and loop.learner.step == 4)  # versions 0 to 2, and one more batch
         assert await loop.bus.last_sequence(PROMPTS) == 2 * (2 + 1 + 1)
         assert set(asked) <= {0, 1, 2}
         may_write.set()
@@ -124,7 +125,7 @@ async def test_no_prompt_asks_for_weights_that_nobody_can_get(
 
 
 class Stuck(Engine):
-    """Never ends what it begins on version 5 or newer."""
+    """Never finishes generations that begin on version 5 or newer."""
 
     async def generate(
         self,
@@ -140,9 +141,10 @@ class Stuck(Engine):
 
 
 async def killed_life(bus_factory: Any, folder: Path, settings: dict[str, Any], *, load: str, stuck: int) -> Loop:
-    """A learner and its worker, both killed once the engine answers no more.
+    """Run a learner and its worker, and kill both once the engine no longer answers.
 
-    stuck: samples outstanding then. Some groups may have been done before version 5: the learner holds those.
+    stuck: samples outstanding at that point. Groups finished before version 5 may be among them, buffered in the
+    learner.
     """
     incarnation = Loop(await bus_factory(), folder, steps=100, **settings)
     engine = Stuck()
@@ -164,9 +166,10 @@ async def killed_life(bus_factory: Any, folder: Path, settings: dict[str, Any], 
 async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_for_it(
     bus_factory: Any, tmp_path: Path, mode: str, max_staleness: int, batches: int
 ) -> None:
-    """A window of prompts asks for versions from 5 on, and the next incarnation begins at 0.
+    """The outstanding prompts ask for versions from 5 on, but the next incarnation begins at 0.
 
-    Most of the log is too old from version max_staleness + 1 on, so without those prompts it never gets to 5.
+    Most of the log is too old from version max_staleness + 1 on, so the incarnation needs those prompts to reach
+    version 5.
     """
     settings: dict[str, Any] = {"mode": mode, "max_staleness": max_staleness}
     load = "in_flight" if mode == "async" else "on_demand"
@@ -174,7 +177,7 @@ async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_
     second = Loop(await bus_factory(), tmp_path, steps=8, **settings)
     async with asyncio.TaskGroup() as group:
         learner = group.create_task(second.run_learner(resume=True))
-        async with second.bus.watch(WEIGHTS) as versions:  # its worker never has the weights that were lost
+        async with second.bus.watch(WEIGHTS) as versions:  # its worker never gets the lost weights
             while (await anext(versions)).incarnation == 0:
                 pass
         group.create_task(run_worker(worker(await bus_factory(), Engine(), load=load, max_staleness=max_staleness)))
@@ -188,7 +191,7 @@ async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_
 async def test_nor_where_what_was_to_bring_it_there_is_lost(
     bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, max_staleness: int, batches: int
 ) -> None:
-    """The next incarnation trains nothing of the worker that has made the whole log."""
+    """The next incarnation trains no group of the worker that made the whole log."""
     monkeypatch.setattr(weight_follower, "STARVED_SECONDS", 0.1)
     settings: dict[str, Any] = {"mode": mode, "max_staleness": max_staleness}
     load = "in_flight" if mode == "async" else "on_demand"

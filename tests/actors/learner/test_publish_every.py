@@ -1,4 +1,4 @@
-"""weights.every_steps: versions that nobody needs are not published."""
+"""weights.every_steps: versions that no worker needs are not published."""
 
 from __future__ import annotations
 

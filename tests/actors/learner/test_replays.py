@@ -1,4 +1,5 @@
-"""A run that trains good groups again: the bound holds, the window is its own, and the audit finds everything."""
+"""A run that trains good groups again: the bound holds, the window is unaffected, and the audit accounts for
+everything."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ async def test_good_groups_are_trained_again_within_the_bound(bus_factory: Any, 
     assert replayed[0] == 0
     assert sum(replayed) >= 1
     assert max(row["staleness/max"] for row in rows) <= 3
-    assert loop.table.counts["trained"] == 16  # in the window each counts once
+    assert loop.table.counts["trained"] == 16  # each counts once in the window
     documents = [sum(len(micro.boundaries) - 1 for micro in step) for step in loop.backend.trained]
     assert documents == [2 * (2 + int(again)) for again in replayed]
     made = await account_with(RecordedRun(loop.directory), loop.bus)

@@ -1,4 +1,4 @@
-"""The learner's samples.jsonl: what is recorded of a run, and that nothing about it can end one."""
+"""The learner's samples.jsonl: what is recorded, and that recording can never end a run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_every_step_and_every_fate_is_recorded(bus_factory: Any, tmp_path:
 
 
 async def test_the_bus_says_what_became_of_every_group(bus_factory: Any, tmp_path: Path) -> None:
-    """So that another machine, which has no history, can be told."""
+    """Another machine without the history can then learn the fate of each group."""
     bus = await bus_factory()
     loop = Loop(bus, tmp_path, steps=3)
     async with asyncio.TaskGroup() as group:
@@ -145,7 +145,7 @@ async def test_a_burst_of_drops_is_recorded_up_to_the_count_of_a_step(tmp_path: 
 
 
 class Telling(Backend):
-    """Knows of each token of a recorded document its logprob, of which the digits are the token, and its entropy."""
+    """Returns a logprob whose digits are the token, and an entropy, for each token of a recorded document."""
 
     def step(self, shares: Any, *, learning_rate: float, model: str = "policy") -> StepResult:
         result = super().step(shares, learning_rate=learning_rate, model=model)
@@ -173,7 +173,8 @@ async def test_a_trained_group_has_what_the_trainer_thought_of_each_token(bus_fa
 
 
 async def test_what_was_not_trained_of_an_answer_has_no_numbers(tmp_path: Path) -> None:
-    """Of two answers one is masked whole; the other has a token of a tool, and one that is no number."""
+    """One of two answers is fully masked. The other contains a tool token, and one token whose logprob is not a
+    number."""
     group = buses.group(0)
     writer = written(tmp_path)
     recorded = SampleRecorder(writer, per_step=1)
@@ -198,7 +199,7 @@ async def test_what_was_not_trained_of_an_answer_has_no_numbers(tmp_path: Path) 
     for place in (trained[0], *trained[2:]):
         entropies[place - len(group.prompt_tokens)] = 0.25
     assert row.answers[0].entropies == tuple(entropies)
-    entropies[trained[0] - len(group.prompt_tokens)] = None  # of the logprobs, the one that is no number
+    entropies[trained[0] - len(group.prompt_tokens)] = None  # the token whose logprob is not a number
     assert row.answers[0].trainer_logprobs == tuple(entropies)
     assert [answer.trainer_logprobs for answer in row.answers[1:]] == [()] * len(others)
 

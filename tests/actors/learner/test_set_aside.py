@@ -1,4 +1,5 @@
-"""A log entry that ends the learner's process twice is set aside by the third incarnation; the others are trained."""
+"""A log entry that ends the learner's process twice is set aside by the third incarnation; all other groups are
+trained."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.harness.rows import Rows
 
 
 class Deadly(Picky):
-    """The process ends with a step or a rehearsal of this prompt."""
+    """A backend whose process ends when it steps on or rehearses this prompt."""
 
     def __init__(self, prompt: int) -> None:
         super().__init__(self._end)
@@ -37,7 +38,7 @@ class Deadly(Picky):
 
 
 async def live(loop: Loop, *, resume: bool) -> str:
-    """One incarnation of the learner; why it ended."""
+    """Run one incarnation of the learner. Return why it ended."""
     helper = asyncio.create_task(run_worker(worker(loop.bus, Engine())))
     try:
         await loop.run_learner(resume=resume)
@@ -58,7 +59,7 @@ async def test_the_group_that_two_incarnations_ended_with_fails_in_the_third_and
     ended = [await live(loop, resume=number > 0) for number in range(3)]
     assert ended == ["a rank was killed", "a rank was killed", ""]
     trained = set().union(*(prompts_of([step]) for step in loop.backend.trained))
-    assert trained == set(range(4, 21)) - {4 + 2}  # nobody else of its batch
+    assert trained == set(range(4, 21)) - {4 + 2}  # all other groups of its batch
     (failed,) = await events(bus, "failed")
     assert (failed["group_id"], failed["worker"]) == (2, "w0")
     assert "two incarnations" in failed["error"]
@@ -97,7 +98,7 @@ async def test_a_batch_that_ends_three_lives_though_none_of_its_groups_does_alon
 
 
 async def test_an_entry_that_is_never_decoded_again_is_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding it ends the process, here by an error that nothing catches."""
+    """Decoding it ends the process, here through an error that is never caught."""
     from asyncrl.bus import encoding, pieces
 
     decoded: list[int] = []
@@ -121,7 +122,7 @@ async def test_an_entry_that_is_never_decoded_again_is_failed(tmp_path: Path, mo
 
 
 async def test_an_end_that_comes_from_elsewhere_while_groups_are_tried_suspects_nobody(tmp_path: Path) -> None:
-    """The step fails, and while halves of its batch are rehearsed another task loses the bus."""
+    """The step fails. While halves of its batch are rehearsed, another task loses the bus."""
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
     loop = Loop(bus, tmp_path, steps=4, rows=Rows(count=100))
     loop.backend = backend = Picky(lambda prompts: None)

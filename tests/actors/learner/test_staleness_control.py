@@ -1,4 +1,4 @@
-"""What [staleness] changes in the loop: the bound that adapts, the order of training, weights that fall with age."""
+"""Effects of [staleness] in the loop: the adaptive bound, the order of training, and weights that fall with age."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def group(group_id: int, *, version: int = 0, members: int = 2) -> TrajectoryGro
 
 
 class Hand:
-    """A rollout worker moved by hand: takes every prompt group and answers those it is told to."""
+    """A manual rollout worker: takes and answers as many prompt groups as the test says."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -64,7 +64,7 @@ async def ended(task: asyncio.Task[Any], loop: Loop) -> None:
     await task
 
 
-# -- the bound that adapts ---------------------------------------------------------------------------------------------
+# -- the adaptive bound ------------------------------------------------------------------------------------------------
 
 
 ADAPTIVE = {"adaptive": True, "smallest": 0}
@@ -75,12 +75,13 @@ def adaptive(largest: int, **options: Any) -> AdaptiveBound:
 
 
 def ess(*values: float) -> Any:
-    """What a backend measures, step by step."""
+    """Return a backend's ESS measurements, step by step."""
     return lambda step: {"offpolicy/sequence_ess": values[step - 1]}
 
 
 async def test_a_bound_that_falls_narrows_the_window_at_once(bus_factory: Any, tmp_path: Path) -> None:
-    """Batches of 2, bound 2: 6 outstanding. Step 1 halves it to 1: nothing is published until 4 are the window."""
+    """Batches of 2 and bound 2 give 6 outstanding groups. Step 1 halves the bound to 1, so the window is 4 groups: the
+    4 groups that remain fill it, and nothing is published until step 2 is done."""
     loop = Loop(await bus_factory(), tmp_path, steps=20, staleness=ADAPTIVE)
     loop.backend.measures = ess(0.1, *[0.7] * 19)
     task = asyncio.create_task(loop.run_learner())
@@ -116,7 +117,7 @@ async def test_without_adapting_the_bound_is_max_staleness_whatever_is_measured(
 
 
 async def test_a_resumed_bound_goes_on_where_it_was(bus_factory: Any, tmp_path: Path) -> None:
-    """Killed in step 6 with a checkpoint at 4, in the middle of a hold: the bounds are those of a run never killed."""
+    """Killed in step 6 with a checkpoint at 4, during a hold: the bounds equal those of a run that was never killed."""
     measured = ess(0.1, 0.95, 0.95, 0.95, 0.95, 0.95, 0.1, 0.95, 0.95, 0.95)
     settings: dict[str, Any] = {
         "steps": 10,
@@ -159,7 +160,7 @@ def test_a_resumed_bound_keeps_the_limits_of_its_run_file() -> None:
 
 
 def trained(loop: Loop) -> list[list[int]]:
-    """Group ids of each step: with Rows(1000), as from a Hand, a prompt's second token says which group it is."""
+    """Return group ids of each step. With Rows(1000), as from a Hand, a prompt's second token identifies its group."""
     return [
         sorted({int(micro.tokens[start + 1]) - 4 for micro in step for start in micro.boundaries[:-1]})
         for step in loop.backend.trained
@@ -172,11 +173,11 @@ def trained(loop: Loop) -> list[list[int]]:
 async def test_a_batch_is_the_first_groups_of_the_order_the_run_file_names(
     order: str, second: list[int], bus_factory: Any, tmp_path: Path
 ) -> None:
-    """While step 1 trains groups 0 and 1, two old groups and two of the next version arrive."""
+    """While step 1 trains groups 0 and 1, two old groups and two groups of the next version arrive."""
     bus = await bus_factory()
     forward_looking = Validator(
         bus, validation=GroupValidation(are_sampled=False)
-    )  # version 1 is not there while step 1 runs
+    )  # version 1 does not exist while step 1 runs
     loop = Loop(bus, tmp_path, staleness={"order": order}, rows=Rows(1000), validator=forward_looking)
     reached, go = threading.Event(), threading.Event()
 
@@ -224,7 +225,7 @@ async def test_in_order_trains_the_prompts_in_their_order_across_a_restart(bus_f
 
 
 async def test_old_tokens_count_less_and_the_step_says_how_much(bus_factory: Any, tmp_path: Path) -> None:
-    """Batches of two groups: one of version 0 and one of version 1, trained from version 1."""
+    """Batches of two groups, one of version 0 and one of version 1, trained from version 1."""
     loop = Loop(await bus_factory(), tmp_path, steps=2, max_staleness=1, staleness={"weight": "inverse"})
     task = asyncio.create_task(loop.run_learner())
     async with Hand(await bus_factory()).taking() as hand:

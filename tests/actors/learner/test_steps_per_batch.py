@@ -1,4 +1,5 @@
-"""Several optimizer steps on a batch: each on its part, all around the policy before the first."""
+"""Several optimizer steps per batch: each trains its own part, and all use the policy before the first step as
+anchor."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ ANSWERS = (
     answer([13, 14], reward=0.7),
     answer([15], reward=0.2),
 )
-"""One a group. Parts of whole groups: two steps train the first three and the last two."""
+"""One answer per group. Parts contain whole groups: of two steps, the first trains three groups and the second two."""
 
 
 def algorithm(steps: int, name: str = "dapo", **options: Any) -> Algorithm:
@@ -103,7 +104,7 @@ class Failing(ScriptedBackend):
     ("script", "error"), [(["fails"], ValueError), (["skips", "fails"], ValueError), (["works", "fails"], BackendError)]
 )
 def test_a_batch_that_changed_the_weights_is_not_trained_again(script: list[str], error: type[Exception]) -> None:
-    """A BackendError ends the learner, which goes on from its checkpoint; the others are a matter of the groups."""
+    """A BackendError ends the learner, which continues from its checkpoint; other errors are attributed to groups."""
     row = algorithm(2)
     batch = built(ANSWERS, row)
     with pytest.raises(error, match="out of range"):
@@ -134,7 +135,7 @@ def test_a_loss_without_a_ratio_takes_one_step() -> None:
 
 @pytest.mark.parametrize("kind", ["reference", "megatron-1"])
 def test_the_clip_binds_from_the_second_step_on(kind: str, tmp_path: Path) -> None:
-    """The same data, the same two steps: around the policy before the first, and each around itself."""
+    """The same data and the same two steps: anchored at the policy before the first step, or each at its own policy."""
     folder = tiny_model(tmp_path)
     row = algorithm(2, options={"clip_low": 0.001, "clip_high": 0.001})
     batch = built([*ANSWERS[:1], answer([10, 11, 12], reward=1.0)], row)
@@ -142,7 +143,8 @@ def test_the_clip_binds_from_the_second_step_on(kind: str, tmp_path: Path) -> No
         step = TrainingStep(backend, algorithm=row)
         metrics = step(batch, parts_of(batch), step=0, learning_rate=0.01).metrics
         bound = weights(backend)
-    assert metrics["offpolicy/clip_fraction"] == pytest.approx(0.5)  # nothing of the first, all of the second
+    # no token of the first step, all tokens of the second
+    assert metrics["offpolicy/clip_fraction"] == pytest.approx(0.5)
     with started(kind, folder, algorithm=row) as backend:
         for part in parts_of(batch):
             backend.step(part, learning_rate=0.01)

@@ -1,4 +1,4 @@
-"""timeline.jsonl of a loop: every step and group with its times, bounded; and `asyncrl trace` of it."""
+"""timeline.jsonl of a loop: times of every step and group, with bounded size; and `asyncrl trace` of it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_recorded_line_with_times_that_cannot_be_is_left_out(
 
 
 def rows_of_text(directory: Path) -> tuple[list[dict[str, Any]], str]:
-    (directory / "metrics.jsonl").touch()  # so that it is a run's folder
+    (directory / "metrics.jsonl").touch()  # marks the folder as a run's
     return rows_of(directory)
 
 
@@ -106,7 +106,8 @@ def test_the_command_shows_the_evaluations_that_are_recorded(
         {"step": 2, "time": 102.0, "learner/incarnation": 0},
         {"step": 2, "learner/incarnation": 0, "evaluation/complete": 1.0, "evaluation/seconds": 3.0}
         | {"evaluation/time": 106.0},
-        {"step": 1, "learner/incarnation": 0, "evaluation/complete": 1.0, "evaluation/seconds": 1.0},  # of an older run
+        # from an older run
+        {"step": 1, "learner/incarnation": 0, "evaluation/complete": 1.0, "evaluation/seconds": 1.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, out, _ = asyncrl("trace", tmp_path, capsys=capsys)
@@ -144,7 +145,7 @@ def test_the_command_writes_what_a_viewer_opens(tmp_path: Path, capsys: pytest.C
 async def test_alarms_see_how_many_workers_there_are_and_how_busy(
     bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a split and of waits that leave engines idle are about nothing else."""
+    """Alarms about the GPU split and about waits with idle engines depend on these numbers."""
     seen: list[set[str]] = []
 
     class Looking:

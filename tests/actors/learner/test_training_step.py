@@ -1,4 +1,5 @@
-"""A step that needs more models than the policy: who is asked, in which order, and what becomes of what they say."""
+"""A step that needs models besides the policy: which models are asked, in which order, and how their results are
+used."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ ANSWERS = (
     answer([20, 21], reward=0.5, finish_reason="length"),
     answer([30, 3, 31], reward=0.0, observed=[1]),
 )
-"""Token ids say which answer; 3 was written by an environment."""
+"""Token ids identify the answer; an environment wrote token 3."""
 
 
 def tenths(micro_batch: MicroBatch) -> Any:
-    """The value after token 21 is 2.1."""
+    """Return a tenth of the token id as its value: 2.1 after token 21."""
     return (micro_batch.tokens / 10).astype(np.float32)
 
 
@@ -59,7 +60,7 @@ def test_an_algorithm_that_needs_no_other_model_is_the_backends_step_and_nothing
 
 
 def test_what_each_of_several_ranks_has_to_train_is_a_metric() -> None:
-    """Two copies of the model on two tensor-parallel ranks each."""
+    """Two copies of the model, each on two tensor-parallel ranks."""
     algorithm = resolve(ALGORITHMS["grpo"])
     metrics = step(algorithm, ScriptedBackend(), ranks=2, layout=Layout(ranks=4, tensor=2))
     batch = built(ANSWERS, algorithm)
@@ -70,15 +71,16 @@ def test_what_each_of_several_ranks_has_to_train_is_a_metric() -> None:
 
 @pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 100), (1, 5), (2, 5)])
 def test_gae_of_the_step_is_the_pure_function_of_the_whole_batch(ranks: int, max_tokens: int) -> None:
-    """gamma = lam = 1: a return is the reward, and where the answer was cut the value behind it."""
+    """gamma = lam = 1: the return is the reward, plus the value after the cut for a cut answer."""
     backend = ScriptedBackend(scores={"critic": tenths})
     algorithm = resolve(ALGORITHMS["ppo"], options={"truncated": "bootstrap"})
     step(algorithm, backend, ranks=ranks, max_tokens=max_tokens, critic_learning_rate=0.3)
     assert backend.asked == ["score critic", "step policy", "step critic"]
     (shares,) = backend.trained["policy"]
-    # What each token was chosen in: behind the prompt's 2 the value is 0.2, behind 10 it is 1.0, behind the 3 0.3.
+    # Values of the states in which the tokens were chosen: 0.2 after the prompt's 2, 1.0 after 10, 0.3 after 3.
     values = {10: 0.2, 11: 1.0, 12: 1.1, 20: 0.2, 21: 2.0, 30: 0.2, 31: 0.3}
-    targets = {10: 1.0, 11: 1.0, 12: 1.0, 20: 2.6, 21: 2.6, 30: 0.0, 31: 0.0}  # 2.6: 0.5 and the 2.1 behind the last
+    # 2.6: 0.5 plus the 2.1 after the last token
+    targets = {10: 1.0, 11: 1.0, 12: 1.0, 20: 2.6, 21: 2.6, 30: 0.0, 31: 0.0}
     assert by_tokens(shares, lambda m: m.scores["old_values"]) == pytest.approx(values)
     assert by_tokens(shares, lambda m: m.scores["returns"]) == pytest.approx(targets)
     expected = returns.whiten(np.array([targets[token] - values[token] for token in values]))
@@ -99,7 +101,8 @@ def test_a_cut_answer_ends_there_unless_it_is_bootstrapped() -> None:
 def test_gamma_and_lam_are_options_of_the_row() -> None:
     backend = ScriptedBackend(scores={"critic": tenths})
     step(resolve(ALGORITHMS["ppo"], options={"gamma": 0.5, "lam": 0.0}), backend)
-    # lam 0: reward + gamma x the next value. Behind 10 comes 11, chosen at 1.0; the last token has its reward alone.
+    # lam 0: reward + gamma x the next value. Token 10 is followed by 11, chosen at 1.0; the last token gets only its
+    # reward.
     targets = by_tokens(backend.trained["policy"][0], lambda m: m.scores["returns"])
     assert targets == pytest.approx({10: 0.5, 11: 0.55, 12: 1.0, 20: 1.0, 21: 0.5, 30: 0.15, 31: 0.0})
 
@@ -124,7 +127,7 @@ def test_the_critic_learns_alone_while_it_warms_up() -> None:
 
 
 def test_a_batch_that_the_policy_skipped_does_not_train_the_critic() -> None:
-    """It may be trained once more, without the groups that are not finite."""
+    """The batch may be trained once more, without the groups that are not finite."""
 
     class Overflowing(ScriptedBackend):
         def step(self, shares: Any, *, learning_rate: float, model: str = "policy") -> StepResult:
@@ -148,13 +151,13 @@ def test_a_reference_and_a_teacher_reach_the_loss() -> None:
 
 
 def test_kl_in_the_reward_is_taken_off_every_token_that_the_policy_sampled() -> None:
-    """k1 = log policy - log reference is 0.5 everywhere: with coefficient 0.2 each token costs 0.1."""
+    """k1 = log policy - log reference is 0.5 everywhere, so with coefficient 0.2 each token costs 0.1."""
     backend = ScriptedBackend(scores={"reference": lambda m: -tenths(m), "policy": lambda m: 0.5 - tenths(m)})
     kl = Penalty(coef=0.2, estimate="k1", place="reward")
     step(resolve(ALGORITHMS["topr"], loss="reinforce", correction="tis_token", kl=kl), backend)
     assert backend.asked == ["score policy", "score reference", "step policy"]
     costs = by_tokens(backend.trained["policy"][0], lambda m: m.advantages)
-    # returns-to-go: the last token of the first answer has 1 - 0.1, the first 1 - 0.3.
+    # returns-to-go: 1 - 0.1 at the last token of the first answer, 1 - 0.3 at the first
     expected = {10: 0.7, 11: 0.8, 12: 0.9, 20: 0.3, 21: 0.4, 30: -0.2, 31: -0.1}
     assert costs == pytest.approx(expected, abs=1e-6)
 
@@ -180,8 +183,9 @@ def test_m2po_drops_tokens_of_the_whole_batch_not_of_each_micro_batch() -> None:
     backend = ScriptedBackend(scores={"policy": policy})
     step(resolve(ALGORITHMS["m2po"]), backend, max_tokens=5)
     keep = by_tokens(backend.trained["policy"][0], lambda m: m.scores["keep"])
-    assert sum(keep.values()) == 4 + 3  # 3 x 0.09 / 7 < 0.04; of the first answer alone none but one would be kept
+    # 3 x 0.09 / 7 < 0.04; within the first answer alone, all but one token would be dropped
+    assert sum(keep.values()) == 4 + 3
     sharper = ScriptedBackend(scores={"policy": policy})
     step(resolve(ALGORITHMS["m2po"], options={"threshold": 0.02}), sharper, max_tokens=5)
     keep = by_tokens(sharper.trained["policy"][0], lambda m: m.scores["keep"])
-    assert sum(keep.values()) == 4 + 1  # 2 x 0.09 / 6 is over, 0.09 / 5 below
+    assert sum(keep.values()) == 4 + 1  # 2 x 0.09 / 6 is above the limit, 0.09 / 5 is below

@@ -1,4 +1,4 @@
-"""Bad workers and steps that go nowhere, through the real learner: named, dropped, told, and never in silence."""
+"""Bad workers and steps without effect, through the real learner: they are named, dropped and reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.harness.rows import Rows
 
 
 class Trainer(Backend):
-    """Scores as the fake engine says it sampled: -1 a token."""
+    """Scores match the fake engine's logprobs: -1 per token."""
 
     def score(self, shares: Any, *, model: str = "policy") -> list[list[NDArray[np.float32]]]:
         def of(micro_batch: MicroBatch) -> NDArray[np.float32]:
@@ -38,7 +38,7 @@ class Trainer(Backend):
 
 
 class Liar(Engine):
-    """Whose logprobs are not those of what it samples from."""
+    """An engine that reports logprobs of another distribution than it samples from."""
 
     async def generate(self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int) -> Generation:
         made = await super().generate(prompt_tokens, sampling, seed=seed)
@@ -91,13 +91,13 @@ async def test_a_worker_that_lies_about_its_logprobs_is_quarantined_told_and_no_
     assert [event["worker"] for event in await events(bus, "quarantined")] == ["w0"]
     assert any("quarantined this worker" in record.getMessage() for record in caplog.records)
     behavior = [one.behavior_logprobs.min() for step in loop.backend.trained for one in step]
-    assert behavior[-4:] == [-1.0] * 4  # the liar's are -4
+    assert behavior[-4:] == [-1.0] * 4  # the liar reports -4
     assert loop.recorder.rows[-1]["rollout/quarantined"] == 1
     assert loop.backend.steps == 8
 
 
 async def heir(bus: Bus) -> None:
-    """A worker that takes every third group over from somebody who saved two tokens with invented logprobs."""
+    """A worker that takes over every third group. The saved part has two tokens with invented logprobs."""
     async with bus.consume(PROMPTS) as deliveries:
         async for delivery in deliveries:
             assert (prompt := delivery.message) is not None
@@ -154,7 +154,7 @@ async def test_a_quarantined_worker_that_is_started_again_is_judged_anew_and_tra
         liar.cancel()
         await asyncio.wait((liar,))
         group.create_task(run_worker(worker(await bus_factory(), Engine(), name="w0")))
-        while loop.backend.steps < 4:  # w1 has made nothing yet
+        while loop.backend.steps < 4:  # w1 has produced nothing yet
             await asyncio.sleep(0.01)
         idle.gate.set()
         await learner
@@ -193,7 +193,7 @@ async def test_a_run_whose_every_worker_is_quarantined_ends_with_the_reason(tmp_
 
 
 async def test_a_worker_whose_groups_cannot_be_is_quarantined_after_three(tmp_path: Path) -> None:
-    """Every answer of the fake engine holds tokens from 4 to 13, and this model knows 0 to 3."""
+    """Every answer of the fake engine has tokens from 4 to 13, but this model only knows 0 to 3."""
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
     loop = judged_loop(bus, tmp_path)
     loop.validator = Validator(
@@ -231,7 +231,7 @@ async def test_a_quarantined_worker_waits_in_sight_and_gives_its_work_back(tmp_p
     assert loop.backend.steps == 6
 
 
-# -- steps that change nothing -----------------------------------------------------------------------------------------
+# -- steps without effect ----------------------------------------------------------------------------------------------
 
 
 async def run_skipping(loop: Loop, skipped: set[int]) -> None:
@@ -269,14 +269,14 @@ async def test_too_many_skipped_steps_in_a_row_end_the_run_and_leave_their_group
     assert loop.backend.steps == 4
     skipped = [group_id for event in await events(bus, "skipped") for group_id in event["group_ids"]]
     assert {str(group_id) for group_id in skipped} <= await bus.keys(TRAJECTORIES)
-    assert len(loop.recorder.rows) == 4  # the last one too says what it was
+    assert len(loop.recorder.rows) == 4  # the last step is also reported
 
 
 # -- prompts that kill -------------------------------------------------------------------------------------------------
 
 
 class Watched(Engine):
-    """Remembers which prompts it answered side by side."""
+    """Records which prompts it answered concurrently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Watched(Engine):
         self.together.add(frozenset(self.now))
         try:
             for _ in range(20):
-                await asyncio.sleep(0)  # long enough for others to come
+                await asyncio.sleep(0)  # long enough for other prompts to arrive
             return await super().generate(prompt_tokens, sampling, seed=seed)
         finally:
             self.now.remove(prompt)
@@ -304,7 +304,7 @@ async def test_a_group_on_its_last_attempt_has_the_worker_to_itself(tmp_path: Pa
         while await bus.depth(PROMPTS) < 6:
             await asyncio.sleep(0)
         attempts = DeliveryAttempts(bus, worker="another", max_attempts=3)
-        async with bus.consume(PROMPTS) as deliveries:  # two attempts of group 0, of prompt (1, 4), came to nothing
+        async with bus.consume(PROMPTS) as deliveries:  # two attempts of group 0, with prompt (1, 4), failed
             held = [await anext(deliveries) for _ in range(6)]
             await held[0].retry()
             again = await anext(deliveries)

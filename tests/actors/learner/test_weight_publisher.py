@@ -1,4 +1,4 @@
-"""The publisher on the memory bus: what is announced, what is written, and in which order."""
+"""The publisher on the memory bus: which versions are announced, which are written, and in which order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.weights import SNAPSHOT, Sender
 
 
 class Channel(fakes.Channel):
-    """Writes a version when it is told to."""
+    """Writes a version when the test allows it."""
 
     def __init__(self, sender: Sender | None) -> None:
         self.sender: Any = sender
@@ -34,7 +34,7 @@ class Channel(fakes.Channel):
 
 
 class Recorded(MemoryBus):
-    """Remembers what was announced."""
+    """Records announcements."""
 
     def __init__(self) -> None:
         super().__init__(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)

@@ -1,4 +1,4 @@
-"""A worker that drains while a group waits for weights: it waits for them for a while, and then somebody else does."""
+"""A draining worker whose group waits for weights: it waits for a while, then leaves the group to another worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MISSING = 3
 
 
 async def waiting_for_weights(bus: Bus, *, max_attempts: int = 3) -> tuple[Any, asyncio.Task[None]]:
-    """A worker and its task; its one group asks for a version that there is not yet."""
+    """Return a worker and its task. Its only group asks for a version that does not exist yet."""
     await bus.publish(PROMPTS, dataclasses.replace(prompt(0), min_policy_version=MISSING), key="0")
     actors = fakes.worker(bus, fakes.Engine(), max_attempts=max_attempts)
     running = asyncio.create_task(fakes.run_worker(actors))
@@ -34,7 +34,7 @@ async def test_weights_that_nobody_stores_again_hold_up_no_drain_and_cost_no_att
 ) -> None:
     monkeypatch.setattr(drain_patience, "SECONDS", 0.05)
     bus = await bus_factory()
-    for _ in range(3):  # of any number of workers, and of any delivery
+    for _ in range(3):  # for any number of workers, and for any delivery
         worker, running = await waiting_for_weights(await bus_factory(), max_attempts=max_attempts)
         worker.drain()
         await running

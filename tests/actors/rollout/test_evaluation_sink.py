@@ -1,4 +1,4 @@
-"""Answers into their log: without tokens, and for no longer than somebody needs them."""
+"""Answers go to their log without tokens unless they are recorded, and wait for its space only while needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CURRENT = Evaluation(number=1, weights=WeightVersion(incarnation=0, policy_versi
 
 
 class FullBus(MemoryBus):
-    """Its logs have no space until ``has_space``."""
+    """A bus whose logs have no space until ``has_space``."""
 
     has_space = False
 
@@ -45,7 +45,7 @@ async def votes(dataset: str, answers: TrajectoryGroup) -> list[str]:
 
 
 class Worker:
-    """What a sink knows of its worker."""
+    """The part of a worker that its sink uses."""
 
     def __init__(self) -> None:
         self.bus = FullBus()

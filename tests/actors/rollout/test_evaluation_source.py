@@ -1,4 +1,4 @@
-"""Which prompts of an evaluation a worker begins, and which it puts back without costing them anything."""
+"""Which evaluation prompts a worker begins, and which it returns without using up an attempt."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ def deliveries_of(bus: MemoryBus, topic: Topic[Any], message: PromptGroup) -> in
 
 
 async def on_its_last_attempt(bus: MemoryBus, topic: Topic[Any], message: PromptGroup) -> None:
-    """Published, and begun twice by workers that did not come back."""
+    """Publish a message that was begun twice by workers that did not come back."""
     await bus.publish(topic, message, key=str(message.group_id))
     attempts = DeliveryAttempts(bus, worker="lost", max_attempts=3)
     for _ in range(2):
-        async with bus.consume(topic) as deliveries:  # left without an ack
+        async with bus.consume(topic) as deliveries:  # ends without an ack
             await attempts.begin(await anext(deliveries))
 
 
 async def test_a_prompt_that_is_only_put_back_has_used_no_attempt(bus: MemoryBus) -> None:
-    """It is of the next evaluation, which this worker has not heard of."""
+    """The prompt belongs to the next evaluation, which this worker does not know yet."""
     early = EvaluationRound(NEXT, [sums(1)]).prompt(0)
     await bus.put(EVALUATION, CURRENT)
     await bus.publish(EVALUATION_PROMPTS, early, key=str(early.group_id))
     async with working(bus, Engine(), is_dedicated=True):
-        await until(lambda: deliveries_of(bus, EVALUATION_PROMPTS, early) > 6)  # of 3 attempts
+        await until(lambda: deliveries_of(bus, EVALUATION_PROMPTS, early) > 6)  # more than its 3 attempts
     async with bus.consume(EVALUATION_PROMPTS) as deliveries:
         assert await DeliveryAttempts(bus, worker="w1", max_attempts=3).number(await anext(deliveries)) == 1
     await bus.put(EVALUATION, NEXT)
     async with working(bus, Engine(), is_dedicated=True):
         (record,) = await first(bus, 1, topic=EVALUATION_ANSWERS)
         assert record.message.error == ""
-        await until(lambda: not bus._states["segments"].present())  # no note is left of it
+        await until(lambda: not bus._states["segments"].present())  # no note of it remains
 
 
 async def test_a_prompt_that_needs_the_worker_alone_waits_for_training(bus: MemoryBus) -> None:
@@ -122,7 +122,7 @@ async def test_a_worker_that_cannot_load_the_version_says_so(bus: MemoryBus, mon
 
 
 async def test_no_version_is_held_while_training_has_the_worker_alone(bus: MemoryBus) -> None:
-    """Its next turn may need newer weights, and nobody else could end the evaluation here."""
+    """Training may need newer weights for its next turn, and no other worker could end the evaluation."""
     await on_its_last_attempt(bus, PROMPTS, prompt(0))
     engine = Engine()
     engine.gate.clear()

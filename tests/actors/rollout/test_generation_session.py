@@ -1,4 +1,4 @@
-"""A session's calls: their seeds, budgets and versions, and what is known of them from before."""
+"""A session's calls: seeds, budgets, versions, and results recorded by an earlier attempt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = np.array([5, 6], np.int32)
 
 
 class Engine(fakes.Engine):
-    """Remembers (max_new_tokens, seed, whether it can be followed) of each call."""
+    """Records (max_new_tokens, seed, whether it can be followed) of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ async def test_each_call_has_a_seed_and_may_have_a_budget_of_its_own() -> None:
     await session(PROMPT, max_new_tokens=2)
     assert setup.engine.asked == [(4, sample_seed(0, 3, 1, 0), False), (2, sample_seed(0, 3, 1, 1), False)]
     assert (session.num_calls, session.num_tokens) == (2, 8)
-    assert setup.entered == ["in", "out", "in", "out"]  # the weights are asked for again in each call
+    assert setup.entered == ["in", "out", "in", "out"]  # each call asks for the weights again
 
 
 async def test_a_session_begins_at_the_version_of_its_first_call() -> None:
@@ -92,7 +92,7 @@ async def test_a_session_begins_at_the_version_of_its_first_call() -> None:
 
 
 async def saved(setup: Setup) -> dict[Any, Recorded]:
-    """What another worker saved of the session's first call, which it had finished at version 2."""
+    """Return what another worker saved of the session's first call, which finished at version 2."""
     setup.engine.version = (0, 2)
     progress = GroupProgress(3, attempt=1)
     await setup.session(progress=progress)(PROMPT)
@@ -109,7 +109,7 @@ async def test_a_finished_call_is_answered_from_what_was_saved() -> None:
     answer = await session(PROMPT)
     assert setup.engine.asked == []
     assert len(answer.tokens) == 4
-    assert session.first_version == 2  # the age of the sample counts from there
+    assert session.first_version == 2  # the sample's age counts from there
 
 
 async def test_calls_that_are_asked_for_in_another_order_are_found_again() -> None:
@@ -129,14 +129,14 @@ async def test_calls_that_are_asked_for_in_another_order_are_found_again() -> No
     progress.discard_unasked()
     assert progress.num_discarded == 0
     more = await session(two)
-    assert more.tokens.tolist() not in [a.tokens.tolist() for a in answers]  # never sampled with a seed of before
+    assert more.tokens.tolist() not in [a.tokens.tolist() for a in answers]  # never sampled with an earlier seed
 
 
 async def test_what_is_never_asked_for_again_is_counted_as_lost() -> None:
     setup = Setup()
     progress = GroupProgress(3, attempt=2, recorded=await saved(setup))
     await setup.session(progress=progress)(PROMPT[:1])
-    assert progress.num_discarded == 0  # it may still be asked for
+    assert progress.num_discarded == 0  # it may still be requested
     progress.discard_unasked()
     assert progress.num_discarded == 4
 

@@ -1,4 +1,4 @@
-"""A worker that is told twice to leave hands over what it has generated so far, and loses no more than a token each."""
+"""A worker told twice to leave hands over its generated tokens, and loses at most one token per answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_what_a_hurried_worker_has_goes_to_another_at_once(bus: Bus) -> No
     await leaving.engine.steps(41)
     actors[0].drain()
     await leaving.engine.steps(1)
-    assert not running.done()  # asked once, it finishes what it holds
+    assert not running.done()  # told once, it finishes its work
     actors[0].drain()
     await running
     assert await bus.depth(PROMPTS) == 1
@@ -32,14 +32,14 @@ async def test_what_a_hurried_worker_has_goes_to_another_at_once(bus: Bus) -> No
         await heir.begun(2)
         (group,) = await heir.until_published(bus, 1)
     assert [len(trajectory.tokens) for trajectory in group.trajectories] == [100, 100]
-    assert leaving.engine.generated + heir.engine.generated - 200 == 2  # of each answer the newest token
+    assert leaving.engine.generated + heir.engine.generated - 200 == 2  # the newest token of each answer
     assert await bus.depth(PROMPTS) == 0
 
 
 async def test_what_is_issued_again_is_begun_by_another_and_not_twice_by_the_same(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker that is at it gives the second prompt back; either answers, and one answer is on the log."""
+    """The worker that holds the prompt returns the second copy. Either worker may answer; the log gets one answer."""
     monkeypatch.setattr(prefetch, "RETURN_SECONDS", 0.01)
     await publish_prompt(bus, 0)
     slow, idle = Worker(bus, "w0"), Worker(bus, "w1")

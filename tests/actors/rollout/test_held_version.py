@@ -1,4 +1,4 @@
-"""A follower that is asked to keep one version for a while: nothing newer is loaded until it is let go."""
+"""A follower that must keep one version for a while loads nothing newer until it is released."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def test_a_version_is_held_only_once_the_load_in_progress_is_over(bus: Mem
 
 
 class SlowEngine(Engine):
-    """A load ends when it may."""
+    """A load ends when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(receives=False)

@@ -1,4 +1,4 @@
-"""Turns to load weights: who keeps one for ever holds up the others for a while."""
+"""Turns to load weights: a worker that never gives up its turn delays the others only for a while."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ async def test_a_turn_is_waited_for(bus: Bus) -> None:
 
 
 def test_patience_goes_by_what_a_load_takes() -> None:
-    assert patience(0.0) == FIRST_SECONDS  # not known yet
+    assert patience(0.0) == FIRST_SECONDS  # the load time is not known yet
     assert patience(0.5) == LEAST_SECONDS
     assert patience(60.0) == 1200.0

@@ -1,4 +1,4 @@
-"""Over-sampled groups: whoever finishes first is in the group, and a deadline lets it go with fewer."""
+"""Over-sampled groups: the first samples to finish form the group, and a deadline accepts fewer."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ async def test_after_the_deadline_a_group_goes_as_soon_as_so_many_are_made() -> 
     samples = [asyncio.create_task(result(index, after=event)) for index, event in enumerate((None, second, never))]
     cutting = asyncio.create_task(OverSampling(seconds=0.001, at_least=2).cut(samples, group_size=3))
     late = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.01, late.set)  # behind the deadline, on the same clock
+    asyncio.get_running_loop().call_later(0.01, late.set)  # after the deadline, on the same clock
     await late.wait()
-    assert not cutting.done()  # one is made, and two must be
+    assert not cutting.done()  # one sample is done, two are required
     second.set()
     await cutting
     await asyncio.wait(samples)
@@ -56,7 +56,7 @@ async def test_after_the_deadline_a_group_goes_as_soon_as_so_many_are_made() -> 
 
 
 async def half_stuck(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:
-    """The first sample of every group never ends."""
+    """Never finish the first sample of any group."""
     made = await single_turn(prompt, generate, index=index)
     if index == 0:
         await asyncio.Event().wait()

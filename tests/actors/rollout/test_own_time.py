@@ -1,4 +1,4 @@
-"""A rollout function's time limit counts what it takes by itself, not what it waits for the engine."""
+"""A rollout function's time limit counts only its own time, not its waits for the engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_the_time_before_a_wait_counts_behind_it() -> None:
     own = OwnTime(3600.0)
     async with own.limited():
         assert own._timeout is not None
-        own._timeout.reschedule(asyncio.get_running_loop().time() + 5.0)  # all but five seconds are used up
+        own._timeout.reschedule(asyncio.get_running_loop().time() + 5.0)  # leave only five seconds of the limit
         with own.paused():
             pass
         assert (own._timeout.when() or math.inf) <= asyncio.get_running_loop().time() + 5.0

@@ -1,4 +1,4 @@
-"""A worker that dies in the middle of long answers loses little: another resumes its partial rollouts."""
+"""A worker that dies during long answers loses little: another worker resumes its partial rollouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.harness.partial_rollouts import Worker, killed_after_a_save, publish_
 
 @pytest.mark.parametrize("killed_at", [300, 701, 1999])
 async def test_a_worker_killed_in_the_middle_loses_at_most_a_twentieth(bus: Bus, killed_at: int) -> None:
-    """A round every 13 steps, which leaves the newest token: of 300 or more at most 13/300 = 4.3 % are lost."""
+    """A save every 13 steps leaves out the newest token. Of 300 or more tokens, at most 13/300 = 4.3 % are lost."""
     first_worker, second = Worker(bus, "w0"), Worker(bus, "w1")
     for number in range(2):
         await publish_prompt(bus, number, group_size=3, max_new_tokens=2000)
@@ -58,7 +58,8 @@ async def test_resumed_tokens_keep_their_logprobs_and_versions(bus: Bus) -> None
         await heir.begun(2)
         (group,) = await heir.until_published(bus, 1)
     for trajectory, had in zip(group.trajectories, sampled, strict=True):
-        assert trajectory.tokens[:40].tolist() == had.tokens[:40].tolist()  # of 41 the newest might have been the end
+        # of 41 tokens, the newest might have been the last
+        assert trajectory.tokens[:40].tolist() == had.tokens[:40].tolist()
         assert trajectory.behavior_logprobs[:40].tolist() == had.logprobs[:40].tolist()
         assert len(trajectory.tokens) == 100
         assert [(span.start, span.policy_version) for span in trajectory.version_spans] == [(0, 3), (40, 5)]
@@ -89,7 +90,7 @@ async def test_a_published_group_leaves_no_segments(bus: Bus) -> None:
 
 
 async def two_turns(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-    """Ten tokens and more for each sample, two that a tool says, and as many again."""
+    """Each sample has 10 x (index + 1) tokens, two tokens of a tool, and 50 more tokens."""
     answer = await generate(prompt.prompt_tokens, max_new_tokens=10 * (index + 1))
     said = np.array([4 + len(answer.tokens) % 7, 5], np.int32)
     more = await generate(np.concatenate([prompt.prompt_tokens, answer.tokens, said]), max_new_tokens=50)
@@ -107,13 +108,13 @@ def joined(answer: Generation, said: Any, more: Generation) -> Trajectory:
 
 
 async def test_finished_calls_are_answered_without_the_engine(bus: Bus) -> None:
-    """Killed when sample 0 is done, 1 is in its second turn and 8 in its first."""
+    """Killed when sample 0 is done, sample 1 is in its second turn, and sample 8 in its first."""
     await publish_prompt(bus, 0, group_size=9)
     await publish_prompt(bus, 1, group_size=9)
     async with Worker(bus, "w0").working(rollout=two_turns) as dying:
         await dying.begun(18)
         await dying.engine.steps(75)
-        for _ in range(10):  # until the newest answers are taken
+        for _ in range(10):  # until the newest answers are processed
             await asyncio.sleep(0)
         await dying.partial_rollouts.save()
         finished = {answer.seed for answer in dying.engine.answers if answer.done.done()}
@@ -154,7 +155,7 @@ def by_id(groups: list[Any]) -> list[Any]:
 
 
 async def test_a_second_death_loses_nothing_that_the_first_worker_saved(bus: Bus) -> None:
-    """The second worker saves sample 1's longer answer and dies before sample 0 asks for its second turn again."""
+    """The second worker saves sample 1's longer answer, but dies before sample 0 requests its second turn again."""
     never = asyncio.Event()
 
     async def turns(prompt: PromptGroup, generate: Generate, *, index: int, hold: bool = False) -> Trajectory:
@@ -212,8 +213,8 @@ async def test_a_function_that_asks_otherwise_the_second_time_begins_anew(
 async def test_saved_tokens_too_old_to_be_trained_are_sampled_anew(
     bus: Bus, learner_at: int, bound: int | None, begins: list[int]
 ) -> None:
-    """Version 3 under a bound of 4: the step from 7 is the last that may train it. Unless tokens are judged alone: then
-    it is what follows that trains."""
+    """With version 3 and a bound of 4, the step from version 7 is the last that may train it. If tokens are judged
+    alone, the tokens that follow are trained."""
     await killed_after_a_save(bus)
     await bus.put(PROGRESS, Progress(incarnation=0, step=learner_at, policy_version=learner_at))
     async with Worker(bus, "w1", version=5, max_staleness=bound).working() as heir:
@@ -235,7 +236,7 @@ async def test_the_last_attempt_begins_anew(bus: Bus) -> None:
 async def test_what_is_too_large_for_the_bus_is_said_once_and_held_up_by_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The trajectories fit, in pieces, but not what was sampled at once for one of them."""
+    """The trajectories fit in pieces, but the tokens sampled at once for one of them do not."""
 
     async def wasteful(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         for _ in range(3):
@@ -257,7 +258,7 @@ async def test_what_is_too_large_for_the_bus_is_said_once_and_held_up_by_nothing
 
 
 async def test_a_heartbeat_says_which_groups_are_begun_and_their_oldest_version(bus: Bus) -> None:
-    """The learner waits for old ones. Who takes a group over says the version of the tokens that it goes on from."""
+    """The learner waits for old groups. A worker that takes over a group reports the version of the saved tokens."""
     await publish_prompt(bus, 0)
     dead, heir = Worker(bus, "w0", version=3), Worker(bus, "w1", version=5)
     async with dead.working():

@@ -1,4 +1,4 @@
-"""Prompt groups that a worker keeps ready: how many, what becomes of them, and what that costs nobody."""
+"""Prompt groups that a worker prefetches: how many, what happens to them, and that no one else pays for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_SLOTS = 2  # one group of tests.harness.buses.prompt
 
 @contextlib.asynccontextmanager
 async def working(bus: Bus, engine: fakes.Engine, *, ahead: int, **changes: Any) -> AsyncIterator[Any]:
-    """(worker, task) until the end of the block, where it is killed."""
+    """Yield (worker, task); the worker is killed at the end of the block."""
     actors = fakes.worker(bus, engine, groups_ahead=lambda: ahead, **({"max_running": NUM_SLOTS} | changes))
     task = asyncio.create_task(fakes.run_worker(actors))
     try:
@@ -72,11 +72,12 @@ async def test_a_worker_holds_what_it_runs_and_what_it_keeps_ready_and_no_more(b
         for record in records
     }
     assert versions.pop("0") == {0, 3}
-    assert list(versions.values()) == [{3}, {3}]  # they began with the newest weights
+    assert list(versions.values()) == [{3}, {3}]  # both began with the newest weights
 
 
 async def test_who_drains_gives_back_at_once_what_it_has_not_begun(bus_factory: Any) -> None:
-    """Also what has arrived, and was not looked at; it does not come back by itself before the test is over."""
+    """Groups that have arrived but were not looked at are returned as well. The bus itself would not
+    redeliver them before the test ends."""
     bus, other = await bus_factory(ack_seconds=3600.0), await bus_factory(ack_seconds=3600.0)
     engine = gated()
     await publish_prompts(bus, 0, 1, 2)
@@ -92,7 +93,8 @@ async def test_who_drains_gives_back_at_once_what_it_has_not_begun(bus_factory: 
 
 
 async def test_what_is_given_back_before_it_began_has_used_no_attempt(bus_factory: Any) -> None:
-    """Ready at a worker that drains, and begun once by one that is killed with it: its last attempt is left."""
+    """The group was prefetched by a draining worker and begun once by a worker that was killed. Its last attempt is
+    left."""
     bus = await bus_factory()
     engine = gated()
     await publish_prompts(bus, 0, 1)
@@ -108,7 +110,7 @@ async def test_what_is_given_back_before_it_began_has_used_no_attempt(bus_factor
     async with working(await bus_factory(), fakes.Engine(), ahead=0, max_attempts=2):
         records = await first(bus, 2)
         assert {record.key: record.message.error for record in records} == {"0": "", "1": ""}
-        while await bus.states(SEGMENTS):  # no note of it stays behind
+        while await bus.states(SEGMENTS):  # no note of it remains
             await asyncio.sleep(0.01)
 
 
@@ -132,7 +134,7 @@ async def test_however_often_it_is_given_back_the_next_attempt_is_the_first(
 
 @pytest.mark.parametrize("max_attempts", [1, 3])
 async def test_a_delivery_that_never_began_fails_nothing(bus_factory: Any, max_attempts: int) -> None:
-    """Four workers have it ready and die; the fifth makes it."""
+    """Four workers prefetch the group and die; the fifth generates it."""
     bus = await bus_factory()
     await publish_prompts(bus, 1)
     for _ in range(4):
@@ -140,13 +142,13 @@ async def test_a_delivery_that_never_began_fails_nothing(bus_factory: Any, max_a
             pass
     async with working(await bus_factory(), fakes.Engine(), ahead=0, max_attempts=max_attempts):
         (record,) = await first(bus, 1)
-        while await bus.states(SEGMENTS):  # no note of it stays behind
+        while await bus.states(SEGMENTS):  # no note of it remains
             await asyncio.sleep(0.01)
     assert (record.key, record.message.error) == ("1", "")
 
 
 async def test_a_group_that_is_published_leaves_no_note_that_it_was_begun(bus_factory: Any) -> None:
-    """Where a group has one attempt alone, its first delivery is noted too."""
+    """If a group has only one attempt, its first delivery is also noted."""
     bus = await bus_factory()
     await publish_prompts(bus, 1)
     async with working(await bus_factory(), fakes.Engine(), ahead=0, max_attempts=1) as (worker, task):
@@ -157,7 +159,7 @@ async def test_a_group_that_is_published_leaves_no_note_that_it_was_begun(bus_fa
 
 
 async def test_each_delivery_that_began_is_an_attempt(bus_factory: Any) -> None:
-    """Killed with it three times, it is failed by the fourth worker; what was ready beside it is not."""
+    """After three workers died with it, the fourth worker fails it; prefetched groups are not failed."""
     bus = await bus_factory()
     await publish_prompts(bus, 1, 2)
     for _ in range(3):
@@ -172,7 +174,7 @@ async def test_each_delivery_that_began_is_an_attempt(bus_factory: Any) -> None:
 
 
 async def test_two_workers_that_keep_groups_ready_train_the_same_run(bus_factory: Any, tmp_path: Path) -> None:
-    """Synchronous, where a group that waits at one worker is waited for by all."""
+    """In synchronous mode, all workers wait for a group that waits at one worker."""
     loop = fakes.Loop(await bus_factory(), tmp_path, steps=4)
     loop.mode, loop.max_staleness = "sync", 0
     async with contextlib.AsyncExitStack() as stack:
@@ -188,7 +190,7 @@ async def test_two_workers_that_keep_groups_ready_train_the_same_run(bus_factory
 
 
 async def test_prompts_that_are_no_groups_do_not_stop_a_worker(bus_factory: Any, tmp_path: Path) -> None:
-    """They take no slots, so no sample that ends says that another prompt is wanted."""
+    """They take no slots, so no finished sample triggers a request for another prompt."""
     bus = await bus_factory()
     for number in range(5):
         await bus.publish(dataclasses.replace(PROMPTS, message_type=Progress), progress(1), key=f"no-group-{number}")

@@ -1,4 +1,4 @@
-"""What a user's RolloutFn can count on: which sample it makes, and a budget of its own for each turn."""
+"""What a user's RolloutFn can rely on: the index of its sample, and a budget for each turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUPS_SAMPLING = SamplingParams(max_new_tokens=4)
 
 
 class Engine(fakes.Engine):
-    """Remembers what it was asked for."""
+    """Records its requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Engine(fakes.Engine):
 
 
 async def train(rollout: Any, directory: Path) -> tuple[Engine, fakes.Loop]:
-    """One step on two groups of two samples."""
+    """Train one step on two groups of two samples."""
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     loop, engine = fakes.Loop(bus, directory, steps=1), Engine()
     async with asyncio.TaskGroup() as group:
@@ -82,7 +82,7 @@ async def test_a_turn_may_have_a_budget_of_its_own(tmp_path: Path) -> None:
 
 
 def of_the_groups_length(sampling: SamplingParams) -> SamplingParams:
-    """The sampling with the group's length: all else stays the group's."""
+    """Return the sampling parameters with the group's length; all other values stay the group's."""
     return SamplingParams(
         max_new_tokens=GROUPS_SAMPLING.max_new_tokens,
         temperature=sampling.temperature,
@@ -137,7 +137,7 @@ async def test_a_rollout_function_that_exits_fails_its_group_and_ends_nothing(
             raise exits
         return await single_turn(prompt, generate, index=index)
 
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # as in a worker: its Ctrl-C raises nothing
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # as in a worker, where Ctrl-C raises nothing
     try:
         _, loop = await train(rollout, tmp_path)
     finally:
@@ -201,7 +201,7 @@ async def test_a_task_of_a_rollout_function_that_exits_fails_its_group_and_ends_
 ) -> None:
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         unbegun = asyncio.create_task(exit_later())
-        unbegun.cancel()  # before it begins: nothing warns that it was never awaited
+        unbegun.cancel()  # cancelled before it begins: no warning that it was never awaited
         if prompt.group_id == 0:
             await exits()
         return await asyncio.create_task(single_turn(prompt, generate, index=index))
@@ -217,7 +217,7 @@ CONTEXT = 32
 
 
 async def train_overlong(directory: Path, **worker: Any) -> fakes.Loop:
-    """Two steps; a user's function makes the first groups too long for the model's context."""
+    """Run two steps; a user's function makes the first groups too long for the model's context."""
 
     async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         turns = TrajectoryBuilder(prompt.prompt_tokens)
@@ -253,7 +253,8 @@ async def test_a_worker_that_sends_them_all_the_same_is_quarantined_with_the_rea
 
 
 async def test_a_group_whose_longest_answer_is_missing_holds_one_place(tmp_path: Path) -> None:
-    """Two places, groups of two: sample 1 of each group is held back, so a group is taken with every sample 0 done."""
+    """Two places and groups of two. Sample 1 of each group is held back, so each finished sample 0 admits another
+    group."""
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     loop, gate, begun = fakes.Loop(bus, tmp_path, steps=1), asyncio.Event(), list[tuple[int, int]]()
 

@@ -1,4 +1,4 @@
-"""A rollout function that gives several trajectories: they are the parts of one rollout, and each is trained once."""
+"""A rollout function that returns several trajectories: they are parts of one rollout, and each is trained once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPT = PromptGroup(
 
 
 async def compacts(prompt: PromptGroup, generate: Generate, *, index: int) -> Sequence[Trajectory]:
-    """Sample 0 compacts its context twice; the others answer at once."""
+    """Sample 0 compacts its context twice; the other samples answer at once."""
     parts = []
     for tokens in (prompt.prompt_tokens, *[np.array(OWN_PROMPT, np.int32)] * 2)[: 3 if index == 0 else 1]:
         turns = TrajectoryBuilder(tokens)
@@ -46,12 +46,13 @@ async def compacts(prompt: PromptGroup, generate: Generate, *, index: int) -> Se
 
 
 def likes_parts(samples: Sequence[Sample]) -> list[Reward]:
-    """1 for a rollout that has several parts."""
+    """Reward 1 for a rollout with several parts."""
     return [Reward(value=float(len(sample.parts) > 1)) for sample in samples]
 
 
 async def test_the_parts_of_a_rollout_are_trained_once_each_with_its_advantage(bus: Bus, tmp_path: Path) -> None:
-    """Rewards 1, 0, 0, 0, where the winner has three parts: 1.5 in each of them, and -0.5 in the others."""
+    """Rewards are 1, 0, 0, 0. The advantage is 1.5 in each of the winner's three parts, and -0.5 in all other
+    samples."""
     loop = fakes.Loop(
         bus, tmp_path / "run", steps=2, groups_per_batch=1, group_size=4, checkpoint_every=1, function="mine:compacts"
     )
@@ -75,7 +76,7 @@ def test_a_worker_numbers_the_parts_and_gives_them_one_reward() -> None:
     own = dataclasses.replace(trajectory(reward=0.5), prompt_tokens=np.array([7], np.int32))
     made = parts_of([same, own], PROMPT, index=2, num_resumed=0, context_tokens=9)
     assert [(one.rollout, one.part, one.reward, one.prompt_tokens.tolist()) for one in made] == [
-        (2, 0, 0.5, []),  # it follows the group's prompt, which need not be sent again
+        (2, 0, 0.5, []),  # follows the group's prompt, which need not be sent again
         (2, 1, 0.5, [7]),
     ]
     assert [one.resumed for one in made] == [0, 0]

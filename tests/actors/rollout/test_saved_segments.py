@@ -1,4 +1,4 @@
-"""The segments of a partial rollout on the bus: each token once, in order, and only what may be resumed."""
+"""Segments of a partial rollout on the bus: each token once, in order, and only those that may be resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.harness.partial_rollouts import (
 
 
 def begun(progress: GroupProgress, *, length: int = 1000, index: int = 0) -> FakeGeneration:
-    """The answer to the first call of a sample, which goes on from what is known of it."""
+    """Return the answer to a sample's first call, resumed from the known tokens."""
     _, partial = progress.begin(index, PROMPT_TOKENS, SamplingParams(max_new_tokens=length))
     done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
     answer = FakeGeneration(seed=0, begin=len(partial.prefix.tokens), length=length, version=(0, 0), done=done)
@@ -56,7 +56,7 @@ async def test_each_token_is_put_on_the_bus_once(bus: Bus) -> None:
     for _ in range(3):
         answer.tokens += [4] * 100
         await progress.save(bus, worker="w0")
-        await progress.save(bus, worker="w0")  # nothing new but the newest token
+        await progress.save(bus, worker="w0")  # nothing new except the newest token
     segments = await bus.states(SEGMENTS, under="0/1/")
     held = [(key, one.calls[0].start, len(one.calls[0].tokens)) for key, one in sorted(segments.items())]
     assert held == [("0/1/0", 0, 99), ("0/1/1", 99, 100), ("0/1/2", 199, 100)]
@@ -81,7 +81,7 @@ async def test_segments_are_put_together_again(bus: Bus) -> None:
 
 
 async def test_two_workers_at_one_group_do_not_mix(bus: Bus) -> None:
-    """The first was only slow, and goes on. Who comes third goes on from the second's, all of it."""
+    """The first worker was only slow and continues. A third worker resumes all of the second worker's tokens."""
     await publish_prompt(bus, 0)
     sampling = SamplingParams(max_new_tokens=100)
     prompt = PromptGroup(group_id=0, prompt_tokens=PROMPT_TOKENS, group_size=2, sampling=sampling)
@@ -98,16 +98,16 @@ async def test_two_workers_at_one_group_do_not_mix(bus: Bus) -> None:
         third = await Worker(bus, "w2", max_attempts=9).partial_rollouts.open(prompt, attempt=3)
         known = [third.begin(index, PROMPT_TOKENS, sampling)[1].prefix.tokens.tolist() for index in range(2)]
         sampled = [answer.tokens[:20] for answer in slow.engine.answers]
-    assert known == [sampled[0] + [13] * 10, sampled[1]]  # sample 1 the second had not even begun again
+    assert known == [sampled[0] + [13] * 10, sampled[1]]  # the second worker had not begun sample 1 again
 
 
 async def test_segments_of_somebody_who_was_not_lent_the_group_are_none(bus: Bus) -> None:
-    """Under the right keys, with a proof made with another group's ticket, of other words, or none."""
+    """Segments under the right keys, with a proof made with another ticket, a proof of other content, or no proof."""
     sampling = SamplingParams(max_new_tokens=100)
     prompt = PromptGroup(group_id=0, prompt_tokens=PROMPT_TOKENS, group_size=2, sampling=sampling, ticket="ab" * 16)
 
     async def known() -> int:
-        """Tokens that a worker takes over in the second attempt."""
+        """Return the number of tokens that a worker takes over in the second attempt."""
         progress = await Worker(bus, "w1").partial_rollouts.open(prompt, attempt=2)
         found = len(progress.begin(0, PROMPT_TOKENS, sampling)[1].prefix.tokens)
         assert progress.num_resumed(0) == found
@@ -177,7 +177,7 @@ def test_what_comes_after_some_tokens_joins_them_again() -> None:
 
 
 async def test_a_delivery_that_never_began_costs_nothing_of_what_was_sampled(bus: Bus) -> None:
-    """Two workers have the group ready and leave: it is delivered for the fourth time, and begins for the second."""
+    """Two workers prefetch the group and leave. Its fourth delivery is only its second attempt."""
     await killed_after_a_save(bus)
     for _ in range(2):
         async with taken(bus, 1):
@@ -190,7 +190,7 @@ async def test_a_delivery_that_never_began_costs_nothing_of_what_was_sampled(bus
 
 
 def test_segments_of_two_workers_that_counted_the_same_attempt_are_not_mixed() -> None:
-    """The bus lost the prompt, and it was published again while the first worker still held it."""
+    """The bus lost the prompt, which was published again while the first worker still held it."""
 
     def segment(worker: str) -> GroupSegment:
         return GroupSegment(group_id=7, worker=worker, calls=())

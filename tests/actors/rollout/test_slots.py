@@ -1,4 +1,4 @@
-"""Sample slots: who waits for one, and who has all of them."""
+"""Sample slots: which groups wait for slots, and which group holds all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_a_group_begins_once_one_slot_is_free() -> None:
     first.release()
     assert (slots.has_free, slots.num_free) == (True, 1)
     (await second).close()
-    assert slots.num_free == 1  # 3 samples of the first are in progress
+    assert slots.num_free == 1  # 3 samples of the first group are in progress
     first.close()
     first.close()
     assert slots.num_free == 4
@@ -40,7 +40,7 @@ async def test_a_group_that_needs_the_worker_waits_for_all_others_and_keeps_othe
     lease.release()
     lease.release()
     await settle()
-    assert not late.done()  # its samples are done, but it is not yet rewarded
+    assert not late.done()  # its samples are done, but it is not rewarded yet
     lease.close()
     await late
     assert not slots.is_reserved

@@ -1,4 +1,4 @@
-"""A reward that takes its time holds no slot of the engine."""
+"""A slow reward holds no engine slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_GROUPS = 5
 
 
 class SlowJudge:
-    """Gives no reward until it is let."""
+    """Returns no reward until the test allows it."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -32,7 +32,7 @@ class SlowJudge:
 
 
 async def test_the_engine_goes_on_while_rewards_are_waited_for() -> None:
-    """Slots for one group only, and yet all groups are generated before the first one has its reward."""
+    """With slots for only one group, all groups are generated before the first reward arrives."""
     bus, judge = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES), SlowJudge()
     await publish_prompts(bus, *range(NUM_GROUPS))
     worker, follower = fakes.worker(bus, fakes.Engine(), reward=judge, max_running=2)

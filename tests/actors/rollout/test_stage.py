@@ -1,4 +1,4 @@
-"""A second source and sink run beside training on the same engine and slots, and no file of training knows of them."""
+"""A second source and sink run alongside training on the same engine and slots; no training file refers to them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SCORES = Topic("scores", "log", TrajectoryGroup)
 
 @dataclass(frozen=True)
 class EvaluationWork:
-    """One prompt of the evaluation; an attempt that fails is made again."""
+    """One prompt of the evaluation; a failed attempt is repeated."""
 
     delivery: Delivery[PromptGroup]
     problem: str = ""
@@ -112,7 +112,7 @@ class EvaluationSink:
 
 
 def evaluation(bus: Bus, engine: SharedEngine, *, of_version: int = 0) -> Stage:
-    """Begins once the engine has version ``of_version``, whatever the prompts say."""
+    """Begins once the engine has version ``of_version``, whatever version the prompts ask for."""
     return Stage(
         "evaluation",
         worker="w0",
@@ -127,12 +127,12 @@ def evaluation(bus: Bus, engine: SharedEngine, *, of_version: int = 0) -> Stage:
     )
 
 
-# -- an endpoint: an agent opens a session and asks, no prompt is delivered --------------------------------------------
+# -- an endpoint: an agent opens a session and asks; no prompt is delivered --------------------------------------------
 
 
 @dataclass
 class AgentSession:
-    """One agent's session, as the endpoint sees it: the WorkItem, too."""
+    """One agent's session as the endpoint sees it; also the WorkItem."""
 
     group_id: int
     prompt: PromptGroup
@@ -176,7 +176,7 @@ class Endpoint:
         self._sessions: list[AgentSession] = []
 
     def session(self, tokens: list[int]) -> AgentSession:
-        """What a request would open."""
+        """Return the session that a request would open."""
         number = len(self._sessions)
         prompt = PromptGroup(group_id=number, prompt_tokens=tokens, group_size=1, sampling=SAMPLING)
         self._sessions.append(AgentSession(number, prompt))
@@ -227,7 +227,7 @@ Stages = Callable[[SharedEngine], list[Stage]]
 async def working(
     bus: Bus, engine: fakes.Engine, beside: Stages, *, max_running: int = 8, max_attempts: int = 3
 ) -> AsyncIterator[tuple[RolloutWorker, asyncio.Task[None]]]:
-    """A worker with the training stage and those ``beside`` it, killed at the end of the block."""
+    """A worker with the training stage and the stages in ``beside``, killed at the end of the block."""
     verify = fakes.Channel().verify
     follower = WeightFollower("w0.weights", bus, engine=engine, verify=verify, load="in_flight", max_staleness=2)
     shared = SharedEngine(engine, follower=follower, max_running=max_running)
@@ -259,7 +259,7 @@ def question(number: int, *, group_size: int = 2) -> PromptGroup:
 
 
 async def settle() -> None:
-    """Long enough for what may begin to begin."""
+    """Wait long enough for every group that may begin to begin."""
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -270,7 +270,8 @@ async def evaluate(bus: Bus, *numbers: int) -> None:
 
 
 async def test_an_evaluation_runs_beside_training_on_the_same_engine(tmp_path: Path) -> None:
-    """Its groups have the ids of training's, and neither stage sees the other's. The last step waits for its scores."""
+    """Its groups share ids with training's, but neither stage sees the other's groups. The last step waits for its
+    scores."""
     bus, scored = memory_bus(), threading.Event()
     loop = fakes.Loop(bus, tmp_path, steps=4)
     loop.backend.before_step = lambda step: scored.wait(60) if step == 3 else None
@@ -298,18 +299,18 @@ async def test_an_agent_opens_a_session_without_a_prompt_delivery() -> None:
         session = endpoint.session([5])
         answers = [await session.ask([6]), await session.ask([7, 8])]
         group = await session.end()
-        records = await first(bus, 2)  # training goes on beside it
+        records = await first(bus, 2)  # training continues
     (trajectory,) = group.trajectories
     said = [6, *answers[0].tokens.tolist(), 7, 8, *answers[1].tokens.tolist()]
     assert trajectory.tokens.tolist() == said
     assert trajectory.response_mask.tolist() == [False] + [True] * 4 + [False] * 2 + [True] * 4
     assert trajectory.reward == 0.5
-    assert answers[0].tokens.tolist() != answers[1].tokens.tolist()  # each call has a seed of its own
+    assert answers[0].tokens.tolist() != answers[1].tokens.tolist()  # each call has a different seed
     assert {record.key for record in records} == {"0", "1"}
 
 
 async def test_stages_share_the_slots() -> None:
-    """Two slots, groups of two: while one stage's group runs, the other stage's waits."""
+    """Two slots, groups of two: while the group of one stage runs, that of the other waits."""
     bus, engine = memory_bus(), fakes.Engine()
     engine.gate.clear()
     await evaluate(bus, 0)
@@ -324,7 +325,7 @@ async def test_stages_share_the_slots() -> None:
 
 
 async def test_a_last_attempt_has_the_worker_to_itself_whatever_the_stages() -> None:
-    """W4 over stages: it waits for the evaluation's samples, and the evaluation begins nothing more before it ends."""
+    """W4 across stages: it waits for the evaluation's samples, and the evaluation begins nothing until it ends."""
     bus, engine = memory_bus(), fakes.Engine()
     engine.gate.clear()
     await publish_prompts(bus, 1)

@@ -1,4 +1,5 @@
-"""Groups with stragglers: at their last step the members that are done go alone, and nobody is cut off in silence."""
+"""Groups with stragglers: at their last possible step they are sent with the finished members; cut-offs are
+reported."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.harness.fakes import Engine, Loop, run_worker, single_turn, worker
 
 
 class Group:
-    """Members that end when they are told to, under a rule with max_staleness 4 and min_group 2."""
+    """Members that end when the test says so, under a rule with max_staleness 4 and min_group 2."""
 
     def __init__(self, *starts: int) -> None:
         self.rule = Stragglers(max_staleness=4, min_group=2)
@@ -51,7 +52,7 @@ async def settle() -> None:
 
 
 async def test_a_group_goes_in_time_for_the_last_batch_that_may_train_it() -> None:
-    # Oldest version 3, bound 4: the batch of version 7 is the last, and it is taken when the step from 6 ends.
+    # Oldest version 3 and bound 4: the batch of version 7 is the last, and it is taken when the step from 6 ends.
     async with Group(3, 3, 4, 3).running() as group:
         await group.end(0, 1, 2)
         await group.learner_is_at(5)
@@ -86,7 +87,8 @@ async def test_a_group_that_has_not_started_is_not_cut() -> None:
 
 
 async def test_who_is_waited_for_counts_from_the_version_that_was_asked() -> None:
-    """Begun late, at version 5: the learner that asked at version 3 holds behind version 7, so 6 is the last."""
+    """The group began late, at version 5. The learner counts from version 3, for which it asked, and at version 7 it
+    waits for the group. So the group must go at version 6."""
     members = [asyncio.create_task(asyncio.sleep(0 if index < 2 else 60)) for index in range(3)]
     starts = {0: 5, 1: 5, 2: 5}
     rule = Stragglers(max_staleness=4, min_group=2, are_waited_for=True)
@@ -102,7 +104,7 @@ async def test_who_is_waited_for_counts_from_the_version_that_was_asked() -> Non
 
 
 async def stuck(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:
-    """The last member of every third group never ends."""
+    """Never finish the last member of every third group."""
     made = await single_turn(prompt, generate, index=index)
     if index == 2 and prompt.group_id % 3 == 0:
         await asyncio.Event().wait()
@@ -110,7 +112,8 @@ async def stuck(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory
 
 
 async def test_a_member_that_never_ends_costs_itself_and_no_group(bus_factory: Any, tmp_path: Path) -> None:
-    """With eviction "wait" the learner would hold for ever for the stuck members' groups; all are trained, by two."""
+    """With eviction "wait", the learner would hold forever for groups with a stuck member. These groups are trained
+    with two members."""
     loop = Loop(await bus_factory(), tmp_path, steps=6, group_size=3, wait_for_stragglers=True, are_stragglers_cut=True)
     rule = Stragglers(max_staleness=2, min_group=2, are_waited_for=True)
     async with asyncio.TaskGroup() as tasks:
@@ -128,8 +131,8 @@ async def test_a_member_that_never_ends_costs_itself_and_no_group(bus_factory: A
 
 
 async def test_more_stuck_groups_than_a_batch_takes_do_not_stop_the_run(bus_factory: Any, tmp_path: Path) -> None:
-    """Four of the first five groups have a member that never ends. Workers cut them off when the next step is the last
-    for their group, so the learner must get there; what is more than a batch then is dropped."""
+    """Four of the first five groups have a member that never ends. Workers cut it off when the next step is the last
+    for the group, so the learner must reach that step. Groups beyond one batch are dropped then."""
 
     async def mostly_stuck(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:
         made = await single_turn(prompt, generate, index=index)

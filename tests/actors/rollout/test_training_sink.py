@@ -1,4 +1,4 @@
-"""What no message can hold fails its group, and not the worker."""
+"""Content that no message can hold fails its group, but not the worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.messages.rollout import failed_group
 
 
 class Bus:
-    """Keeps what was published, as it is on the wire."""
+    """Records published messages, encoded and decoded again."""
 
     def __init__(self) -> None:
         self.published: list[TrajectoryGroup] = []

@@ -1,4 +1,4 @@
-"""Each load of new weights is held to account for the tokens of the answers that it went through."""
+"""Each weight load accounts for the tokens of the answers in progress: carried, lost or sampled again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def generation(tokens: list[int], *, finish_reason: str = "stop") -> Generation:
 
 
 class Growing:
-    """What an engine shows of a generation."""
+    """An engine's view of a generation in progress."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = list(tokens)
@@ -47,7 +47,7 @@ def after_load(at_load: list[int], in_the_end: list[int]) -> dict[str, float]:
 
 
 def test_an_answer_that_goes_on_after_a_load_has_lost_and_repeated_nothing() -> None:
-    """The newest token, of which only the engine knows whether it counts, is not counted."""
+    """The newest token is not counted, because only the engine knows whether it counts."""
     assert after_load([5, 6, 7, 8], [5, 6, 7, 9, 9]) == {"carried_tokens": 3, "lost_tokens": 0, "resampled_tokens": 0}
 
 

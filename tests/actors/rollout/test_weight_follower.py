@@ -1,4 +1,4 @@
-"""Followers on the memory bus: what is loaded, from where, in which order, and how many at once."""
+"""Followers on the memory bus: which versions are loaded, from where, in which order, and how many at once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_nobody_answers_so_the_folder_is_taken(bus: MemoryBus) -> None:
 
 @pytest.mark.parametrize("load", ["in_flight", "drain"])
 async def test_sending_fails_and_the_folder_is_taken_when_it_is_written(bus: MemoryBus, load: str) -> None:
-    """The folder of a large model comes minutes later: until then the old weights go on, and nothing dies."""
+    """The folder of a large model arrives minutes later. Until then the old weights stay in use, and no worker dies."""
     engine, sender = Engine(), Sender()
     engine.receiver.fails = True
     follower = follow(bus, engine, load=load)
@@ -89,7 +89,7 @@ async def test_sending_fails_and_the_folder_is_taken_when_it_is_written(bus: Mem
 
 
 async def test_what_cannot_be_sent_is_soon_not_asked_for(bus: MemoryBus) -> None:
-    """Engines that never can meet the learner do not lose time with every version."""
+    """Engines that can never connect to the learner do not lose time with every version."""
     engine, sender = Engine(), Sender()
     engine.receiver.fails = True
     async with learner(bus, sender), running(follow(bus, engine)):
@@ -102,7 +102,7 @@ async def test_what_cannot_be_sent_is_soon_not_asked_for(bus: MemoryBus) -> None
 
 
 async def test_a_version_that_comes_while_the_last_transfer_fails_is_not_waited_for_without_end(bus: MemoryBus) -> None:
-    """It is neither asked for any more nor written yet: who looked for it all the time let nobody else run."""
+    """The version is not requested any more and not written yet. Polling for it must not starve other tasks."""
     engine, sender = Engine(), Sender()
     joins = 0
 
@@ -135,7 +135,7 @@ async def test_an_older_folder_is_better_than_none(bus: MemoryBus) -> None:
 
 @pytest.mark.parametrize("newest", ["sent", "folder"])
 async def test_the_newest_of_both_wins(bus: MemoryBus, newest: str) -> None:
-    """A folder is newer than what is sent when another learner wrote it, which sends nothing."""
+    """A folder is newer than the offer when another learner wrote it, which offers nothing."""
     engine, sender = Engine(), Sender()
     sender.hold(SNAPSHOT, incarnation=0, policy_version=5)
     await announce(bus, 5, folder=newest != "sent")
@@ -206,7 +206,7 @@ async def test_a_folder_that_nobody_can_read_is_passed_by_for_a_newer_version(bu
     assert engine.took == [("folder", 2)]
 
 
-# -- meeting the learner -----------------------------------------------------------------------------------------------
+# -- connecting to the learner -----------------------------------------------------------------------------------------
 
 
 async def test_the_learner_is_met_before_anything_runs(bus: MemoryBus) -> None:
@@ -221,13 +221,13 @@ async def test_the_learner_is_met_before_anything_runs(bus: MemoryBus) -> None:
 async def test_a_start_without_a_learner_meets_nobody(bus: MemoryBus) -> None:
     engine = Engine()
     await follow(bus, engine).start()
-    await announce(bus, 0, folder=False)  # of one that is gone
+    await announce(bus, 0, folder=False)  # announced by a learner that is gone
     await follow(bus, engine).start()
     assert engine.took == engine.receiver.joins == []
 
 
 async def test_an_engine_torn_at_its_start_takes_the_folder_of_the_version_it_began_with(bus: MemoryBus) -> None:
-    """It is paused, and no newer version comes before its own answers are trained."""
+    """The engine is paused, and no newer version arrives before its own answers are trained."""
     engine, sender = Engine(), Sender()
     engine.receiver.tears = True
     follower = follow(bus, engine)
@@ -246,7 +246,7 @@ async def test_another_life_of_the_learner_is_met_anew(bus: MemoryBus) -> None:
             await hold(bus, first, 3)
             await until(lambda: engine.version == (0, 3))
         async with learner(bus, second):
-            await hold(bus, second, 2, incarnation=1)  # refused: it knows no such group
+            await hold(bus, second, 2, incarnation=1)  # refused: the learner knows no such group
             await announce(bus, 2, folder=True, incarnation=1)
             await until(lambda: engine.version == (1, 2))
             await hold(bus, second, 3, incarnation=1)
@@ -260,7 +260,7 @@ async def test_another_life_of_the_learner_is_met_anew(bus: MemoryBus) -> None:
 
 @pytest.mark.parametrize("fate", ["fails", "never ends"])
 async def test_a_transfer_that_goes_wrong_keeps_nobody_else_waiting(bus: MemoryBus, fate: str) -> None:
-    """Nor the learner's exit."""
+    """Nor does it delay the learner's exit."""
     over = threading.Event()
 
     class Wrong(Sender):
@@ -306,11 +306,11 @@ async def test_an_engine_is_told_why_nothing_is_sent(bus: MemoryBus) -> None:
     assert offer is not None and "nothing yet" in offer.problem
 
 
-# -- taking turns ------------------------------------------------------------------------------------------------------
+# -- turns -------------------------------------------------------------------------------------------------------------
 
 
 async def most_paused_at_once(bus: MemoryBus, num_engines: int, *, load: str = "in_flight") -> int:
-    """Every load waits until nobody else can begin one."""
+    """Return the most engines that were paused at once. Every load waits until no further load can begin."""
     engines = [Engine(f"w{n}", receives=n % 2 == 0) for n in range(num_engines)]
     for engine in engines:
         engine.gate.clear()
@@ -331,7 +331,7 @@ async def most_paused_at_once(bus: MemoryBus, num_engines: int, *, load: str = "
 
 
 async def settled(engines: list[Engine]) -> None:
-    """Everybody who may begin to load has begun: the set of paused engines stays as it is."""
+    """Wait until every load that may begin has begun: the set of paused engines stays the same."""
     quiet, paused = 0, -1
     while quiet < 100:
         await asyncio.sleep(0.0002)

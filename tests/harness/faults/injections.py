@@ -1,4 +1,4 @@
-"""What may happen to a part, a process, its disk or its connection, while a context is open."""
+"""Faults of a part, a process, its disk or its connection, which last while a context is open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILLER: Final = "filler"
 
 @contextlib.contextmanager
 def hanging(folder: Path, name: str) -> Iterator[None]:
-    """The part of this name does not return."""
+    """The part of this name hangs."""
     (folder / name).touch()
     try:
         yield
@@ -32,7 +32,7 @@ def hanging(folder: Path, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """SIGSTOP, and SIGCONT behind."""
+    """SIGSTOP on entry, SIGCONT on exit."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -50,7 +50,7 @@ def full_disk(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_descriptors(pid: int) -> Iterator[None]:
-    """This process can open nothing more."""
+    """This process can open no more descriptors."""
     taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     lowest_free = next(number for number in itertools.count() if number not in taken)
     with _limited(pid, resource.RLIMIT_NOFILE, lowest_free):
@@ -72,13 +72,13 @@ def _limited(pid: int, what: int, limit: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it may have died of it
+        with contextlib.suppress(ProcessLookupError):  # the fault may have killed it
             resource.prlimit(pid, what, before)
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, *, megabytes: int) -> Iterator[Path]:
-    """A file system of that size. Raises OSError where nobody may mount one."""
+    """A file system of that size. Raises OSError where mounting is not permitted."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -91,7 +91,7 @@ def small_disk(folder: Path, *, megabytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """To the last byte."""
+    """Fill the disk to the last byte."""
     with (disk / FILLER).open("ab", buffering=0) as file:
         for size in (2**20, 2**12, 1):
             with contextlib.suppress(OSError):
@@ -101,7 +101,7 @@ def fill(disk: Path) -> None:
 
 @contextlib.contextmanager
 def kept_full(disk: Path) -> Iterator[None]:
-    """Whatever is removed from it meanwhile."""
+    """Keep the disk full, even if files are removed from it."""
     is_over = threading.Event()
 
     def keep() -> None:
@@ -120,7 +120,7 @@ def kept_full(disk: Path) -> Iterator[None]:
 
 
 class Proxy:
-    """A way to a server that can fall silent without being closed, as a half-open connection does."""
+    """A proxy to a server that can fall silent without closing connections, as a half-open connection does."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)

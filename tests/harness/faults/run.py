@@ -1,4 +1,4 @@
-"""A run of real processes whose parts hang while a file of their name is in its folder, and its own diagnosis."""
+"""A run of real processes and its own diagnosis. A part hangs while a file with its name is in the run's folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 from tests.harness.processes import processes_below
 
 NAMED_SECONDS = 120.0
-"""The limit for naming a fault on a busy machine; on an idle one the promise is 10 s."""
+"""Limit for naming a fault on a busy machine; on an idle one the promise is 10 s."""
 
 PARTS = '''
 """Parts of a run; each hangs while a file of its name exists."""
@@ -165,7 +165,7 @@ class Run:
             output = self.process.stderr
         else:
             pipe = folder / "output"
-            pipe.unlink(missing_ok=True)  # of an earlier one in this folder
+            pipe.unlink(missing_ok=True)  # left by an earlier run in this folder
             os.mkfifo(pipe)
             words = _command("run", *overrides, LAUNCHER)[3:]
             self.process = forks.run(
@@ -185,7 +185,7 @@ class Run:
                     self._heard.notify_all()
 
     def wait_for(self, text: str, *, after: int = 0, seconds: float = NAMED_SECONDS) -> str:
-        """The first line with ``text``, from line ``after`` on. Raises TimeoutError with the whole output."""
+        """Return the first line with ``text``, from line ``after`` on. Raises TimeoutError with the whole output."""
 
         def found() -> str:
             return next((line for line in self.said[after:] if text in line), "")
@@ -209,30 +209,34 @@ class Run:
             time.sleep(0.1)
 
     def pid(self, name: str) -> int:
-        """Of the child with this name: learner, w0, nats-server; 0 when there is none."""
+        """Return the pid of the child with this name: learner, w0, nats-server; 0 if there is none."""
         found = processes_below(self.process.pid)
         if self._forks is not None:
             found |= self._forks.children_of(self.process.pid)
         return found.get(name, 0)
 
     def bus(self) -> tuple[str, str]:
-        """(url, token) of the run's nats-server."""
+        """Return (url, token) of the run's nats-server."""
         table = json.loads((self.folder / "runs" / "faults" / "bus.json").read_text())
         return table["url"], table["token"]
 
     def worker(self, name: str, *, url: str = "") -> subprocess.Popen[bytes]:
-        """A rollout worker that joins by itself; nothing restarts it."""
+        """Start a rollout worker that joins by itself; it is never restarted."""
         own, token = self.bus()
         return subprocess.Popen(
             [*_command("rollout-worker", f"bus.url={url or own}"), "--name", name],
             cwd=self.folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=_environment() | {"ASYNCRL_BUS_TOKEN": token, WORKER_KEY_VARIABLE: ""},  # its name is what we call it
+            # without a key, the worker keeps the name we give it
+            env=_environment() | {"ASYNCRL_BUS_TOKEN": token, WORKER_KEY_VARIABLE: ""},
         )
 
     def doctor(self) -> tuple[int, dict[str, Any]]:
-        """Exit code and answer of `asyncrl doctor --json`; by fork it hears sooner who fell silent a moment ago."""
+        """Return the exit code and the answer of `asyncrl doctor --json`.
+
+        A forked doctor starts sooner, so it can still notice a process that fell silent a moment ago.
+        """
         if self._forks is not None:
             output = self.folder / f"doctor-{uuid.uuid4().hex}"
             words = ["doctor", "run.toml", "--json"]
@@ -263,7 +267,7 @@ def _environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def running(folder: Path, *overrides: str, forks: ForkServer | None = None) -> Iterator[Run]:
-    """A run in ``folder`` that has trained five steps, if it has workers."""
+    """A run in ``folder``. If it has workers, it has trained five steps on entry."""
     run = Run(folder, *overrides, forks=forks)
     try:
         if "rollout.workers=0" not in overrides:

@@ -1,1 +1,1 @@
-"""A tiny task and policy whose expected reward is exact, as the parts of a run: engine, backend, reward, files."""
+"""A tiny task and a policy whose expected reward is exact, as parts of a run: engine, backend, reward, files."""

@@ -94,7 +94,7 @@ class TinyBackend(BackendAdapter):
         return StepResult(metrics={})
 
     def _gradients(self, dp_shards: Sequence[Sequence[MicroBatch]]) -> tuple[diagnostics.Sums, float]:
-        """Of the whole batch, clipped: its sums, and the norm before the clip."""
+        """Compute the clipped gradients of the whole batch. Return its sums, and the norm before clipping."""
         (share,) = dp_shards
         self._optimizer.clear_gradients()
         totals = self._algorithm.zero(_CPU)
@@ -118,7 +118,7 @@ class TinyBackend(BackendAdapter):
         return sums
 
     def _predict(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Distribution at each response token and its logprob.  f32[M, SIZE], f32[M]"""
+        """Return the distribution at each response token, and the token's logprob.  f32[M, SIZE], f32[M]"""
         documents = torch.from_numpy(micro_batch.tokens.astype(np.int64) - FIRST_DIGIT).view(-1, 2 + LENGTH)
         prompts, answers = documents[:, :2], documents[:, 2:]
         each = self._policy.distributions(prompts, answers)
@@ -128,7 +128,7 @@ class TinyBackend(BackendAdapter):
     def score(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY
     ) -> list[list[NDArray[np.float32]]]:
-        """Logprobs of the response tokens; 0 at prompt tokens, which the net does not predict."""
+        """Return logprobs of the response tokens; 0 at prompt tokens, which the net does not predict."""
         return [[self._score(micro_batch) for micro_batch in share] for share in dp_shards]
 
     def _score(self, micro_batch: MicroBatch) -> NDArray[np.float32]:

@@ -1,8 +1,8 @@
-"""The tiny policy as an Engine: batched decode steps, new weights between two of them.
+"""The tiny policy as an Engine: batched decode steps; new weights load between two steps.
 
     engine.kind = "tests.harness.tiny.engine:TinyEngine"
 
-A sample's tokens depend only on its seed and the weights, not on what runs beside it (up to rounding).
+A sample's tokens depend only on its seed and the weights, not on concurrent samples (up to rounding).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHUFFLED_SAMPLES: Final = 128
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     behavior: Literal["right", "shuffled", "shifted"] = "right"
-    """Which logprobs it reports. shuffled: another sample's, out of a shuffle buffer of SHUFFLED_SAMPLES.
+    """Which logprobs the engine reports. shuffled: another sample's, from a shuffle buffer of SHUFFLED_SAMPLES.
     shifted: each token gets its neighbour's."""
     step_seconds: float = 0.002
     """Delay before each decode step."""
@@ -123,9 +123,10 @@ class TinyEngine(EngineAdapter):
 
     @torch.no_grad()
     def _decode(self) -> None:
-        """One token for every running sequence."""
+        """Decode one token for every running sequence."""
         self._step = None
-        self._running = [sequence for sequence in self._running if not sequence.future.done()]  # without cancelled ones
+        # drop cancelled sequences
+        self._running = [sequence for sequence in self._running if not sequence.future.done()]
         if not self._running:
             return
         sequences = self._running
@@ -168,7 +169,7 @@ class TinyEngine(EngineAdapter):
 
 
 def _spans(versions: list[tuple[int, int]]) -> tuple[VersionSpan, ...]:
-    """One span for each run of equal (incarnation, policy_version)."""
+    """Return one span for each run of equal (incarnation, policy_version)."""
     starts = [at for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
     return tuple(
         VersionSpan(start=start, incarnation=versions[start][0], policy_version=versions[start][1]) for start in starts

@@ -1,7 +1,7 @@
 """The files of a run on the tiny task: a model folder and the prompts.
 
 Digits are text outside and tokens inside: prompt "35", answer "302571". The folder holds no Hugging Face model; its
-config.json has only what asyncrl itself reads.
+config.json has only the keys that asyncrl itself reads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WEIGHTS_FILE: Final = "model.safetensors"
 
 
 def write(folder: Path, policy: Policy) -> None:
-    """Writes the model to ``folder``/model and all prompts with their right answers to ``folder``/prompts.jsonl."""
-    # Imports transformers, for a second of each process that only reads what is written here.
+    """Write the model to ``folder``/model, and all prompts with their right answers to ``folder``/prompts.jsonl."""
+    # This import loads transformers and takes a second; processes that only read these files do not need it.
     from asyncrl.data.tiny_model import SPECIAL_TOKENS, make_tokenizer
 
     assert len(SPECIAL_TOKENS) == FIRST_DIGIT

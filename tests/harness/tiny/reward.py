@@ -16,11 +16,11 @@ from asyncrl.protocols import Sample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     seconds: float = 0.0
-    """Mean time per group, lognormal (sigma 0.5): stands for a sandbox or a judge model."""
+    """Mean time per group, lognormal (sigma 0.5); stands for a sandbox or a judge model."""
 
 
 class TinyReward:
-    """1.0 when every token is right, else 0.0."""
+    """1.0 when every token is right, otherwise 0.0."""
 
     def __init__(self, options: Options) -> None:
         self._seconds = options.seconds

@@ -1,8 +1,8 @@
-"""A task whose expected reward is a number, not an estimate: learning curves without evaluation noise.
+"""A task whose expected reward is computed exactly, so that learning curves have no evaluation noise.
 
-Prompt (a, b), 8 x 8 of them; the answer is y_t = (a + b t) mod 8 for t < 6; the reward is 1 when all six tokens are
-right. The policy is a net of one hidden layer on (a, b, position, previous token). The expected reward J is the mean
-over the 64 prompts of the product of the right tokens' probabilities.
+A prompt is a pair (a, b), 8 x 8 in total. The answer is y_t = (a + b t) mod 8 for t < 6; the reward is 1 when all six
+tokens are right. The policy is a net with one hidden layer on (a, b, position, previous token). The expected reward J
+is the mean over the 64 prompts of the product of the right tokens' probabilities.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ START: Final = SIZE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """inputs f32[2 x SIZE + LENGTH + SIZE + 1, HIDDEN]: a row per value of each feature;  outputs f32[HIDDEN, SIZE]
+    """inputs   f32[2 x SIZE + LENGTH + SIZE + 1, HIDDEN]: one row per value of each feature
+    outputs  f32[HIDDEN, SIZE]
 
-    The features' rows are summed, which is a matrix product with one-hot vectors.
+    The features' rows are summed, which equals a matrix product with one-hot vectors.
     """
 
     inputs: torch.Tensor
@@ -44,7 +45,7 @@ class Policy:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], *, is_trained: bool = False) -> Policy:
-        """A policy of copies of the tensors from ``named_parameters``."""
+        """Return a policy with copies of the tensors from ``named_parameters``."""
         return cls(**{name: tensor.detach().clone().requires_grad_(is_trained) for name, tensor in tensors.items()})
 
     @property
@@ -59,7 +60,7 @@ class Policy:
         return Policy.of(self.named_parameters, is_trained=is_trained)
 
     def distribution(self, prompts: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Logprobs of the next token.  i64[N, 2], i64[N], i64[N] -> f32[N, SIZE]"""
+        """Return logprobs of the next token.  i64[N, 2], i64[N], i64[N] -> f32[N, SIZE]"""
         rows = torch.stack(
             [prompts[:, 0], SIZE + prompts[:, 1], 2 * SIZE + positions, 2 * SIZE + LENGTH + previous], dim=1
         )
@@ -67,20 +68,20 @@ class Policy:
         return torch.log_softmax(hidden @ self.outputs + self.output_bias, dim=1)
 
     def distributions(self, prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-        """Logprobs at each token of the answers.  i64[N, 2], i64[N, LENGTH] -> f32[N x LENGTH, SIZE]"""
+        """Return logprobs at each token of the answers.  i64[N, 2], i64[N, LENGTH] -> f32[N x LENGTH, SIZE]"""
         count = len(prompts)
         previous = torch.cat([torch.full((count, 1), START), answers[:, :-1]], dim=1)
         positions = torch.arange(LENGTH).repeat(count)
         return self.distribution(prompts.repeat_interleave(LENGTH, dim=0), positions, previous.ravel())
 
     def logprobs(self, prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-        """Of each token after those before it.  i64[N, 2], i64[N, LENGTH] -> f32[N, LENGTH]"""
+        """Return logprobs of each token given those before it.  i64[N, 2], i64[N, LENGTH] -> f32[N, LENGTH]"""
         each = self.distributions(prompts, answers)
         return each.gather(1, answers.reshape(-1, 1)).view(answers.shape)
 
     @torch.no_grad()
     def sample(self, prompts: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sampled answers and their logprobs.  i64[N, 2] -> i64[N, LENGTH], f32[N, LENGTH]"""
+        """Return sampled answers and their logprobs.  i64[N, 2] -> i64[N, LENGTH], f32[N, LENGTH]"""
         previous = torch.full((len(prompts),), START)
         tokens, logprobs = [], []
         for position in range(LENGTH):
@@ -103,13 +104,13 @@ def right_answers(prompts: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def expected_reward(policy: Policy) -> float:
-    """J, the exact mean reward of the policy's samples over all prompts."""
+    """Return J, the exact mean reward of the policy's samples over all prompts."""
     prompts = all_prompts()
     return float(policy.logprobs(prompts, right_answers(prompts)).sum(1).exp().mean())
 
 
 def warm_start(seed: int, *, reward: float, noise: float, learning_rate: float = 3e-3) -> Policy:
-    """A policy trained on labels, a fraction ``noise`` of them random, until J reaches ``reward``."""
+    """Return a policy trained on labels, a fraction ``noise`` of them random, until J reaches ``reward``."""
     generator = torch.Generator().manual_seed(seed)
     policy = Policy.new(generator).copy(is_trained=True)
     optimizer = torch.optim.Adam(policy.parameters, lr=learning_rate)

@@ -1,4 +1,4 @@
-"""A board on a free port, on runs that are up or only recorded."""
+"""A board on a free port, for runs that are up or only recorded."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"),
 ]
-"""Nothing but the board can be reached."""
+"""Only the board can be reached."""
 
 OpenBoard = Callable[..., contextlib.AbstractAsyncContextManager[Board]]
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
-    """A row of metrics.jsonl."""
+    """Return a row of metrics.jsonl."""
     return {
         "step": step,
         "time": 1e9 + 2.0 * step,
@@ -55,7 +55,7 @@ def write_rows(folder: Path, *rows: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """The folder of a run that is over."""
+    """The folder of a finished run."""
     return write_rows(tmp_path / "one", *(row(step) for step in range(1, 31)))
 
 
@@ -74,7 +74,7 @@ def open_board() -> OpenBoard:
 
 @pytest.fixture
 async def browse() -> AsyncIterator[Callable[[str], Any]]:
-    """``page = await browse(url)``: the page in a real browser, once it shows something. Without the internet."""
+    """``page = await browse(url)``: the page in a real browser without internet access, once it shows something."""
     playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed (bin/install dev)")
     if (chromium := shutil.which("chromium")) is None:
         pytest.skip("no chromium: apt-get install chromium, or bin/install dev as root")
@@ -101,7 +101,7 @@ HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</scrip
 
 @pytest.fixture
 def with_groups(recorded: Path, demo: Path) -> Path:
-    """A recorded run with a history, and with one group that has text: an answer with a tool's turn in it."""
+    """A recorded run with a history and one group with text; an answer of it contains a tool's turn."""
     settings = config_record.as_table(config.only_overrides([f"model.path={demo / 'model'}", "run.steps=30"]))
     history = History(recorded / HISTORY_FILE, incarnation=0)
     history.begin(step=0, kept=0, max_staleness=4, settings=settings)

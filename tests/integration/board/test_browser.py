@@ -30,7 +30,7 @@ Connect = Callable[..., Awaitable[JetStreamBus]]
 
 @contextlib.asynccontextmanager
 async def beating(bus: JetStreamBus, beat: Heartbeat) -> AsyncIterator[None]:
-    """The heartbeat is there as long as this is, however slow the browser: the bus keeps one for 15 s."""
+    """Keep the heartbeat on the bus, however slow the browser is: the bus drops a heartbeat after 15 s."""
     await bus.put(ACTORS, beat, key=beat.actor)
 
     async def again() -> None:
@@ -68,10 +68,11 @@ async def test_two_runs_are_shown_side_by_side_and_a_new_step_appears(
         assert titles[:2] == ["Reward", "Evaluation on sums: mean@8"]
         reward = page.locator('[data-title="Reward"]')
         await reward.locator("canvas").wait_for()
-        assert await reward.locator(".u-series").count() == 3  # the step, and a line for each run
+        assert await reward.locator(".u-series").count() == 3  # the step, and one line per run
         write_rows(recorded, row(31, **{"reward/mean": 0.77}))
         await page.get_by_text("step 31").wait_for()
-        await expect(reward.locator(".u-value").first).to_have_text("31")  # no pointer is anywhere: the newest
+        # without a pointer, the newest value is shown
+        await expect(reward.locator(".u-value").first).to_have_text("31")
         assert "reward 0.77" in await page.locator('[data-run="0"]').text_content()
         await page.locator('[data-run="1"] input').click()
         await expect(reward.locator(".u-series")).to_have_count(2)
@@ -84,7 +85,7 @@ async def test_staleness_and_recorded_lanes_are_drawn(recorded: Path, open_board
         await page.get_by_text("1 versions: 30.0 %").wait_for()
         await page.click("[data-tab=lanes]")
         await page.get_by_text("1–2 of 2 lanes").wait_for()
-        await expect(page.get_by_role("button", name="previous")).to_be_hidden()  # one page
+        await expect(page.get_by_role("button", name="previous")).to_be_hidden()  # only one page
         drawn = "document.querySelector('#lanes-canvas').getContext('2d').getImageData(400, 30, 1, 1).data[3]"
         assert await page.evaluate(drawn) == 255
 
@@ -133,7 +134,7 @@ async def test_a_group_is_found_opened_and_coloured_by_what_is_recorded(
         await expect(page.locator("[data-part=prompt]")).to_have_text(f"What is {HOSTILE}?")
         tokens = page.locator("[data-answer='0'] .token")
         await expect(tokens).to_have_count(4)
-        await expect(page.locator(".environment")).to_have_count(1)  # the tool's turn, apart
+        await expect(page.locator(".environment")).to_have_count(1)  # the tool's turn is shown separately
         colours = "tokens => tokens.map(token => token.style.background)"
         first, second, third, _ = await tokens.evaluate_all(colours)
         assert first == second != third  # versions 0 and 1
@@ -146,7 +147,7 @@ async def test_a_group_is_found_opened_and_coloured_by_what_is_recorded(
         await page.click("[data-mode=trainer]")
         first, second, third, _ = await tokens.evaluate_all(colours)
         assert "200, 60, 40" in first and "40, 150, 70" in second  # 0.2 less and 0.5 more than the engine
-        assert third == "rgba(40, 150, 70, 0.1)"  # the same
+        assert third == "rgba(40, 150, 70, 0.1)"  # the same as the engine
         await page.get_by_text("the trainer's logprob, when the step trained the token").wait_for()
         await page.click("[data-mode=entropy]")
         first, second, *_ = await tokens.evaluate_all(colours)

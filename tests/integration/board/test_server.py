@@ -1,4 +1,4 @@
-"""The board's server: who gets an answer, what is in it, and what it says of a run that is up."""
+"""The board's server: which clients get an answer, what it contains, and what it shows of a run that is up."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def the_first(answer: aiohttp.ClientResponse, is_wanted: Callable[[dict[st
         return await anext(change async for change in changes(answer) if is_wanted(change))
 
 
-# -- what a folder says ------------------------------------------------------------------------------------------------
+# -- contents of a folder ----------------------------------------------------------------------------------------------
 
 
 async def test_a_recorded_run_has_curves_histograms_and_lanes(recorded: Path, open_board: OpenBoard) -> None:
@@ -117,7 +117,7 @@ async def test_groups_are_listed_and_opened(with_groups: Path, open_board: OpenB
     assert opened["problem"] == ""
 
 
-# -- who gets an answer ------------------------------------------------------------------------------------------------
+# -- access ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8420", "127.0.0.1.evil.example", "10.0.0.1", ""])
@@ -145,7 +145,7 @@ async def test_others_need_the_token_once(recorded: Path, open_board: OpenBoard)
         ):
             async with asked(board, path, Host=host) as answer:
                 assert answer.status == status, (path, host)
-        async with asked(board, "/?token=s3cret") as answer:  # sent on to the page, with a cookie
+        async with asked(board, "/?token=s3cret") as answer:  # redirected to the page, with a cookie
             assert answer.status == 200
             assert "token" not in str(answer.url)
             cookie = answer.history[0].headers["Set-Cookie"]
@@ -175,7 +175,7 @@ async def test_every_answer_forbids_scripts_of_others(recorded: Path, open_board
 
 @contextlib.asynccontextmanager
 async def live(server: EmbeddedServer, connect: Connect) -> AsyncIterator[tuple[Board, JetStreamBus]]:
-    """A board of a run of which only the bus can be reached, and that bus."""
+    """A board for a run of which only the bus can be reached, and that bus."""
     name = f"run-{uuid.uuid4().hex[:8]}"
     bus = await connect(server, run=name)
     overrides = [f"bus.url={server.url}", f"run.name={name}"]
@@ -213,7 +213,7 @@ async def test_the_last_heartbeat_of_an_actor_can_be_read(nats_server: EmbeddedS
         assert (await table(board, "/api/runs/0/actors/w0"))["problem"] == "no space"
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +254,7 @@ LARGE = {"kind": "rows", "rows": ["x" * 50_000]}
 
 @contextlib.asynccontextmanager
 async def stalled(board: Board) -> AsyncIterator[asyncio.StreamReader]:
-    """A browser that has asked for the stream, and reads nothing but what its buffers take."""
+    """A browser that has requested the stream but reads no more than its buffers take."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", board.port))
@@ -271,7 +271,7 @@ async def test_a_browser_that_fell_behind_is_told_to_read_everything_anew(
     recorded: Path, open_board: OpenBoard
 ) -> None:
     async with open_board(recorded) as board, stalled(board) as reader:
-        for _ in range(10 * MOST_WAITING):  # far more than the buffers between the two take
+        for _ in range(10 * MOST_WAITING):  # far more than the buffers on both sides take
             board.hub.tell(0, LARGE)
             await asyncio.sleep(0)
         async with asyncio.timeout(120):
@@ -283,7 +283,7 @@ async def test_a_browser_that_fell_behind_is_told_to_read_everything_anew(
 async def test_a_browser_that_reads_nothing_is_hung_up_on(
     recorded: Path, open_board: OpenBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It opens another connection, and reads everything anew."""
+    """It opens another connection and reads everything from the start."""
     monkeypatch.setattr(server, "STALLED_SECONDS", 0.05)
     async with open_board(recorded) as board, stalled(board) as reader:
         async with asyncio.timeout(120):

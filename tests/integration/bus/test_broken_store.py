@@ -1,4 +1,4 @@
-"""A nats-server whose store broke for lack of room stores no more, whatever room there is: it is started again."""
+"""A nats-server whose store broke on a full disk stores nothing even after space is free, so it is restarted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_server_that_stores_no_more_is_started_again_once_there_is_room(
 async def test_a_full_disk_of_the_server_is_named_once_by_the_launcher(
     own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server cannot even say so in its log, which is on that disk."""
+    """The server cannot write it to its log, which is on the same disk."""
     said: list[str] = []
     looks = asyncio.Queue[bool]()
     room = iter([True, False, False, True, False])
@@ -65,7 +65,7 @@ async def test_a_run_outlives_more_full_disks_of_its_server_than_it_has_restarts
     own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    full, broken = asyncio.Event(), set[int]()  # pids of servers that store no more
+    full, broken = asyncio.Event(), set[int]()  # pids of servers with a broken store
     monkeypatch.setattr(own_server, "has_room", lambda: not full.is_set())
     monkeypatch.setattr(own_server, "failure", lambda: "no space left" if own_server.pid in broken else "")
     kept = asyncio.create_task(keep_up(own_server, restarts=RestartPolicy(0), say=said.append, look_seconds=0.01))
@@ -74,7 +74,7 @@ async def test_a_run_outlives_more_full_disks_of_its_server_than_it_has_restarts
         full.set()
         while sum("the disk of its store is full" in line for line in said) < number:
             await asyncio.sleep(0.01)
-        assert own_server.pid == pid  # it would not come up
+        assert own_server.pid == pid  # a restarted server would not come up
         full.clear()
         while own_server.pid in (0, pid):
             await asyncio.sleep(0.01)

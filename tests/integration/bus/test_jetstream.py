@@ -1,4 +1,4 @@
-"""What only a real server can show: restarts, rejections, and that two runs do not meet."""
+"""Behaviour that needs a real server: restarts, rejections, and the separation of two runs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ async def raw(server: EmbeddedServer) -> Any:
 
 @pytest.mark.parametrize("kill", [False, True])
 async def test_a_restarted_server_is_transparent(own_server: EmbeddedServer, connect: Connect, kill: bool) -> None:
-    """One writer, one reader, one worker and one watcher work on while the server is restarted twice."""
-    # What was on its way to the worker when the server died comes again after ack_seconds.
+    """One writer, one reader, one worker and one watcher keep working while the server is restarted twice."""
+    # Messages in flight to the worker when the server died are redelivered after ack_seconds.
     sizes = {"max_prompts": 1000, "ack_seconds": 1.0}
     writer, following, worker, watcher = [await connect(own_server, run="r", **sizes) for _ in range(4)]
     total = 60
@@ -149,13 +149,13 @@ async def test_what_was_on_loan_at_a_restart_comes_again(own_server: EmbeddedSer
     async with taken(bus, 2) as (one, _):
         await one.ack()
         await restart(own_server)
-        await bus.depth(PROMPTS)  # connected again: leaving can say so
+        await bus.depth(PROMPTS)  # connected again, so leaving can notify the server
     async with taken(other, 1) as (delivery,):
         assert (delivery.key, delivery.attempt) == ("2", 2)
 
 
 async def test_an_ack_counts_though_the_server_forgot_the_loan(own_server: EmbeddedServer, connect: Connect) -> None:
-    """A server that was killed may have lost what its consumer knew; it leaves such an ack unanswered."""
+    """A killed server may have lost its consumer's state; it then leaves such an ack unanswered."""
     bus = await connect(own_server, run="r")
     await publish_prompts(bus, 1, 2)
     async with taken(bus, 1) as (delivery,):
@@ -210,11 +210,11 @@ async def test_a_log_larger_than_what_may_be_on_the_way_is_read_whole(
 async def test_a_store_that_was_removed_is_an_error_to_whoever_looks_only(
     own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A learner and its workers wait for it: test_jetstream_keeper.py."""
+    """A learner and its workers wait for the store instead: test_jetstream_keeper.py."""
     monkeypatch.setattr("asyncrl.bus.jetstream.connection._NOBODY_SECONDS", 0.0)
     run = (await connect(own_server, storage="memory"))._layout.run
     onlooker = await connect(own_server, run=run, access=Credentials(role="operator", token=own_server.token))
-    await restart(own_server)  # the memory store is empty now
+    await restart(own_server)  # the memory store is now empty
     with pytest.raises(BusError, match="store"):
         await onlooker.put(FLEET, FleetSize(rollout_workers=1, request=""))
     with pytest.raises(BusError, match="stream not found"):
@@ -224,7 +224,7 @@ async def test_a_store_that_was_removed_is_an_error_to_whoever_looks_only(
 async def test_a_state_whose_ack_was_lost_is_stored_once(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection repeats the request; another writer's newer state stays."""
+    """The connection repeats the request, but another writer's newer state stays."""
     bus, other = await connect(nats_server, run="repeats"), await connect(nats_server, run="repeats")
     ask, lost = Connection._ask, [True]
 
@@ -246,7 +246,7 @@ async def test_a_state_whose_ack_was_lost_is_stored_once(
 async def test_a_bus_that_is_closed_while_somebody_leaves_it_leaves_nothing_running(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
-    """Who leaves was cancelled, and what had arrived is taken by nobody: the client would wait for that for ever."""
+    """The task that leaves was cancelled, and nobody takes what had arrived: the client would wait for that forever."""
     before = asyncio.all_tasks()
     bus = await connect(nats_server)
     connection, is_taken = bus._connection, asyncio.Event()
@@ -274,7 +274,7 @@ async def test_a_bus_that_is_closed_while_somebody_leaves_it_leaves_nothing_runn
 async def test_leaving_twice_cancelled_leaves_the_connection_alive(
     connect: Connect, nats_server: EmbeddedServer
 ) -> None:
-    """As when a run is finished and the supervisor stops its actors in the same moment."""
+    """As when a run is finished and the supervisor stops its actors at the same moment."""
     bus = await connect(nats_server)
 
     async def work() -> None:
@@ -324,15 +324,15 @@ async def test_another_storage_for_the_same_run_is_a_config_error(
     await connect(nats_server, run="settled", storage="file")
     with pytest.raises(ConfigError, match=r"the settings it had .* or choose another run.name") as error:
         await connect(nats_server, run="settled", storage="memory")
-    assert "rm" not in str(error.value).split()  # nobody is told to remove a log
+    assert "rm" not in str(error.value).split()  # the message does not advise removing a log
 
 
 @pytest.mark.parametrize("code", [10004, 10008, 10009])
 async def test_a_jetstream_without_a_leader_is_tried_again_and_no_config_error(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """The launcher starts again what ended with exit code 1 (the real thing:
-    tests/integration/cluster/test_nats_cluster.py)."""
+    """The launcher restarts processes that ended with exit code 1. The real case is
+    tests/integration/cluster/test_nats_cluster.py."""
 
     async def leaderless(*_: Any, **__: Any) -> Reply:
         return Reply(json.dumps({"error": {"err_code": code, "description": "unavailable"}}).encode(), {}, False)
@@ -356,7 +356,7 @@ async def test_a_worker_of_a_run_that_is_not_there_names_those_that_are_in_one_l
     joining = asyncio.create_task(connect(own_server, run="mien", access=worker))
     while not caplog.messages:
         await asyncio.sleep(0.05)
-    await asyncio.wait((joining,), timeout=2.0)  # time for the other streams to say the same
+    await asyncio.wait((joining,), timeout=2.0)  # time for the other streams to report the same
     assert not joining.done()
     (line,) = caplog.messages
     assert line.endswith("no run 'mien' there yet; waiting for its learner; runs there: mine")
@@ -377,7 +377,7 @@ async def test_raw_garbage_is_a_problem_and_no_exception(nats_server: EmbeddedSe
 
 
 async def test_a_run_that_an_older_version_made_can_be_looked_at(own_server: EmbeddedServer, connect: Connect) -> None:
-    """It lacks the streams of topics that came later; what it has is read, and what it has not is named."""
+    """It lacks the streams of newer topics. Existing streams are read, and missing ones are named."""
     learner = await connect(own_server, run="old")
     await learner.publish(TRAJECTORIES, group(3), key="3")
     client = await raw(own_server)

@@ -1,4 +1,4 @@
-"""What workers and holders of a lease lose when they are cut off, silent or blocked: nothing that others wait for."""
+"""Workers and lease holders that are cut off, silent or blocked lose nothing that others wait for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {"max_prompts": 8, "max_log_bytes": 2**20, "ack_seconds"
 
 @contextlib.asynccontextmanager
 async def closing(bus: JetStreamBus) -> AsyncIterator[JetStreamBus]:
-    """For a bus that is not to outlive the way it goes."""
+    """For a bus that must not outlive its connection's proxy."""
     try:
         yield bus
     finally:
@@ -35,7 +35,7 @@ async def closing(bus: JetStreamBus) -> AsyncIterator[JetStreamBus]:
 async def test_a_worker_that_hears_nothing_for_a_while_orders_one_message_and_no_more(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its old orders, which the server still holds, must not lend it what it has no room for."""
+    """Its old pull requests, which the server still holds, must not deliver more than it has room for."""
     monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.SILENCE_SECONDS", 0.02)
     bus, other = await connect(nats_server, run="silent"), await connect(nats_server, run="silent")
     async with bus.consume(PROMPTS) as deliveries:
@@ -53,16 +53,17 @@ async def test_a_worker_that_hears_nothing_for_a_while_orders_one_message_and_no
 async def test_a_worker_whose_loop_was_blocked_orders_one_message_and_no_more(
     nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocked for longer than the silence and the order's time: its timer and the message are ready together."""
+    """Blocked for longer than the silence limit and the request's lifetime: its timer and the message are ready
+    together."""
     monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.SILENCE_SECONDS", 0.1)
     monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.EXPIRES_SECONDS", 0.2)
     bus, other = await connect(nats_server, run="blocked"), await connect(nats_server, run="blocked")
     for number in range(0, 20, 2):
         async with bus.consume(PROMPTS) as deliveries:
             waiting = asyncio.ensure_future(anext(deliveries))
-            await bus.depth(PROMPTS)  # by now the order stands
+            await bus.depth(PROMPTS)  # by now the pull request is in place
             await publish_prompts(other, number)
-            time.sleep(0.1 + number / 100)  # noqa: ASYNC251 - from before the order's end to after it
+            time.sleep(0.1 + number / 100)  # noqa: ASYNC251 - from before the request's end to after it
             ours = await waiting
             await publish_prompts(other, number + 1)
             async with taken(other, 1) as (theirs,):
@@ -74,7 +75,7 @@ async def test_a_worker_whose_loop_was_blocked_orders_one_message_and_no_more(
 async def test_a_worker_that_was_cut_off_for_a_moment_orders_one_message_and_no_more(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
-    """The server outlived the cut, and so did the order it holds."""
+    """The server survived the cut, and so did the pull request that it holds."""
     other = await connect(nats_server, run="cut")
     async with Proxy(nats_server.port) as proxy:
         bus = await JetStreamBus.connect(proxy.url, run="cut", token=nats_server.token, **SIZES)
@@ -92,13 +93,13 @@ async def test_a_worker_that_was_cut_off_for_a_moment_orders_one_message_and_no_
                 assert theirs.attempt == 1
 
 
-# -- a slow way --------------------------------------------------------------------------------------------------------
+# -- a slow connection -------------------------------------------------------------------------------------------------
 
 
 async def test_a_slow_way_is_given_the_time_that_a_message_takes(
     nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To ask again would put the same bytes on it once more, and so on, for ever."""
+    """Repeating the request would send the same bytes again over the slow connection, without end."""
     monkeypatch.setattr("asyncrl.bus.jetstream.connection._ANSWER_SECONDS", 0.2)
     async with Proxy(nats_server.port, bytes_per_second=300_000) as proxy:
         bus = await JetStreamBus.connect(proxy.url, run="slow", token=nats_server.token, **SIZES)
@@ -161,7 +162,8 @@ async def test_leaving_a_lease_does_not_wait_for_a_server_that_is_away(
 async def test_a_bus_that_is_closed_while_it_reconnects_leaves_nothing_running(
     own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cancellation that comes as a try fails is lost in the client, and what that leaves keeps a process up."""
+    """The client loses a cancellation that arrives as an attempt fails. What it leaves running would keep the process
+    alive."""
     tries = asyncio.Event()
 
     async def refused(*_: object) -> None:

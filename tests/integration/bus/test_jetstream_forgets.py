@@ -1,4 +1,4 @@
-"""A real server that loses what it had: its store goes back in time, a stream is deleted or purged."""
+"""A real server that loses data: its store goes back in time, or a stream is deleted or purged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Connect = Callable[..., Awaitable[JetStreamBus]]
 
 @contextlib.asynccontextmanager
 async def going_back(server: EmbeddedServer, folder: Path) -> AsyncIterator[None]:
-    """In the end the store is as it was in the beginning, as after a loss of power."""
+    """On exit, the store is as it was on entry, as after a power loss."""
     store, image = server.directory / "jetstream", folder / "image"
     await asyncio.to_thread(shutil.copytree, store, image)
     yield
@@ -62,7 +62,7 @@ async def test_a_watch_goes_on_with_states_that_went_back(
                 await bus.put(PROGRESS, progress(step))
             states = await stack.enter_async_context(bus.watch(PROGRESS))
             assert (await anext(states)).step == 4
-        await bus.put(PROGRESS, progress(5))  # its sequence is that of step 2, which was seen
+        await bus.put(PROGRESS, progress(5))  # its sequence is that of step 2, which was already seen
         assert (await anext(states)).step == 5
 
 

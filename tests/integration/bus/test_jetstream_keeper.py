@@ -1,4 +1,4 @@
-"""Streams and consumers that somebody deletes, purges, alters or replaces while a run is up, on a real server."""
+"""Streams and consumers that are deleted, purged, altered or replaced while a run is up, on a real server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def alter(bus: JetStreamBus, topic: Topic[Any], **changes: Any) -> None:
 
 
 async def repaired(bus: JetStreamBus) -> str:
-    """The only loss, which the learner has repaired; and nothing is found after that."""
+    """Return the only loss, which the learner has repaired. Check that no further loss is found."""
     (loss,) = await bus.losses(repairs=True)
     assert loss.is_repaired
     assert await bus.losses(repairs=True) == []
@@ -214,7 +214,7 @@ async def test_another_stream_on_our_subjects_is_said_and_waited_for(
 
 
 async def test_a_log_that_is_gone_is_not_waited_for_by_a_trim(nats_server: EmbeddedServer, connect: Connect) -> None:
-    """What is made in its place has other entries under those sequences; they have not been read."""
+    """The replacement log has other entries under those sequences, which have not been read."""
     bus = await connect(nats_server)
     await publish_groups(bus, 1, 2, 3)
     await bus._connection.api(f"STREAM.DELETE.{bus._layout.stream(TRAJECTORIES)}")
@@ -246,7 +246,7 @@ async def test_entries_that_somebody_purged_are_told_from_those_that_we_trimmed(
 async def test_events_that_somebody_purged_are_told_by_who_only_looks_too(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
-    """They are of the last days: none can have left by its age."""
+    """Events are kept for days, so none can have expired."""
     bus = await connect(nats_server)
     stream = bus._layout.stream(EVENTS)
     for number in range(3):
@@ -273,7 +273,7 @@ async def test_heartbeats_that_somebody_purged_are_missed_by_a_watcher(
     beats = itertools.count(1)
 
     async def look() -> list[str]:
-        """As the watcher of a run whose learner has beaten since the last look."""
+        """Look as the watcher of a run whose learner has sent a heartbeat since the last look."""
         beat = replace(heartbeat("learner"), role="learner", beat=next(beats))
         await bus.put(ACTORS, beat, key="learner")
         return [one.text for one in diagnose(await watcher.look())]

@@ -1,4 +1,4 @@
-"""Connections that a real server refuses, or nobody answers: one line each, for a person."""
+"""Connections that a real server refuses, or that get no answer: one readable line for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES: dict[str, Any] = {"max_prompts": 8, "max_log_bytes": 2**20, "ack_seconds"
 
 
 async def refused(url: str, *, token: str = "", seconds: float = 30.0, **sizes: Any) -> str:
-    """``seconds``: how long somebody is looked for."""
+    """``seconds``: how long to look for a server"""
     with pytest.raises(ConfigError) as error:
         await JetStreamBus.connect(url, run="r", token=token, connect_seconds=seconds, **(SIZES | sizes))
     assert "\n" not in str(error.value)

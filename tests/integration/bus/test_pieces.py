@@ -1,4 +1,4 @@
-"""Groups larger than a message on a real nats-server: kills between the two writes, roles, losses, and whole runs."""
+"""Groups larger than a message, on a real nats-server: kills between the two writes, roles, losses, and whole runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOM = 2**24
 LARGE = 300_000
 """Tokens of a group that takes three messages of 2**20 bytes."""
 MANY = 96
-"""Samples of a group of four tokens each that takes three messages of 8 kB."""
+"""Samples of four tokens each in a group that takes three messages of 8 kB."""
 
 DYING = """
 import asyncio, sys
@@ -57,7 +57,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 @pytest.fixture
 def small_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """It takes messages of 8 kB."""
+    """A server that accepts messages of at most 8 kB."""
     with EmbeddedServer(tmp_path / "bus", max_message_bytes=MESSAGE_BYTES) as server:
         yield server
 
@@ -74,7 +74,7 @@ async def test_a_writer_that_is_killed_between_the_two_writes_leaves_nothing_for
     await dying.wait()
     left = await bus.keys(PIECES)
     assert (len(left), await bus.depth(TRAJECTORIES)) == (3, 0)
-    await bus.publish(TRAJECTORIES, group(5, tokens=LARGE), key="5")  # whoever its prompt goes to now
+    await bus.publish(TRAJECTORIES, group(5, tokens=LARGE), key="5")  # answered by the worker that gets the prompt next
     (record,) = await first(bus, 1)
     assert len(record.message.trajectories[0].tokens) == LARGE
     await bus.trim(TRAJECTORIES, through=0, is_over=lambda name: False)
@@ -128,7 +128,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 async def test_workers_write_pieces_and_read_none_and_who_looks_on_reads_the_group(server: Server) -> None:
-    tokens, room = 2_000_000, 2**26  # this server takes messages of 8 MiB
+    tokens, room = 2_000_000, 2**26  # this server accepts messages of 8 MiB
     async with connected(server, "learner", max_log_bytes=room):
         async with connected(server, "rollout-worker", max_log_bytes=room) as rollout:
             assert await rollout.publish(TRAJECTORIES, group(1, tokens=tokens), key="1")
@@ -160,7 +160,8 @@ async def test_a_run_whose_groups_are_all_larger_than_a_message_trains_them_all(
     assert (made.problems, made.trained, made.failed) == ((), 12, 0)
     assert await bus.last_sequence(PIECES) >= 2 * 12
     groups = {key.split("/")[0] for key in await bus.keys(PIECES)}
-    assert groups == {key.split("-")[0] for key in await bus.keys(TRAJECTORIES)}  # the others left with their entries
+    # all other pieces left with their entries
+    assert groups == {key.split("-")[0] for key in await bus.keys(TRAJECTORIES)}
     assert len(groups) < 12
 
 

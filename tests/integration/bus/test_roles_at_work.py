@@ -1,4 +1,4 @@
-"""What the bus does differently for roles that may create no consumer, purge no stream and answer nobody's requests."""
+"""How the bus works for roles that may not create consumers, purge streams or answer requests."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_what_a_worker_removes_leaves_nothing_on_the_server(learner: Any, 
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Leases that were not free when they were asked for."""
+    """Leases that were not free when requested."""
     seen: list[str] = []
     wait = Lease._wait
 
@@ -99,7 +99,7 @@ async def test_a_worker_cannot_take_a_lease_of_the_learners(learner: Any, worker
 
 
 async def test_a_lease_that_was_just_released_is_taken_at_once(server: Server, worker: Any, waits: list[str]) -> None:
-    """Its release mark is still there: nobody told the next holder, who was not waiting."""
+    """Its release mark is still stored. The next holder was not waiting, so it got no notification."""
     async with connected(server, "rollout-worker") as other:
         for number in range(10):
             async with (worker, other)[number % 2].lease("load-7", holder="w0"):

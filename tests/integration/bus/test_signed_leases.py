@@ -1,4 +1,4 @@
-"""Leases that somebody forged, kept, stole or said again, on a real server: they hold up nobody."""
+"""Forged, kept, stolen or replayed leases on a real server block no worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = {key: f"w-{key.public[:16]}" for key in (ONE, TWO, EVIL)}
 
 @pytest.fixture
 async def worker(nats_server: EmbeddedServer, connect: Callable[..., Awaitable[JetStreamBus]]) -> Workers:
-    """``await worker(KEY)``: one more worker of the run, with its own key or none."""
+    """``await worker(KEY)``: one more worker of the run, with its own key or without a key."""
     run = f"leases-{SigningKey.generate().public[:8]}"
 
     async def one(key: SigningKey | None) -> Any:
@@ -45,7 +45,7 @@ async def record_of(bus: Any, name: str) -> Any:
 
 
 async def store(bus: Any, name: str, data: bytes) -> None:
-    """Over whatever there is, as the server lets every worker."""
+    """Overwrite the lease, as the server permits every worker."""
     await bus._connection.store(subject_of(bus, name), data, headers={})
 
 
@@ -80,7 +80,8 @@ async def test_a_record_that_its_holder_signed_holds_it(worker: Workers) -> None
 
 
 async def test_a_lease_among_namesakes_is_kept_by_nobody_else(worker: Workers) -> None:
-    """Else a liar would keep every worker from joining: each takes the lease of its name to look for a namesake."""
+    """Otherwise a liar could keep every worker from joining: each takes the lease of its name to look for a
+    namesake."""
     one, again, evil = await worker(ONE), await worker(ONE), await worker(EVIL)
     async with evil.lease("workers w0", holder="host 1"):
         assert await is_free(one, "workers w0", is_namesakes=True)

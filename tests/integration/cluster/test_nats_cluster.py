@@ -1,4 +1,4 @@
-"""A cluster of three nats-servers: what it must be, what it may lose, and that runs on it do not meet."""
+"""A cluster of three nats-servers: its configuration, tolerated losses, and the separation of runs on it."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nats-cluster")]
 
 Connect = Callable[..., Awaitable[JetStreamBus]]
 SOON = {"ack_seconds": 5.0}
-"""What a server sends to a worker that left the moment before comes again after this, not after half a minute."""
+"""A message sent to a worker that has just left is redelivered after this time, instead of half a minute."""
 own_servers = pytest.mark.xdist_group("nats-clusters-of-their-own")
-"""The test shares no cluster, so it may run beside those that do."""
+"""The test has its own cluster, so it may run at the same time as tests that share one."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Tests share it under different run names; nobody kills anything here."""
+    """Tests share it under different run names; none of them kills a server."""
     runs = ("one", "left", "right", "roles", "fresh", "few")
     with Cluster(tmp_path_factory.mktemp("nats") / "cluster", runs=runs) as made:
         yield made
 
 
-# -- what it is --------------------------------------------------------------------------------------------------------
+# -- configuration -----------------------------------------------------------------------------------------------------
 
 
 async def test_every_stream_has_as_many_copies_as_bus_replicas_says(cluster: Cluster) -> None:
@@ -168,7 +168,7 @@ async def test_a_cluster_speaks_tls_with_clients_and_among_its_servers(
                 pass
 
 
-# -- what it carries ---------------------------------------------------------------------------------------------------
+# -- traffic -----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_whole_run_works_with_each_process_at_a_server_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ async def test_a_whole_run_works_with_each_process_at_a_server_of_its_own(cluste
 
 
 async def test_a_server_that_is_behind_shows_no_older_value(cluster: Cluster) -> None:
-    """A run begins with reading what the last one left: its epoch, and whether it was finished."""
+    """A run starts by reading what the last one left: its epoch, and whether it was finished."""
     async with cluster.bus("one", at=0) as one, cluster.bus("one", at=1) as two, cluster.bus("one", at=2) as three:
         for step in range(100):
             await one.put(PROGRESS, progress(step))
@@ -198,7 +198,7 @@ async def test_a_server_that_is_behind_shows_no_older_value(cluster: Cluster) ->
 
 
 async def test_two_runs_share_a_cluster_and_see_nothing_of_each_other(cluster: Cluster, tmp_path: Path) -> None:
-    """At once, under the same subjects as far as their accounts go; and a third with the credentials of neither."""
+    """Both at once, with the same subjects wherever their accounts allow it."""
     async with (
         cluster.bus("left", **SOON) as one,
         cluster.bus("right") as other,
@@ -218,7 +218,7 @@ async def test_two_runs_share_a_cluster_and_see_nothing_of_each_other(cluster: C
             await delivery.ack()
 
 
-# -- what it may lose --------------------------------------------------------------------------------------------------
+# -- tolerated losses --------------------------------------------------------------------------------------------------
 
 
 @own_servers
@@ -247,7 +247,7 @@ async def test_calls_wait_while_too_few_servers_are_up_and_are_answered_when_the
             assert calls[0].result() is True
             assert (await bus.states(PROGRESS))[""].step == 5
             assert await bus.keys(TRAJECTORIES) == {"1"}
-            while await bus.keys(PROMPTS):  # in a cluster it leaves the stream a moment after its ack
+            while await bus.keys(PROMPTS):  # in a cluster, it leaves the stream shortly after its ack
                 await asyncio.sleep(0.01)
 
 
@@ -255,7 +255,7 @@ async def test_calls_wait_while_too_few_servers_are_up_and_are_answered_when_the
 async def test_too_few_servers_are_an_error_that_is_tried_again_and_no_mistake_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The launcher starts a process again that ended with exit code 1, and none that ended with 2."""
+    """The launcher restarts a process that ended with exit code 1, but not one that ended with 2."""
     with Cluster(tmp_path / "cluster", runs=("one",)) as cluster:
         async with cluster.bus("one", at=2) as bus:
             await cluster.until_whole(bus)
@@ -263,7 +263,7 @@ async def test_too_few_servers_are_an_error_that_is_tried_again_and_no_mistake_o
                 cluster.kill(index)
             monkeypatch.setattr("asyncrl.bus.jetstream.connection._PATIENCE_SECONDS", 5.0)
             bus._made.clear()
-            for _ in range(2):  # the first time the server may not know yet, and not answer at all
+            for _ in range(2):  # at first, the server may not know yet and may not answer at all
                 caplog.clear()
                 makings = [bus._stream(topic) for topic in (TRAJECTORIES, PROMPTS, WEIGHTS)]
                 for made in await asyncio.gather(*makings, return_exceptions=True):
@@ -286,7 +286,7 @@ def _assert_no_quorum(error: Any) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("nats-cluster-under-a-run")
 async def test_a_run_outlives_each_server_of_its_cluster(tmp_path: Path, forks: ForkServer) -> None:
-    """Real processes; who leads, and whom each process is connected to, is lost again and again."""
+    """Real processes: the leaders and the servers that processes are connected to are lost again and again."""
     folder = tmp_path / "storm"
     folder.mkdir()
     with Cluster(tmp_path / "cluster", runs=("storm",)) as cluster:
@@ -310,12 +310,15 @@ async def test_a_run_outlives_each_server_of_its_cluster(tmp_path: Path, forks: 
     assert (audit["lost"], audit["duplicated"], audit["staleness_violations"], audit["exit_code"]) == (0, 0, 0, 0)
     assert audit["trained"] > 0
     assert audit["failed"] == 0
-    assert storm.runs == 2  # nothing but the drain at the end stopped it
+    assert storm.runs == 2  # only the drain at the end stopped it
 
 
 async def _next_victim(cluster: Cluster, number: int) -> int:
-    """Who leads the trajectory log, who leads the prompts, who leads the states, then everyone in turn: each of them is
-    the server of some process. Not before all copies are whole again."""
+    """Return the next server to kill, once all replicas are whole.
+
+    The order is: the leader of the trajectory log, of the prompts, of the states, then every server in turn. Each is
+    the server of some process.
+    """
     topics = (TRAJECTORIES, PROMPTS, WEIGHTS)
     async with cluster.bus("storm", role="observer") as bus:
         await cluster.until_whole(bus)

@@ -1,4 +1,4 @@
-"""Runs whose parts are found by "package.module:name" alone: no file of asyncrl is changed for them."""
+"""Runs whose parts are found only by "package.module:name", without changes to asyncrl's files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ options = {{ note = "mine" }}"""
 def asyncrl_run(
     folder: Path, *, bus: str = "", launcher: str = "", weights: str = NOTES
 ) -> subprocess.CompletedProcess[str]:
-    """`asyncrl run` on the demo's task, all its parts toys."""
+    """Run `asyncrl run` on the demo's task, with toys for all parts."""
     demo_task.write(folder)
     run_file = folder / "run.toml"
     run_file.write_text(RUN_FILE.format(folder=folder, here=HERE, bus=bus, launcher=launcher, weights=weights))
@@ -85,7 +85,7 @@ def test_a_run_of_parts_that_asyncrl_does_not_know(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_launcher_send_weights_by_a_channel_and_asyncrl_knows_neither(tmp_path: Path) -> None:
-    """No group is stale: the second step needs the weights of the first one, the third of the second."""
+    """No group is stale: the second step needs the weights of the first, and the third those of the second."""
     weights = f'''channel = "{HERE}.toy_sockets:SocketChannel"
 options = {{ log = "{tmp_path}/taken" }}
 [staleness]

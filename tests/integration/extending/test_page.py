@@ -1,4 +1,4 @@
-"""docs/develop/extending.md: what it shows is what runs, and a change takes no more files than it says."""
+"""docs/develop/extending.md: its code is the code that runs, and a change takes no more files than it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend of one's own: the reference one, its learning rate limited."""
+"""A custom backend: the reference backend with a limited learning rate."""
 
 from __future__ import annotations
 

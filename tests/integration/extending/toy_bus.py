@@ -1,4 +1,4 @@
-"""A bus of one's own: the one in memory, keeping count of what is published."""
+"""A custom bus: the memory bus, with a count of published messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ M = TypeVar("M")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     log: str = ""
-    """File that gets the counts, a line a topic, when the bus is closed."""
+    """File that receives the counts, one line per topic, when the bus is closed."""
 
 
 class CountingBus(MemoryBus):

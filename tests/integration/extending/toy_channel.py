@@ -1,4 +1,4 @@
-"""A weight channel of one's own: folders, with a note in each."""
+"""A custom weight channel: folders, with a note in each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine of one's own: the in-process one, its answers held back for a while."""
+"""A custom engine: the in-process engine, with delayed answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.protocols import Generation
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(inprocess.Options):
     answer_seconds: float = 0.0
-    """Time from a finished answer until it is handed over."""
+    """Time from a finished answer until it is returned."""
 
 
 class LateEngine(InProcessEngine):

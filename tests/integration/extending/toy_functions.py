@@ -1,4 +1,4 @@
-"""A reward, a filter and a rollout function of one's own."""
+"""A custom reward, filter and rollout function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def keep(group: TrajectoryGroup) -> bool:
 
 
 async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-    """One answer, as rollout.function = "single_turn" gives it."""
+    """One answer, like rollout.function = "single_turn"."""
     builder = TrajectoryBuilder(prompt.prompt_tokens)
     builder.answered(await generate(builder.tokens))
     return builder.trajectory()

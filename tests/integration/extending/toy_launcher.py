@@ -1,4 +1,4 @@
-"""A launcher of one's own: processes of this machine, with variables of the run file in their environment."""
+"""A custom launcher: local processes, with variables of the run file in their environment."""
 
 from __future__ import annotations
 

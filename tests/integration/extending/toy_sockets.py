@@ -1,4 +1,4 @@
-"""A second weight channel from memory to memory: over a socket, where RDMA or shared GPU memory would be used."""
+"""A second memory-to-memory weight channel: over a socket, in place of RDMA or shared GPU memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PATIENCE = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     log: str = ""
-    """File that gets a line for each version that an engine took: the engine and the version."""
+    """File that receives one line per version that an engine took: the engine and the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """What an offer of this channel says."""
+    """The payload of this channel's offers."""
 
     port: int
 

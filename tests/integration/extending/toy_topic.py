@@ -1,4 +1,4 @@
-"""A topic of one's own: a message, and the row that says what becomes of it."""
+"""A custom topic: a message, and the row that defines its handling."""
 
 from __future__ import annotations
 

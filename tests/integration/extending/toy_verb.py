@@ -1,4 +1,4 @@
-"""`asyncrl greet NAME`: a verb of one's own, as a file of asyncrl/cli/ would have it."""
+"""`asyncrl greet NAME`: a custom verb, as a file of asyncrl/cli/ would define it."""
 
 from __future__ import annotations
 

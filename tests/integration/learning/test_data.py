@@ -1,4 +1,4 @@
-"""Runs in one process whose data is more than one file of prompts."""
+"""In-process runs whose data is more than one file of prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEN: Counter[tuple[str, str, int]] = Counter()
 
 
 def reward(sample: Sample) -> float:
-    """Of the demo, and what it was asked to judge: file, reward's name, and whether the answer is short."""
+    """The demo's reward; also records what it was asked to judge: file, reward name and length of the answer."""
     SEEN[(sample.dataset, sample.reward, len(sample.trajectory.tokens))] += 1
     return demo_task.reward(sample).value
 
@@ -73,7 +73,7 @@ async def test_files_by_weight_whose_rows_have_rewards_and_limits_of_their_own(t
 
 
 async def test_conversations_are_learned_by_what_the_assistant_says(tmp_path: Path) -> None:
-    """The user's turns are noise: nobody can learn them. The assistant answers the same each time."""
+    """The user's turns are noise, which cannot be learned. The assistant answers the same each time."""
     model = make_tiny_model(tmp_path / "model", seed=0)
     talks = [
         [

@@ -1,4 +1,4 @@
-"""The loop learns, on real parts: a model that samples, a backend that trains it, weights that travel by files."""
+"""The loop learns with real parts: a model that samples, a backend that trains it, and weights sent through files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ GOLDEN_LOSSES = [-0.09403118, -0.00980402, -0.02196324, -0.07599314]
 
 
 async def test_losses_are_what_they_were(base: RunConfig) -> None:
-    """Numbers of a synchronous run, to rounding: a change that must not change results keeps them."""
+    """Numbers of a synchronous run, up to rounding. A change that must not affect results keeps them."""
     run = changed(changed(base, "run", mode="sync"), "engine", options={"max_batch_size": 1, "threads": 1})
     rows = await train(run, memory_bus())
     assert [row["loss"] for row in rows] == pytest.approx(GOLDEN_LOSSES, abs=1e-4)
@@ -79,7 +79,8 @@ async def test_two_optimizer_steps_a_batch_make_one_version_and_the_clip_binds(b
     assert any(row["offpolicy/clip_fraction"] for row in rows)
     assert all(row["learner/score_seconds"] > 0 and row["learner/skipped_parts"] == 0 for row in rows)
     assert [row["learner/learning_rate"] for row in rows] == pytest.approx([3e-3, 2.5e-3, 2e-3, 1.5e-3])
-    assert max(row["mismatch/fresh_mean"] for row in rows) < 1e-3  # of the policy that sampled, not of the second step
+    # relative to the sampling policy, not to that of the second step
+    assert max(row["mismatch/fresh_mean"] for row in rows) < 1e-3
 
 
 async def test_the_reward_rises_over_a_real_bus(base: RunConfig, connect: Any, nats_server: Any) -> None:
@@ -96,7 +97,7 @@ async def test_the_reward_rises_over_a_real_bus(base: RunConfig, connect: Any, n
 
 @pytest.mark.parametrize("backend", ["reference", "megatron"])
 async def test_engines_of_a_mixture_sample_from_the_weights_that_are_trained(tmp_path: Path, backend: str) -> None:
-    """Of four steps each: what the engine said of its samples is what the trainer says, to rounding."""
+    """Four steps of each backend: the engine's logprobs equal the trainer's, up to rounding."""
     demo_task.write(tmp_path, architecture="qwen3_moe")
     run = demo_run(tmp_path)
     synchronous = changed(changed(run, "run", mode="sync", name="mixture"), "learner", backend=backend)

@@ -1,4 +1,4 @@
-"""The loop learns with a critic, with a teacher and near a reference, on real parts."""
+"""The loop learns with a critic, with a teacher and near a reference, with real parts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_a_critic_that_warms_up_leaves_the_policy_as_it_is_to_the_last_bit
 
 
 async def test_a_resumed_run_goes_on_with_its_critic_to_the_last_bit(folder: Path) -> None:
-    """The warm-up ends behind the checkpoint: which steps are warm-up follows from the step's number."""
+    """The warm-up ends after the checkpoint. Only a step's number decides whether it is a warm-up step."""
     whole = demo_run(folder, *PPO, *SYNC, "critic.warmup_steps=3", "run.name=whole")
     expected = await train(whole, memory_bus())
     halves = (*PPO, *SYNC, "critic.warmup_steps=3", "run.name=halves", "learner.warmup_steps=5")
@@ -86,7 +86,7 @@ async def test_a_resumed_run_goes_on_with_its_critic_to_the_last_bit(folder: Pat
 
 
 async def test_a_teachers_signal_brings_the_policy_near_it(folder: Path) -> None:
-    """The teacher is what grpo makes of the model in some steps; the student never looks at the reward."""
+    """The teacher is the model after some steps of grpo; the student never uses the reward."""
     taught = demo_run(folder, *MANY, "run.name=teacher", "run.steps=10", "learner.learning_rate=1e-2")
     teacher = mean((await train(taught, memory_bus()))[-3:], "reward/mean")
     run = demo_run(
@@ -132,7 +132,7 @@ async def test_kl_in_the_reward_trains_with_and_without_a_critic(folder: Path) -
 
 
 async def test_adapters_alone_learn_the_task(tmp_path: Path) -> None:
-    """As `bin/demo --lora`: what they are beside stays as it was, and engines get the sum."""
+    """As in `bin/demo --lora`: the base weights stay unchanged, and engines receive the sum."""
     demo_task.write(tmp_path, initializer_range=OF_FROZEN)
     run = demo_run(tmp_path, "learner.backend=megatron", *MANY, *ADAPTERS, "run.steps=30")
     rows = await train(run, memory_bus(), workers=2)

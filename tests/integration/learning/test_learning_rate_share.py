@@ -36,7 +36,7 @@ def scaled(rule: str) -> Algorithm:
 
 
 def totals(ratios: list[float]) -> diagnostics.Sums:
-    """Of sequences of one token each with these ratios."""
+    """Return the sums of one-token sequences with these ratios."""
     log_ratio = torch.tensor(ratios, dtype=torch.float64).log()
     return diagnostics.sequence_sums(
         logprobs=log_ratio,
@@ -48,14 +48,14 @@ def totals(ratios: list[float]) -> diagnostics.Sums:
 
 
 def test_the_share_is_the_ess_of_untruncated_sequence_ratios_or_its_root() -> None:
-    # (1 + 3)^2 / (1 + 9) = 1.6 of 2 sequences. A correction would cap the 3 at 2; the share does not.
+    # (1 + 3)^2 / (1 + 9) = 1.6 of 2 sequences. A correction would cap the ratio of 3 at 2; the share does not.
     assert scaled("linear").learning_rate_share(totals([1.0, 3.0])) == pytest.approx(0.8)
     assert scaled("sqrt").learning_rate_share(totals([1.0, 3.0])) == pytest.approx(math.sqrt(0.8))
     assert scaled("").learning_rate_share(totals([1.0, 3.0])) == 1.0
 
 
 def test_micro_batches_are_summed_before_the_share_is_taken() -> None:
-    parts = totals([1.0]) + totals([3.0])  # each alone would be worth all of itself
+    parts = totals([1.0]) + totals([3.0])  # alone, each part would have its full ESS
     assert scaled("linear").learning_rate_share(parts) == pytest.approx(0.8)
 
 

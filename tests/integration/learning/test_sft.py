@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on answers in the data, through the loop that reinforcement learning uses."""
+"""Supervised fine-tuning on answers in the data, through the loop of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PAGE = ROOT / "docs" / "guides" / "sft.md"
 
 
 def sft_run(folder: Path, *overrides: str) -> RunConfig:
-    """The example on the reference backend; ``folder`` holds what data.demo_task.write made."""
+    """Return the example on the reference backend; ``folder`` holds the files of data.demo_task.write."""
     return config.load(
         EXAMPLE,
         [
@@ -106,7 +106,8 @@ def test_the_answer_travels_with_its_prompt() -> None:
 
 
 def test_no_fork_makes_a_given_answer_older() -> None:
-    """The learner fell back from version 9 to 4; what it sampled since counts as 4, what it was given does not."""
+    """The learner fell back to version 4, then to 3. Samples of lost versions count as version 3; given answers keep
+    theirs."""
     forks = {1: 4, 2: 3}
     spans = (VersionSpan(start=0, incarnation=ANY_INCARNATION, policy_version=7),)
     assert effective_version(spans[0], forks) == 7
@@ -132,7 +133,7 @@ async def test_no_reward_is_0_for_everything() -> None:
     assert [r.value for r in await load_reward(config.RewardSection(kind="none"))([sample, sample])] == [0.0, 0.0]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "loss of samples": (["algorithm.name=grpo", "algorithm.advantage=reinforce"], "loss ppo_clip needs their behavior"),
@@ -202,7 +203,7 @@ def test_workers_without_a_model_take_no_gpu(folder: Path, monkeypatch: pytest.M
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 ANSWERS = ["7", "20", "643", "1170", "05", "333", "26", "7410", "51", "0", "4567", "62"]
-"""A dozen answers that nothing but memory knows, to the prompts 00, 01, ... 13 (octal)."""
+"""A dozen arbitrary answers, which can only be memorized, to the prompts 00, 01, ... 13 (octal)."""
 
 
 @pytest.mark.slow
@@ -224,16 +225,18 @@ async def test_the_loss_falls_to_nothing_and_the_model_says_what_it_was_given(
     )
     steps = await train(run, memory_bus(), workers=2)
     losses = [step["loss"] for step in steps]
-    assert losses[0] == pytest.approx(np.log(12), abs=0.3)  # random weights: 8 digits and 4 special tokens alike
+    # random weights: 8 digits and 4 special tokens are equally likely
+    assert losses[0] == pytest.approx(np.log(12), abs=0.3)
     assert losses[-1] < 0.05
     assert max(step["staleness/max"] for step in steps) <= run.max_staleness
     assert steps[-1]["staleness/dropped_groups"] == 0
-    assert not [name for name in steps[-1] if name.startswith(("mismatch/", "offpolicy/"))]  # nothing sampled them
+    # no policy sampled the answers
+    assert not [name for name in steps[-1] if name.startswith(("mismatch/", "offpolicy/"))]
     assert {row["prompt"]: greedy(run, row["prompt"]) for row in rows} == {row["prompt"]: row["label"] for row in rows}
 
 
 def greedy(run: RunConfig, text: str) -> str:
-    """What the trained model answers, <eos> left out; it must come to one."""
+    """Return the trained model's greedy answer without <eos>. The model must generate <eos>."""
     weights = run.weights_directory / f"0-{run.run.steps}"
     tokenizer, model = load_tokenizer(weights), transformers.AutoModelForCausalLM.from_pretrained(weights)
     messages = [{"role": "user", "content": text}]
@@ -254,7 +257,7 @@ def given_worker(bus: MemoryBus) -> Any:
 
 @pytest.mark.parametrize("bus_lost", [False, True], ids=["the bus goes on", "the bus is new"])
 async def test_a_learner_that_falls_back_drops_no_answer(tmp_path: Path, bus_lost: bool) -> None:
-    """It dies in step 8 with a checkpoint at 4: the answers of batches up to 10 are published in a lost history."""
+    """It dies in step 8 with a checkpoint at 4. Answers of batches up to 10 are published in a lost history."""
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     settings: dict[str, Any] = {"steps": 16, "group_size": 1, "checkpoint_every": 4, "staleness": {"order": "in_order"}}
     not_sampled = GroupValidation(are_sampled=False)

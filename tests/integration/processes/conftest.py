@@ -1,4 +1,4 @@
-"""What starts the processes of runs whose learner is Megatron."""
+"""Starts the processes of runs whose learner is Megatron."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that joins by the bus, with neither run file nor data sets, answers evaluations beside its training."""
+"""A worker that joins through the bus, without a run file or data sets, answers evaluations besides training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def results(run: RunProcess) -> list[dict[str, Any]]:
-    """Of evaluations, so far."""
+    """Return the evaluation results so far."""
     file = run.run_directory / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""A prompt that kills its worker, with real processes: failed after its last attempt, and the run goes on."""
+"""A prompt that kills its worker, with real processes: it fails after its last attempt, and the run continues."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_prompt_that_kills_its_worker_fails_after_its_last_attempt(tmp_path: P
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("w0 ended with signal SIGKILL") == 3  # rollout.max_attempts
     log = (tmp_path / "runs" / "killer" / "logs" / "learner.log").read_text()
-    assert log.count(" failed on w") == 1  # those that were in the worker's hands with it were not
+    assert log.count(" failed on w") == 1  # other groups that the worker held did not fail
     assert "group 1 failed on w0: gave up after 3 attempts: the last worker that tried did not come back" in log
     rows = [json.loads(line) for line in (tmp_path / "runs/killer/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

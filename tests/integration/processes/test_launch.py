@@ -1,4 +1,4 @@
-"""`asyncrl run` starts its processes where they belong, again when that may help, and not when it cannot."""
+"""`asyncrl run` starts its processes in the right place, and restarts them only if that may help."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Stage:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def run(self, body: str, *, placement: Placement) -> int:
-        """The exit code of a run whose processes are ``body``, which may read $3 (the role) and the log of starts."""
+        """Return the exit code of a run whose processes execute ``body``, which may read $3 (the role) and the log of
+        starts."""
         return asyncio.run(self.launch(body, placement=placement)).exit_code
 
     async def launch(self, body: str, *, placement: Placement) -> Outcome:
@@ -66,7 +67,7 @@ class Stage:
 
     @property
     def starts(self) -> list[str]:
-        """Role, visible GPUs and name of each process started, in any order."""
+        """Return role, visible GPUs and name of each started process, in any order."""
         return sorted(line.rstrip() for line in self.log.read_text().splitlines())
 
 
@@ -77,7 +78,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 ON_THE_CPU = Placement(learner=(), workers=())
 ONCE_MORE = '[ "$3" = rollout-worker ] || [ $(grep -c ^learner LOG) -ge 2 ]'
-"""Workers end well, the learner at its second start."""
+"""Workers end normally; the learner does so only at its second start."""
 
 
 def test_every_process_sees_its_gpus_and_keeps_them_when_started_again(
@@ -119,7 +120,7 @@ def test_a_learner_that_somebody_else_drained_is_no_success(stage: Stage, capsys
 
 
 def test_a_run_that_is_cancelled_drains_what_it_started(stage: Stage) -> None:
-    """As from a program: `asyncio.run` cancels on Ctrl-C, a notebook when its cell is interrupted."""
+    """As from a program: `asyncio.run` cancels on Ctrl-C, and a notebook when its cell is interrupted."""
     drained = stage.folder / "drained"
     body = f"trap 'touch {drained}; exit 0' TERM\nwhile true; do sleep 0.01; done"
 
@@ -143,7 +144,7 @@ def test_a_process_that_lived_long_has_all_its_restarts_again() -> None:
 
 
 def test_a_process_that_never_worked_has_no_more_restarts_however_long_its_starts_take() -> None:
-    """A start that is killed for its length would begin again for ever."""
+    """Otherwise a start that is killed because it takes too long would be repeated forever."""
     policy = child_process.RestartPolicy(restarts=2)
     assert [policy.next_delay(2 * child_process.HEALTHY_SECONDS, has_worked=False) for _ in range(3)] == [
         0.0,
@@ -162,7 +163,8 @@ def test_a_back_off_has_an_end() -> None:
 def test_who_has_worked_for_longer_than_its_back_off_is_started_again_at_once() -> None:
     policy = child_process.RestartPolicy(restarts=7)
     assert [policy.next_delay(20.0, has_worked=True) for _ in range(2)] == [0.0, 0.0]
-    assert [policy.next_delay(20.0, has_worked=False) for _ in range(3)] == [0.0, 1.0, 2.0]  # it died while it started
+    # the process died while it started
+    assert [policy.next_delay(20.0, has_worked=False) for _ in range(3)] == [0.0, 1.0, 2.0]
     assert policy.next_delay(3.0, has_worked=True) == 4.0
     assert policy.next_delay(20.0, has_worked=True) == 0.0
 
@@ -174,7 +176,7 @@ def launch_demo(folder: Path, *overrides: str) -> int:
 
 
 def test_a_run_that_is_up_is_not_started_again_and_nobody_is_told_to_kill_its_server(tmp_path: Path) -> None:
-    folder, pid = tmp_path / "demo", os.getppid()  # some process that lives
+    folder, pid = tmp_path / "demo", os.getppid()  # any living process
     with EmbeddedServer(folder / "nats") as server:
         (folder / "bus.json").write_text(json.dumps({"url": server.url, "token": "", "pid": pid}))
         with pytest.raises(ConfigError, match=rf"demo: this run is up \(`asyncrl run`, process {pid}\)") as refused:

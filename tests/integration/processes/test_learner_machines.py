@@ -1,4 +1,4 @@
-"""A learner whose ranks are processes of their own, as on several machines: any of them may die, nothing is lost."""
+"""A learner whose ranks are separate processes, as on several machines: any rank may die, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(tmp_path: Path, megatron_forks: ForkServer) -> Iterator[RunProcess]:
 async def test_a_learner_goes_on_from_its_checkpoint_when_a_rank_is_killed(
     run: RunProcess, megatron_forks: ForkServer, struck: str, number: int, end: str
 ) -> None:
-    """Or hangs. Whole machines and all moments: python -m tests.chaos --faults ranks"""
+    """Or when it hangs. For whole machines and all moments, see python -m tests.chaos --faults ranks."""
     run.start()
     await run.until(lambda: run.steps >= 4, "four steps", seconds=1200)
     os.kill(megatron_forks.children_of(run.pid)[struck], number)

@@ -1,4 +1,4 @@
-"""Runs whose learner is several processes that share the model or its rows: they train, and come back."""
+"""Runs whose learner has several processes that share the model or its rows: they train, and recover from kills."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_a_run_trains_its_steps_and_accounts_for_every_group(started: RunProcess
 
 @pytest.mark.parametrize("started", [(LAYOUTS[0],)], indirect=True, ids=["stages"])
 async def test_a_killed_stage_costs_no_group(started: RunProcess, megatron_forks: ForkServer) -> None:
-    """The learner's first process sees it in what the stages send each other, ends, and starts from its checkpoint."""
+    """The learner's first process notices the failed communication between stages, ends, and restarts from its
+    checkpoint."""
     await started.until(lambda: started.steps >= 2, "two steps")
     before = megatron_forks.children_of(started.pid)["learner"]
     (stage,) = grandchildren(before)

@@ -1,4 +1,4 @@
-"""Two worker processes and a real nats-server: one is killed by SIGKILL, the other goes on with its tokens."""
+"""Two worker processes and a real nats-server: one is killed by SIGKILL, and the other resumes its tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ack_seconds = 2.0
 
 @contextlib.contextmanager
 def worker(forks: ForkServer, run_file: Path, name: str, *, token: str) -> Iterator[ForkedCommand]:
-    """A rollout worker in a process of its own, killed at the end at the latest."""
+    """A rollout worker in its own process, killed at the end at the latest."""
     command = ["rollout-worker", str(run_file), "--name", name]
     environment = os.environ | {"ASYNCRL_BUS_TOKEN": token}
     process = forks.run(command, environment=environment, output=run_file.with_suffix(".txt"))
@@ -70,7 +70,7 @@ def worker(forks: ForkServer, run_file: Path, name: str, *, token: str) -> Itera
 async def test_another_worker_goes_on_with_the_tokens_of_one_that_was_killed(
     tmp_path: Path, own_server: EmbeddedServer, connect: Connect, forks: ForkServer
 ) -> None:
-    """New weights are published in between: version 0 has sampled what the first had, version 1 the rest."""
+    """New weights are published in between: version 0 sampled the first worker's tokens, version 1 the rest."""
     Model(tmp_path / "old", seed=0)
     new = Model(tmp_path / "new", seed=1)
     demo_task.write(tmp_path / "task")
@@ -92,7 +92,7 @@ async def test_another_worker_goes_on_with_the_tokens_of_one_that_was_killed(
     with worker(forks, run_file, "w1", token=own_server.token):
         (record,) = await first(bus, 1, topic=TRAJECTORIES)
         event = await first_event(bus, "resumed")
-        async with asyncio.timeout(60):  # its acknowledgement comes after both, and needs it alive
+        async with asyncio.timeout(60):  # its ack follows both, and requires a living worker
             while await bus.states(SEGMENTS) or await bus.depth(PROMPTS):
                 await asyncio.sleep(0.05)
 
@@ -105,14 +105,14 @@ async def test_another_worker_goes_on_with_the_tokens_of_one_that_was_killed(
         assert trajectory.behavior_logprobs[:count].tolist() == call.generation.logprobs.tolist()
         old_span, new_span = trajectory.version_spans
         assert (old_span.policy_version, new_span.policy_version) == (0, 1)
-        assert new_span.start >= count  # the second worker may sample before it has loaded
+        assert new_span.start >= count  # the second worker may sample before it has loaded the new weights
     assert (event.kind, event.actor) == ("resumed", group.worker)
     assert str(event.data.pop("from")).startswith("w0-")
     assert event.data == {"group_id": 0, "tokens": sum(map(tokens_of, left)), "too_old_tokens": 0}
 
 
 async def saved(bus: JetStreamBus) -> list[Recorded]:
-    """What the first worker had of each of the two samples; nothing while one has not begun."""
+    """Return the first worker's saved tokens of each of the two samples; nothing while a sample has not begun."""
     segments = await bus.states(SEGMENTS, under="0/1/")
     calls = assembled(segments[f"0/1/{number}"] for number in range(len(segments)))
     return [call for _, call in sorted(calls.items(), key=lambda item: item[0])] if len(calls) == 2 else []

@@ -1,4 +1,5 @@
-"""A run with reward workers and a slow reward: one is killed, another has its groups, and engines go on meanwhile."""
+"""A run with reward workers and a slow reward: one is killed, another grades its groups, and engines keep
+generating."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ REWARD = ("reward.kind=slow:judge", "reward.workers=2", "reward.at_once=4")
 
 @pytest.fixture
 def run(tmp_path: Path, forks: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunProcess]:
-    """One worker with slots for two groups of four; the reward takes two seconds. Evaluations have the same reward."""
+    """One worker with slots for two groups of four. The reward takes two seconds and also grades evaluations."""
     monkeypatch.setenv("JUDGED", str(tmp_path / "judged.jsonl"))
     data = f'evaluation.datasets=[{{name = "prompts", path = "{tmp_path}/prompts.jsonl", limit = 8}}]'
     made = RunProcess(tmp_path, *REWARD, "evaluation.every_steps=2", data, name="graded", forks=forks)
@@ -80,7 +81,7 @@ async def test_a_killed_reward_worker_loses_nothing_and_a_slow_judge_holds_no_en
     assert "2 -> 3 reward workers: + r2" in run.said and "3 -> 1 reward workers: - r1, r2" in run.said
     assert "r1 has left" in run.said and "r2 has left" in run.said
 
-    answering = (await beats(run))["w0"].pid  # it grades its answers to evaluations itself
+    answering = (await beats(run))["w0"].pid  # this process grades its own evaluation answers
     await run.until(lambda: open_of(judged(tmp_path), answering), "an evaluation that is graded")
     evaluated = len(evaluations(run))
     os.kill(answering, signal.SIGKILL)
@@ -104,7 +105,7 @@ async def test_a_killed_reward_worker_loses_nothing_and_a_slow_judge_holds_no_en
 
 
 def evaluations(run: RunProcess) -> list[float]:
-    """Of each that has a result, how much of it there is."""
+    """Return the completed fraction of each evaluation that has a result."""
     rows = (run.run_directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     found = [json.loads(row) for row in rows if row.endswith("\n")]
     return [row["evaluation/complete"] for row in found if "evaluation/complete" in row]
@@ -116,7 +117,7 @@ def judged(folder: Path) -> list[dict[str, str | int]]:
 
 
 def open_of(notes: list[dict[str, str | int]], pid: int) -> int:
-    """Groups that the process has begun and not graded."""
+    """Return the number of groups that the process has begun but not graded."""
     return sum({"begun": 1, "graded": -1}[str(one["what"])] for one in notes if one["pid"] == pid)
 
 

@@ -1,4 +1,4 @@
-"""Fleets of real processes on a real nats-server: they grow, shrink, are joined and left, and nothing is lost."""
+"""Fleets of real processes on a real nats-server: they grow and shrink, workers join and leave, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_fleet_grows_and_shrinks_during_training_and_has_its_size_again_
     found = run.audit()
     assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
 
-    resumed = time.time()  # before it, the log of events has what joined earlier
+    resumed = time.time()  # the event log also has workers that joined before this time
     run.start("--resume")
     async with run.heard():
         await run.until(lambda: "rollout workers: 2, the last size set by `asyncrl scale`" in run.said, "its size")
@@ -72,7 +72,7 @@ async def test_a_fleet_grows_and_shrinks_during_training_and_has_its_size_again_
 
 
 async def test_a_fleet_grows_by_itself_while_the_learner_waits_for_answers(make: Make) -> None:
-    """Answers of 40 tokens: the engine is the limit. What the run chose counts when it is resumed."""
+    """Answers have 40 tokens, so the engine is the bottleneck. A resumed run keeps the size that it chose."""
     run = make("fleet", "rollout.most_workers=2", "rollout.max_new_tokens=40", "rollout.ignore_eos=true")
     run.start()
     async with run.heard():
@@ -95,7 +95,7 @@ async def test_a_worker_joins_with_the_bus_and_a_name_and_leaves_as_it_likes(mak
     away.mkdir()
     async with run.heard():
         await run.until(lambda: run.event("first_trained", "w0"), "a step")
-        for name, number in (("polite", signal.SIGTERM), ("w0", signal.SIGKILL)):  # the run has a worker w0, too
+        for name, number in (("polite", signal.SIGTERM), ("w0", signal.SIGKILL)):  # the run also has a worker w0
             worker = run.join(name, folder=away)
             try:
                 await run.until(lambda name=name: its_name(run, name), f"something of {name}")
@@ -114,8 +114,10 @@ async def test_a_worker_joins_with_the_bus_and_a_name_and_leaves_as_it_likes(mak
 async def test_a_second_run_of_a_name_is_refused_in_one_line(
     make: Make, own_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    """Two runs started in the same moment, from folders of their own: one is a run, and a worker of it killed at any
-    time comes back under its name."""
+    """Two runs start at the same moment from different folders: only one becomes the run.
+
+    A worker of it that is killed at any time comes back under its own name.
+    """
     where = {"url": own_server.url, "token": own_server.token}
     runs = [make("same", folder=folder, **where) for folder in ("here", "there")]
     for run in runs:
@@ -136,7 +138,7 @@ async def test_a_second_run_of_a_name_is_refused_in_one_line(
 
 
 def its_name(run: RunProcess, label: str) -> str:
-    """Of the worker that joined as ``label``, once something of it is trained."""
+    """Return the name of the worker that joined as ``label``, once a group of it is trained."""
     names = {str(one.data.get("worker")) for one in run.events if one.kind == "first_trained"}
     return next((name for name in names if name.startswith(f"{label}-")), "")
 
@@ -150,7 +152,7 @@ async def beats(run: RunProcess) -> dict[str, Heartbeat]:
 
 
 async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make, own_server: EmbeddedServer) -> None:
-    """Also runs whose names begin alike, with the same model and prompts, in the same folder."""
+    """Even if their names have a common prefix and they use the same model, prompts and folder."""
     where = {"url": own_server.url, "token": own_server.token}
     runs = [make(name, **where) for name in ("one", "one-state")]
     for run in runs:
@@ -170,7 +172,7 @@ async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make,
     async with runs[0].heard(), runs[1].heard():
         for run in runs:
             assert await asyncio.to_thread(run.wait) == 0
-        await asyncio.sleep(0.5)  # for the last events to be heard
+        await asyncio.sleep(0.5)  # wait for the last events
         for run in runs:
             assert {event.actor for event in run.events} == {"w0", "learner"}
             assert len([event for event in run.events if event.kind == "joined"]) == 2
@@ -193,7 +195,7 @@ async def test_on_a_server_with_roles_the_operators_password_is_enough_to_scale(
         run.start()
         async with run.heard():
             await run.until(lambda: run.event("first_trained", "w0"), "a step")
-            for role in ("learner", "rollout-worker"):  # neither is needed to scale
+            for role in ("learner", "rollout-worker"):  # neither role is needed to scale
                 (server.directory / "mine" / role).rename(server.directory / "mine" / f"{role}.away")
             assert (await asyncio.to_thread(run.scale, 0)).returncode == 0
             assert await asyncio.to_thread(run.drain) == 130

@@ -1,4 +1,5 @@
-"""SIGKILL of a rollout worker whose samples producers outside are playing: what they are told, and what is trained."""
+"""SIGKILL of a rollout worker while external producers play its samples: the producers' answers, and what is
+trained."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ Sample = tuple[int, int]
 
 @dataclass
 class Played:
-    """What a producer heard of one session."""
+    """What a producer received for one session."""
 
     sample: Sample
     said: list[str] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Played:
 
 
 class Producer:
-    """Plays sessions of two calls; between them it waits while the gate is shut."""
+    """Plays sessions of two calls, and waits between them while the gate is shut."""
 
     def __init__(self, url: str, key: str, gate: asyncio.Event) -> None:
         self._url, self._key, self._gate = url, key, gate
@@ -113,7 +114,7 @@ async def test_a_killed_worker_s_sessions_are_over_and_its_samples_are_played_ag
             await run.until(lambda: run.steps >= 2, "a step")
             gate.clear()
             await run.until(lambda: all(one.is_held for one in producers), "sessions of one call each")
-            await asyncio.sleep(1.0)  # what was sampled is saved
+            await asyncio.sleep(1.0)  # time to save the sampled tokens
             over = [one.sessions[-1] for one in producers]
             os.kill(await worker_pid(run), signal.SIGKILL)
             await run.until(lambda: "restart 1 of" in run.said, "its end")

@@ -1,4 +1,4 @@
-"""A learner on several machines of a Ray cluster: each part of it on one of its own, and a machine may be lost."""
+"""A learner on several machines of a Ray cluster: each part has its own machine, and a machine may be lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl run --launcher ray` on a Ray cluster of two nodes: placed as asked, healed, scaled, and nothing left behind.
+"""`asyncrl run --launcher ray` on a Ray cluster of two nodes: placement, recovery and scaling; nothing is left behind.
 
 Real raylets, actors, processes and nats-servers; the model is the tiny net of the staleness benchmark.
 """
@@ -57,7 +57,8 @@ def make(tmp_path: Path, cluster: TwoNodes) -> Iterator[Make]:
 
 
 def assert_nothing_is_left(cluster: TwoNodes, run: RayRun) -> None:
-    """No process, placement group or actor, in a moment: Ray takes back what a killed run had, which takes one."""
+    """Wait until no process, placement group or actor is left: Ray needs a moment to reclaim a killed run's
+    resources."""
     deadline = time.monotonic() + SECONDS
     while run.processes() or cluster.left_behind():
         assert time.monotonic() < deadline, (run.processes(), cluster.left_behind())
@@ -69,7 +70,7 @@ def assert_is_clean(found: dict[str, Any]) -> None:
 
 
 def test_processes_go_where_they_are_told_and_the_token_nowhere(cluster: TwoNodes, make: Make) -> None:
-    """A reward worker, too: it gives the rewards of the run."""
+    """Includes a reward worker, which gives the run's rewards."""
     run = make(LEARNER_ON_A, WORKERS_ON_B, "rollout.workers=2", "reward.workers=1")
     run.start(steps=60)
     run.until(lambda: len(cluster.places()) == 4, "four places")
@@ -113,7 +114,7 @@ def up(tmp_path_factory: pytest.TempPathFactory, two_nodes: TwoNodes) -> Iterato
 
 
 class TestARunThatIsUp:
-    """One run for all: what a start of one costs is most of what they would cost alone."""
+    """All tests share one run, because its start is most of their cost."""
 
     def test_a_killed_worker_comes_back_and_so_does_one_whose_actor_is_killed(
         self, cluster: TwoNodes, up: RayRun
@@ -153,7 +154,7 @@ class TestARunThatIsUp:
         second.start()
         assert second.wait() == 2
         assert 'run.name: a run "one" is up on this Ray cluster' in second.said
-        assert len(cluster.left_behind()) == 8  # a place and an actor for each of four processes
+        assert len(cluster.left_behind()) == 8  # a placement group and an actor for each of four processes
         other.signal(signal.SIGINT)
         assert other.wait() == 130
         assert len(cluster.places()) == 2
@@ -258,13 +259,13 @@ async def launch(tmp_path: Path, cluster: TwoNodes) -> AsyncIterator[Callable[..
 
 
 def spec(number: int = 0, **more: Any) -> ProcessSpec:
-    """Of a worker that ends at once."""
+    """Return the spec of a worker that ends at once."""
     return ProcessSpec(name=f"w{number}", role=WORKER, arguments=("--version",), **more)
 
 
 async def test_what_a_machine_lacks_is_said_with_its_address(launch: Callable[..., RayLauncher]) -> None:
     launcher = launch()
-    for _ in range(3):  # on each machine, and again: it may have been mended
+    for _ in range(3):  # on each machine, then once more: a machine may have been repaired
         with pytest.raises(NoRoom, match=r"w0 on [0-9.]+: model.path: /nowhere is not there"):
             await launcher.start(spec(paths={"model.path": Path("/nowhere")}))
     assert await (await launcher.start(spec())).ended() == 0

@@ -1,4 +1,4 @@
-"""What opens a bus: passwords, NKEYs and certificates; what does not is named in a line that quotes no secret."""
+"""Credentials of a bus: passwords, NKEYs and certificates. Errors name what failed in one line without secrets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_a_wrong_password_is_one_line_without_it(server: Server, tmp_path:
 
 @pytest.fixture
 def nkey_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """Its url, and the file with the seed of the one user it knows."""
+    """The url of a server, and the file with the seed of the only user that it knows."""
     nkeys = pytest.importorskip("nkeys")
     seed = _encoded_seed(bytes(range(32)))
     (tmp_path / "seed").write_bytes(seed)
@@ -65,7 +65,7 @@ async def test_an_nkey_seed_opens_the_bus(nkey_server: tuple[str, Path]) -> None
 
 
 def _encoded_seed(raw: bytes) -> bytes:
-    """A user's NKEY seed: prefix bytes for "SU", the key, CRC-16/XMODEM, in base32."""
+    """Encode a user's NKEY seed: prefix bytes for "SU", the key, CRC-16/XMODEM, in base32."""
     data = bytes([(18 << 3) | ((20 << 3) >> 5), ((20 << 3) & 31) << 3]) + raw
     return base64.b32encode(data + binascii.crc_hqx(data, 0).to_bytes(2, "little")).rstrip(b"=")
 
@@ -77,7 +77,7 @@ async def test_tls_with_the_right_authority_opens_the_bus_and_without_it_does_no
     cert, key = map(str, certificate)
     server = Server(
         tmp_path / "server", "--tls-certificate", cert, "--tls-key", key, "--tls-client-ca", cert
-    )  # the client shows the same one
+    )  # the client shows the same certificate
     try:
         async with connected(server, "learner", tls_ca=cert, tls_certificate=cert, tls_key=key) as bus:
             await bus.put(PROGRESS, progress(1))

@@ -1,4 +1,4 @@
-"""Somebody with every right on the server speaks in the learner's name: nobody listens, and the run goes on."""
+"""A client with all server rights forges messages of the learner: no process accepts them, and the run continues."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def run(tmp_path: Path, forks: ForkServer) -> AsyncIterator[RunProcess]:
 
 
 async def intruder(run: RunProcess, *, is_signing: bool) -> JetStreamBus:
-    """The bus for somebody who has its token, which allows everything."""
+    """Return a bus connection with the run's token, which permits everything."""
     url, token = registry.bus_address(run.config(), token="")
     own = SigningKey(b"e" * 32) if is_signing else None
     signatures = Signatures(run="fleet", own=own, life=2**60)
@@ -111,7 +111,7 @@ async def test_what_is_forged_or_said_again_changes_nothing(run: RunProcess) -> 
 
 
 async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunProcess, tmp_path: Path) -> None:
-    """w0 is the run's own worker, the guest has joined by itself."""
+    """w0 is the run's own worker; the guest joined by itself."""
     evil, plain = await intruder(run, is_signing=True), await intruder(run, is_signing=False)
     joined = join(run, "guest", key=run_key(run), folder=tmp_path)
     try:
@@ -121,10 +121,11 @@ async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunP
         guest = found.actor
         for bus in (evil, plain):
             step, taken = run.steps, 0
-            while taken < 4:  # before the worker has made them
+            while taken < 4:  # before the workers have made them
                 number = max(map(int, await bus.keys(PROMPTS)), default=0) + 1
                 for group_id in range(number, number + 40):
-                    forged = replace(group(group_id), worker=("w0", guest)[group_id % 2])  # it would quarantine it
+                    # if accepted, it would get the worker quarantined
+                    forged = replace(group(group_id), worker=("w0", guest)[group_id % 2])
                     taken += taken < 4 and await bus.publish(TRAJECTORIES, forged, key=str(group_id))
             speaking = asyncio.create_task(speak_for_others(bus, ("w0", guest)))
             try:
@@ -139,7 +140,7 @@ async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunP
         await evil.close()
         await plain.close()
     said = logs(run)
-    assert "trajectories: rejected" in said  # for their sender, or because nobody asked for such a group yet
+    assert "trajectories: rejected" in said  # because of their sender, or because such a group was not requested yet
     assert "actors: rejected" in said and "by somebody else" in said
     assert "quarantine" not in run.said and "restart 1 of" not in run.said, run.said
     assert await asyncio.to_thread(run.drain) == 130
@@ -148,7 +149,7 @@ async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunP
 
 
 async def speak_for_others(bus: JetStreamBus, workers: tuple[str, ...]) -> None:
-    """Heartbeats and events of the learner and of workers that say the worst, until it is cancelled."""
+    """Publish damaging heartbeats and events in the names of the learner and of workers, until cancelled."""
     stuck = Wait(what="nothing", on="bus", seconds=1e6, limit=1.0)
     places: dict[str, tuple[str, int]] = {}
     for beat in itertools.count(1):
@@ -156,7 +157,7 @@ async def speak_for_others(bus: JetStreamBus, workers: tuple[str, ...]) -> None:
         for name, role in (("learner", "learner"), *((worker, "rollout-worker") for worker in workers)):
             forged = Heartbeat(actor=name, role=role, beat=beat, waits=(stuck,), problem="evil", pid=1)
             await bus.put(ACTORS, forged, key=name)
-            host, pid = places.get(name, ("", 0))  # of the process itself, in a name that is nobody's
+            host, pid = places.get(name, ("", 0))  # the process's own host and pid, under an unused name
             stalls = replace(stuck, on="step" if name == "learner" else "engine")
             await bus.put(ACTORS, replace(forged, actor="evil", host=host, pid=pid, waits=(stalls,)), key=name)
             event = Event(kind="quarantined", actor=name, time=0.0, data={"worker": workers[0]})
@@ -180,7 +181,7 @@ async def test_a_worker_that_knows_the_learners_key_joins_no_other_learner(run: 
                 await run.until(lambda said=said: "waiting for its learner" in said.read_text(), "that it waits")
                 step = run.steps
                 await run.until(lambda step=step: run.steps >= step + 3, "steps")
-                assert worker.poll() is None  # it waits for the learner that it was told of
+                assert worker.poll() is None  # the worker waits for its known learner
                 assert run.event("joined", "refused") is None
         finally:
             worker.kill()
@@ -189,7 +190,7 @@ async def test_a_worker_that_knows_the_learners_key_joins_no_other_learner(run: 
 
 
 async def publish_prompt(bus: JetStreamBus, number: int) -> None:
-    """As soon as there is room for one."""
+    """Publish a prompt as soon as there is room for one."""
     while True:
         with contextlib.suppress(BusFull):
             await bus.publish(PROMPTS, prompt(number), key=str(number))
@@ -206,7 +207,7 @@ def join(run: RunProcess, name: str, *, key: str, folder: Path) -> subprocess.Po
 
 
 async def stored(bus: JetStreamBus, topic: Topic[Any]) -> bytes:
-    """The bytes of a state, signature and all."""
+    """Return the stored bytes of a state, signature included."""
     stream, subject = await bus._stream(topic), bus._layout.subject(topic, "")
     found = await last_stored(bus._connection, stream=stream, subject=subject)
     assert found is not None

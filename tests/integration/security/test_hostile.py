@@ -1,8 +1,8 @@
-"""Whatever anybody puts on the bus: refused, counted, said once, never a crash, never trained.
+"""Hostile messages on the bus are rejected, counted and reported once; they cause no crash and are never trained.
 
-Each example is a whole run of real actors with fake adapters, and MESSAGES hostile messages thrown in between. 500 of
-them by default; ASYNCRL_FUZZ_CASES=10000 for a night. What only the learner's role may write is fuzzed with what does
-not decode; that nobody else can write it is test_bus_permissions.py.
+Each example is a whole run of real actors with fake adapters, with MESSAGES hostile messages in between. All examples
+together have 500 messages by default; a nightly run sets ASYNCRL_FUZZ_CASES=10000. The learner's own topics (LEARNERS)
+receive only undecodable messages. test_permissions.py tests that no other role can write to them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ODD_NUMBERS = st.sampled_from([0, 1, 2, 3, 9, 2**31, 2**52])
 
 @st.composite
 def trajectory_groups(draw: Any) -> bytes:
-    """Groups that decode, most of which cannot be."""
+    """Groups that decode; most of them are impossible."""
     length = draw(st.sampled_from([1, 2, 4, 5000]))
     answer = Trajectory(
         tokens=np.full(length, draw(ODD_INTS), np.int32),
@@ -83,7 +83,7 @@ def trajectory_groups(draw: Any) -> bytes:
 
 @st.composite
 def bodies(draw: Any, topic: Topic[Any]) -> bytes:
-    """Bytes of every kind that can go wrong."""
+    """Bytes with every kind of defect."""
     kind, sample = topic.message_type, SAMPLES[topic.message_type]
     how = draw(st.sampled_from(["random", "cut", "mutated", "other", "schema", "field", "msgpack", "huge", "odd"]))
     data = encode(sample)
@@ -117,7 +117,7 @@ def messages(draw: Any) -> tuple[Topic[Any], str, bytes]:
 
 
 def is_the_learners(topic: Topic[Any], data: bytes) -> bool:
-    """Whether it is a message that a learner could have written: then the server's permissions keep it away."""
+    """Return whether a learner could have written the message; the server's permissions then keep it away."""
     try:
         decode(data, topic.message_type)
     except MessageError:
@@ -136,7 +136,7 @@ async def throw(bus: MemoryBus, hostile: list[tuple[Topic[Any], str, bytes]]) ->
 
 
 async def run_among(hostile: list[tuple[Topic[Any], str, bytes]], directory: Path) -> tuple[Loop, MemoryBus]:
-    """A run of two steps; a third of the messages is there before it starts."""
+    """Run two steps; a third of the messages is on the bus before the start."""
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": MAX_MESSAGE_BYTES, "max_prompts": 1000}))
     validator = Validator(bus, validation=GroupValidation(vocabulary_size=VOCABULARY, context_tokens=1000))
     loop = Loop(bus, directory, steps=2, validator=validator, max_failed_in_a_row=1000)
@@ -181,7 +181,7 @@ def test_no_question_and_no_answer_stops_who_reads_it(data: st.DataObject) -> No
     body = data.draw(st.binary(max_size=60) | st.integers(0, len(sample)).map(lambda cut: sample[:cut]))
     line.add(body, send)
     answer_of(body, TRANSFERS, rejections, question=b"", signatures=UNSIGNED)
-    assert rejections.total >= 1  # no bytes are both
+    assert rejections.total >= 1  # no bytes are valid as both
 
 
 def test_a_flood_of_one_kind_by_one_sender_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,7 +208,7 @@ def test_invented_senders_fill_no_memory(caplog: pytest.LogCaptureFixture) -> No
 async def test_junk_on_every_subject_of_a_real_server_changes_nothing(
     nats_server: EmbeddedServer, connect: Any, tmp_path: Path
 ) -> None:
-    """By a connection that may do everything; also on the subjects of services, leases and our own inboxes."""
+    """From a connection with all rights; also on the subjects of services, leases and our own inboxes."""
     run = "junk"
     enemy, learners, workers = [await connect(nats_server, run=run, max_prompts=100) for _ in range(3)]
     loop = Loop(learners, tmp_path, steps=3, max_failed_in_a_row=1000, validator=Validator(learners))

@@ -1,7 +1,7 @@
-"""A liar among honest workers: whatever it answers, or keeps, the run goes on and every honest group is trained.
+"""A liar among honest workers: whatever it answers or withholds, the run continues and every honest group is trained.
 
-Real actors on the memory bus. Each example is a whole run with MESSAGES lies; 300 by default, and
-ASYNCRL_FUZZ_CASES=10000 with ASYNCRL_EXPLORE=1 for a night. Real processes with kills: bin/chaos --liar.
+Real actors on the memory bus. Each example is a whole run with MESSAGES lies. All examples together have 300 by
+default; a nightly run sets ASYNCRL_FUZZ_CASES=10000 and ASYNCRL_EXPLORE=1. Real processes with kills: bin/chaos --liar.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WAIT_SECONDS = 0.02
 
 
 class Trainer(Picky):
-    """Cannot train the token POISON; scores as the fake engine says that it sampled."""
+    """A backend that cannot train the token POISON. Its scores match the fake engine's logprobs."""
 
     def __init__(self) -> None:
         super().__init__(lambda prompts: None)
@@ -69,7 +69,7 @@ class Trainer(Picky):
 
 
 class Honest(Engine):
-    """Never samples the token that kills."""
+    """Never samples the POISON token."""
 
     async def generate(self, *arguments: Any, **named: Any) -> Any:
         made = await super().generate(*arguments, **named)
@@ -77,7 +77,7 @@ class Honest(Engine):
 
 
 async def lie(bus: MemoryBus, loop: Loop, seeds: Sequence[int]) -> None:
-    """A message of each seed: answers to prompts that were lent to us, and in between what nobody asked for."""
+    """Tell one lie per seed: answer or keep a prompt that was lent to the liar, or publish what nobody requested."""
     kept: list[object] = []
     async with bus.consume(PROMPTS) as deliveries:
         for random in map(Random, seeds):
@@ -101,12 +101,12 @@ async def lie(bus: MemoryBus, loop: Loop, seeds: Sequence[int]) -> None:
             data = lies.answer_to(delivery.message, random, max_bytes=bus.max_message_bytes)
             bus._log(TRAJECTORIES).add(delivery.key, data)
             if random.random() < 0.1:
-                bus._log(TRAJECTORIES).add(delivery.key, data)  # once more
+                bus._log(TRAJECTORIES).add(delivery.key, data)  # publish it again
             await delivery.ack()
 
 
 async def run_among_lies(seeds: Sequence[int], directory: Path) -> tuple[Loop, set[int]]:
-    """A run with an honest worker and a liar, until the liar has said all; the groups that the honest one made."""
+    """Run an honest worker and a liar until all lies are published. Return the groups that the honest worker made."""
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20, "max_prompts": 1000, "max_log_bytes": LOG_BYTES}))
     possible = GroupValidation(vocabulary_size=64, context_tokens=1000, largest_reward=1e6, are_answers_whole=True)
     validator = Validator(bus, validation=possible, rescoring=LogprobMismatch(bound=0.5, every=3))
@@ -153,14 +153,14 @@ def test_the_run_goes_on_and_trains_every_honest_group(seeds: list[int]) -> None
         assert np.isfinite(micro_batch.advantages).all()
         assert np.abs(micro_batch.advantages).max() < 1e7
         assert not (micro_batch.tokens == lies.POISON).any()
-        assert np.diff(micro_batch.boundaries).max() <= 6  # two of the prompt, four of the answer
+        assert np.diff(micro_batch.boundaries).max() <= 6  # two tokens of the prompt, four of the answer
 
 
 async def test_an_answer_of_somebody_who_was_not_lent_the_group_is_nobodys(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An honest worker has the prompts of groups 0 to 3 when a liar answers them, and one to come, with every key that
-    it can make up: they take no place, fail nothing, and the honest answers are trained."""
+    """While an honest worker has the first prompts, a liar answers groups 0, 1 and 2 and the later group 9, with every
+    key that it can invent. Its answers take no place and fail no group, and the honest answers are trained."""
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20, "max_prompts": 1000, "max_log_bytes": LOG_BYTES}))
     possible = GroupValidation(vocabulary_size=64, context_tokens=1000, largest_reward=1e6, are_answers_whole=True)
     validator = Validator(bus, validation=possible, rescoring=LogprobMismatch(bound=0.5, every=3))

@@ -1,4 +1,4 @@
-"""A server whose roles an older asyncrl wrote: who is refused by it, and how it gets new ones."""
+"""A server with roles written by an older asyncrl: which roles it refuses, and how it gets new ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.roles import RUNS, Server, connected
 
 @pytest.fixture
 def old_server(tmp_path: Path) -> Iterator[Server]:
-    """As an older asyncrl configured it: one account for all roles, in which workers make their consumer."""
+    """A server as an older asyncrl configured it: one account for all roles, in which workers make their consumer."""
     made = Server(tmp_path / "server", layout=one_account)
     yield made
     made.close()
@@ -45,7 +45,7 @@ async def test_roles_of_an_older_version_are_refused_in_one_line_that_mends_them
 
 
 async def test_a_server_gets_new_roles_by_two_reloads_and_loses_nothing(old_server: Server) -> None:
-    """nats-server connects accounts that a reload brought at the next one."""
+    """nats-server connects accounts that a reload added only at the next reload."""
     async with connected(old_server, "learner") as learner:
         await learner.publish(PROMPTS, prompt(1), key="1")
         old_server.write_anew()

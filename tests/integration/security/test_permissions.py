@@ -60,14 +60,14 @@ def empty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 async def server(empty_server: Server) -> Server:
-    """Its learner has made the streams of "mine": the other roles need not wait for it."""
+    """A server on which the learner has made the streams of "mine", so that the other roles need not wait."""
     async with connected(empty_server, "learner"):
         return empty_server
 
 
 @pytest.fixture
 async def buses(server: Server) -> AsyncIterator[dict[str, Any]]:
-    """One connection of each role."""
+    """One connection per role."""
     async with contextlib.AsyncExitStack() as stack:
         yield {role: await stack.enter_async_context(connected(server, role)) for role in ROLES}
 
@@ -84,7 +84,7 @@ def test_every_topic_has_a_publisher_and_names_are_unique() -> None:
 
 
 def test_what_a_worker_or_operator_may_publish_is_what_the_topics_say() -> None:
-    """The row of a topic is all there is to write: whoever is not among its publishers may not publish it."""
+    """The table row of a topic is the only source: a role that is not among its publishers may not publish it."""
     for role in ROLES:
         if (allowed := permissions(role, run="mine")) is not None:
             subjects = allowed["publish"]["allow"]
@@ -140,7 +140,8 @@ async def test_a_worker_does_all_its_work(buses: dict[str, Any]) -> None:
         await second.retry()
         again = await anext(deliveries)
         assert again.attempt == 2
-        await remove_message(rollout._connection, again._stream, again._item.sequence)  # an ack of a forgotten loan
+        # as an ack does when the server forgot the delivery
+        await remove_message(rollout._connection, again._stream, again._item.sequence)
     assert await learner.depth(PROMPTS) == 0
     await rollout.put(ACTORS, heartbeat("w0"), key="w0")
     await rollout.forget(ACTORS, key="w0")
@@ -201,10 +202,10 @@ async def test_workers_take_turns_on_a_lease(server: Server, monkeypatch: pytest
     async with connected(server, "rollout-worker") as one, connected(server, "rollout-worker") as two:
         async with one.lease("load-1", holder="a"):
             waiting = asyncio.create_task(two.lease("load-1", holder="b").__aenter__())
-            while tries != [True, False, False]:  # the last one when it already listens
+            while tries != [True, False, False]:  # the last attempt happens when it already listens
                 await asyncio.sleep(0.01)
         await asyncio.wait_for(waiting, 60)
-    assert told.is_set()  # so it did not wait until the lease would have expired
+    assert told.is_set()  # it did not wait until the lease would have expired
 
 
 async def test_two_workers_of_a_name_find_each_other(server: Server) -> None:
@@ -235,7 +236,7 @@ async def test_objects_are_written_by_the_learner_and_read_by_workers(buses: dic
     info = await asyncio.to_thread(rollout.info, "0-1.full")
     assert info is not None
     assert b"".join(await asyncio.to_thread(lambda: list(rollout.read("0-1.full")))) == data
-    assert await asyncio.to_thread(rollout.info, "0-9.full") is None  # as the leader says
+    assert await asyncio.to_thread(rollout.info, "0-9.full") is None  # answered by the leader
     for reader in (rollout, observer):
         await forbidden(asyncio.to_thread(reader.put, "0-2.full", [b"mine"], metadata={}))
         await forbidden(asyncio.to_thread(reader.remove, "0-1.full"))
@@ -298,7 +299,7 @@ async def test_nobody_hears_what_is_sent_to_another_role(server: Server) -> None
 
 @pytest.mark.parametrize("role", ROLES)
 async def test_no_role_sees_another_run(server: Server, role: str) -> None:
-    """Streams of that name do not exist in this account, and a learner makes its own, which the others never see."""
+    """Streams of that name do not exist in this account. A learner creates its own, which the other run never sees."""
     async with connected(server, "learner", run="other") as other:
         await other.put(PROGRESS, progress(5))
         if role == "learner":
@@ -372,7 +373,7 @@ async def test_a_worker_that_comes_first_waits_for_the_learner(
             await asyncio.sleep(0.05)
         assert not coming.done()
         (line,) = caplog.messages
-        assert line.endswith("no run 'mine' there yet; waiting for its learner")  # it may not list runs
+        assert line.endswith("no run 'mine' there yet; waiting for its learner")  # a worker may not list runs
         async with connected(server, "learner"):
             bus = await asyncio.wait_for(coming, 60)
             assert await bus.states(PROGRESS) == {}

@@ -1,8 +1,8 @@
-"""Everything a role could try, on a real server, against the table of what it may (docs/guides/security.md).
+"""Everything a role could try on a real server, compared with the table of permissions (docs/guides/security.md).
 
-The attacker speaks the NATS protocol itself. It has two kinds of users: the role's own, and one in the role's account
-that the server's configuration permits everything: what only the accounts keep away is kept away without permissions
-too.
+The attacker speaks the NATS protocol itself and has two kinds of users: the role's own, and a user in the role's
+account with all permissions. The second kind checks that what accounts alone must prevent is prevented even without
+permissions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
 
 @pytest.fixture
 async def attacked(bare: Attacked) -> AsyncIterator[Attacked]:
-    """Its learner is up, and has stored something under every subject."""
+    """A server whose learner is up and has stored something under every subject."""
     async with connected(bare, "learner") as learner:
         await asyncio.to_thread(learner.objects().put, "x", [b"data"], metadata={})
         async with bare.raw("learner") as client:
@@ -58,7 +58,8 @@ async def attacked(bare: Attacked) -> AsyncIterator[Attacked]:
             seeded = set(stored_subjects()) - set(subjects_of(LAYOUT.objects_stream))
             for number, subject in enumerate(seeded):
                 client.publish(subject, b"seed", reply=f"stored.{number}")
-            await until(client, lambda: len(client.heard) >= len(seeded))  # a PONG says that they are read, not stored
+            # a PONG only shows that messages are read, not stored
+            await until(client, lambda: len(client.heard) >= len(seeded))
         yield bare
 
 
@@ -75,7 +76,7 @@ EACH = pytest.mark.parametrize("role", OTHERS)
 async def test_a_role_reaches_what_the_table_says_and_nothing_else(
     attacked: Attacked, role: str, is_open: bool
 ) -> None:
-    """Every request of the JetStream API, every subject of every stream, every other subject."""
+    """Try every request of the JetStream API, every subject of every stream, and every other subject."""
     may = May(role)
     tried = [*api_subjects(), *stored_subjects(), *other_subjects()]
     inbox = f"_INBOX.{RUN}.{role}.mine"
@@ -94,7 +95,7 @@ async def test_a_role_reaches_what_the_table_says_and_nothing_else(
 @EACH
 @BOTH
 async def test_no_answer_comes_where_a_role_may_not_publish(attacked: Attacked, role: str, is_open: bool) -> None:
-    """Every request that a role may make, with every subject as the one for its answer."""
+    """Try every request that a role may make, with every subject as reply subject."""
     may = May(role)
     targets = [*stored_subjects(), *other_subjects(), *(f"$JS.API.STREAM.{verb}" for verb in ("LIST", "CREATE.new"))]
     targets += [f"$JS.API.STREAM.{verb}.{stream}" for verb in ("DELETE", "PURGE", "UPDATE") for stream in STREAMS]
@@ -110,7 +111,7 @@ async def test_no_answer_comes_where_a_role_may_not_publish(attacked: Attacked, 
 @EACH
 @BOTH
 async def test_whoever_asks_itself_answers_nobody_else(attacked: Attacked, role: str, is_open: bool) -> None:
-    """A question with another subject for its answer, to a service of the role's own: the answer goes nowhere."""
+    """Send a request with a foreign reply subject to a service of the role's own: the answer goes nowhere."""
     may = May(role)
     targets = [*stored_subjects(), *other_subjects(), *api_subjects()]
     async with unharmed(attacked, may) as ear, attacked.raw(role, is_open=is_open) as client:
@@ -132,7 +133,7 @@ async def test_whoever_asks_itself_answers_nobody_else(attacked: Attacked, role:
 @EACH
 @BOTH
 async def test_headers_do_no_more_than_a_message(attacked: Attacked, role: str, is_open: bool) -> None:
-    """Those that make the server send a message elsewhere, or remove others."""
+    """Try headers that make the server send a message elsewhere, or remove other messages."""
     may = May(role)
     async with unharmed(attacked, may) as ear, attacked.raw(role, is_open=is_open) as client:
         for subject in sorted(may.publish() | may.ask()):
@@ -149,7 +150,7 @@ async def test_headers_do_no_more_than_a_message(attacked: Attacked, role: str, 
 @EACH
 @BOTH
 async def test_a_role_hears_what_the_table_says_and_nothing_else(attacked: Attacked, role: str, is_open: bool) -> None:
-    """It listens to everything, while the learner and the other roles publish everywhere and are answered."""
+    """Subscribe to everything while the learner and the other roles publish everywhere and get answers."""
     may = May(role)
     others = [other for other in ROLES if other != role]
     written = [subject for subject in stored_subjects() if f"{LAYOUT.objects_bucket}.M" not in subject]
@@ -179,7 +180,7 @@ async def test_a_role_hears_what_the_table_says_and_nothing_else(attacked: Attac
 
 
 async def test_a_server_that_lets_everybody_in_one_account_would_not_pass(tmp_path: Path) -> None:
-    """What these tests see: with all roles in one account, an answer is stored in a stream."""
+    """Shows what these tests detect: with all roles in one account, an answer is stored in a stream."""
     attacked = Attacked(tmp_path / "server", in_one_account=True)
     try:
         async with connected(attacked, "learner"), attacked.ear() as ear, attacked.raw("observer") as client:
@@ -192,7 +193,8 @@ async def test_a_server_that_lets_everybody_in_one_account_would_not_pass(tmp_pa
 
 
 async def test_nobody_is_told_what_was_not_stored(attacked: Attacked) -> None:
-    """A worker has a message of another stream, which it wrote, delivered where its fellows follow the progress."""
+    """A worker gets the server to deliver a message it wrote to another stream to the subject where workers follow
+    progress."""
     forged = encode(progress(99))
     segment = LAYOUT.prefix(SEGMENTS) + "forged"
     own = {"Nats-Stream": LAYOUT.stream(PROGRESS), "Nats-Subject": LAYOUT.subject(PROGRESS, ""), "Nats-Sequence": "99"}
@@ -200,7 +202,7 @@ async def test_nobody_is_told_what_was_not_stored(attacked: Attacked) -> None:
         await learner.put(PROGRESS, progress(1))
         async with worker.watch(PROGRESS) as states, attacked.raw("rollout-worker") as client:
             assert (await anext(states)).step == 1
-            for _ in range(3000):  # its sequence is beyond that of the progress
+            for _ in range(3000):  # its sequence exceeds that of the progress
                 client.publish(segment, forged, headers=own)
             await client.flush()
             await settled(attacked, "rollout-worker")

@@ -1,4 +1,4 @@
-"""No secret is shown, and nothing that comes in is run: neither unpickled nor evaluated."""
+"""Secrets are never shown, and received data is never executed: neither unpickled nor evaluated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORBIDDEN_METHODS = {
     *("torch.load", "np.load", "numpy.load", "yaml.load", "dist.broadcast_object_list", "dist.all_gather_object"),
     *("dist.gather_object", "dist.scatter_object_list", "dist.recv_object_list", "dist.send_object_list"),
 }
-"""torch.load is fine with weights_only=True; np.load of plain arrays would be, and nothing here needs it."""
+"""torch.load is allowed with weights_only=True. np.load of plain arrays would also be safe, but is not needed."""
 
 
 def offences(tree: ast.AST) -> Iterator[str]:
@@ -50,7 +50,7 @@ def offences(tree: ast.AST) -> Iterator[str]:
                 yield called
             if any(word.arg == "trust_remote_code" and ast.unparse(word.value) != "False" for word in node.keywords):
                 yield "trust_remote_code"
-            if called.endswith("connection.recv"):  # multiprocessing's, which unpickles
+            if called.endswith("connection.recv"):  # multiprocessing's recv, which unpickles
                 yield called
 
 
@@ -60,7 +60,7 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
         for path in sorted(PACKAGE.rglob("*.py"))
         for offence in offences(ast.parse(path.read_text()))
     ]
-    # The one writes what SGLang reads, the other reads with an unpickler that knows the classes of the format alone.
+    # One writes what SGLang reads; the other uses an unpickler that only knows the classes of the format.
     assert found == ["engines/sglang/loader.py: pickle", "tensors/torch_dist.py: pickle"]
 
 
@@ -116,7 +116,7 @@ WITH_SECRETS = (
     ),
     f'options.headers = {{Authorization = "Bearer {SECRET}", X-Team = "{SECRET}"}}',
 )
-"""Of a run file; bus.options are another bus's."""
+"""Secrets of a run file; bus.options belong to another kind of bus."""
 
 
 def test_check_shows_no_secret(folder: Path) -> None:

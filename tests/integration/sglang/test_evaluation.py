@@ -1,4 +1,4 @@
-"""Evaluation on a real SGLang server that trains meanwhile: every token is of the evaluated weights, by its logprob."""
+"""Evaluation on a real SGLang server during training: logprobs show that every token is from the evaluated weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 4
 
 
 class SharedServer:
-    """The session's server as a worker's engine: neither started nor closed by it. Keeps what it sampled."""
+    """The session's server as a worker's engine, which neither starts nor closes it. Records its samples."""
 
     def __init__(self, engine: SGLangEngine) -> None:
         self._engine = engine
@@ -50,7 +50,7 @@ class SharedServer:
 
 
 class TwoModels(fakes.Channel):
-    """Even versions are the old model, odd ones the new one."""
+    """Even versions are the old model, odd versions the new one."""
 
     def __init__(self, old: Model, new: Model) -> None:
         self._models = (old, new)
@@ -99,7 +99,7 @@ async def test_every_answer_is_of_the_evaluated_weights(
     assert loop.backend.steps == STEPS
     async with bus.read(EVALUATION_ANSWERS) as records:
         for _ in range(6):
-            said = (await anext(records)).message  # of the last evaluation
+            said = (await anext(records)).message  # from the last evaluation
             for counted in said.answers:
                 (span,) = counted.version_spans
                 assert span.policy_version == STEPS

@@ -1,4 +1,4 @@
-"""Weights from the learner's memory into SGLang: what a real server does with them."""
+"""Weight transfers from the learner's memory into a real SGLang server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def on_a_server(test: T) -> T:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def engine(sglang_server: sglang.SGLangEngine, old: Model) -> sglang.SGLangEngine:
-    """Samples from the old model as version 0:1 and is connected to no learner."""
+    """An engine that samples from the old model as version 0:1 and is connected to no learner."""
     await sglang_server.load(old.version(1))
     return sglang_server
 
@@ -93,7 +93,7 @@ async def receive(receiver: CollectiveReceiver, sender: Sender) -> LoadReport:
 
 
 async def tear(receiver: CollectiveReceiver, model: Model, version: int) -> None:
-    """A learner that sends the first bucket and is gone."""
+    """Simulate a learner that dies after sending the first bucket."""
     whole = snapshot(model)
     sender = Sender("127.0.0.1")
     sender.hold(Snapshot(buckets=whole.buckets[:1]), incarnation=0, policy_version=version)
@@ -109,7 +109,7 @@ async def tear(receiver: CollectiveReceiver, model: Model, version: int) -> None
 
 
 async def in_progress(engine: sglang.SGLangEngine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:
-    """A long generation that has some tokens: a short one begun with it is done."""
+    """Return a long generation that has some tokens, because a short one that began with it is done."""
     task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1))
     await engine.generate(PROMPT, SHORT, seed=2)
     assert not task.done()
@@ -117,7 +117,7 @@ async def in_progress(engine: sglang.SGLangEngine, tasks: asyncio.TaskGroup) -> 
 
 
 def check_switch(generation: Generation, old: Model, new: Model, *, versions: tuple[int, int]) -> None:
-    """The old weights' logprobs up to the boundary, and from it on those of the new weights on the old keys."""
+    """Compare with the old weights' logprobs up to the boundary, then with the new weights on the old keys."""
     first, second = generation.version_spans
     assert (first.policy_version, second.policy_version) == versions
     distance = np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs)
@@ -147,7 +147,7 @@ async def test_a_generation_goes_on_with_the_weights_that_were_sent(
 async def test_many_transfers_pass_through_one_group(
     engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model
 ) -> None:
-    """The same long prompt every time: keys of other weights must not be found in a prefix cache."""
+    """The same long prompt each time: the prefix cache must not reuse keys of other weights."""
     sender = holding(old, 1)
     await meet(receiver, sender)
     group, prompt = receiver.request.group, np.tile(PROMPT, 20)
@@ -178,7 +178,7 @@ async def test_folders_and_transfers_take_turns(
 async def test_a_folder_that_is_removed_while_it_is_loaded_is_loaded(
     engine: sglang.SGLangEngine, old: Model, new: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the learner collects meanwhile stays readable until the server has it (and not half a model instead)."""
+    """Files that the learner deletes in the meantime stay readable until the server has loaded all of them."""
     folder = tmp_path / "new"
     shutil.copytree(new.folder, folder)
     told = engine._loader._post
@@ -197,7 +197,7 @@ async def test_a_folder_that_is_removed_while_it_is_loaded_is_loaded(
 async def test_nothing_is_sampled_from_torn_weights(
     engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model
 ) -> None:
-    """The learner dies between two buckets; the folder of that version brings the server back."""
+    """The learner dies between two buckets. The folder of that version repairs the server."""
     async with asyncio.TaskGroup() as tasks:
         task = await in_progress(engine, tasks)
         await tear(receiver, new, 2)
@@ -214,7 +214,7 @@ async def test_nothing_is_sampled_from_torn_weights(
 async def test_another_learner_is_met_after_one_that_died(
     engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model
 ) -> None:
-    """And what it sends brings the server back as well as a folder does."""
+    """The new learner's transfer repairs the server, just as a folder does."""
     await tear(receiver, new, 2)
     sender = holding(old, 3)
     await meet(receiver, sender)
