@@ -20,6 +20,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +33,7 @@ from asyncrl.tensors import adapter_names, fp8, safetensors_file, weight_files
 from asyncrl.tensors.adapter_names import CONFIG_FILE
 from asyncrl.tensors.parts import on_every_part
 from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.tensors.weight_files import WeightFile
+from asyncrl.tensors.weight_files import WeightFile, is_of_weights
 from asyncrl.weights.adapter import ChannelAdapter
 from asyncrl.weights.part_writer import PartWriter, WriteOrder, Written, whole_adapters
 
@@ -71,8 +72,7 @@ class FilesChannel(ChannelAdapter):
         self._adapters: Mapping[str, Any] | None = None  # adapter_config.json, if adapters are published
         self._is_quantized = False
         self._published: WeightVersion | None = None
-        self._weights: dict[str, _OpenFile] = {}  # of the published version; open files outlive their names
-        self._companions: frozenset[str] = frozenset()
+        self._content: _Content | None = None  # of the published version
         self._beside: tuple[str, ...] = ()  # config and tokenizer: the files of every version besides its weights
         self._retained: set[tuple[int, int]] = set()
         self._writer = PartWriter()
@@ -104,6 +104,7 @@ class FilesChannel(ChannelAdapter):
             sha256 = _complete(temporary, files)
             if os.path.lexists(folder):  # published by an earlier process that crashed before its checkpoint
                 self._discard(folder)
+            content = _Content.of(temporary)  # opened first: the folder may be removed as soon as it has its name
             temporary.rename(folder)
             _sync(self._directory)
         except WeightsError:
@@ -118,7 +119,7 @@ class FilesChannel(ChannelAdapter):
         version = WeightVersion(
             incarnation=incarnation, policy_version=policy_version, uri=str(folder), sha256=sha256, num_bytes=num_bytes
         )
-        self._hold(version)
+        self._hold(version, content)
         return version
 
     def restore(self) -> WeightVersion | None:
@@ -136,7 +137,8 @@ class FilesChannel(ChannelAdapter):
             self._remove_leftovers()
             temporary.mkdir()
             self._write_companions(temporary)
-            self._copy_weights(temporary)
+            assert self._content is not None, "a version is only held with its content"
+            self._content.copy_weights(temporary)
             try:
                 weight_files.verify(temporary, sha256=version.sha256, num_bytes=version.num_bytes)
             except WeightsError as error:
@@ -146,6 +148,7 @@ class FilesChannel(ChannelAdapter):
                 ) from error
             if os.path.lexists(folder):
                 self._discard(folder)
+            content = _Content.of(temporary)
             temporary.rename(folder)
             _sync(self._directory)
         except OSError as error:
@@ -154,7 +157,7 @@ class FilesChannel(ChannelAdapter):
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        self._hold(version)
+        self._hold(version, content)
         log.warning("%s: files of it were removed; written again, %s bytes", folder, f"{version.num_bytes:,}")
         return version
 
@@ -196,37 +199,23 @@ class FilesChannel(ChannelAdapter):
             for path, answer in zip(paths, answers, strict=True)
         ]
 
-    def _hold(self, version: WeightVersion) -> None:
-        """Keep the version's files open for ``restore``. Never fails: if that is impossible, nothing is restored."""
-        for file in self._weights.values():
-            file.close()
-        self._published, self._weights = None, {}
-        with contextlib.suppress(OSError):
-            folder = Path(version.uri)
-            self._companions = frozenset(os.listdir(folder))
-            names = sorted(filter(weight_files.is_of_weights, self._companions))
-            self._weights = {name: _OpenFile(folder / name) for name in names}
-            self._published = version
+    def _hold(self, version: WeightVersion, content: _Content | None) -> None:
+        """Keep the version's files open for ``restore``. Without ``content`` nothing is restored."""
+        if self._content is not None:
+            self._content.close()
+        self._published, self._content = None if content is None else version, content
 
     def _stands(self, version: WeightVersion) -> bool:
         """Whether all files of a version are in place and have the right total length."""
-        folder = Path(version.uri)
+        folder, content = Path(version.uri), self._content
+        assert content is not None, "a version is only held with its content"
         try:
-            are_there = all(is_at(folder / name, file.descriptor) for name, file in self._weights.items())
-            is_whole = self._companions <= frozenset(os.listdir(folder))
-            lengths = [file.length for name, file in self._weights.items() if name != weight_files.INDEX_FILE]
+            are_there = all(is_at(folder / name, file.descriptor) for name, file in content.weights.items())
+            is_whole = content.names <= frozenset(os.listdir(folder))
+            lengths = [file.length for name, file in content.weights.items() if name != weight_files.INDEX_FILE]
             return are_there and is_whole and sum(lengths) == version.num_bytes
         except OSError:
             return False
-
-    def _copy_weights(self, folder: Path) -> None:
-        """Write the open weight files into ``folder``, synced to disk."""
-        for name, file in self._weights.items():
-            with (folder / name).open("wb") as stream:
-                safetensors_file.write(stream, file.blocks())
-                stream.flush()
-                os.fsync(stream.fileno())
-        _sync(folder)
 
     def _add_companions(self, folder: Path) -> None:
         """Add config and tokenizer: links to the previous version's files, or copies of the model's if one is gone."""
@@ -248,7 +237,7 @@ class FilesChannel(ChannelAdapter):
             (folder / CONFIG_FILE).write_text(json.dumps(self._adapters, indent=1))
         if self._is_quantized:
             fp8.described(folder / "config.json")
-        self._beside = tuple(name for name in os.listdir(folder) if not weight_files.is_of_weights(name))
+        self._beside = tuple(name for name in os.listdir(folder) if not is_of_weights(name))
 
     def _collect(self, *, newest: tuple[int, int]) -> None:
         versions = sorted(version for path in self._directory.iterdir() if (version := _version(path)) is not None)
@@ -298,6 +287,35 @@ class _OpenFile:
         while block := os.pread(self.descriptor, _COPIED_BYTES, position):
             yield block
             position += len(block)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What is in the folder of a version: the names of all files, and the weight files, which are open."""
+
+    names: frozenset[str]
+    weights: Mapping[str, _OpenFile]
+
+    @classmethod
+    def of(cls, folder: Path) -> _Content | None:
+        """None if the files cannot be opened."""
+        with contextlib.suppress(OSError):
+            names = frozenset(os.listdir(folder))
+            return cls(names, {name: _OpenFile(folder / name) for name in sorted(filter(is_of_weights, names))})
+        return None
+
+    def copy_weights(self, folder: Path) -> None:
+        """Write the weight files into ``folder``, synced to disk."""
+        for name, file in self.weights.items():
+            with (folder / name).open("wb") as stream:
+                safetensors_file.write(stream, file.blocks())
+                stream.flush()
+                os.fsync(stream.fileno())
+        _sync(folder)
+
+    def close(self) -> None:
+        for file in self.weights.values():
+            file.close()
 
 
 def verified(weights: WeightVersion) -> Path:
