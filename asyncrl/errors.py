@@ -106,7 +106,7 @@ class Forbidden(BusError):
 
 
 class Unanswered(BusError):
-    """The server is reachable but does not answer this request, or has restarted since the request was sent."""
+    """The server is reachable but does not answer this request, or a reconnect has made an answer impossible."""
 
 
 class BusFull(BusError):
@@ -114,7 +114,7 @@ class BusFull(BusError):
 
 
 class LogChanged(BusError):
-    """A log was replaced by another one or reset to an earlier state. The learner reads it again group by group."""
+    """A log was replaced or reset to an earlier state. The learner reads it from its start and skips done groups."""
 
 
 class ObjectGone(BusError):

@@ -94,8 +94,8 @@ def put_back(path: Path, file: FileIO) -> FileIO:
 def log_to(path: Path) -> None:
     """Log everything from info up to a file of this process, and warnings and errors also to stderr.
 
-    Raises ConfigError if the file cannot be written. Raises DiskError if the file exists already, because the problem
-    may be over soon.
+    If the file cannot be written, raises ConfigError; or DiskError if the file exists already and a disk is the cause,
+    because the problem may then be over soon.
     """
     to_file, to_stderr = _handlers(path)
     logging.raiseExceptions = False  # with a full disk, tracebacks of log calls must not bury the actual error
@@ -127,7 +127,7 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 def _handlers(path: Path) -> tuple[logging.Handler, logging.Handler]:
-    """Return handlers for the file and stderr. Raises ConfigError, or DiskError if the file existed before."""
+    """Return handlers for the file and stderr. Raises ConfigError or DiskError as ``log_to`` does."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         to_file = LogFile(path)

@@ -45,7 +45,7 @@ class Actor(abc.ABC):
         self.draining = asyncio.Event()
         self.log = logging.getLogger(f"asyncrl.{name}")
         self.phase = "starting"
-        """"starting", or "running" once the supervisor has started the actor."""
+        """Phase of the actor: "starting", then "running" once the supervisor has started it."""
         self.life = uuid.uuid4().hex
         self.problem = ""
         """The last problem that is not solved yet, in one line; the code that solves it clears it."""

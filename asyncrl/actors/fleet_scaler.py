@@ -27,7 +27,7 @@ log = logging.getLogger("asyncrl.fleet_scaler")
 
 
 class Sized(Protocol):
-    """The fleet: keeps processes up."""
+    """A fleet of processes that can be resized."""
 
     changed: asyncio.Event
     """Set when ``status`` may have changed."""

@@ -57,7 +57,7 @@ class PresenceTracker:
         self._process = process
         self._wall = wall
         self._seen: dict[str, Seen] = {}
-        self._lively: set[str] = set()  # sent a heartbeat while we listened; the age of others' is unknown
+        self._lively: set[str] = set()  # names with a new heartbeat while we listened; for others its age is unknown
         self._unheard: dict[str, float] = {}  # seconds of the monitor's clock since the last new heartbeat
         self._has_listened = False
         self._heard_again = math.inf  # seconds since the bus came back; inf if it was never away
@@ -128,7 +128,7 @@ class PresenceTracker:
         }
 
     def _passed(self, beats: Mapping[str, Heartbeat], *, seconds: float, elapsed: float) -> Callable[[str], float]:
-        """Return seconds of this look for a name: those listened, or as many as another process has beaten in."""
+        """Return a function: name -> seconds of this look, as listened or as shown by another process's heartbeats."""
         beaten: dict[tuple[str, int], float] = {}
         for name, beat in beats.items():
             before, process = self._seen.get(name), (beat.host, beat.pid)
@@ -207,7 +207,7 @@ def _is_past_start(beat: Heartbeat, life: tuple[str, int]) -> bool:
 
 
 def number_of(beat: Heartbeat) -> tuple[str, int, int]:
-    """Return a number that differs for each heartbeat of each process."""
+    """Return a key that differs for each heartbeat of each process."""
     return (beat.host, beat.pid, beat.beat)
 
 

@@ -69,7 +69,7 @@ def _only(error: BaseExceptionGroup[BaseException]) -> BaseException:
 @contextlib.contextmanager
 def _watched(tasks: list[asyncio.Task[None]], seconds: float, *, owns_process: bool) -> Iterator[Callable[[], None]]:
     """Watch for tasks that do not stop. A TaskGroup waits forever for a child that lost its cancel or blocks the loop.
-    Here, the process exits with its own exit code and its launcher restarts it; the bus redelivers the work.
+    Here, the process exits with STUCK_EXIT_CODE and its launcher restarts it; the bus redelivers the work.
 
     A process that belongs to a caller never exits: its tasks are cancelled again until they end.
     """

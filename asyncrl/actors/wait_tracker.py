@@ -26,7 +26,7 @@ _REMEMBERED = 32
 
 @dataclass(slots=True)
 class OpenWait:
-    """One wait in progress. ``since``: on the clock of Waits; ``longest``: seconds of its longest stretch so far."""
+    """One open wait. ``since``: on the WaitTracker's clock; ``longest``: seconds of the longest stretch so far."""
 
     what: str
     on: str
@@ -97,7 +97,7 @@ class WaitTracker:
         return max(wait.longest, self._clock() - wait.since)
 
     def usual_seconds(self, what: str, on: str) -> float:
-        """Return the median duration of past waits of this kind; 0 if there are none."""
+        """Return the median duration of the last _REMEMBERED waits of this kind; 0 if there are none."""
         return statistics.median(past) if (past := self._past.get((what, on))) else 0.0
 
     def now(self) -> tuple[Wait, ...]:

@@ -120,9 +120,9 @@ class Intake(Protocol):
         """Switch to the tensors that ``source`` yields, like Engine.load with a folder.
 
         ``source(payload, device)`` is called in each process of the engine, so it must be a top-level function of a
-        module that they can import. It yields (name, tensor) for every whole tensor of the model, on ``device``. The
-        engine owns the tensors from then on: ``source`` must not reuse their memory. Raises WeightsError, or
-        EngineDied: in a server, an error in ``source`` may leave torn weights.
+        module that they can import. It yields (name, tensor) for every tensor of the model, each complete and on
+        ``device``. The engine owns the tensors from then on: ``source`` must not reuse their memory. Raises
+        WeightsError, or EngineDied: in a server, an error in ``source`` may leave torn weights.
         """
         ...
 

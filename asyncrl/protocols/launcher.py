@@ -23,12 +23,13 @@ class ProcessSpec:
     environment  added to the inherited environment, with its PYTHONPATH in front; may hold secrets, so never put it on
                  a command line or in a log
     paths        key of the run file -> path that must exist on its machine
-    shared       key of the run file -> folder that must be shared with our machine, unless it is on the learner's
+    shared       key of the run file -> folder that must be shared with our machine, unless the process is on the
+                 learner's machine
 
     For launchers that choose machines (``Launcher.places``); values are names of other processes of the run:
-    beside       the process must be on the same machine as this one
-    apart        the process must be on another machine than each of these
-    meets        MASTER_ADDR in the environment is set to the address of this process's machine
+    beside       the process must be on the same machine as the named one
+    apart        the process must be on another machine than each of the named ones
+    meets        MASTER_ADDR in the environment is set to the address of the named process's machine
     """
 
     name: str
@@ -93,7 +94,7 @@ class Launcher(Protocol):
         ...
 
     async def start(self, spec: ProcessSpec) -> LaunchedProcess:
-        """Start a process, if possible on the GPUs that this name had before.
+        """Start a process, on the GPUs that this name had before if they still exist.
 
         Raises NoRoom if no GPUs are free for it, LaunchError if starting failed but may succeed later.
         """

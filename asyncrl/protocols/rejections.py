@@ -1,4 +1,4 @@
-"""Rejected messages: all are counted; only the first of each kind and sender is logged, so peers cannot flood it."""
+"""Rejected messages: all are counted; the first of each kind and sender is logged, so no peer can flood the log."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ async def in_pieces(bus: Bus, request: GradingRequest, *, key: str) -> GradingRe
 
 
 async def whole(bus: Bus, request: GradingRequest, *, key: str) -> GradingRequest | None:
-    """Return the original request; None if a piece of it is missing. Raises MessageError if a piece does not match."""
+    """Return the original request; None if a piece is missing. Raises MessageError if the pieces are not its own."""
     if request.in_pieces is None:
         return request
     found = await bus.states(GRADING_PIECES, under=f"{key}/")

@@ -33,7 +33,7 @@ class RewardsElsewhere:
     """A RewardFn that asks reward workers."""
 
     is_elsewhere = True
-    """No process here can end its waits (Stage)."""
+    """This worker cannot end its waits for reward workers, so Stage limits them during a drain."""
 
     def __init__(self, bus: Bus, *, worker: str, largest: float) -> None:
         """largest: reward.largest"""

@@ -64,7 +64,7 @@ class AnswerCollector:
         return self._problem
 
     async def _ask(self) -> None:
-        """Publish every prompt; then again those whose answers do not count and those that the bus has lost.
+        """Publish every prompt without an answer; then again those whose answers do not count or that the bus has lost.
 
         consumes: nothing    waits for: the end of the log, space, the clock    woken by: ``_read``, workers
         """

@@ -21,7 +21,7 @@ from asyncrl.policies.groups.sample import Asked, evaluated_sample
 
 
 class AnswerRecorder:
-    """Writes recorded answers.
+    """Picks the prompts whose answers are recorded, and passes these answers to the writer.
 
     per_dataset  number of prompts of each data set whose answers are recorded
     model, step  of a saved model that is evaluated: its folder's name, and the step that made it; "" if a run evaluates

@@ -61,8 +61,8 @@ class BatchBisector:
         return guilty
 
     async def clear_suspects(self, batch: Sequence[BufferedGroup]) -> dict[int, str]:
-        """Rehearse alone each group that was in training when the previous incarnation ended. If one ends this
-        incarnation as well, its identity is then known. Return group id -> reason for groups that only fail."""
+        """Rehearse alone each group that was being decoded or trained when the previous incarnation ended. If one ends
+        this incarnation as well, its identity is then known. Return group id -> reason for groups that only fail."""
         found: dict[int, str] = {}
         for one in batch:
             entry = entry_of(one)

@@ -81,7 +81,7 @@ class Checkpointer:
         self._written: _Written | None = None  # the checkpoint being written
         self._finishing: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
-        self._has_failed = False  # the last background write, because of the disk
+        self._has_failed = False  # whether the disk made the last background write fail
         self._seconds: dict[str, float] = {}  # since metrics were taken last
         self.disk_need = 0.0
         """Share of the disk's free bytes that another checkpoint takes, measured when the last one was written."""
@@ -92,7 +92,8 @@ class Checkpointer:
         return bool(every) and (step % every == 0 or self._has_failed)
 
     async def begin(self, *, trims: bool, group: asyncio.TaskGroup) -> None:
-        """Begin a checkpoint, which a task of ``group`` finishes. ``write`` it if the backend cannot save in parallel.
+        """Begin a checkpoint, which a task of ``group`` finishes. ``write`` it instead if the backend cannot save while
+        it trains, or if the disk made the last background write fail.
 
         trims: once this checkpoint is written, groups that the previous one has consumed may leave the log. Raises
         CheckpointError.

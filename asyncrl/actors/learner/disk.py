@@ -34,7 +34,7 @@ class Disk:
         self._clock = clock
 
     async def written(self, write: Callable[[], Awaitable[T]], *, what: str) -> T:
-        """Return the result of ``write``, retried until the disk accepts it. ``write`` may be called after a failure.
+        """Return the result of ``write``, retried until the disk accepts it. ``write`` must be repeatable.
 
         waits for: room    woken by: the clock
         """

@@ -70,7 +70,7 @@ class EvaluationRound:
         )
 
     def take(self, answers: EvaluationAnswers) -> tuple[int | None, str]:
-        """Take in answers, in the log's order. Return (prompt to ask again, why); (None, "") if no prompt is."""
+        """Take in answers, in the log's order. Return (prompt to ask again, why), or (None, "")."""
         index = None if answers.group_id is None else self.evaluation.index(answers.group_id)
         its, place = (None, 0) if index is None else self._places[index]
         found, why = self._verdicts.of(answers, num_samples=0 if its is None else its.measured.num_samples)

@@ -191,7 +191,7 @@ class Learner(Actor):
 
     async def _train(self, group: asyncio.TaskGroup) -> None:
         """consumes: the table    waits for: a full batch    woken by: the reader, the end of the data, drain"""
-        started, held = time.monotonic(), 0.0  # since the last step; rejected batches add to ``held``
+        started, held = time.monotonic(), 0.0  # both since the last step, including rejected batches
         while not self.done and not self.draining.is_set():
             await self._trainer.leave_gpus()
             with self.waiting("trajectories", on=WORKER) as wait:
@@ -247,7 +247,8 @@ class Learner(Actor):
             ahead.cancel()
 
     async def _bisect(self, taken: Sequence[BufferedGroup], error: Exception | None) -> bool:
-        """Put back the batch of a failed step, without the groups that cause the failure. False if no group does.
+        """Put back the batch of a failed step, without the groups that cause the failure. Return False, and do not
+        put it back, if the step was skipped and no group is the cause.
 
         error: the error of the step; None if the step was skipped. It is raised again if groups are not the cause. A
         batch that fails as a whole although each of its groups passes is tried once more.

@@ -20,7 +20,7 @@ from asyncrl.protocols import Bus
 log = logging.getLogger("asyncrl.learner")
 
 MANY_LOOKS = 10
-"""Number of looks in which returned prompts may hide missing ones."""
+"""Looks that list both streams after a loss: prompts that came back may hide others that did not."""
 
 
 class LostPrompts:

@@ -49,8 +49,8 @@ class MetricsReporter:
         samples: Sequence[SampleWriter] = (),
         timeline: Timeline | None = None,
     ) -> None:
-        """has_behavior: False if no policy sampled the answers;  samples: their groups go to sinks that show samples,
-        and they are stopped with the reporter;  timeline: None records none"""
+        """has_behavior: False if no policy sampled the answers;  samples: writers whose groups go to sinks that show
+        samples, stopped with the reporter;  timeline: None records none"""
         self._bus = bus
         self._sinks = sinks
         self._alarms = alarms

@@ -137,7 +137,7 @@ class ProgressReporter:
 
 
 def _short(subject: str) -> str:
-    """Return the subject as part of a key. A name chosen by others (a life, a worker) may be too long and is hashed."""
+    """Return the subject as part of a key. Names chosen by others (a life, a worker) are hashed if too long."""
     if length_on_bus(subject) <= LARGEST_KEY:
         return subject
     return hashlib.sha256(subject.encode(errors="replace")).hexdigest()

@@ -197,7 +197,7 @@ class PromptSource(Actor):
             await self._publish(numbered, min_policy_version=0, again=True)
 
     async def _publish_lost(self) -> None:
-        """consumes: groups whose prompts the bus lost during this run    waits for: the learner, which finds them"""
+        """consumes: groups whose prompts the bus lost after the start    waits for: the learner, which finds them"""
         while True:
             lost = await self._link.lost.get()
             for numbered in await asyncio.to_thread(self._read_again, lost):
@@ -247,7 +247,7 @@ class PromptSource(Actor):
             bound=progress.bound,
             obtainable=obtainable,
         )
-        count = min(count, self._admission.most)  # independent of the learner's claims
+        count = min(count, self._admission.most)  # whatever progress the learner claims
         rows = await self._read(count)
         while not self._link.taken.empty():
             self._taken.add(self._link.taken.get_nowait())
@@ -312,7 +312,7 @@ class PromptSource(Actor):
                 if len(row.tokens) == 0:
                     skipped += 1
                 elif in_a_row < len(rates.newest) and rates.rests(row.key, epoch=row.epoch):
-                    rested, in_a_row = rested + 1, in_a_row + 1  # if all rows rest, each one is used
+                    rested, in_a_row = rested + 1, in_a_row + 1  # if all rows rest, use one after a full pass
                 else:
                     in_a_row = 0
                     group_id = first + len(rows)

@@ -26,7 +26,7 @@ MOST_WAITING: Final = 64
 MOST_KEPT: Final = 256
 """Decoded groups kept for sinks that have not taken them yet."""
 WRITTEN_SECONDS: Final = 10.0
-"""A hanging disk or tokenizer delays callers no longer than this."""
+"""A hanging disk or tokenizer delays callers of ``written`` no longer than this."""
 
 log = logging.getLogger("asyncrl.learner")
 

@@ -48,7 +48,7 @@ log = logging.getLogger("asyncrl.learner")
 
 
 class Timeline:
-    """The lines of one life of the learner."""
+    """The lines of one incarnation."""
 
     def __init__(self, lines: RotatedLines) -> None:
         self._lines = lines

@@ -2,9 +2,9 @@
 
     score (critic, reference, teacher, policy) -> advantages and returns -> step the policy -> step the critic
 
-With learner.steps_per_batch each part of the batch is one optimizer step, first of the policy and then of the critic,
-one part after the other. The policy is scored before the first part: all parts use that proximal policy, and the
-staleness of the batch's tokens counts from it. A part whose loss is not finite changes nothing; the other parts count.
+With learner.steps_per_batch each part of the batch is one optimizer step: the policy steps on all parts in turn, then
+the critic does. The policy is scored before the first part: all parts use that proximal policy, and the staleness of
+the batch's tokens counts from it. A part whose loss is not finite changes nothing; the other parts count.
 
 Blocking: the learner calls it in the backend's thread. Batches are packed ahead; only work that depends on the current
 weights happens here. An algorithm that needs no other model gets ``backend.step`` and nothing else. During the first
@@ -73,7 +73,7 @@ class TrainingStep:
     def rehearse(self, batch: Batch, parts: Parts, *, step: int) -> str:
         """Do all of a step but its updates. Return why it cannot be done, or "" if it can. Raises the step's errors.
 
-        A backend that cannot rehearse scores the same tokens with the policy instead.
+        A backend that cannot rehearse only scores the same tokens with the same models.
         """
         models = [name for name in ("critic",) if name in self._algorithm.models]
         if self.policy_steps(step + 1):
@@ -145,7 +145,7 @@ class TrainingStep:
         return StepResult(metrics=joined, tokens=tokens)
 
     def _critic_steps(self, parts: Parts) -> StepResult:
-        """Step the critic. The policy's step is done and cannot be repeated without groups that fail here."""
+        """Step the critic. Its errors become BackendError, as the policy's step is done and cannot be repeated."""
         try:
             return self._steps(parts, learning_rate=self._critic_learning_rate, model="critic")
         except Exception as error:

@@ -136,10 +136,11 @@ class TrajectoryReader:
     async def reject_batch(
         self, groups: Sequence[TrajectoryGroup], documents: Sequence[Document], rescore: Rescore
     ) -> bool:
-        """Return whether the batch in training contains answers of a worker that is not, or no longer, trusted.
+        """Return whether the batch in training contains answers of a worker that is not, or no longer, trusted, or
+        answers with taken-over tokens that are not the policy's.
 
-        If so, the batch is put back and that worker's groups are dropped. ``rescore``: asks the trainer for its own
-        logprobs of the given documents.
+        If so, the batch is put back, that worker's groups are dropped, and the groups of such answers are failed.
+        ``rescore``: asks the trainer for its own logprobs of the given documents.
         """
         verdict = Verdict(guilty={}, spoiled={})
         if (doubts := self._validator.doubts(documents, groups, step=self._table.step)) is not None:
@@ -156,7 +157,7 @@ class TrajectoryReader:
         return True
 
     async def reject(self, problems: Mapping[int, str], *, because: str = "a training step with it fails: ") -> None:
-        """Fail buffered groups that make steps fail. ``problems``: group id -> why."""
+        """Fail buffered groups that must not be trained. ``problems``: group id -> why."""
         for group_id, problem in problems.items():
             if (one := self._table.buffered.get(group_id)) is None:
                 continue  # its worker was quarantined while another group was reported

@@ -67,7 +67,7 @@ MOST_IMPOSSIBLE: Final = 3
 class Checked:
     """What to do with a log record.
 
-    group     the group to use: its own, a failed one if it cannot be trained, None if this run did not ask for it
+    group     the record's group; a failed one if it cannot be trained; None if this run did not ask for it
     problem   why the group is not used as it is
     is_news   whether this is the first such problem of this sender
     """

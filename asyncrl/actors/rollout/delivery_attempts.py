@@ -1,9 +1,9 @@
 """Counts how often a prompt group was begun. The bus counts deliveries, but not every delivery is begun.
 
 Each delivery after the first is noted in ``segments`` (GROUP/DELIVERY/begun) before any of it is generated. The first
-delivery counts as begun without a note, so groups that never fail cost nothing. Only if its worker returned it before
-beginning, or without looking at it, is that noted (GROUP/1/returned). With ``max_attempts`` = 1 the first delivery is
-noted like the others.
+delivery counts as begun without a note, so groups that never fail cost nothing. It does not count if a note says that
+its worker returned it before beginning it, or even without looking at it (GROUP/1/returned). With ``max_attempts`` = 1
+the first delivery is noted like the others.
 Tests: tests/actors/rollout/test_prefetch.py, test_a_delivery_that_never_began_fails_nothing and
 test_what_is_given_back_before_it_began_has_used_no_attempt.
 """

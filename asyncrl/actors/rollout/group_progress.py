@@ -24,7 +24,7 @@ from asyncrl.messages.topics import SEGMENTS
 from asyncrl.protocols import Bus, Generation, PartialGeneration
 
 Key = tuple[int, bytes, int]
-"""(sample, digest of the tokens that the call continues, index among the sample's calls that continue these tokens).
+"""(sample, digest of the tokens that the call continues, number from 0 among the sample's calls that continue these).
 
 The call's number is not used: concurrent calls may come in another order the next time."""
 

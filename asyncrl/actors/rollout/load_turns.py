@@ -1,7 +1,8 @@
 """Limits how many engines of a run load new weights at the same time, with leases on the bus.
 
-A turn limits how many engines are paused and protects nothing. A worker that has waited much longer than the loads
-before it can take loads without a turn. So a worker that never releases its turn delays others for a limited time.
+A turn limits how many engines are paused and protects nothing. A worker stops waiting, and loads without a turn, after
+much more time than the loads before its own can take. So a worker that never releases its turn delays others only for
+a limited time.
 Tests: tests/actors/rollout/test_load_turns.py.
 """
 
@@ -18,11 +19,11 @@ from typing import Final
 from asyncrl.protocols import Bus, LoadReport
 
 LOADING_SHARE: Final = 1 / 8
-"""Share of the engines, rounded up, that a load may pause at once."""
+"""Share of the engines, rounded up, that may be paused for a load at the same time."""
 LEAST_SECONDS: Final = 30.0
 FIRST_SECONDS: Final = 300.0
 LOADS: Final = 20
-"""Eight engines share a turn, or more, as names are hashed to turns; each takes about as long as this one."""
+"""Patience in loads of usual duration. About eight engines share a turn, or more, as names are hashed to turns."""
 
 
 @contextlib.asynccontextmanager

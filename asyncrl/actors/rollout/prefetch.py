@@ -113,7 +113,7 @@ class Prefetch:
         self._changed = asyncio.Event()
 
     def update(self) -> None:
-        """Adapt to changed slots."""
+        """Adapt to changed slots, or to a changed result of ``is_open``."""
         if self._is_over or self._is_shut:
             self._closed.set()
         else:
@@ -143,7 +143,7 @@ class Prefetch:
                 await self._give_back_all()
             with waits.waiting("a free slot"):
                 await self._until(lambda: self._is_over or self._num_wanted > 0 or self._must_give_back)
-        await self._deliveries.stop()  # messages that arrived without being asked for go back as well
+        await self._deliveries.stop()  # messages that arrived but were not taken yet go back as well
         await self._give_back_all()
 
     async def _fetch_one(self) -> None:

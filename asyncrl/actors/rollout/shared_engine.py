@@ -19,7 +19,7 @@ from asyncrl.protocols import Engine, Generation, PartialGeneration
 class SharedEngine:
     """The engine of one worker.
 
-    slots           limits samples in progress
+    slots           limits samples in progress over all stages that share them
     waits           wait tracker of the worker and its stages: one list for the process
     context_tokens  context length of its model in tokens, prompt included
     """

@@ -251,7 +251,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def _weighted(self, prompt: PromptGroup) -> AsyncIterator[None]:
-        """Wait for the weights that the group's sessions sample from. Raises NotNow."""
+        """Entered once the engine may sample for the group. Raises NotNow after too long a wait in a drain."""
         async with contextlib.AsyncExitStack() as stack:
             async with self._patience.limited(f"weights of version {prompt.min_policy_version}"):
                 await stack.enter_async_context(self._weights(prompt))

@@ -36,16 +36,16 @@ class WorkItem(Protocol):
 
     @property
     def is_last_attempt(self) -> bool:
-        """Whether an engine failure fails the group instead of a retry."""
+        """Whether an engine failure now fails the group; otherwise the group is made again."""
         ...
 
     @property
     def needs_worker_alone(self) -> bool:
-        """Whether nothing else may run on the engine with this group."""
+        """Whether nothing else may run on the engine while this group does."""
         ...
 
     async def begin(self) -> GroupProgress | None:
-        """Begin, before anything is generated. Return the tokens of earlier attempts; None: the group is not saved."""
+        """Called before anything is generated. Return the progress of earlier attempts; None: nothing is saved."""
         ...
 
     async def finish(self) -> None:

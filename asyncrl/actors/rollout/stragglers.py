@@ -4,8 +4,8 @@ Only the worker knows how far each sample is; the learner's progress shows how o
 the batch of version v + 1 as soon as the step from v ends, and the group must be in the log by then. Therefore
 samplers.group_action is asked about that next batch. A group whose oldest token is of version v is published, with at
 least ``min_group`` samples, once the learner is at v + max_staleness - 1. While fewer samples are done, the worker
-waits for them even beyond the bound, but no longer: a group that will be dropped should not hold an engine for its last
-sample.
+waits even beyond the bound, but only until ``min_group`` are done: a group that will be dropped should not hold an
+engine for its last sample.
 
 The cut samples are the longest ones. The group carries their number: each cut group is an event, and the numbers add up
 to staleness/cancelled of the step. Tests: tests/actors/rollout/test_stragglers.py.

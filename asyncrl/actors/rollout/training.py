@@ -87,7 +87,7 @@ def training_worker(
     partial_rollouts: PartialRollouts | None = None,
     groups_ahead: Callable[[], int] | None = None,
 ) -> RolloutWorker:
-    """Return a worker that only trains.
+    """Return a worker with only the training stage.
 
     max_running       maximum samples in progress
     max_attempts      a group begun this often without a result fails

@@ -350,7 +350,7 @@ class WeightFollower(Actor):
 
     @contextlib.contextmanager
     def _loading(self, held: WeightVersion | None) -> Iterator[bool]:
-        """Yield whether the version to load is still wanted: not if another is held by now. ``held``: held so far."""
+        """Yield whether the load is still wanted: not if ``_held`` is no longer ``held``. Inside, ``held()`` must wait."""
         self._is_loading = self._held is held
         try:
             with self.account.load():

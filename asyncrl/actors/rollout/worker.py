@@ -69,7 +69,7 @@ class RolloutWorker(Actor):
         super().drain()
 
     async def run(self) -> None:
-        """Work until drained, or until the learner reports that the run is finished and needs no held groups."""
+        """Work until drained, or until the run is finished: groups held then are not needed. In quarantine, sit out."""
         async with asyncio.TaskGroup() as group:
             joined = group.create_task(self._say_joined(), name=f"{self.name}.say-joined")
             work = group.create_task(self._work(), name=f"{self.name}.work")
@@ -107,7 +107,7 @@ class RolloutWorker(Actor):
         drained.cancel()
 
     async def _say_joined(self) -> None:
-        """Report that the engine is up. The learner reports "first_trained" when it has trained this worker's group."""
+        """Report that the engine is up. The learner reports "first_trained" when it has trained a group of it."""
         event = Event(kind="joined", actor=self.name, time=time.time(), data={"host": socket.gethostname()})
         try:
             await self.bus.publish(EVENTS, event, key=f"{self.name}-joined-{uuid.uuid4().hex}")
