@@ -89,7 +89,7 @@ class HealthMonitor:
 
     @property
     def _is_in_doubt(self) -> bool:
-        """Whether the last look failed, but too recently to be reported."""
+        """Whether the last look failed, but the failure is too short to be reported yet."""
         return 0.0 < max(self._silent, self._refuses) <= BUS_SECONDS
 
     async def look(self) -> Observation:

@@ -66,7 +66,7 @@ class Deliveries(Protocol[M_co]):
         ...
 
     def on_unread(self, tell: Callable[[Delivery[M_co]], Awaitable[None]]) -> None:
-        """Call ``tell`` for each message that arrived without being requested by ``anext`` and returns to the bus."""
+        """Call ``tell`` for each message that arrived ahead of ``anext`` and returns to the bus without being taken."""
         ...
 
     async def stop(self) -> None:

@@ -24,7 +24,7 @@ class Rejections:
         """Count one rejection. Return True for the first of its kind and sender, which is also logged.
 
         where    topic or service
-        problem  what is wrong, for the log
+        problem  text for the log: what is wrong
         sender   name of the sender, if known
         """
         self.total += 1

@@ -5,7 +5,7 @@ Invariants (tests/actors/test_reward_worker.py):
      harmless.
   R2 It takes no more requests than it can begin, so none waits behind a slow judge while another worker is free.
   R3 A request on its last attempt has the worker to itself, so a request that kills workers takes no other group with
-     it. After the last attempt the worker answers it with an error, and its group fails.
+     it. After the last attempt a worker answers it with an error, and its group fails.
 """
 
 from __future__ import annotations

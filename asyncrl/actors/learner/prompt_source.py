@@ -83,8 +83,8 @@ class _Numbered:
 class PromptSource(Actor):
     """consumes: progress, weights    publishes: prompts    woken by: the learner, when groups leave the window
 
-    Owns what is published next. The learner (policies/groups/table.py) owns what happens to it, and is told of each
-    group through ``link`` before its prompt is on the bus.
+    Owns what is published next. The learner (policies/groups/table.py) owns what happens to it, and receives a
+    report of each group through ``link`` before its prompt is on the bus.
     """
 
     role = "prompt-source"

@@ -38,7 +38,7 @@ class DatasetRewards:
             await reward.close()
 
     async def votes(self, dataset: str, completions: Sequence[str]) -> list[str]:
-        """Return each answer's vote by its data set's reward; the whole answer if it has no votes (GuardedReward)."""
+        """Return each answer's vote by its data set's reward; the whole answer if that has no votes (GuardedReward)."""
         votes = getattr(self._rewards[dataset], "votes", None)
         if votes is None:  # rows name their own rewards
             return [completion.strip() for completion in completions]

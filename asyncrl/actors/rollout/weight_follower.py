@@ -91,7 +91,7 @@ class WeightFollower(Actor):
         self.loads, self.loaded_at, self.failed_reads = 0, 0.0, 0
 
     async def start(self) -> None:
-        """Join the learner, if it is up, before anything runs: the first collective of a group takes longer."""
+        """Join the learner, if it sends weights, before anything runs: a group's first collective takes longer."""
         if (intake := self._engine.intake) is not None:
             self._receiver = self._receiver_of(intake)
         if self._receiver is not None and SENT in await self.bus.states(WEIGHTS):
@@ -350,7 +350,7 @@ class WeightFollower(Actor):
 
     @contextlib.contextmanager
     def _loading(self, held: WeightVersion | None) -> Iterator[bool]:
-        """Yield whether the load is still wanted: not if ``_held`` is no longer ``held``. Inside, ``held()`` must wait."""
+        """Yield whether the load is still wanted: not if ``_held`` has changed since. Inside, ``held()`` keeps waiting."""
         self._is_loading = self._held is held
         try:
             with self.account.load():
