@@ -45,7 +45,7 @@ class WorkItem(Protocol):
         ...
 
     async def begin(self) -> GroupProgress | None:
-        """Called before anything is generated. Return the progress of earlier attempts; None: nothing is saved."""
+        """Called before anything is generated. Return the group's progress so far; None: nothing of it is saved."""
         ...
 
     async def finish(self) -> None:

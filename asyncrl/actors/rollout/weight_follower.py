@@ -350,7 +350,7 @@ class WeightFollower(Actor):
 
     @contextlib.contextmanager
     def _loading(self, held: WeightVersion | None) -> Iterator[bool]:
-        """Yield whether the load is still wanted: not if ``_held`` has changed since. Inside, ``held()`` keeps waiting."""
+        """Yield whether the load is still wanted: ``_held`` is still ``held``. While open, ``held()`` keeps waiting."""
         self._is_loading = self._held is held
         try:
             with self.account.load():
