@@ -92,7 +92,7 @@ class Account:
     trained               trained by a step in the history of the newest weights
     dropped               arrived too old to be trained (staleness)
     failed                could not be made: engine, reward or rollout function failed for good
-    set_aside             failed groups with which two consecutive incarnations ended
+    set_aside             failed groups that two consecutive incarnations worked on when they ended
     filtered              nothing to learn from (algorithm.filters)
     pending               neither done nor lost: the prompt waits or is in flight, the group waits on the log, or the
                           next ``--resume`` publishes it again because the checkpoint lists it as outstanding

@@ -13,7 +13,7 @@ from asyncrl.policies.trust.validation import Asked
 Fate = Literal["trained", "dropped", "failed", "filtered"]
 FATES: Final[tuple[Fate, ...]] = ("trained", "dropped", "failed", "filtered")
 SET_ASIDE: Final = "set aside"
-"""Cause of failure of a group with which two incarnations ended (state/in_progress.py)."""
+"""Cause of failure of a group that two incarnations in a row worked on when they ended (state/in_progress.py)."""
 Arrived = Literal["buffered", "failed", "duplicate", "rejected"]
 
 

@@ -193,7 +193,7 @@ class _Chains:
         if any(what.endswith(HELD) for what in whats):
             return frozenset()
         fault = "log" if SPACE_IN_LOG in whats else "window" if ROOM_IN_WINDOW in whats else "deadlock"
-        if (fault, "run") in self._ends:  # many workers may be in the same circle
+        if (fault, "run") in self._ends:  # each of many workers may be in such a circle
             return frozenset({(fault, "run")})
         who = "; ".join(f"{self._label(name)} waits for {wait.what}" for name, wait in path)
         return self._end(circles.circle(fault, who, min(wait.seconds for _, wait in path), *self._blame(LEARNER)))
