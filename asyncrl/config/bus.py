@@ -56,7 +56,7 @@ class BusSection:
     """Maximum size of a trajectory group, at most half of max_log_bytes. A larger group fails. A group larger than
     max_message_bytes is stored in pieces."""
     max_log_bytes: int = 4 * 2**30
-    """Maximum size of the trajectory log. The log is trimmed behind the second newest checkpoint. Workers wait while it
+    """Maximum size of the trajectory log. The log is trimmed up to the second newest checkpoint. Workers wait while it
     is full."""
     connect_seconds: float = 10.0
     """How long a starting process tries to reach a server that does not answer before it exits with code 2."""

@@ -22,7 +22,7 @@ class PublishedPrompt:
     """The prompt of a group that is not done.
 
     position      row of the endless shuffled data
-    oldest_start  oldest policy version that may sample it; None if only a lost history knows
+    oldest_start  oldest policy version that may sample it; None if unknown, because a lost history published it
     asked         what the prompt asks for; None if an earlier incarnation published it
     row           key of the row in the data; None if an earlier incarnation published it
     published     Unix seconds when this incarnation published it; 0 if an earlier one did
