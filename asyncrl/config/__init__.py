@@ -1,6 +1,6 @@
 """The run file: the meaning and default of every key, and what is refused.
 
-Sections of models or rules have their own files.
+Larger sections have their own modules; run.py has the others and RunConfig.
 """
 
 from asyncrl.config.bus import BusSection

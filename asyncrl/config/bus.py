@@ -34,7 +34,7 @@ class BusSection:
     rollout-worker, operator or observer. `bin/nats-config` writes such files."""
     learner_key: str = ""
     """Public key with which the learner's messages are verified, in hexadecimal. Empty: keys/learner.pub of the run's
-    folder; without that file, and with --join, the key of the first learner heard."""
+    folder; without that file, and with --join, the key of the first learner whose messages arrive."""
     tls_ca: str = ""
     """PEM file of the CA that signed the server's certificate. The connection uses TLS if this is set or the url starts
     with tls://."""
@@ -56,7 +56,7 @@ class BusSection:
     """Maximum size of a trajectory group, at most half of max_log_bytes. A larger group fails. A group larger than
     max_message_bytes is stored in pieces."""
     max_log_bytes: int = 4 * 2**30
-    """Maximum size of the trajectory log. The log is trimmed behind the second newest checkpoint. Workers wait while it
+    """Maximum size of the trajectory log. The log is trimmed up to the second newest checkpoint. Workers wait while it
     is full."""
     connect_seconds: float = 10.0
     """How long a starting process tries to reach a server that does not answer before it exits with code 2."""

@@ -45,9 +45,9 @@ class LearnerSection:
     """Number of learner processes. tensor_parallel x context_parallel x pipeline_parallel ranks hold one copy of the
     model; each copy trains different data."""
     machines: int = 1
-    """`asyncrl run` starts every rank as a separate process, in this many groups of equal size, as torchrun does on
-    several machines. With launcher "ray", each group runs on its own machine. Without Ray, start `asyncrl learner` with
-    torchrun on each machine."""
+    """1: the learner process starts its other ranks itself. More: `asyncrl run` starts every rank as a process of its
+    own, in this many groups of equal size, as torchrun does on several machines. With launcher "ray", each group runs
+    on its own machine. Without Ray, start `asyncrl learner` with torchrun on each machine."""
     tensor_parallel: int = 1
     """Ranks that share every layer; each holds a part of its matrices."""
     sequence_parallel: Literal["auto", "on", "off"] = "auto"

@@ -17,7 +17,7 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
     """Return the object that ``name`` refers to: an entry of ``table``, or "package.module:object".
 
     The object must be a ``kind`` if one is given, otherwise callable. Raises ConfigError naming ``where`` (the key of
-    the run file).
+    the run file) if there is no such object.
     """
     module_name, attribute = address(name, where=where, table=table)
     try:

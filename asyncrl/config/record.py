@@ -63,7 +63,8 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
 
     Left out are options with a key such as "headers" or "api-key", options with an address that contains a password,
     and all options of a reward, engine or rollout function that is not asyncrl's own. If one part of a reward has such
-    options, all of its parts are left out. So are the paths of files that each worker has itself.
+    options, all parts are left out. So are run.directory and the paths of bus credentials and TLS files, because each
+    worker has its own.
     """
     table = as_table(run) | {
         name: json.loads(json.dumps(dataclasses.asdict(getattr(run, name)))) for name in ("engine", "reward", "weights")

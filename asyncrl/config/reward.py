@@ -28,7 +28,7 @@ class RewardSection:
     """Time limit for the reward of one group. A group that takes longer fails."""
     largest: float = 1e6
     """Maximum magnitude of a reward and of each of its parts. A group with a larger value fails: advantages, and the
-    squares of rewards that metrics sum up, must stay far below the limit of float32."""
+    squares that metrics sum up, must stay far below the limit of float32."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the reward."""
     rows: Mapping[str, str] = field(default_factory=dict)

@@ -106,7 +106,7 @@ class RolloutSection:
     logprobs of these tokens exclude the end tokens, so the trainer's are lower by -ln(1 - p(end)). A text of ``stop``
     can still end a shorter answer."""
     max_running: int = 128
-    """Maximum number of samples in progress per worker. A worker takes another prompt group while it has fewer."""
+    """A worker takes another prompt group while it has fewer samples in progress; that group may exceed the number."""
     max_attempts: int = 3
     """A group that has failed this many times is marked as failed: it is counted and reported, but never trained."""
     partial_save_seconds: float = 3.0
@@ -124,17 +124,16 @@ class RolloutSection:
     """Train a group without the samples whose rollout function failed or took too long, if at least this many remain.
     The missing samples are counted (staleness/failed_samples). 0: one failed sample fails the group."""
     extra_samples: int = 0
-    """Samples to start per group in addition to group_size. The first group_size samples to finish form the group; the
-    others are cancelled. The cancelled ones are the longest, so answer lengths are biased (rollout/extra_samples counts
-    them)."""
+    """Samples to start per group in addition to group_size. The first group_size to finish form the group; the others,
+    the longest, are cancelled, so lengths are biased (rollout/extra_samples counts them)."""
     group_seconds: float = 0.0
     """Deadline of a group, in seconds after it was started. After it, the group is delivered as soon as ``min_group``
     samples are finished; the others are cancelled and counted (staleness/cancelled). 0: no deadline."""
     reissue_seconds: float = 60.0
     """If no group was answered for this many seconds, outstanding prompts are issued again; the first answer counts. If
     every worker waits for prompts, all of them are reissued, and again after each further interval. Otherwise only
-    stragglers are: groups that took four times the median of the last 64 groups (four times their 90th percentile
-    unless load = "in_flight"). 0: never."""
+    stragglers are: groups that have been out for four times the median time of the last 64 groups (for four times the
+    90th percentile unless load = "in_flight"). 0: never."""
     max_parts: int = 0
     """Maximum number of trajectories per rollout; a rollout function that returns more fails the group. 0: no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"
@@ -239,8 +238,8 @@ class AlgorithmSection:
     overlong_factor: float = 1.0
     """Size of the penalty at max_new_tokens."""
     overlong_floor: bool = True
-    """Stop the penalty at max_new_tokens, as in the paper. false: the reward of multi-turn answers keeps falling (verl,
-    AReaL)."""
+    """The penalty grows no further beyond max_new_tokens, as in the paper. false: it keeps growing for multi-turn
+    answers (verl, AReaL)."""
     mask_truncated: bool = False
     """DAPO's overlong filtering: a truncated answer is not trained, but it counts in its group's baseline."""
     entropy_coef: float = 0.0
@@ -279,7 +278,8 @@ class WeightsSection:
     keep: int = 4
     """Number of versions to keep. A worker that falls behind skips to a newer version."""
     models_every: int = 0
-    """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION; 0 keeps none."""
+    """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION of the run's folder; 0
+    keeps none."""
     quantization: Literal["", "fp8"] = ""
     """fp8: engines receive the weight matrices of the layers in 8 bits, with one scale per block of 128 x 128;
     experimental. Empty: the same format as in training."""

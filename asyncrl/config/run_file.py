@@ -97,7 +97,7 @@ def override(table: dict[str, Any], item: str) -> None:
     except RecursionError:
         raise ConfigError(f"--set {dotted}: lists and tables are nested too deep to be read") from None
     except tomllib.TOMLDecodeError as error:
-        # the value was meant as TOML; not shown, since it may be a secret
+        # such a value was meant as TOML; it may be a secret, so the message does not show it
         if text.lstrip()[:1] in ("'", '"', "[", "{"):
             raise ConfigError(f"--set {dotted}: its value begins as a TOML value and is none: {error}") from None
         node[key] = text  # a bare word is a string: --set engine.kind=sglang

@@ -20,5 +20,5 @@ def toml_text(value: Any) -> str:
 
 
 def _key(name: str) -> str:
-    """Quote a name that contains a dot; without quotes it would be several keys."""
+    """Quote a name that TOML cannot write bare; with a dot, for example, it would be several keys."""
     return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_text(name)

@@ -257,7 +257,7 @@ class StandstillAlarm:
 class TruncationAlarm:
     """Warns when nearly every answer of the first STEPS steps was truncated, until a step has fewer.
 
-    Only from the first step on: later, a policy may be rewarded for using all its tokens.
+    It counts only from the first step on, because a policy may learn later to use all its tokens for a reward.
     """
 
     name = "truncated"

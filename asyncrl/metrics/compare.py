@@ -22,7 +22,7 @@ NAMES: Final = ("run.name", "run.directory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """A metric that differs. first: the first step where it differs; last: the last step of both runs.
+    """A metric that differs. first: the first step where it differs; last: the last step that both runs have.
 
     at_first, at_last  its two values at these steps; None if a run has no value
     """

@@ -196,9 +196,10 @@ def check_sinks(run: RunConfig) -> None:
 
 
 def open_sinks(run: RunConfig, *, resume: bool, step: int = 0) -> list[Sink]:
-    """Open the sinks of the run file. A resumed run continues its file and its W&B run after ``step``.
+    """Open the sinks of the run file. A resumed run continues its file and its W&B run.
 
-    The file and the console are written synchronously; all other sinks run in the background.
+    ``step`` is the last step that a resumed run keeps; TensorBoard hides what an earlier learner wrote after it. The
+    file and the console are written synchronously; all other sinks run in the background.
     """
     made: list[Sink] = [JsonLines(run.run_directory / "metrics.jsonl")]
     if run.metrics.console:

@@ -171,7 +171,7 @@ class _Trace:
         yield self._slice(LEARNER, _EVALUATIONS, name, ended - seconds, ended, **numbers)
 
     def _waits(self, row: Mapping[str, Any], open_: dict[tuple[str, str], tuple[float, float]]) -> Iterator[Event]:
-        """Yield waits that ended because another one followed. ``open_``: (worker, what) -> (since, last seen)."""
+        """Yield each wait that a later wait for the same follows. ``open_``: (worker, what) -> (since, last seen)."""
         seen = _number(row.get("time"))
         for name, what, _, since in row.get("waits", ()):
             key = (str(name), str(what))

@@ -19,7 +19,7 @@ from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import EVALUATED, GroupSample
 
 TABLE_ROWS: Final = 64
-"""Minimum number of answers in a table. Each table is a file that W&B uploads, so not every step logs one."""
+"""Answers to collect before they are logged as a table. Each table is a file to upload, so not every step logs one."""
 EVALUATION_STEP: Final = "evaluation/step"
 """Axis of the evaluation metrics."""
 

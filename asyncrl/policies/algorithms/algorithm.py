@@ -54,7 +54,7 @@ class Algorithm:
 
     denominator         whether tokens that a correction rejects still count in the mean (losses/aggregation.py)
     kl                  penalty for moving away from the reference model; None for no penalty
-    overlong_tokens     over the last so many tokens before max_response_tokens, the reward falls by overlong_factor;
+    overlong_tokens     over this many tokens before max_response_tokens, the reward falls by overlong_factor;
                         with overlong_floor it falls no further beyond (filters.overlong_penalty)
     masks_truncated     whether truncated answers are masked, so that they train nothing
     steps_per_batch     optimizer steps on each batch, each on its own part of the batch

@@ -92,10 +92,10 @@ class Account:
     trained               trained by a step in the history of the newest weights
     dropped               arrived too old to be trained (staleness)
     failed                could not be made: engine, reward or rollout function failed for good
-    set_aside             failed groups with which two consecutive incarnations ended
+    set_aside             failed groups that two consecutive incarnations worked on when they ended
     filtered              nothing to learn from (algorithm.filters)
     pending               neither done nor lost: the prompt waits or is in flight, the group waits on the log, or the
-                          next ``--resume`` publishes it again because the checkpoint lists it as outstanding
+                          next ``--resume`` publishes it again: outstanding in the checkpoint, or newer than it
     lost                  neither done nor pending, so never trained; also groups done by the checkpoint's ledger
                           without a line in the history, and log records trimmed before a checkpoint had them done
     unrecorded            done by the checkpoint's ledger without a line in a damaged history: trained, dropped, failed
@@ -107,7 +107,7 @@ class Account:
                           staleness differs from that of their groups on the log or from metrics.jsonl
     incarnations          starts of the learner, including those of which no step is left
     retrained             trained in a lost history and again in this one, after a kill; not duplicates
-    replayed              repeated trainings of groups by the rule (staleness.replay_groups); not duplicates
+    replayed              trainings of groups that had been trained before (staleness.replay_groups); not duplicates
     foreign               log records of groups that this run never published; the learner rejects or ignores them
     steps, bound          optimizer steps of this history; largest staleness bound of its incarnations
     on_log, with_metrics  trained groups whose staleness was recomputed from the log; steps that were compared with

@@ -3,7 +3,7 @@
 **Only the history of the newest weights counts.** A learner that is killed after step n and resumes from the checkpoint
 of step k < n has weights that never saw steps k + 1 to n. The groups of these steps are trained again, and they are not
 duplicates. Each incarnation of the learner begins with a line that says how long the file was when its checkpoint was
-made. The lines in between are a lost history (``present``).
+made. The lines between that length and this line are a lost history (``present``).
 
 **A damaged record is not a lost group.** An unreadable line becomes an entry of kind "damaged". Missing lines are
 detected too: an incarnation begins on a checkpoint that had seen more of the file than exists, or has no first line.
@@ -39,7 +39,7 @@ class HistoryEntry:
     old_parts      "trained": trajectories that trained nothing because they were too old on their own
     old_tokens     "trained": tokens that trained nothing because they were too old on their own
     replayed       "trained": groups that the step trained again, after the new ones, with the log record of each
-    kept           "begun": lines from this position on are not in the history of the weights
+    kept           "begun": earlier lines from this position on are not in the history of the weights
     settings       "begun": the run file (config/record.py); empty if that line is damaged
     problem        "damaged": the line and what is wrong with it
     cause          "failed": groups.states.SET_ASIDE, or "" for any other cause

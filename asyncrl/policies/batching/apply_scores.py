@@ -64,7 +64,7 @@ def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorit
 
 
 def effective_fraction(prox_logprobs: Sequence[NDArray[np.float32]], batch: Batch) -> float:
-    """Return the effective sample size of the token ratios over the number of trained tokens, in (0, 1]."""
+    """Return the effective sample size of the batch's token ratios divided by its trained tokens, in (0, 1]."""
     ratios = [
         ratio(*(of[document.response_mask].astype(np.float64) for of in (prox, document.behavior_logprobs))).numpy()
         for prox, document in zip(prox_logprobs, batch.documents, strict=True)

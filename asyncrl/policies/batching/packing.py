@@ -89,7 +89,7 @@ class MicroBatch:
 
 
 def pack_for_ranks(documents: Sequence[Document], *, ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
-    """Return for each data-parallel rank a few micro-batches of at most ``max_tokens``, all of about the same cost.
+    """Return few micro-batches of at most ``max_tokens`` for each data-parallel rank, all of about the same cost.
 
     A document longer than ``max_tokens`` gets its own micro-batch. The result depends only on the documents and their
     order. Every rank gets the same number of micro-batches, so that ranks reach collective operations together; a rank

@@ -297,7 +297,7 @@ def metrics(totals: Sums) -> dict[str, float]:
                               (0, 1]. It is 1 without a correction, even if the loss itself weights by the ratio; see
                               sequence_ess and chi2_token for the ratios
     offpolicy/k1, k3          estimates of KL(behavior || trainer) per token, nats
-    mismatch/*                |trainer - behavior| logprob; fresh_*: for tokens that the learner's version sampled
+    mismatch/*                |trainer - behavior| logprob; fresh_*: documents sampled only by the learner's version
     kl, teacher_kl            k3 per token to the reference and to the teacher, if there is one
     """
     values = dict(zip(SUMS, totals.sums.tolist(), strict=True))

@@ -6,7 +6,7 @@ oldest version in each group that it has started. The tokens of a group are no o
 
   reported  the start in the newest report of the workers that have started the group; if no worker has started it, the
             oldest version that any worker samples with
-  admitted  the version that admitted the group, which is all that is known if no worker is heard
+  admitted  the version that admitted the group, which is all that is known without any heartbeat
 
 A worker that reports wrong versions can only shorten the learner's wait, for its own groups and for groups that no
 worker has started; it cannot lengthen any wait.
@@ -31,7 +31,7 @@ class Begun:
     def __init__(self) -> None:
         self._told: dict[int, int] = {}
         self._oldest = -1
-        """Oldest version that any worker samples with; -1 if no worker was heard."""
+        """Oldest version that any worker samples with; -1 without any heartbeat."""
 
     def hear(self, workers: Iterable[Heartbeat], *, outstanding: Mapping[int, PublishedPrompt], forks: Forks) -> None:
         """Take in the reports.  ``workers``: the newest heartbeats of all rollout workers"""

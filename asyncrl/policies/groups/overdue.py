@@ -5,13 +5,13 @@ apply only after no group was answered for ``seconds``:
 
   all wait   every worker waits for prompts, so no worker that sends heartbeats is working on any: all outstanding
              prompts are issued again
-  stragglers some workers are busy: groups that take four times as long as earlier groups are issued again, like the
-             backup tasks of MapReduce (Dean and Ghemawat, 2004, section 3.6). The reference is the median of earlier
-             groups, or the 0.9 quantile if workers load weights only between groups: there, a copy that loses delays
-             the weight load of its worker
+  stragglers some workers are busy: groups that have taken four times as long as earlier groups are issued again, like
+             the backup tasks of MapReduce (Dean and Ghemawat, 2004, section 3.6). The reference is the median of
+             earlier groups, or the 0.9 quantile if workers load weights only between groups: there, a copy that loses
+             delays the weight load of its worker
 
-The first answer to a group counts. If a client without heartbeats took everything, the run reports it and continues
-until that ends; restarting the learner would give the client the same prompts again.
+The first answer to a group counts. If a client without heartbeats took everything, the run reports it and keeps
+issuing prompts until the client stops; restarting the learner would give the client the same prompts again.
 Tests: tests/unit/policies/groups/test_overdue.py.
 """
 

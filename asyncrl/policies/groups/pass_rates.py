@@ -19,7 +19,7 @@ RowKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class PassRate:
-    """share: fraction of samples that solved the row, in [0, 1];  epoch: pass over the data that used the row"""
+    """share: solved fraction of the row's samples, in [0, 1];  epoch: pass over the data that asked for them"""
 
     share: float
     epoch: int

@@ -13,7 +13,7 @@ from asyncrl.policies.trust.validation import Asked
 Fate = Literal["trained", "dropped", "failed", "filtered"]
 FATES: Final[tuple[Fate, ...]] = ("trained", "dropped", "failed", "filtered")
 SET_ASIDE: Final = "set aside"
-"""Cause of failure of a group with which two incarnations ended (state/in_progress.py)."""
+"""Cause of failure of a group that two incarnations in a row worked on when they ended (state/in_progress.py)."""
 Arrived = Literal["buffered", "failed", "duplicate", "rejected"]
 
 
@@ -22,7 +22,7 @@ class PublishedPrompt:
     """The prompt of a group that is not done.
 
     position      row of the endless shuffled data
-    oldest_start  oldest policy version that may sample it; None if only a lost history knows
+    oldest_start  oldest policy version that may sample it; None if unknown, because a lost history published it
     asked         what the prompt asks for; None if an earlier incarnation published it
     row           key of the row in the data; None if an earlier incarnation published it
     published     Unix seconds when this incarnation published it; 0 if an earlier one did

@@ -285,7 +285,7 @@ class GroupTable:
     # -- events: checkpoints -------------------------------------------------------------------------------------------
 
     def checkpointed(self, state: LearnerState) -> int:
-        """``state`` is on disk. Returns the last log record that neither it nor the checkpoint before needs, or 0."""
+        """``state`` is on disk. Returns the last log record that neither it nor the one before it needs; 0 if none."""
         through, self.covered = self.covered - 1, state.consumed["watermark"]
         return through
 
@@ -346,7 +346,7 @@ class GroupTable:
         self.done.add(one.group_id)
 
     def _keep(self, group_id: int, sequence: int) -> bool:
-        """Keep a log record whose group is buffered or in training, and do not consume it yet; else return False."""
+        """If the group is buffered or in training, note its log record, do not consume it yet, and return True."""
         for waiting in (self.buffered, self.training):
             if (one := waiting.get(group_id)) is not None:
                 if one.sequence in self.consumed:  # its record was lost with a log, and this is another copy

@@ -14,7 +14,7 @@ def token_texts(tokens: Sequence[int], decode: Decode) -> list[str]:
     """Return one text per token; their concatenation is the text of all tokens.
 
     A token may be part of a character, and its text may depend on the token before. So each token is decoded after a
-    few earlier ones. A token that ends within a character gives ""; the token that completes the character gives it.
+    few earlier ones. A token that ends within a character gives ""; the token that completes it gives the text of both.
     """
     texts: list[str] = []
     begin = known = 0  # tokens[begin:known] precede the next token when it is decoded

@@ -3,7 +3,7 @@
 An actor that waits names a role ("rollout-worker") or a part of its own process ("engine"). A wait is a stall if its
 chain ends in one of these:
 
-  a process that is no longer heard                frozen, blocked, silent, gone
+  a process whose heartbeats have stopped          frozen, blocked, silent, gone
   a part that takes longer than its limit          engine, reward, rollout, load, ...
   a role that no process has                       no worker (quarantined: not counted), no learner, no reward worker
   an actor that is already in the chain            window, log, deadlock
@@ -89,7 +89,7 @@ class _Chains:
         return self.observation.actors
 
     def silent(self) -> Iterable[Finding]:
-        """Yield one finding per process that is not heard."""
+        """Yield one finding per process whose heartbeats have stopped."""
         for name, seen in self.actors.items():
             if _is_silent(seen) and name == self._main(seen):
                 yield faults.silent(self._label(name), name, seen)
@@ -123,7 +123,7 @@ class _Chains:
 
     @property
     def _is_learner_missed(self) -> bool:
-        """Whether the learner is missing for too long; one that has just left may have ended its run."""
+        """Whether the learner has been missing for too long; one that has just left may have ended its run."""
         seen = self.observation
         return LEARNER not in seen.own_roles and min(seen.listened, seen.leaderless) > PATIENCE_SECONDS
 
@@ -193,7 +193,7 @@ class _Chains:
         if any(what.endswith(HELD) for what in whats):
             return frozenset()
         fault = "log" if SPACE_IN_LOG in whats else "window" if ROOM_IN_WINDOW in whats else "deadlock"
-        if (fault, "run") in self._ends:  # many workers may be in the same circle
+        if (fault, "run") in self._ends:  # each of many workers may be in such a circle
             return frozenset({(fault, "run")})
         who = "; ".join(f"{self._label(name)} waits for {wait.what}" for name, wait in path)
         return self._end(circles.circle(fault, who, min(wait.seconds for _, wait in path), *self._blame(LEARNER)))

@@ -132,7 +132,7 @@ class Observation:
     """What a watcher knows.
 
     listened      seconds during which the watcher could receive
-    leaderless    seconds since it last heard a learner; infinite if it never did
+    leaderless    seconds since a learner's last heartbeat; infinite if there was none
     bus_silent    seconds since the bus last answered
     bus_refuses   seconds since the bus last stored something;  bus_problem: why
     bus_losses    parts of the bus that were lost recently

@@ -7,7 +7,8 @@ Which one to use:
     in the loss, on policy          k2: its gradient is that of the reverse KL. The gradient of k1 is zero in
                                     expectation, that of k3 is the forward KL's (both tested by enumeration,
                                     tests/unit/policies/losses/test_kl.py)
-    in the loss, off policy         unbiased: k3 times the ratio to the sampling policy, which must keep its gradient
+    in the loss, off policy         unbiased: k3 times the ratio to the sampling policy; the ratio must keep its
+                                    gradient
     for monitoring                  k3: never negative, unbiased, low variance
 
 Gradients flow only through ``logprobs``. k3 clamps the log ratio before exp.

@@ -21,7 +21,7 @@ ENOUGH: Final = 0.97
 STEPS: Final = 12
 """Counted steps of a simulated run."""
 MOST_EVENTS: Final = 400_000
-"""Most answers in one simulated run; if there are more, fewer steps are counted."""
+"""Maximum number of answers in one simulated run; if there are more, fewer steps are counted."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

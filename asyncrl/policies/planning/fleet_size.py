@@ -8,8 +8,8 @@ The number of workers determines how much is sampled, but not how much the learn
          workers as sample what is trained, plus a reserve
   else   no change
 
-A decision uses STEPS steps with the same workers, so the effect of each change is seen before the next. With unchanged
-numbers, a change to more workers is never followed by a change to fewer, or the reverse: see
+A decision uses STEPS steps with the same workers, so the effect of each change is seen before the next. While
+the load stays the same, a change to more workers is never followed by a change to fewer, or the reverse: see
 test_a_fleet_comes_to_rest.
 Tests: tests/unit/policies/planning/test_fleet_size.py.
 """

@@ -88,7 +88,7 @@ def inverse_weight(staleness: ArrayLike) -> NDArray[np.float64]:
 
 
 def linear_weight(staleness: ArrayLike, *, max_staleness: int) -> NDArray[np.float64]:
-    """Return 1 - staleness / (max_staleness + 1), at least 0; the oldest admitted tokens count.  i32[M] -> f64[M]"""
+    """Return 1 - staleness / (max_staleness + 1), at least 0; > 0 for all admitted tokens.  i32[M] -> f64[M]"""
     return np.maximum(0.0, 1.0 - _age(staleness) / (max_staleness + 1))
 
 

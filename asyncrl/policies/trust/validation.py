@@ -82,8 +82,9 @@ class GroupValidation:
     largest_reward     largest magnitude of a reward and of its parts (reward.largest)
     are_answers_whole  whether all requested answers must be present; False if stragglers are cut off
     are_sampled        False if answers come from the data: no version sampled them, and their logprobs mean nothing
-    are_whole          whether a rollout is one trajectory that follows the group's prompt, as from the built-in rollout
-                       functions. False for a custom function, which may return several, each with its own prompt
+    are_whole          whether a rollout is one trajectory that follows the group's prompt (gives_one of the rollout
+                       function, as single_turn and given have it). False if the function may return several, each
+                       with its own prompt
     max_parts          trajectories per rollout; 0: unlimited
     num_experts        experts per layer of the model; 0: answers name no experts
     experts_shape      (layers, experts per token) of the model
