@@ -70,7 +70,8 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer as an evaluation counts it. Its tokens are not sent, because a log of all answers would take gigabytes.
+    """One answer as an evaluation counts it, without tokens, because a log of all tokens would take gigabytes.
+
     Only the answers to a few recorded prompts are sent in full (EvaluationAnswers.group).
 
     length         tokens of all parts

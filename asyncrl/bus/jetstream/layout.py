@@ -4,7 +4,7 @@ topic       stream                     subject                              kept
 work        asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until acked; at most Topic.most_messages
 log         asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until trimmed or too old; max_log_bytes
 state       KV_asyncrl-RUN-state       $KV.asyncrl-RUN-state.TOPIC.KEY      the last message of each key
-state, TTL  KV_asyncrl-RUN-TOPIC       $KV.asyncrl-RUN-TOPIC.TOPIC.KEY      the last message of each key, seconds_to_live
+state, TTL  KV_asyncrl-RUN-TOPIC       $KV.asyncrl-RUN-TOPIC.TOPIC.KEY      the last of each key, seconds_to_live
 objects     OBJ_asyncrl-RUN-weights    $O.asyncrl-RUN-weights.>             until removed (objects.py)
 
 State streams are key-value buckets for the `nats kv` command. The key a/b of a state is a.b in its subject, so all keys

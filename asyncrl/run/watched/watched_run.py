@@ -67,7 +67,7 @@ class WatchedRun:
         return Looker(self._settings(), token=self._token)
 
     def is_up(self) -> bool:
-        """Whether the run may be up: true if its bus is at bus.url or only the bus is reachable, or `asyncrl run` is up here."""
+        """Whether the run may be up: `asyncrl run` is up here, the bus is at bus.url, or only the bus can be reached."""
         return self.directory is None or self._has_server or run_folder.launcher_pid(self.directory) != 0
 
     async def events(self, *, newest: int) -> AsyncGenerator[Event, None]:
