@@ -36,7 +36,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address bound to ``host`` is reachable only from this machine."""
+    """Whether a server bound to ``host`` is reachable only from this machine."""
     if host == "localhost":
         return True
     try:

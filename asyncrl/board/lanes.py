@@ -154,7 +154,7 @@ class Lanes:
         return is_other or has_version
 
     def _forget(self, begin: float) -> None:
-        """Drop segments before the window, the oldest segments of overfull lanes, and empty lanes."""
+        """Drop segments before the window, the oldest ones of overfull lanes, and lanes of actors gone before it."""
         most = min(LARGEST_LANE, max(LEAST_SEGMENTS, MOST_SEGMENTS // max(1, len(self.lanes))))
         for lane in self.lanes.values():
             while len(lane.segments) > most or (len(lane.segments) > 1 and lane.segments[1][0] <= begin):

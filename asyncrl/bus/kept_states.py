@@ -22,7 +22,7 @@ class KeptStates:
         self._turn = asyncio.Lock()
 
     async def put(self, topic: Topic[Any], key: str, data: bytes, store: Callable[[], Awaitable[None]]) -> None:
-        """Remember a state and put it on the bus with ``store``."""
+        """Put a state on the bus with ``store``. Remember it if its topic is the learner's."""
         if not topic.is_learners:
             await store()
             return
@@ -45,7 +45,9 @@ class KeptStates:
         *,
         anew: bool = False,
     ) -> list[str]:
-        """Put back states that were replaced or removed. Return "TOPIC KEY" for each of them.
+        """Put back states that were removed, or replaced by one that is older or that readers ignore.
+
+        Return "TOPIC KEY" for each of them.
 
         read  returns the stored bytes; None for a removed state
         anew  also put back states that are unchanged

@@ -27,7 +27,7 @@ LISTEN_SECONDS = SILENT_SECONDS + 1.5
 """Actors send a heartbeat every 2 s. An actor that was not heard for SILENT_SECONDS of listening is silent. Time in
 which the bus does not answer, or this process is not scheduled, does not count as listening."""
 MOST_SECONDS = 60.0
-"""Time limit for listening this long."""
+"""Time limit to collect LISTEN_SECONDS of listening."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,8 +3,9 @@
 RUN is a run's folder, whether the run is running, finished or killed. From any machine that reaches the bus, it may
 also be a run file, or --set bus.url=... --set run.name=... Groups come from RUN_DIR/samples.jsonl, where the learner
 writes some of every step (metrics.samples_per_step), and from the trajectory log on the bus. With --evaluation, answers
-to evaluation prompts are shown, from RUN_DIR/evaluation_samples.jsonl (metrics.samples_per_evaluation), from the bus,
-and from `asyncrl evaluate`.
+to evaluation prompts are shown, from RUN_DIR/evaluation_samples.jsonl (metrics.samples_per_evaluation) or the bus, and
+those of `asyncrl evaluate` from RUN_DIR/saved_model_samples.jsonl. The command changes nothing: on the bus it is an
+observer.
 
 Model output is untrusted: characters that would move a terminal's cursor or change its colours are shown as "?".
 """
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Chosen:
-    """Keeps the ``limit`` offered groups with the smallest ``rank``."""
+    """Keeps at most ``limit`` of the offered groups that are wanted: those with the smallest ``rank``."""
 
     def __init__(self, rank: Callable[[GroupSample], float], is_wanted: Callable[[GroupSample], bool], limit: int):
         self._rank, self._is_wanted, self.limit = rank, is_wanted, limit

@@ -36,7 +36,7 @@ def identity(options: argparse.Namespace, run_config: RunConfig, *, label: str) 
 
 @contextlib.asynccontextmanager
 async def bus_of_worker(run_config: RunConfig, own: Identity, *, token: str, has_joined: bool) -> AsyncIterator[Bus]:
-    """Connect to the bus and wait for a learner of the same version.
+    """Connect to the bus, and wait while the run's learner has another message schema.
 
     After the context, the process ends within EXIT_SECONDS.
 

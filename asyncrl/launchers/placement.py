@@ -116,7 +116,7 @@ def _pool(num_gpus: int, learner: Gpus, needed: int, given: Sequence[int], *, wh
 
 
 def _deal(pool: Gpus, start: int, count: int) -> Gpus:
-    """Return ``count`` GPUs from position ``start`` of the pool, wrapping around at its end."""
+    """Return ``count`` different GPUs from position ``start`` of the pool, wrapping around at its end."""
     return tuple(pool[(start + index) % len(pool)] for index in range(count))
 
 

@@ -41,7 +41,7 @@ Stream = Literal["stdout", "stderr", "log"]
 class LaunchRequest:
     """Describes the process to start.
 
-    directory    working directory, as that of the launcher
+    directory    working directory: that of the launcher
     environment  added to the agent's own environment; may hold secrets
     paths        key of the run file -> path that must exist
     shared       key of the run file -> folder that must be the same as the launcher's: it holds ``mark``
@@ -88,7 +88,7 @@ class ProcessAgent:
         self._news = asyncio.Event()
 
     async def start(self, request: LaunchRequest) -> Started:
-        """Start the process. Raises OSError if that fails."""
+        """Start the process, or return what this machine lacks for it. Raises OSError if the start fails."""
         if problem := missing_requirements(request):
             return Started(problem=problem)
         log_bytes = _size(request.log)  # written by earlier lives

@@ -70,8 +70,9 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer as an evaluation counts it. The worker keeps its tokens, because a log of all answers would take
-    gigabytes. Only the answers to a few recorded prompts are sent in full (EvaluationAnswers.group).
+    """One answer as an evaluation counts it, without tokens, because a log of all tokens would take gigabytes.
+
+    Only the answers to a few recorded prompts are sent in full (EvaluationAnswers.group).
 
     length         tokens of all parts
     version_spans  spans of all parts, as in a trajectory

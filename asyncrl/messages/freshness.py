@@ -45,7 +45,10 @@ class Freshness:
         self._heard: dict[Place, _Heard] = {}
 
     def is_old(self, place: Place, order: Order, *, seconds_to_live: float) -> bool:
-        """Whether a message is a repetition; if not, remember it. seconds_to_live: its time on the bus; 0: forever"""
+        """Whether a message is too old. The newest message so far is remembered.
+
+        seconds_to_live: time that the bus keeps the message; 0: forever
+        """
         now = self._clock()
         heard = self._heard.pop(place, None) or _Heard(order, now, (0, 0), order, now)
         self._heard[place] = heard  # at the end: the dictionary is ordered by the last message

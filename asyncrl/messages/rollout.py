@@ -219,7 +219,7 @@ class Trajectory:
     resumed            number of tokens under the mask, from the first, that earlier attempts at the group sampled
     prompt_tokens      i32[P], the tokens before these; empty: the group's prompt
     rollout, part      index of the rollout in the group, and of this trajectory in the rollout, from 0; rollout -1: the
-                       trajectory is a whole rollout, and its index in the group is the number
+                       trajectory is a whole rollout, and its index in the group is the number of the rollout
     turn_rewards       rewards of single turns in addition to ``reward``, sorted by start
     """
 

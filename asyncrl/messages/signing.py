@@ -208,7 +208,7 @@ class Signatures:
         return _HEAD.pack(_MARK, signer, *order, signature) + data
 
     def _opened(self, where: str, key: str, data: bytes, *, is_learners: bool) -> tuple[Opened, Order | None]:
-        """Verify a message of the learner and return its order. For other senders the order is None."""
+        """Strip a signature. Verify it and return its order only on the learner's topics; elsewhere it is None."""
         if data[:1] != _MARK[:1]:
             if is_learners and self.learner:
                 return Opened(b"", "is not signed by the run's learner"), None

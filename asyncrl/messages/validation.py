@@ -61,7 +61,7 @@ def array(message: Any, name: str, dtype: Any) -> None:
     if not isinstance(value, np.ndarray):
         value = np.asarray(value, dtype=dtype)
         object.__setattr__(message, name, value)
-    if value.ndim != 1 or value.dtype != dtype:  # avoids building the message for valid arrays
+    if value.ndim != 1 or value.dtype != dtype:  # builds the error text only for an invalid array
         raise MessageError(f"{name} must have one dimension of {np.dtype(dtype)}, has {value.ndim} of {value.dtype}")
 
 

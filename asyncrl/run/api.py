@@ -1,5 +1,7 @@
 """Python API of a run: what `asyncrl check` and `asyncrl run` do, as a library.
 
+import asyncrl
+
 run = asyncrl.Run.from_file("run.toml", overrides={"run.steps": 10})
 print(run.check().num_prompts)
 result = run.train_sync()                       # in a notebook: result = await run.train()

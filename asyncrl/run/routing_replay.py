@@ -1,4 +1,4 @@
-"""Decides whether the learner replays the engine's choice of experts (rollout.routing_replay)."""
+"""Decides whether the learner replays the engine's experts (rollout.routing_replay), and their size on the bus."""
 
 from __future__ import annotations
 

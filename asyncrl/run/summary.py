@@ -71,7 +71,7 @@ class Summary:
 
     @property
     def num_trained_prompts(self) -> int:
-        """Prompts that the run trains, counting repetitions: only whole batches, limited by data.epochs."""
+        """Prompts that the run trains, with repetitions: whole batches, limited by run.steps and data.epochs."""
         of_batch, epochs = self.settings.learner.groups_per_batch, self.settings.data.epochs
         of_steps = self.settings.run.steps * of_batch
         return min(of_steps, epochs * self.num_prompts // of_batch * of_batch) if epochs else of_steps

@@ -1,4 +1,4 @@
-"""The run's history: the learner writes a line for the fate of every group when it is decided.
+"""The run's history: the fate of every group, in lines that the learner writes as the fates are decided.
 
     RUN_DIR/history.jsonl
     {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": {...}, "crc": "5d3a90c2"}

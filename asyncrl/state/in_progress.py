@@ -5,9 +5,9 @@
 
 A process that is killed, stopped for being stuck, or ended by its backend cannot report its last work. So the learner
 writes what it is about to decode or train, and what the previous incarnation worked on when it ended. If two
-incarnations in a row ended with an entry, the third sets the entry aside: its group is failed, and its bytes are not
-decoded again. Incarnations also end for other reasons. So if the second incarnation has rehearsed the entry alone and
-survived, only the fourth sets it aside.
+incarnations in a row ended while working on the same entry, the third sets it aside: its group is failed, and its bytes
+are not decoded again. Incarnations also end for other reasons. So if the second incarnation has rehearsed the entry
+alone and survived, only the fourth sets it aside.
 
 The file has some hundred bytes and is written in place with one call, so a process that ends during the call leaves it
 whole. It is not synced, because no entry causes the loss of a machine. A removed file is written again.
@@ -54,7 +54,7 @@ class LogEntry:
 
 
 class InProgress:
-    """Notes of one incarnation. aside: entries not to decode or train; suspects: entries the last one ended with"""
+    """Notes of one incarnation. aside: entries not to decode or train; suspects: in progress when the last one ended"""
 
     def __init__(self, path: Path | None = None) -> None:
         """path: None writes nothing and reads nothing of earlier incarnations"""

@@ -126,7 +126,7 @@ class FilesChannel(ChannelAdapter):
         """Write missing files of the newest version again. Return the version if any were missing, else None.
 
         The check costs a few system calls. Raises WeightsError if the files cannot be written now. If they can never be
-        restored, raises it once; engines then wait for the next version.
+        restored, WeightsError is raised once; engines then wait for the next version.
         """
         version = self._published
         if version is None or self._stands(version):

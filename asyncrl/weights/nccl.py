@@ -29,7 +29,7 @@ from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, Snapshot
 from asyncrl.weights.collective import CollectiveOffer
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
-"""Slowest transfer rate that is tolerated, in addition to a fixed allowance."""
+"""Slowest transfer rate that is tolerated. A fixed time is allowed on top."""
 _OLD_SECONDS: Final = 300.0
 _MAX_RANKS: Final = 1024
 _MAX_GROUPS: Final = 1024

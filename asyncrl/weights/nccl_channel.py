@@ -1,8 +1,8 @@
 """The nccl channel: model folders, and weights sent from the memory of every learner rank that has a part of the model.
 
 An engine has a separate group with each of these ranks (nccl.py). It takes their parts one after the other, and
-switches once it has all. The ranks send concurrently and during training, so at any time different engines receive
-different parts. Tests: tests/unit/weights/test_nccl.py.
+switches once it has all. The ranks send concurrently and during training, so different engines may receive different
+parts at the same time. Tests: tests/unit/weights/test_nccl.py.
 """
 
 from __future__ import annotations

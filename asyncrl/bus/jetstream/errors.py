@@ -15,7 +15,7 @@ LEADERLESS: Final = {10004, 10008, 10009, IN_PROCESS}
 """Errors of a cluster without a leader (during an election, or with too few servers). In order: incomplete results;
 temporarily unavailable; no longer the leader; a message stuck while being stored."""
 IS_GONE: Final = "not found", "no message found", "stream store EOF"
-"""Descriptions of errors 10043 and 10057, which have other meanings too. The last: the stream has no such sequence."""
+"""Descriptions of error 10043, and of 10057, which also has other meanings. The last: beyond the end of the stream."""
 BUSY: Final = {*LEADERLESS, 10012, 10167}
 """Temporary JetStream errors. Besides LEADERLESS: a consumer's store cannot be created while a consumer of the same
 name is being removed; too many requests."""

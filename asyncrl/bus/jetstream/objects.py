@@ -2,7 +2,7 @@
 
 stream OBJ_asyncrl-RUN-weights    chunks on $O.BUCKET.C.ID, in order;  JSON on $O.BUCKET.M.base64url(NAME)
 
-`nats object ls asyncrl-RUN-weights` lists the objects. An object exists once its JSON is stored, which is stored last.
+`nats object ls asyncrl-RUN-weights` lists the objects. An object exists once its JSON is stored, after all its chunks.
 The JSON also lists the sequences of the chunks, so a reader requests chunks individually: many concurrently over a long
 link, and a lost chunk again. Any replica of the stream may answer. A chunk missing on a lagging replica is requested
 from the leader (test_what_a_copy_that_is_behind_does_not_have_is_asked_of_the_leader). Objects use their own connection

@@ -39,7 +39,7 @@ SILENCE_SECONDS: Final = EXPIRES_SECONDS + 2.5
 
 
 class PullConsumer:
-    """Call ``take`` once at a time."""
+    """Pulls messages with ``take``. Only one ``take`` may run at a time."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PullConsumer:
     ) -> None:
         """
         ready      returns once the shared consumer exists
-        give_back  returns a message that was not taken to the bus
+        give_back  gives a message that was not taken back to the bus
         """
         self._wire, self._stream, self._ready = wire, stream, ready
         self._give_back = give_back or functools.partial(_nak, wire)

@@ -18,7 +18,7 @@ _UNSET: Final[tuple[Any, ...]] = (None, False, 0, "", -1, [], {})
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """A stream or consumer at one time. The numbers are 0 for a consumer.
+    """A stream or consumer at one time. For a consumer, ``first``, ``last``, ``messages`` and ``began`` are 0.
 
     created      creation time, which identifies it
     first, last  sequences of its first and last entry
@@ -49,7 +49,7 @@ class StreamState:
 
 
 def lost(before: StreamState, now: StreamState, *, kind: str, trimmed: int = 0) -> str:
-    """Describe the messages that the stream lost to others; "" if no loss is known.
+    """Describe what the stream lost, other than by trimming or expiry; "" if no loss is known.
 
     kind     "log": only we trim, up to ``trimmed``
              "aged": nobody trims, but entries expire

@@ -373,8 +373,8 @@ async def _starting_point(
 def prometheus(
     run: RunConfig, bus: Bus, *actors: Actor, step_numbers: Callable[[], Mapping[str, float]] | None = None
 ) -> list[Actor]:
-    """Return the Prometheus endpoint for the actors of a process, if the run file has one. ``step_numbers``: metrics of
-    the learner's newest step"""
+    """Return the Prometheus endpoint for the actors of a process; empty without metrics.prometheus. ``step_numbers``:
+    metrics of the learner's newest step"""
     if not run.metrics.prometheus:
         return []
     from asyncrl.actors.prometheus import PrometheusEndpoint

@@ -28,8 +28,8 @@ log = logging.getLogger("asyncrl.run.checks.same_version")
 async def refuse_others(bus: Bus, *, run: str, is_trusted: Callable[[str], bool] = lambda name: True) -> None:
     """Raise ConfigError while a process with another schema is up. The learner calls this before it publishes anything.
 
-    is_trusted  whether an actor of this name has proved its name. Others only cause a warning; otherwise they could
-                keep a restarted learner out
+    is_trusted  whether no other process can use this name. Other names only cause a warning; otherwise a client that
+                claims to be such a process could keep a restarted learner out
     """
     beats = (await bus.states(ACTORS)).values()
     roles = (LEARNER, WORKER, EVALUATION_WORKER, REWARD_WORKER)

@@ -1,4 +1,4 @@
-"""Keeps the newest messages heard from others (messages/freshness.py) in keys/heard, across restarts.
+"""Keeps the life and sequence of the newest messages of others (messages/freshness.py) in keys/heard, across restarts.
 
 Without this file, recorded heartbeats of a worker could be replayed to a learner that has just started. Several
 processes write the file; each merges the newest of its own and the stored entries.

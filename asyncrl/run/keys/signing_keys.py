@@ -2,7 +2,7 @@
 
     keys/learner      in the run's folder: the learner's secret, 0600
     keys/learner.pub  its public half, for bus.learner_key of workers on other machines
-    keys/heard        newest messages of others (heard_file.py)
+    keys/heard        life and sequence of the newest messages of others (heard_file.py)
     keys/tickets      the learner's secret for making tickets (policies/trust/tickets.py), 0600; a run that an older
                       version started without this file has no tickets
     keys/life         life of the newest process that signs, including workers that the launcher starts; each start
@@ -83,7 +83,7 @@ def signatures(
 
 @contextlib.asynccontextmanager
 async def heard_kept(run: RunConfig) -> AsyncIterator[None]:
-    """In this context, messages that this learner process hears from others are kept for its next life."""
+    """In this context, a process of the learner's role keeps for its next life what it has heard from others."""
     ours = signatures(run, role="learner")
     keeping = heard_file.kept(run.run_directory / _FOLDER, ours.heard) if ours.learner else contextlib.nullcontext()
     async with keeping:
@@ -91,7 +91,7 @@ async def heard_kept(run: RunConfig) -> AsyncIterator[None]:
 
 
 def is_launched(run: RunConfig) -> Callable[[str], bool]:
-    """Return whether only the run's own processes can have a name. In a run without keys this holds for every name."""
+    """Return a function: can only the run's own processes have this name? True for every name in a run without keys."""
     bound = worker_keys.bound_names(run.run_directory / _FOLDER, learner=learner_key(run))
     return lambda name: not learner_key(run) or is_public_key(bound(name))
 

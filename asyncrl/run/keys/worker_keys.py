@@ -111,7 +111,7 @@ class Identity:
 
     key          key that it signs with; None in a run without keys
     has_own_key  it created the key itself, so no other worker can have its name
-    life         number of the start of a process with this key; 0: the key is as new as its process
+    life         life of this process (messages/signing.py); 0: the key is as new as its process
     """
 
     name: str

@@ -78,7 +78,7 @@ async def launch(
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
     async with contextlib.AsyncExitStack() as stack:
         server = None if run_config.bus.url else stack.enter_context(_own_server(run_config, host=host))
-        if server is None:  # a server of this run has no other run
+        if server is None:  # the run's own server serves no other run
             await stack.enter_async_context(_only_one(run_config, resume=resume, token=token))
             _make(directory)  # only after the server at bus.url has answered
         environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}

@@ -46,7 +46,7 @@ DRAIN_REPORT_SECONDS = 10.0
 
 BUS_FAULTS = ("bus", "bus storage")
 LOST = "lost"
-"""A part of the bus is gone or was recreated. A process that died of it is treated like one that waits for the bus."""
+"""A part of the bus is gone or was recreated. A process that dies of it uses no restart, as if the bus were away."""
 BUS_SECONDS = 90.0
 """A process that dies within this time after the bus was away, or could not store, is assumed to have died of that and
 uses no restart."""

@@ -58,7 +58,7 @@ async def keep_up(
 
 
 async def kill(server: BusServer, pid: int, *, needs_room: bool) -> None:
-    """Kill a server that hangs; ``keep_up`` restarts it. Leave it if it could not restart on a full disk."""
+    """Kill a server that hangs; ``keep_up`` restarts it. Leave it if its disk is too full for a restart."""
     # in a thread, because a failed disk may not respond
     if needs_room and not await asyncio.to_thread(server.has_room):
         return

@@ -24,7 +24,7 @@ def parsed(line: bytes) -> Row | None:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value is finite or not a number. Raises OverflowError for an integer that does not fit into a float."""
+    """Whether a value is a finite number, or no number type. Raises OverflowError for an int too large for a float."""
     return not isinstance(value, float | int) or math.isfinite(value)
 
 

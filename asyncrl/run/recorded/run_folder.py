@@ -1,8 +1,8 @@
 """A run as recorded by its folder: history, settings, checkpoint, metrics, and the bus that it left behind.
 
 Nothing here changes the run. The bus is that of the running run, or a nats-server that is started on the run's store
-while it is read. Readers open only existing topics with the same settings, publish nothing and ack nothing. The lock of
-the store prevents simultaneous use by `asyncrl run` (bus/nats_server/server.py).
+while it is read. Readers create and change no topic, publish nothing and ack nothing. The lock of the store prevents
+simultaneous use by `asyncrl run` (bus/nats_server/server.py).
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class GroupIndex:
         self._settings, self._directory, self._token = settings, directory, token
         self._rows: dict[int, GroupRow] = {}
         self._evaluated: dict[int, GroupRow] = {}
-        # numbers of evaluated prompts; a group id is unique only within one evaluation
+        # sample identity -> number in the table, because a group id names a prompt of one evaluation only
         self._numbers: dict[Hashable, int] = {}
         self._places: dict[int, tuple[int, int, int]] = {}  # place in a samples file: inode, position, bytes
         self._lock = threading.Lock()

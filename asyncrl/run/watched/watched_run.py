@@ -67,7 +67,7 @@ class WatchedRun:
         return Looker(self._settings(), token=self._token)
 
     def is_up(self) -> bool:
-        """Whether the run may be up: its bus has its own server, or its `asyncrl run` is up on this machine."""
+        """Whether the run may be up: `asyncrl run` is up here, the bus is at bus.url, or only the bus is reachable."""
         return self.directory is None or self._has_server or run_folder.launcher_pid(self.directory) != 0
 
     async def events(self, *, newest: int) -> AsyncGenerator[Event, None]:

@@ -1,7 +1,7 @@
 """Stores weight versions in parts: every rank of the learner stores its own part in the object store.
 
 Each part is a file with its own deltas (stored_file.py). An object stored last holds the index of the folder that the
-parts form. Before that object is stored, no part is announced and nothing older is removed.
+parts form. Before that object is stored, the version is not announced and nothing older is removed.
 """
 
 from __future__ import annotations
