@@ -86,7 +86,10 @@ class Bubblewrap:
                 yield from ("--ro-bind-try", str(Path(path).resolve()), path)
 
     def _settings(self) -> Iterator[str]:
-        """Mount the machine's settings in /proc read-only. If the worker runs as root, a program could change them."""
+        """Mount the machine's settings in /proc read-only.
+
+        Otherwise a program could change them if the worker runs as root.
+        """
         with os.scandir("/proc") as entries:
             for entry in entries:
                 if entry.name.isdecimal() or entry.is_symlink():  # processes: the sandbox has its own
