@@ -237,8 +237,8 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
 class HeardRank:
     """Wraps a rank and tells the learner how long it may be silent while it runs a command.
 
-    Some calls hold the GIL while they read or write files. During commands with such calls, the learner waits for
-    ``patience`` seconds.
+    Some calls hold the GIL while they read or write files. So during every command except step, rehearse and score,
+    this rank may be silent for ``patience`` seconds.
     """
 
     def __init__(self, rank: Rank, link: TcpLink, *, patience: float) -> None:
