@@ -1,9 +1,9 @@
 """sandbox = "bwrap": separate namespaces for every program (bubblewrap, https://github.com/containers/bubblewrap).
 
 A program sees the system's programs and the folders in ``readable``, all read-only, and an empty folder of limited
-size. It has no network, sees no other processes, inherits no environment variables and has no privileges. When its
-first process ends, or when the worker ends, all its processes end. The sandbox does not protect against kernel bugs;
-for that, use a separate machine.
+size. It has no network unless ``network`` is true, sees no other processes, inherits no environment variables and has
+no privileges. When its first process ends, or when the worker ends, all its processes end. The sandbox does not protect
+against kernel bugs; for that, use a separate machine.
 """
 
 from __future__ import annotations
