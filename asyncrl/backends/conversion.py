@@ -68,7 +68,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parameter:
-    """A parameter of the whole model, or of one of its experts.  layer: its number; -1 outside layers"""
+    """A parameter of the whole model, or of one of its experts.  layer: number of its layer; -1 outside layers"""
 
     entry: Mapping
     layer: int = -1

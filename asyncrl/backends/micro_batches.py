@@ -169,7 +169,10 @@ class RecordedTokens:
         self._rows: list[torch.Tensor] = []
 
     def note(self, micro_batch: MicroBatch, outputs: Sequence[torch.Tensor]) -> None:
-        """Keep logprobs and entropy f32[M] of the response rows. Models with a value head are ignored."""
+        """Keep the outputs of recorded documents. Outputs of a value head are ignored.
+
+        outputs  logprobs and entropy f32[M] of the response rows
+        """
         if not micro_batch.recorded or len(outputs) != 2:
             return
         ends = np.searchsorted(response_rows(micro_batch), micro_batch.boundaries)

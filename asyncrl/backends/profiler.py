@@ -36,7 +36,7 @@ class Allocations(Protocol):
 
 
 class OfGPU:
-    """Records torch's CUDA allocator through private functions that docs.pytorch.org recommends."""
+    """Records allocations of torch's CUDA allocator, through private functions that docs.pytorch.org recommends."""
 
     def record(self) -> None:
         torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)

@@ -1,4 +1,4 @@
-"""The demo's task: continue a count in octal. For a prompt such as "567", a good answer is "0123" and then stops.
+"""The demo's task: continue a count in octal. For a prompt such as "567", a good answer is "0123" and no more.
 
 A model with random weights gets a reward of about 0.1, and a model that has learned the task 1.0. Every character is
 rewarded separately, so learning can start from lucky guesses. ``python -m asyncrl.data.demo_task FOLDER`` writes the

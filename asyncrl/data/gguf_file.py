@@ -24,7 +24,10 @@ _CONTROL_TOKEN, _USER_TOKEN = 3, 4
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {"qwen2": rf"{_WORDS}|\p{{N}}|{_REST}", "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"}
-"""Regular expressions that split text before BPE, by tokenizer.ggml.pre. smollm splits digits first, then as GPT-2."""
+"""Regular expressions that split text before BPE, by tokenizer.ggml.pre.
+
+smollm is not one regular expression: it splits off single digits, then splits as GPT-2 does.
+"""
 
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",

@@ -25,7 +25,7 @@ _NO_MASK: NDArray[np.bool_] = np.zeros(0, np.bool_)
 _SAMPLE = 256
 """Number of rows of a large file that ``PromptDataset.look`` tokenises."""
 _LONGEST_TOKEN = 1024
-"""Maximum characters of a token in any vocabulary. A text of megabytes is found too long without tokenising it."""
+"""Maximum characters of a token in any vocabulary. So a text of megabytes is found too long without tokenising it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 The reward is 1 if the last \\boxed{} after </think> equals the label (or the label's own \\boxed{}), as math-verify
 judges. It is 0 without </think> or without a box. A label may be a list; one match is enough. DeepScaleR itself uses
-two judges of its own, so results can differ for formulas that not all three judges can read.
+two other judges, so results can differ for formulas that not all three judges can read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """reward.kind = "gpqa": the completion chooses the label's letter (multiple choice, GPQA, MMLU).
 
-The letter is searched in the text after </think>, where models usually put it: in the last \\boxed{}, after the last
-"answer is" or "Answer:", or in the last line, alone or at its start ("B) ..."). Letters elsewhere do not count ("A good
-start"). The order of the choices comes from the data, so shuffle them there.
+The letter is taken from where models usually put it after </think>: from the last \\boxed{}, else from after the last
+"answer is" or "Answer:", else from the last line, alone or at its start ("B) ..."). Letters elsewhere do not count ("A
+good start"). The order of the choices comes from the data, so shuffle them there.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def parentheses(response: str) -> bool:
 
 
 def quotes(response: str) -> bool:
-    """Quotes nest three levels deep, and all three levels are closed. An apostrophe also opens or closes a level."""
+    """Quotes nest at least three deep, and three levels close again. An apostrophe also opens or closes a level."""
     open_ones: list[str] = []
     deepest = 0
     for character in response:
@@ -205,7 +205,7 @@ def mcq_count_length(response: str) -> bool:
 
 
 def reverse_newline(response: str) -> bool:
-    """At least 52 lines from Zimbabwe on, in reverse order."""
+    """At least 52 lines from the one with Zimbabwe on, in reverse alphabetical order."""
     lines = [line for line in (part.strip(MARKS + " ") for part in response.split("\n")) if line]
     first = next((place for place, line in enumerate(lines) if _LAST_COUNTRY in line), len(lines))
     countries = [plain(line) for line in lines[first:]]

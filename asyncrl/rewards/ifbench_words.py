@@ -211,7 +211,7 @@ def words_position(response: str, *, keyword: str) -> bool:
 
 
 def alliteration_increment(response: str) -> bool:
-    """Each sentence has more words than the one before that begin with the same letter as a neighbour."""
+    """From sentence to sentence, more words have a neighbour that begins with the same letter."""
     counts = [_alliterative(stripped(sentence.lower())) for sentence in sentences(response)]
     return all(one < two for one, two in pairwise(counts))
 

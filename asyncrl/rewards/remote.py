@@ -1,7 +1,7 @@
 """reward.kind = "remote": a server rewards each group.
 
 POST url  {"samples": [{"prompt": ..., "completion": ..., "label": ..., "metadata": {...}}, ...]}
-answer    {"rewards": [1.0, {"format": 0.2, "correct": 1.0}, ...]}  or only the list; a dict holds parts to sum up
+answer    {"rewards": [1.0, {"format": 0.2, "correct": 1.0}, ...]}  or only the list; a dict's parts are summed
 """
 
 from __future__ import annotations

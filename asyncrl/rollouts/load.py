@@ -50,7 +50,7 @@ def described(*, samples: bool = True, gives_one: bool = False) -> Callable[[F],
 def traits(name: str) -> Traits:
     """Return the traits of a rollout function; the defaults if this machine cannot import it.
 
-    The learner's machine does not need the function.
+    The learner's machine need not have the function.
     """
     try:
         found = plugins.load(name, where="rollout.function", table=FUNCTIONS)

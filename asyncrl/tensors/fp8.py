@@ -61,7 +61,7 @@ def quantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 @torch.no_grad()
 def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e4m3[R, C] and f32[R / 128, C / 128], both rounded up. The largest magnitude in a block maps to 448."""
+    """Return e4m3[R, C] and f32[ceil(R / 128), ceil(C / 128)]. The largest magnitude in a block maps to 448."""
     rows, columns = matrix.shape
     blocks = _blocks(matrix.float())
     largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
@@ -71,7 +71,7 @@ def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(matrix: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] = (BLOCK, BLOCK)) -> torch.Tensor:
-    """Return bf16[R, C] from e4m3[R, C] and scales f32[R / block, C / block], rounded up.
+    """Return bf16[R, C] from e4m3[R, C] and scales f32[ceil(R / block[0]), ceil(C / block[1])].
 
     Raises ValueError for scales of another shape.
     """

@@ -1,7 +1,7 @@
 """Gemma 3 (text).
 
-Most layers see a window of tokens and have their own rotary frequencies. Attention and feed-forward part have norms
-before and after them, all zero-centred. The gate is a GELU. Embeddings are scaled.
+Most layers see a window of tokens and have their own rotary frequencies. The attention and feed-forward parts have
+norms before and after them, all zero-centred. The gate is a GELU. Embeddings are scaled.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ gate_up         gate and up by rows; a shard is its gate rows, then its up rows
 gate_then_up    like gate_up, from one tensor that holds gate, then up
 expert_rows     rows of every expert, stacked: [experts, H, F]
 expert_gate_up  gate_up of every expert, stacked: [experts, 2 F, H]; its tensors are gate, up, gate, up, ...
-stacked, stacked_rows, expert_stacked  adapter tensors of one shape, stacked: replicated; split by their last
-                dimension; those of every expert
+stacked         adapter tensors of one shape, stacked; replicated
+stacked_rows    the same, split by their last dimension
+expert_stacked  the same for every expert
 """
 
 Row = tuple[str, Cut, tuple[str, ...]]

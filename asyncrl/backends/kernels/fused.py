@@ -158,7 +158,7 @@ def heads(
 
 def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
     """Rotate the first d numbers of each head. Pairs are (i, i + d / 2), as in most Hugging Face models, or interleaved
-    (2 i, 2 i + 1). Interleaved pairs are returned in the order of the others; scores do not depend on the order."""
+    (2 i, 2 i + 1). Results have the order of pairs (i, i + d / 2) in both cases; scores do not depend on it."""
     half = cosines.shape[-1]
     if is_interleaved:
         first, second = x[..., 0 : 2 * half : 2].float(), x[..., 1 : 2 * half : 2].float()

@@ -66,11 +66,11 @@ class Adapter(torch.nn.Module):
         return (base.float() + self._up().float() @ self._down().float()).to(base.dtype)
 
     def _down(self) -> torch.Tensor:
-        """Return [matrices x rank, in], for experts one per expert."""
+        """Return [matrices x rank, in], or [experts, matrices x rank, in]."""
         return self.down.flatten(-3, -2)
 
     def _up(self) -> torch.Tensor:
-        """Return [out, matrices x rank], scaled. Each row is nonzero only for its own matrix."""
+        """Return [out, matrices x rank], or [experts, ...], scaled. Each row is nonzero only for its own matrix."""
         return (self.up.unsqueeze(-2) * self.scales.unsqueeze(-1)).flatten(-2)
 
 

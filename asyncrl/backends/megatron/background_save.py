@@ -39,7 +39,7 @@ class RankState:
     steps: Mapping[str, float] = field(default_factory=dict)
 
     def staged(self) -> RankState:
-        """Return a copy on the host. Copies may still be in flight."""
+        """Return a copy on the host. CUDA copies may be unfinished until the stream is synchronised."""
         chunks = [dataclasses.replace(chunk, data=_on_host(chunk.data)) for chunk in self.chunks]
         return dataclasses.replace(self, chunks=chunks)
 

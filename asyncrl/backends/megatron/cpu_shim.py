@@ -68,7 +68,7 @@ class _Namespace:
 def _torch_without_cuda() -> _Namespace:
     cuda = _Namespace(
         torch.cuda,
-        # distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py, tensor_parallel/layers.py allocate here
+        # distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py, tensor_parallel/layers.py allocate on it
         current_device=lambda: _CPU,
         # tensor_parallel/random.py keeps a generator state per region and swaps states around recomputation
         manual_seed=lambda seed: torch.default_generator.manual_seed(int(seed)),
@@ -101,7 +101,7 @@ def _random_state(device: object = None) -> torch.Tensor:
 
 
 class _Stream:
-    """A stream without effect that also serves as its events."""
+    """A no-op stream that is also its own event."""
 
     def wait_stream(self, _other: Any) -> None:
         pass

@@ -76,7 +76,7 @@ class HeldParts:
                 data = channel.recv_bytes()
             except (EOFError, OSError):
                 return
-            # No thread waits for the answer here: a collective with an engine that has died may never return.
+            # This loop does not wait for the answer: a collective with an engine that has died may never return.
             order = codec.decode(data, PartOrder)
             threading.Thread(target=answer, args=(order,), name=f"weights-part-{order.number}", daemon=True).start()
 

@@ -110,7 +110,7 @@ class JoinedRanks(Followers):
             return
         print(f"asyncrl learner: {self._lost[0]}", file=sys.stderr, flush=True)
         log.error("%s", self._lost[0])
-        self._end(1)  # a collective on a GPU may never return; nothing before the last checkpoint is lost
+        self._end(1)  # a collective on a GPU may never return; a restart resumes from the checkpoint
 
 
 def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds: float) -> JoinedRanks:
@@ -215,7 +215,7 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
     """
     link, place = _join(seat, common, timeout_seconds=timeout_seconds)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the learner needs this rank to drain
+        signal.signal(number, signal.SIG_IGN)  # on these signals the learner drains, and needs this rank
     is_over = threading.Event()
     threading.Thread(target=_end_with, args=(link, is_over), name="learner-watch", daemon=True).start()
     from asyncrl.backends.megatron.rank import MegatronRank  # takes five seconds
@@ -237,8 +237,8 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
 class HeardRank:
     """Wraps a rank and tells the learner how long it may be silent while it runs a command.
 
-    Some calls hold the GIL while they read or write files. During commands with such calls, the learner waits for
-    ``patience`` seconds.
+    Some calls hold the GIL while they read or write files. So during every command except step, rehearse and score,
+    this rank may be silent for ``patience`` seconds.
     """
 
     def __init__(self, rank: Rank, link: TcpLink, *, patience: float) -> None:

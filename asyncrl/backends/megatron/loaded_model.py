@@ -229,7 +229,10 @@ class LoadedModel:
         return found
 
     def _is_exported(self, entry: Mapping) -> bool:
-        """Export only adapters, or all but them. A tied output layer is exported as the embedding, by another stage."""
+        """Return whether the run exports this: only adapters, or all but adapters, without copies of the embedding.
+
+        A tied output layer on another stage than the embedding is such a copy.
+        """
         has_adapters = self._lora is not None and not self._lora.is_merged
         return entry.is_adapter == has_adapters and not entry.is_copy_of_embedding
 

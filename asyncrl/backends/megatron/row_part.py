@@ -31,7 +31,7 @@ class RowPart:
     attention          the keys that each token sees
     sources            i64[m]: indices in the part of the hidden states that predict tokens of ``row.rows``
     targets            i64[m]: the predicted tokens
-    places             i64[m]: their indices in ``row.rows``; other ranks have the others; None: all of them
+    places             i64[m]: their indices in ``row.rows``; None if this rank has all of them
     kept               i64[n]: positions of the part's tokens in the padded row; None: all of them
     experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None if it always does
     length             N

@@ -151,7 +151,7 @@ class TrainedModel(LoadedModel):
             yield from (one for one in state.values() if isinstance(one, torch.Tensor))
 
     def step(self, share: Sequence[MicroBatch], *, learning_rate: float, is_rehearsal: bool = False) -> StepResult:
-        """Run a step. ``is_rehearsal`` skips the update. Errors occur before the update, and change only gradients."""
+        """Run a step. ``is_rehearsal`` skips the update. An error before the update changes only gradients."""
         for weight in self._weights.values():
             weight.grad = torch.zeros_like(weight)
         totals, recorded = self._objective.zero(self._device), RecordedTokens()

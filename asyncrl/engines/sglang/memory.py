@@ -30,7 +30,7 @@ def check_installed() -> None:
 
 
 async def release(client: ServerClient) -> None:
-    """Release the server's GPU memory. Raises EngineError if the server stays busy: releasing would end it then."""
+    """Release the server's GPU memory. Raises EngineError if the server stays busy: a release would kill it then."""
     until = time.monotonic() + _IDLE_SECONDS
     while True:  # the last batch may end shortly after the last answer, and the server sends no notification
         try:

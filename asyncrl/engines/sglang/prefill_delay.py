@@ -26,7 +26,7 @@ _OWN_WAYS: Final = (
     "disable-overlap-schedule",  # SGLang refuses it with the delayer, and also the options below that imply it
     *("speculative-", "pp-size", "pipeline-parallel-size", "dllm-", "disaggregation-"),
     *("tp-size", "tensor-parallel-size", "dp-size", "data-parallel-size", "enable-dp-"),  # ranks would sync each step
-    "max-running-requests",  # with it the delayer holds prompts, without a timeout, until a prefill batch has slots
+    "max-running-requests",  # the delayer then also waits, beyond max-delay-ms, for slots for a whole batch
     "config",  # a file that may set any of these
     *ARGUMENTS,
     "prefill-delayer-",

@@ -29,7 +29,10 @@ class SettledVersion:
         self.newest = max(self.newest, sent)
 
     def stamped(self, version: Version) -> None:
-        """Note that the server reports this version as loaded. Sends a short request unless one is in flight."""
+        """Note that the server reports this version as loaded.
+
+        If the version is newer than ``newest``, sends a short request, unless one is in flight.
+        """
         if version > self.newest and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._settle(version))
 

@@ -1,9 +1,9 @@
 """sandbox = "bwrap": separate namespaces for every program (bubblewrap, https://github.com/containers/bubblewrap).
 
 A program sees the system's programs and the folders in ``readable``, all read-only, and an empty folder of limited
-size. It has no network, sees no other processes, inherits no environment variables and has no privileges. When its
-first process ends, or when the worker ends, all its processes end. The sandbox does not protect against kernel bugs;
-for that, use a separate machine.
+size. It has no network unless ``network`` is true, sees no other processes, inherits no environment variables and has
+no privileges. When its first process ends, or when the worker ends, all its processes end. The sandbox does not protect
+against kernel bugs; for that, use a separate machine.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ class Bubblewrap:
                 yield from ("--ro-bind-try", str(Path(path).resolve()), path)
 
     def _settings(self) -> Iterator[str]:
-        """Mount the machine's settings in /proc read-only. If the worker runs as root, a program could change them."""
+        """Mount the machine's settings in /proc read-only.
+
+        Otherwise a program could change them if the worker runs as root.
+        """
         with os.scandir("/proc") as entries:
             for entry in entries:
                 if entry.name.isdecimal() or entry.is_symlink():  # processes: the sandbox has its own

@@ -1,10 +1,10 @@
 """sandbox = "sandlock": Landlock and seccomp rules for every program, from PyPI (https://github.com/multikernel/sandlock).
 
 For machines without bubblewrap. It needs Linux 6.7, but no system package and no namespaces. A program can read the
-system's programs and the folders in ``readable``, and can write to its own folder. It has no network and cannot signal
-other processes. This sandbox is weaker than "bwrap" and slower to start (0.1 s of CPU). The program's folder is on the
-machine's disk, where only the size of each file is limited, and the program can reach most system calls of the
-machine's kernel. Therefore it is used only if the run file names it.
+system's programs and the folders in ``readable``, and can write to its own folder. It has no network unless ``network``
+is true, and cannot signal other processes. This sandbox is weaker than "bwrap" and slower to start (0.1 s of CPU). The
+program's folder is on the machine's disk, where only the size of each file is limited, and the program can reach most
+system calls of the machine's kernel. Therefore it is used only where a setting names it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The HTTP entry of `asyncrl serve` for outside producers: programs that play samples of a run and report the outcome.
 
-    POST /sessions               start a session: base_url and key of a model server, and the task; 204: none available
+    POST /sessions               start a session; returns base_url and key of a model server and the task; 204 if none
     POST /sessions/ID/end        {"reward": 1.0, ...} (an Outcome, harnesses/protocol.py)
     POST /sessions/ID/abandon    {"reason": "..."}: the sample fails
     GET  /sessions               counts

@@ -67,7 +67,8 @@ class RendererFormat:
         except REFUSALS:  # includes UnicodeError; rendering then reports it
             return None
         ids: list[int] = [] if made is None else list(getattr(made, "token_ids", made))
-        if len(ids) <= len(known) or ids[: len(known)] != known:  # it drops tokens sampled after the end of a turn
+        # Renderers may drop tokens sampled after the end of a turn.
+        if len(ids) <= len(known) or ids[: len(known)] != known:
             return None
         return ids[len(known) :]
 
@@ -96,7 +97,7 @@ class RendererFormat:
         closed = [one for one in calls if one.status != "unclosed_block"]
         made = [_call(one) for one in closed]
         whole = [one for one in made if one is not None]
-        if not tools or len(whole) < len(made):  # an invalid call: keep all of them as text
+        if not tools or len(whole) < len(made):  # no tools, or an invalid call: keep all calls as text
             cut, whole = calls, []
         if cut:
             content = content.rstrip() + self._text_of_calls(cut, answer)

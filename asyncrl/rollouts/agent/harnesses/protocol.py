@@ -74,7 +74,7 @@ class Outcome:
     reward         reward of the rollout; None leaves it to the run's reward function
     reward_parts   parts of the reward; each becomes the metric reward/NAME
     turn_rewards   one reward per turn, in the order of model calls; empty: none
-    metrics        other numbers of the sample; each becomes the metric reward/NAME, so no part may have its name
+    metrics        other numbers of the sample; each becomes the metric reward/NAME; names must differ from reward_parts
     finish_reason  "length" if the sample was cut off before the agent was done; otherwise ""
     """
 

@@ -32,7 +32,7 @@ from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Outcome, Task, o
 CANCEL_SECONDS: Final = 5.0
 """Time for a cancelled sample to end; after that its child is killed."""
 CHECK_SECONDS: Final = 120.0
-"""Time limit for the import check before the run starts."""
+"""Time limit for the import check before the run starts. A slower import only logs a warning."""
 _STDERR: Final = 2
 log: Final = logging.getLogger(__name__)
 

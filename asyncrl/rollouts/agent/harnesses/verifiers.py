@@ -1,4 +1,4 @@
-"""harness = "verifiers": an unmodified environment of verifiers, in children that run in its own virtual environment.
+"""harness = "verifiers": an unmodified environment of verifiers, in children of a virtual environment that has it.
 
 This also gives access to the tasksets and programs that verifiers wraps (TextArena, OpenEnv, NeMo-Gym, Harbor). A row
 names its task of the environment with metadata {"task": N}; asyncrl.data.numbered:Tasks makes such rows.
