@@ -221,7 +221,8 @@ class ForkedProcess:
 
     def signal(self, number: int) -> None:
         if not self._code.done():
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its end is known to the server, and not yet here
+                os.kill(self.pid, number)
 
 
 class ForkingLauncher(LauncherAdapter):
