@@ -71,8 +71,7 @@ class FilesChannel(ChannelAdapter):
         self._previous: Path | None = None
         self._adapters: Mapping[str, Any] | None = None  # adapter_config.json, if adapters are published
         self._is_quantized = False
-        self._published: WeightVersion | None = None
-        self._content: _Content | None = None  # of the published version
+        self._held: tuple[WeightVersion, _Content] | None = None  # the newest version, and what it is restored from
         self._beside: tuple[str, ...] = ()  # config and tokenizer: the files of every version besides its weights
         self._retained: set[tuple[int, int]] = set()
         self._writer = PartWriter()
@@ -119,7 +118,7 @@ class FilesChannel(ChannelAdapter):
         version = WeightVersion(
             incarnation=incarnation, policy_version=policy_version, uri=str(folder), sha256=sha256, num_bytes=num_bytes
         )
-        self._hold(version, content)
+        self._held = (version, content) if content else None
         return version
 
     def restore(self) -> WeightVersion | None:
@@ -128,27 +127,26 @@ class FilesChannel(ChannelAdapter):
         The check costs a few system calls. Raises WeightsError if the files cannot be written now. If they can never be
         restored, WeightsError is raised once; engines then wait for the next version.
         """
-        version = self._published
-        if version is None or self._stands(version):
+        if self._held is None or _stands(*self._held):
             return None
+        version, content = self._held
         folder, temporary = Path(version.uri), self._directory / f"{_TEMPORARY}{Path(version.uri).name}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             temporary.mkdir()
             self._write_companions(temporary)
-            assert self._content is not None, "a version is only held with its content"
-            self._content.copy_weights(temporary)
+            content.copy_weights(temporary)
             try:
                 weight_files.verify(temporary, sha256=version.sha256, num_bytes=version.num_bytes)
             except WeightsError as error:
-                self._published = None
+                self._held = None
                 raise WeightsError(
                     f"{folder}: files of it were removed or damaged; engines wait for the next version"
                 ) from error
             if os.path.lexists(folder):
                 self._discard(folder)
-            content = _Content.of(temporary)
+            restored = _Content.of(temporary)
             temporary.rename(folder)
             _sync(self._directory)
         except OSError as error:
@@ -157,7 +155,7 @@ class FilesChannel(ChannelAdapter):
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        self._hold(version, content)
+        self._held = (version, restored) if restored else None
         log.warning("%s: files of it were removed; written again, %s bytes", folder, f"{version.num_bytes:,}")
         return version
 
@@ -198,24 +196,6 @@ class FilesChannel(ChannelAdapter):
             WeightFile(file=path.name, sha256=answer.sha256, num_bytes=answer.num_bytes, names=answer.names)
             for path, answer in zip(paths, answers, strict=True)
         ]
-
-    def _hold(self, version: WeightVersion, content: _Content | None) -> None:
-        """Keep the version's files open for ``restore``. Without ``content`` nothing is restored."""
-        if self._content is not None:
-            self._content.close()
-        self._published, self._content = None if content is None else version, content
-
-    def _stands(self, version: WeightVersion) -> bool:
-        """Whether all files of a version are in place and have the right total length."""
-        folder, content = Path(version.uri), self._content
-        assert content is not None, "a version is only held with its content"
-        try:
-            are_there = all(is_at(folder / name, file.descriptor) for name, file in content.weights.items())
-            is_whole = content.names <= frozenset(os.listdir(folder))
-            lengths = [file.length for name, file in content.weights.items() if name != weight_files.INDEX_FILE]
-            return are_there and is_whole and sum(lengths) == version.num_bytes
-        except OSError:
-            return False
 
     def _add_companions(self, folder: Path) -> None:
         """Add config and tokenizer: links to the previous version's files, or copies of the model's if one is gone."""
@@ -271,11 +251,11 @@ class FilesChannel(ChannelAdapter):
 
 
 class _OpenFile:
-    """A file that stays readable after its name is removed. Closed by ``close`` or with the last reference."""
+    """A file that stays readable after its name is removed. Closed with the last reference."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
-        self.close = weakref.finalize(self, os.close, self.descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
 
     @property
     def length(self) -> int:
@@ -313,9 +293,17 @@ class _Content:
                 os.fsync(stream.fileno())
         _sync(folder)
 
-    def close(self) -> None:
-        for file in self.weights.values():
-            file.close()
+
+def _stands(version: WeightVersion, content: _Content) -> bool:
+    """Whether all files of a version are in place and have the right total length."""
+    folder = Path(version.uri)
+    try:
+        are_there = all(is_at(folder / name, file.descriptor) for name, file in content.weights.items())
+        is_whole = content.names <= frozenset(os.listdir(folder))
+        lengths = [file.length for name, file in content.weights.items() if name != weight_files.INDEX_FILE]
+        return are_there and is_whole and sum(lengths) == version.num_bytes
+    except OSError:
+        return False
 
 
 def verified(weights: WeightVersion) -> Path:
