@@ -69,16 +69,16 @@ def test_what_is_read_is_bit_equal_to_what_was_published(channel: WeightChannel)
 
 
 def test_a_version_loads_as_a_hugging_face_model(channel: WeightChannel, model_path: Path) -> None:
-    publish_and_load(channel, model_path, ranks=1)
+    assert_loads_as_published(channel, model_path, ranks=1)
 
 
 def test_a_version_of_several_ranks_loads_as_a_hugging_face_model(
     parts_channel: WeightChannel, model_path: Path
 ) -> None:
-    publish_and_load(parts_channel, model_path, ranks=3)
+    assert_loads_as_published(parts_channel, model_path, ranks=3)
 
 
-def publish_and_load(channel: WeightChannel, model_path: Path, *, ranks: int) -> None:
+def assert_loads_as_published(channel: WeightChannel, model_path: Path, *, ranks: int) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)

@@ -72,7 +72,7 @@ async def buses(server: Server) -> AsyncIterator[dict[str, Any]]:
         yield {role: await stack.enter_async_context(connected(server, role)) for role in ROLES}
 
 
-async def forbidden(call: Any) -> None:
+async def assert_forbidden(call: Any) -> None:
     with pytest.raises(Forbidden, match="the role or run of bus.credentials or bus.token may not"):
         await asyncio.wait_for(call, 60)
 
@@ -181,8 +181,8 @@ async def test_a_reward_worker_does_its_work_in_the_role_of_a_rollout_worker(
         assert await anext(answers) == grades
     assert await buses["learner"].depth(GRADING) == 0
     for role in ("operator", "observer"):
-        await forbidden(buses[role].publish(GRADING, asked, key="1"))
-        await forbidden(buses[role].put(GRADES, grades, key="1"))
+        await assert_forbidden(buses[role].publish(GRADING, asked, key="1"))
+        await assert_forbidden(buses[role].put(GRADES, grades, key="1"))
 
 
 async def test_workers_take_turns_on_a_lease(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,21 +238,21 @@ async def test_objects_are_written_by_the_learner_and_read_by_workers(buses: dic
     assert b"".join(await asyncio.to_thread(lambda: list(rollout.read("0-1.full")))) == data
     assert await asyncio.to_thread(rollout.info, "0-9.full") is None  # answered by the leader
     for reader in (rollout, observer):
-        await forbidden(asyncio.to_thread(reader.put, "0-2.full", [b"mine"], metadata={}))
-        await forbidden(asyncio.to_thread(reader.remove, "0-1.full"))
-        await forbidden(asyncio.to_thread(reader.names))
+        await assert_forbidden(asyncio.to_thread(reader.put, "0-2.full", [b"mine"], metadata={}))
+        await assert_forbidden(asyncio.to_thread(reader.remove, "0-1.full"))
+        await assert_forbidden(asyncio.to_thread(reader.names))
         for subject in (reader._about("0-1.full"), f"$O.{reader._bucket}.C.x"):
-            await forbidden(asyncio.to_thread(reader._call, reader._store(subject, b"{}", {})))
+            await assert_forbidden(asyncio.to_thread(reader._call, reader._store(subject, b"{}", {})))
     assert await asyncio.to_thread(learner.names) == {"0-1.full"}
 
 
 async def test_a_worker_cannot_write_what_is_the_learners(buses: dict[str, Any]) -> None:
     rollout = buses["rollout-worker"]
-    await forbidden(rollout.put(WEIGHTS, WeightVersion(incarnation=9, policy_version=9)))
-    await forbidden(rollout.put(PROGRESS, progress(9)))
-    await forbidden(rollout.put(QUARANTINE, Quarantine(worker="w1", incarnation=0, reason="x"), key="w1"))
-    await forbidden(rollout.publish(PROMPTS, prompt(7), key="7"))
-    await forbidden(rollout.trim(TRAJECTORIES, through=1))
+    await assert_forbidden(rollout.put(WEIGHTS, WeightVersion(incarnation=9, policy_version=9)))
+    await assert_forbidden(rollout.put(PROGRESS, progress(9)))
+    await assert_forbidden(rollout.put(QUARANTINE, Quarantine(worker="w1", incarnation=0, reason="x"), key="w1"))
+    await assert_forbidden(rollout.publish(PROMPTS, prompt(7), key="7"))
+    await assert_forbidden(rollout.trim(TRAJECTORIES, through=1))
     for verb in (
         "STREAM.DELETE.asyncrl-mine-trajectories",
         "STREAM.UPDATE.asyncrl-mine-trajectories",
@@ -262,7 +262,7 @@ async def test_a_worker_cannot_write_what_is_the_learners(buses: dict[str, Any])
         "CONSUMER.CREATE.asyncrl-mine-prompts.another",
         "STREAM.LIST",
     ):
-        await forbidden(rollout._connection.api(verb, {"name": "x"}))
+        await assert_forbidden(rollout._connection.api(verb, {"name": "x"}))
 
 
 async def test_a_worker_cannot_read_what_others_made(buses: dict[str, Any]) -> None:
@@ -274,9 +274,9 @@ async def test_a_worker_cannot_read_what_others_made(buses: dict[str, Any]) -> N
         async with rollout.read(topic) as records:
             await anext(records)
 
-    await forbidden(read(TRAJECTORIES))
-    await forbidden(read(EVENTS))
-    await forbidden(
+    await assert_forbidden(read(TRAJECTORIES))
+    await assert_forbidden(read(EVENTS))
+    await assert_forbidden(
         rollout._connection.request("$JS.API.DIRECT.GET.asyncrl-mine-trajectories.asyncrl.mine.trajectories.0")
     )
 
@@ -322,18 +322,18 @@ async def test_an_operator_sizes_the_fleet_and_does_nothing_else(buses: dict[str
     assert (await operator.states(FLEET_STATUS))[""].request == "a"
     await learner.put(ACTORS, heartbeat("w0"), key="w0")
     assert "w0" in await operator.states(ACTORS)
-    await forbidden(operator.put(FLEET_STATUS, FleetStatus()))
-    await forbidden(operator.put(PROGRESS, progress(9)))
-    await forbidden(operator.put(SETTINGS, RunSettings()))
-    await forbidden(operator.put(ACTORS, heartbeat("w0"), key="w0"))
-    await forbidden(operator.publish(TRAJECTORIES, group(31), key="31"))
+    await assert_forbidden(operator.put(FLEET_STATUS, FleetStatus()))
+    await assert_forbidden(operator.put(PROGRESS, progress(9)))
+    await assert_forbidden(operator.put(SETTINGS, RunSettings()))
+    await assert_forbidden(operator.put(ACTORS, heartbeat("w0"), key="w0"))
+    await assert_forbidden(operator.publish(TRAJECTORIES, group(31), key="31"))
 
 
 async def test_workers_and_observers_do_not_size_the_fleet(buses: dict[str, Any]) -> None:
     for role in ("rollout-worker", "observer"):
-        await forbidden(buses[role].put(FLEET, FleetSize(rollout_workers=0)))
-        await forbidden(buses[role].put(FLEET_STATUS, FleetStatus()))
-        await forbidden(buses[role].put(SETTINGS, RunSettings()))
+        await assert_forbidden(buses[role].put(FLEET, FleetSize(rollout_workers=0)))
+        await assert_forbidden(buses[role].put(FLEET_STATUS, FleetStatus()))
+        await assert_forbidden(buses[role].put(SETTINGS, RunSettings()))
 
 
 async def test_a_worker_reads_the_settings_of_its_run(buses: dict[str, Any]) -> None:
@@ -352,14 +352,14 @@ async def test_an_observer_reads_and_writes_nothing(buses: dict[str, Any]) -> No
     assert (await observer.states(PROGRESS))[""].step == 2
     assert "30" in await observer.keys(TRAJECTORIES)
     await observer.depth(PROMPTS)
-    await forbidden(observer.publish(TRAJECTORIES, group(31), key="31"))
-    await forbidden(observer.put(ACTORS, heartbeat("w0"), key="w0"))
+    await assert_forbidden(observer.publish(TRAJECTORIES, group(31), key="31"))
+    await assert_forbidden(observer.put(ACTORS, heartbeat("w0"), key="w0"))
 
     async def take() -> None:
         async with observer.consume(PROMPTS) as deliveries:
             await anext(deliveries)
 
-    await forbidden(take())
+    await assert_forbidden(take())
 
 
 async def test_a_worker_that_comes_first_waits_for_the_learner(

@@ -128,7 +128,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def decodes_or_is_refused(data: bytes, kind: type) -> None:
+def assert_decodes_or_is_refused(data: bytes, kind: type) -> None:
     try:
         message = decode(data, kind)
     except MessageError as error:
@@ -341,7 +341,7 @@ def test_mutated_messages_decode_or_are_refused(kind: type, data: st.DataObject)
     mutated = bytearray(encode(SAMPLES[kind]))
     for _ in range(data.draw(st.integers(1, 4))):
         mutated[data.draw(st.integers(0, len(mutated) - 1))] = data.draw(st.integers(0, 255))
-    decodes_or_is_refused(bytes(mutated), kind)
+    assert_decodes_or_is_refused(bytes(mutated), kind)
 
 
 JSON_LIKE = st.recursive(
@@ -355,12 +355,12 @@ JSON_LIKE = st.recursive(
 @given(data=st.data(), kind=st.sampled_from(TYPES), value=JSON_LIKE)
 def test_any_value_in_any_field_is_taken_or_refused(data: st.DataObject, kind: type, value: Any) -> None:
     field = data.draw(st.sampled_from([f.name for f in dataclasses.fields(kind)]))
-    decodes_or_is_refused(tampered(kind, {field: value}), kind)
+    assert_decodes_or_is_refused(tampered(kind, {field: value}), kind)
 
 
 @given(head=JSON_LIKE, kind=st.sampled_from(TYPES))
 def test_any_msgpack_is_taken_or_refused(head: Any, kind: type) -> None:
-    decodes_or_is_refused(msgpack.packb(head), kind)
+    assert_decodes_or_is_refused(msgpack.packb(head), kind)
 
 
 def test_a_large_random_body_is_refused() -> None:

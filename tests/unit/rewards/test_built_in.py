@@ -17,7 +17,7 @@ from asyncrl.rewards.load import load_reward
 from tests.harness.rewards import load, sample, values
 
 
-async def given(kind: str, cases: list[tuple[str, Any, float]], **options: Any) -> None:
+async def assert_rewards(kind: str, cases: list[tuple[str, Any, float]], **options: Any) -> None:
     got = await values(load(kind, **options), *(sample(text, label=label) for text, label, _ in cases))
     assert got == pytest.approx([value for _, _, value in cases])
 
@@ -36,7 +36,7 @@ async def test_math_takes_an_answer_that_reads_like_its_label() -> None:
         ("yes", "yes", 1.0),
         ("\\boxed{\\frac{1}{23}}", "\\frac{12}{3}", 0.0),
     ]
-    await given("math", cases)
+    await assert_rewards("math", cases)
 
 
 async def test_dapo_compares_the_last_answer_line() -> None:
@@ -55,8 +55,10 @@ async def test_dapo_compares_the_last_answer_line() -> None:
         ("42", "42", -1.0),
         ("Answer: 42" + "." * 300, "42", -1.0),
     ]
-    await given("dapo", cases)
-    await given("dapo", [("Answer: 41 \\boxed{42}", "42", 1.0), ("Answer: 42", "42", 0.0)], boxed=True, wrong=0.0)
+    await assert_rewards("dapo", cases)
+    await assert_rewards(
+        "dapo", [("Answer: 41 \\boxed{42}", "42", 1.0), ("Answer: 42", "42", 0.0)], boxed=True, wrong=0.0
+    )
 
 
 async def test_dapo_says_how_many_are_right() -> None:
@@ -91,8 +93,8 @@ async def test_deepscaler_judges_the_box_after_the_thinking() -> None:
         ("\\boxed{2}", "2", 0.0),
         ("<think>hm</think>\\boxed{3}", "2", 0.0),
     ]
-    await given("deepscaler", cases)
-    await given("deepscaler", [("\\boxed{2}", "2", 1.0)], needs_thinking=False)
+    await assert_rewards("deepscaler", cases)
+    await assert_rewards("deepscaler", [("\\boxed{2}", "2", 1.0)], needs_thinking=False)
 
 
 # -- choices and text --------------------------------------------------------------------------------------------------
@@ -114,8 +116,8 @@ async def test_gpqa_finds_the_letter_that_was_chosen() -> None:
         ("I do not know", "D", 0.0),
         ("", "A", 0.0),
     ]
-    await given("gpqa", cases)
-    await given("gpqa", [("Answer: F", "F", 1.0)], letters="ABCDEF")
+    await assert_rewards("gpqa", cases)
+    await assert_rewards("gpqa", [("Answer: F", "F", 1.0)], letters="ABCDEF")
 
 
 async def test_gpqa_takes_the_text_of_a_choice_as_label() -> None:
@@ -137,9 +139,9 @@ async def test_f1_counts_words_as_squad_does() -> None:
         ("two", ["one", "two"], 1.0),
         ("<think>cat</think>dog", "dog", 1.0),
     ]
-    await given("f1", cases)
-    await given("f1", [("The cat.", "cat", 1.0), ("big cat", "cat", 0.0)], metric="exact_match")
-    await given("f1", [("<a>no</a> <a>cat</a> dog", "cat", 1.0), ("cat", "cat", 0.0)], extract="<a>(.*?)</a>")
+    await assert_rewards("f1", cases)
+    await assert_rewards("f1", [("The cat.", "cat", 1.0), ("big cat", "cat", 0.0)], metric="exact_match")
+    await assert_rewards("f1", [("<a>no</a> <a>cat</a> dog", "cat", 1.0), ("cat", "cat", 0.0)], extract="<a>(.*?)</a>")
 
 
 async def test_rouge_is_the_f_measure_of_words_in_common() -> None:
@@ -148,7 +150,9 @@ async def test_rouge_is_the_f_measure_of_words_in_common() -> None:
     (reward,) = await load("rouge")([sample(text, label=label)])
     assert reward.value == 0.75
     assert reward.parts == pytest.approx({"rouge1": 0.75, "rouge2": 1 / 3, "rougeL": 0.75})
-    await given("rouge", [("the gunman police", "police the gunman", 2 / 3), ("", "a", 0.0), ("b", ["a", "b"], 1.0)])
+    await assert_rewards(
+        "rouge", [("the gunman police", "police the gunman", 2 / 3), ("", "a", 0.0), ("b", ["a", "b"], 1.0)]
+    )
 
 
 def test_the_longest_common_subsequence_is_that_of_the_table() -> None:
@@ -190,7 +194,7 @@ async def test_json_is_judged_by_the_rows_schema_or_that_of_all() -> None:
         ("n = 1", SCHEMA, 0.0),
         ("[" * 100_000, SCHEMA, 0.0),
     ]
-    await given("json_schema", cases)
+    await assert_rewards("json_schema", cases)
     (reward,) = await load("json_schema")([sample('{"n": "1"}', label=json.dumps(SCHEMA))])
     assert (reward.value, reward.parts) == (0.0, {"is_json": 1.0})
 
@@ -198,7 +202,9 @@ async def test_json_is_judged_by_the_rows_schema_or_that_of_all() -> None:
 async def test_one_schema_serves_all_rows(tmp_path: Path) -> None:
     pytest.importorskip("jsonschema")
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    await given("json_schema", [('{"n": 1}', None, 1.0), ("{}", None, 0.0)], schema=str(tmp_path / "schema.json"))
+    await assert_rewards(
+        "json_schema", [('{"n": 1}', None, 1.0), ("{}", None, 0.0)], schema=str(tmp_path / "schema.json")
+    )
 
 
 async def test_a_pattern_that_would_search_for_ever_is_a_wrong_answer() -> None:

@@ -8,6 +8,7 @@ package. Tests: tests/unit/rollouts/agent/test_renderer.py.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -158,9 +159,7 @@ def _config_of(name: str) -> Any:
             f'pip install \'asyncrl[{_PACKAGE}]\', or use "{AUTO}" or "{NONE}"'
         ) from None
     if name not in _NO_FORMATS:
-        try:
+        with contextlib.suppress(ValueError):  # the package does not know the name
             return type(renderers.config_from_name(name))
-        except ValueError:
-            pass
     known = ", ".join(sorted(set(MODEL_RENDERER_MAP.values())))
     raise ConfigError(f"{_KEY}: {name!r} is unknown; there are {AUTO}, {NONE}, {known}")
