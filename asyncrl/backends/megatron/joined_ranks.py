@@ -43,6 +43,7 @@ _GRACE_SECONDS: Final = 2.0
 """Time for a collective to fail by itself after a rank is gone."""
 _END_SECONDS: Final = 5.0
 """Time for a rank to react by itself after the learner's connection is gone."""
+_SILENT_COMMANDS: Final = ("restore", "offload", "onload")
 _LEAVE_SECONDS: Final = 60.0
 """Time for a rank to exit after the learner said goodbye."""
 
@@ -237,8 +238,8 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
 class HeardRank:
     """Wraps a rank and tells the learner how long it may be silent while it runs a command.
 
-    Some calls hold the GIL while they read or write files. So during every command except step, rehearse and score,
-    this rank may be silent for ``patience`` seconds.
+    torch.load and the allocation of a device's memory hold the GIL, for minutes where the model is large. So during the
+    commands that use them this rank may be silent for ``patience`` seconds, and during all others for HUNG_SECONDS.
     """
 
     def __init__(self, rank: Rank, link: TcpLink, *, patience: float) -> None:
@@ -250,7 +251,7 @@ class HeardRank:
         return self._rank.parts
 
     def obey(self, command: Command) -> object:
-        if command.name in ("step", "rehearse", "score"):
+        if command.name not in _SILENT_COMMANDS:
             return self._rank.obey(command)
         self._link.may_be_silent(self._patience)
         try:

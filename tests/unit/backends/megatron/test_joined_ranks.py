@@ -168,7 +168,8 @@ def test_a_rank_is_given_the_time_that_it_announced() -> None:
     theirs.close()
 
 
-def test_a_rank_may_be_silent_while_it_reads_and_writes_files() -> None:
+def test_a_rank_may_be_silent_while_it_reads_files_and_at_no_other_time() -> None:
+    """A rank that is stopped while it saves or exports is noticed as soon as one that is stopped in a step."""
     said: list[tuple[str, float]] = []
 
     class Link:
@@ -182,10 +183,14 @@ def test_a_rank_may_be_silent_while_it_reads_and_writes_files() -> None:
         def close(self) -> None: ...
 
     rank = joined_ranks.HeardRank(Rank(), Link(), patience=600)  # type: ignore[arg-type]
-    for name in ("step", "save"):
+    for name in ("step", "export", "save", "saved", "restore"):
         rank.obey(Command(name=name))
     silent = "may be silent"
-    assert said == [(silent, HUNG_SECONDS), ("step", 0), (silent, 600), ("save", 0), (silent, HUNG_SECONDS)]
+    assert said == [
+        (silent, HUNG_SECONDS),
+        *(("step", 0), ("export", 0), ("save", 0), ("saved", 0)),
+        *((silent, 600), ("restore", 0), (silent, HUNG_SECONDS)),
+    ]
 
 
 @pytest.mark.parametrize(
