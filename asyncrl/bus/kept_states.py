@@ -43,21 +43,21 @@ class KeptStates:
         read: Callable[[Topic[Any], str], Awaitable[bytes | None]],
         store: Callable[[Topic[Any], str, bytes], Awaitable[None]],
         *,
-        anew: bool = False,
+        force: bool = False,
     ) -> list[str]:
         """Put back states that were removed, or replaced by one that is older or that readers ignore.
 
         Return "TOPIC KEY" for each of them.
 
         read  returns the stored bytes; None for a removed state
-        anew  also put back states that are unchanged
+        force  also put back states that are unchanged
 
         A concurrent ``put`` waits only while a state is put back, not during the first check.
         """
 
         async def stands(topic: Topic[Any], key: str, ours: bytes) -> bool:
             found = await read(topic, key)
-            if anew and found == ours:
+            if force and found == ours:
                 return False
             if found is None or not self._signatures.supersedes(topic, key, found, ours):
                 return False

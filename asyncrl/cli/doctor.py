@@ -73,7 +73,7 @@ async def _listen(run: RunConfig, *, token: str) -> Observation:
                 return observation
             if loop.time() - began >= MOST_SECONDS:
                 raise NoAnswer(
-                    f"bus.url: in {MOST_SECONDS:.0f} s its server answered too seldom to hear who is well"
+                    f"bus.url: in {MOST_SECONDS:.0f} s its server answered too rarely to tell which processes are up"
                     f" ({watcher.error or 'or this machine is too busy'})"
                 )
             await asyncio.sleep(LOOK_SECONDS)

@@ -139,7 +139,7 @@ class Signatures:
         place = (topic.name, key)
         seen = self._seen if seen is None else seen
         if order < seen.get(place, order):
-            return Opened(b"", "is an old message of the learner, said again by somebody", opened.signer)
+            return Opened(b"", "is an old message of the learner, replayed by somebody else", opened.signer)
         seen[place] = order
         self._seen[place] = max(order, self._seen.get(place, order))
         return opened
@@ -174,7 +174,7 @@ class Signatures:
         if topic.kind != "state":  # a log takes each key only once
             return ""
         if self.heard.is_old((topic.name, key, signer), order, seconds_to_live=topic.seconds_to_live):
-            return f"is an old message of {name[:100]!r}, said again by somebody"
+            return f"is an old message of {name[:100]!r}, replayed by somebody else"
         return ""
 
     def seen(self) -> Seen:
@@ -259,4 +259,4 @@ def _digest_text(question: bytes) -> str:
 
 
 def _not_of(name: str) -> str:
-    return f"is said in the name of {name[:100]!r} by somebody else"
+    return f"bears the name {name[:100]!r} but was signed by another process"

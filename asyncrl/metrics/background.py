@@ -68,7 +68,7 @@ class BackgroundSink:
         self._thread.join(self._close_seconds)
         if self._thread.is_alive():
             log.error(
-                "metrics: %s is not done after %g s; it did not get %d of the last rows, and is not waited for",
+                "metrics: %s did not finish within %g s; the last %d rows are missing there",
                 self._name,
                 self._close_seconds,
                 len(self._calls),

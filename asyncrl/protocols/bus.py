@@ -205,8 +205,8 @@ class Bus(Protocol):
         """Remove a state; a key that ends in "/" removes all keys with that prefix."""
         ...
 
-    async def restore(self, *, anew: bool = False) -> list[str]:
-        """Set our states on the learner's topics again if they were replaced or removed; return which. ``anew``: also
+    async def restore(self, *, force: bool = False) -> list[str]:
+        """Set our states on the learner's topics again if they were replaced or removed; return which. ``force``: also
         set the unchanged ones again, for watchers that may have missed them."""
         ...
 

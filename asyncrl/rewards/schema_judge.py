@@ -31,7 +31,7 @@ def judged(question: Any, seconds: float) -> dict[str, Any]:
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
-        return {"error": f"the schema is none: {error.message}"[:200]}
+        return {"error": f"invalid schema: {error.message}"[:200]}
     validator = kind(schema)
     try:
         return {"rewards": [_valid(validator, text, seconds) for text in question["answers"]]}

@@ -177,7 +177,7 @@ class Bench:
         quiet = (time.monotonic() - 2.0, time.monotonic())
         reports, exports, publishes, busy = [], [], [], []
         loads = self._options.loads if transport == "nccl" else self._options.folder_loads
-        await self._meet_anew(transport, bucket_megabytes)
+        await self._meet_again(transport, bucket_megabytes)
         for number in range(loads + 1):
             await asyncio.sleep(0.2)
             self._version += 1
@@ -225,14 +225,14 @@ class Bench:
     async def leave(self) -> None:
         await self._receiver.leave()
 
-    async def _meet_anew(self, transport: str, bucket_megabytes: int) -> None:
+    async def _meet_again(self, transport: str, bucket_megabytes: int) -> None:
         await self._receiver.leave()
         await asyncio.to_thread(self._learner.open, transport, bucket_megabytes * 2**20)
 
     async def killed(self) -> dict[str, Any]:
         """Kill the server during a transfer; return the sender's report, and whether the learner goes on."""
         learner, ask = self._learner, asyncio.to_thread
-        await self._meet_anew("nccl", BUCKET_BYTES // 2**20)
+        await self._meet_again("nccl", BUCKET_BYTES // 2**20)
         await ask(learner.export, self._version + 1)
         await send(self._receiver, learner)
         await ask(learner.begin, self._receiver.request)

@@ -175,7 +175,7 @@ async def test_a_worker_that_joined_by_itself_is_heard_and_nobody_else_under_its
     async with there.read(TRAJECTORIES) as records:
         found = [await anext(records) for _ in range(3)]
     assert [record.message is not None for record in found] == [True, False, False]
-    assert {record.problem for record in found[1:]} == {f"is said in the name of {name!r} by somebody else"}
+    assert {record.problem for record in found[1:]} == {f"bears the name {name!r} but was signed by another process"}
 
 
 async def test_whether_a_name_is_taken_its_own_key_says_alone(speak: Speak) -> None:

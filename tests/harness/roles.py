@@ -50,14 +50,14 @@ class Server:
         self.directory = directory
         self._extra = extra
         self.port = -1
-        self.write_anew()
+        self.write_again()
         config = directory / "nats-server.conf"
         if layout is not None:
             config.write_text(json.dumps(layout(json.loads(config.read_text()))))
         self.process, url = started(config, directory / "ports")
         self.port = urlsplit(url).port or 0
 
-    def write_anew(self) -> None:
+    def write_again(self) -> None:
         """Write the configuration again, as an administrator does after a change."""
         command = [sys.executable, "-m", "asyncrl.bus.nats_server.config", *RUNS, "--directory", str(self.directory)]
         listen = ["--listen", f"127.0.0.1:{self.port}"]

@@ -60,7 +60,7 @@ class BusKeeper:
         """Publish lost states and weights again. Raises BusError or WeightsError if they cannot be stored."""
         if self._are_states_lost:
             self._are_states_lost = False
-            await self._bus.restore(anew=True)
+            await self._bus.restore(force=True)
         await self._restore_weights()
 
     async def _repeat(self, step: Callable[[], Awaitable[None]]) -> None:

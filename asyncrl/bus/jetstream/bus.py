@@ -229,12 +229,12 @@ class JetStreamBus:
             return
         await self._kept.put(topic, key, data, lambda: self._set(topic, key, data, {}))
 
-    async def restore(self, *, anew: bool = False) -> list[str]:
+    async def restore(self, *, force: bool = False) -> list[str]:
         async def read(topic: Topic[Any], key: str) -> bytes | None:
             last = await self._last(topic, self._layout.subject(topic, key))
             return None if last is None or is_removed(last.headers) else last.data
 
-        return await self._kept.restore(read, lambda topic, key, data: self._set(topic, key, data, {}), anew=anew)
+        return await self._kept.restore(read, lambda topic, key, data: self._set(topic, key, data, {}), force=force)
 
     @contextlib.asynccontextmanager
     async def watch(self, topic: Topic[M], *, key: str = "") -> AsyncIterator[AsyncIterator[M]]:

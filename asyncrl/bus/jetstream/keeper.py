@@ -17,7 +17,7 @@ from asyncrl.bus.jetstream.errors import NO_STREAM, STREAM_GONE, Refused
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.jetstream.stream_state import StreamState, altered, lost
-from asyncrl.bus.jetstream.streams import ALWAYS, NAME_IN_USE, OTHER_SETTINGS, OTHER_SUBJECTS, made_anew, made_stream
+from asyncrl.bus.jetstream.streams import ALWAYS, NAME_IN_USE, OTHER_SETTINGS, OTHER_SUBJECTS, made_stream, recreated
 from asyncrl.messages.topics import ALL, PIECES, Topic
 from asyncrl.protocols import Loss
 
@@ -151,7 +151,7 @@ class StreamKeeper:
         except Refused as refused:
             if refused.code not in _FIXED:
                 raise
-        return await made_anew(self._connection, config)
+        return await recreated(self._connection, config)
 
     # -- the workers' consumer -----------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class StreamKeeper:
         name = f"{stream} {WORKERS}"
         problem = "was deleted" if now is None or before is None else altered(before, now)
         if now is not None and not problem:
-            problem = "was deleted and made anew" if before is not None and before.created != now.created else ""
+            problem = "was deleted and recreated" if before is not None and before.created != now.created else ""
             self._consumers[stream] = now
             return Loss(name=name, topics=(topic.name,), problem=problem, is_repaired=True) if problem else None
         if repairs:

@@ -57,7 +57,7 @@ def lost(before: StreamState, now: StreamState, *, kind: str, trimmed: int = 0) 
              "": messages may leave by themselves
     """
     if now.created != before.created:
-        return "was deleted and made anew"
+        return "was deleted and recreated"
     if now.last < before.last:
         return f"went back from entry {before.last} to {now.last}"
     is_log = kind == "log" or (kind == "aged" and _is_young(before, now))

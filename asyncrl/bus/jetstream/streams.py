@@ -95,8 +95,8 @@ class Streams:
                     f"(now {self._layout.max_log_bytes:,}) or give the server more (max_file_store)"
                 ) from None
             if refused.code in OTHER_SETTINGS and (shut := await self._shut(name, config)):
-                logger.warning("the bus: %s was altered while no learner was up: %s; it is made anew", name, shut)
-                self.made[name] = await made_anew(self._connection, config)
+                logger.warning("the bus: %s was altered while no learner was up: %s; it is recreated", name, shut)
+                self.made[name] = await recreated(self._connection, config)
                 return name
             if refused.code in OTHER_SETTINGS:
                 raise ConfigError(
@@ -192,7 +192,7 @@ async def made_stream(connection: Connection, config: Mapping[str, Any]) -> dict
     return await connection.api(f"STREAM.UPDATE.{name}", config, awaits_stream=False)
 
 
-async def made_anew(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
+async def recreated(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
     """Delete a stream that cannot be updated to this configuration, and create it. Raises Refused."""
     await connection.api(f"STREAM.DELETE.{config['name']}", awaits_stream=False)
     await asyncio.sleep(_REMOVAL_SECONDS)

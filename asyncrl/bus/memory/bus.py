@@ -171,12 +171,12 @@ class MemoryBus:
         for gone in [one for one in values if one == key or (key.endswith("/") and one.startswith(key))]:
             del values[gone]
 
-    async def restore(self, *, anew: bool = False) -> list[str]:
+    async def restore(self, *, force: bool = False) -> list[str]:
         async def read(topic: Topic[Any], key: str) -> bytes | None:
             found = self._state(topic).present().get(key)
             return None if found is None else found.data
 
-        return await self._kept.restore(read, self._put, anew=anew)
+        return await self._kept.restore(read, self._put, force=force)
 
     async def _put(self, topic: Topic[Any], key: str, data: bytes) -> None:
         self._state(topic).put(key, data)

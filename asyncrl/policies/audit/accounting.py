@@ -299,7 +299,9 @@ def _whereabouts(
             found.pending += 1
         elif group_id in logged:
             found.lost.add(group_id)
-            found.problems.append(f"group {group_id}: its log record counts as read, and nothing became of it")
+            found.problems.append(
+                f"group {group_id}: its log record counts as read, but it was neither trained nor dropped"
+            )
         elif saved is None or group_id >= next_group_id or group_id in saved.outstanding:
             found.pending += 1
         else:

@@ -27,7 +27,7 @@ def next_life(folder: Path) -> int:
             file.write(str(life))  # overwrites the old number, which works on a full disk too
             file.truncate()
     except OSError as error:
-        log.warning("%s: cannot be written: %s; this process goes by the clock", path, error.strerror)
+        log.warning("%s: cannot be written: %s; the clock is used instead", path, error.strerror)
     return life
 
 

@@ -17,7 +17,7 @@ class FileTail:
         self._position = 0
         self.inode = 0
         """Inode of the file of the last lines."""
-        self.is_anew = False
+        self.is_replaced = False
         """Whether the last lines are the first ones of a truncated or replaced file."""
 
     def read(self) -> tuple[list[tuple[int, bytes]], bool]:
@@ -25,12 +25,12 @@ class FileTail:
 
         Blocks. Empty if there is no file.
         """
-        self.is_anew = False
+        self.is_replaced = False
         try:
             with self._path.open("rb") as file:
                 there = self._path.stat()
                 if there.st_size < self._position or there.st_ino != self.inode:
-                    self.is_anew = self.inode != 0
+                    self.is_replaced = self.inode != 0
                     self._position, self.inode = 0, there.st_ino
                 file.seek(self._position)
                 found = file.read(MOST_BYTES)

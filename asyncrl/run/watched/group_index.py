@@ -172,7 +172,7 @@ class GroupIndex:
         is_other, has_more = False, True
         while has_more:
             lines, has_more = tail.read()  # read before the history, which has a group's line first
-            is_other |= tail.is_anew
+            is_other |= tail.is_replaced
             self._take_history()
             self._take_samples(tail.inode, lines)
         return is_other
@@ -182,7 +182,7 @@ class GroupIndex:
         while has_more:
             lines, has_more = self._history.read()
             with self._lock:
-                if self._history.is_anew:
+                if self._history.is_replaced:
                     self._rows.clear()
                 for position, line in lines:
                     if (entry := history.parsed(line + b"\n", position=position)) is not None:

@@ -148,7 +148,7 @@ def main(given: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="is made anew")
+    parser.add_argument("folder", type=Path, help="is recreated")
     parser.add_argument("--python", default="3.12", help="version that it will run on (default 3.12)")
     options = parser.parse_args(given)
     folder = options.folder

@@ -91,7 +91,7 @@ async def test_a_stream_that_is_deleted_is_named_and_made_again(
     assert not seen.is_repaired
     assert await repaired(bus) == f"{bus._layout.stream(topic)} was deleted"
     (seen,) = await other.losses()
-    assert seen.problem == "was deleted and made anew"
+    assert seen.problem == "was deleted and recreated"
 
 
 async def test_whoever_needs_a_stream_that_is_gone_waits_for_it(
@@ -166,11 +166,11 @@ async def test_a_stream_that_is_altered_is_named_and_is_again_as_it_was(
     after = (await bus._connection.api(f"STREAM.INFO.{stream}"))["config"]
     assert {**after, "metadata": None} == {**before, "metadata": None}
     assert await bus.publish(TRAJECTORIES, group(1), key="1")
-    assert any(name in loss.problem or "anew" in loss.problem for loss in await onlooker.losses())
+    assert any(name in loss.problem or "recreated" in loss.problem for loss in await onlooker.losses())
 
 
 @pytest.mark.parametrize("topic", [PROMPTS, TRAJECTORIES, PROGRESS], ids=lambda topic: topic.name)
-async def test_a_stream_that_was_sealed_while_no_learner_was_up_is_made_anew(
+async def test_a_stream_that_was_sealed_while_no_learner_was_up_is_recreated(
     topic: Topic[Any], nats_server: EmbeddedServer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = await connect(nats_server)
@@ -184,7 +184,7 @@ async def test_a_stream_that_was_sealed_while_no_learner_was_up_is_made_anew(
     assert await bus.losses(repairs=True) == []
 
 
-async def test_a_stream_that_somebody_put_in_the_place_of_ours_is_made_anew(
+async def test_a_stream_that_somebody_put_in_the_place_of_ours_is_recreated(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     bus = await connect(nats_server)
@@ -192,7 +192,7 @@ async def test_a_stream_that_somebody_put_in_the_place_of_ours_is_made_anew(
     stream = bus._layout.stream(TRAJECTORIES)
     config = {"name": stream, "subjects": [f"elsewhere.{stream}"], "retention": "workqueue", "storage": "memory"}
     await bus._connection.api(f"STREAM.CREATE.{stream}", config)
-    assert "was deleted and made anew and was altered" in await repaired(bus)
+    assert "was deleted and recreated and was altered" in await repaired(bus)
     assert await bus.publish(TRAJECTORIES, group(1), key="1")
 
 
@@ -301,7 +301,7 @@ CONSUMER: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("verb", "change"), CONSUMER, ids=[next(iter(change)) for _, change in CONSUMER])
-async def test_a_consumer_of_prompts_that_is_altered_is_made_anew(
+async def test_a_consumer_of_prompts_that_is_altered_is_recreated(
     verb: str, change: dict[str, Any], nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     bus = await connect(nats_server)
@@ -319,7 +319,7 @@ async def test_a_consumer_of_prompts_that_is_altered_is_made_anew(
 
 
 @pytest.mark.parametrize(("verb", "change"), CONSUMER, ids=[next(iter(change)) for _, change in CONSUMER])
-async def test_a_consumer_of_prompts_that_was_altered_while_no_learner_was_up_is_made_anew(
+async def test_a_consumer_of_prompts_that_was_altered_while_no_learner_was_up_is_recreated(
     verb: str, change: dict[str, Any], nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     before = await connect(nats_server, run="altered" + next(iter(change)).replace("_", ""))

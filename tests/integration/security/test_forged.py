@@ -141,7 +141,7 @@ async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunP
         await plain.close()
     said = logs(run)
     assert "trajectories: rejected" in said  # because of their sender, or because such a group was not requested yet
-    assert "actors: rejected" in said and "by somebody else" in said
+    assert "actors: rejected" in said and "by another process" in said
     assert "quarantine" not in run.said and "restart 1 of" not in run.said, run.said
     assert await asyncio.to_thread(run.drain) == 130
     found = run.audit()

@@ -48,7 +48,7 @@ async def test_a_server_gets_new_roles_by_two_reloads_and_loses_nothing(old_serv
     """nats-server connects accounts that a reload added only at the next reload."""
     async with connected(old_server, "learner") as learner:
         await learner.publish(PROMPTS, prompt(1), key="1")
-        old_server.write_anew()
+        old_server.write_again()
         await asyncio.to_thread(old_server.reload)
         with pytest.raises(ConfigError, match="after bin/nats-config, reload it twice"):
             async with asyncio.timeout(60), connected(old_server, "rollout-worker"):

@@ -189,7 +189,7 @@ async def test_a_part_of_the_bus_that_is_gone_is_named_and_nobody_is_accused(clo
         clock.now += 1
         (found,) = diagnose(await watcher.look())
     assert (found.fault, found.actor, found.seconds) == ("lost", "KV_actors", 7)
-    bus.deaf, bus.lost = False, [Loss(name="KV_actors", topics=("actors",), problem="was made anew", is_repaired=True)]
+    bus.deaf, bus.lost = False, [Loss(name="KV_actors", topics=("actors",), problem="was recreated", is_repaired=True)]
     await bus.forget(ACTORS, key="learner")
     clock.now += 1
     (found,) = diagnose(await watcher.look())

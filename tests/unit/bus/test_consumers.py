@@ -221,7 +221,7 @@ async def test_who_stops_gives_back_what_came_ahead() -> None:
     assert (await waiting).sequence == 4
 
 
-async def test_a_shared_consumer_that_is_gone_is_made_anew() -> None:
+async def test_a_shared_consumer_that_is_gone_is_recreated() -> None:
     wire = ScriptedWire()
     lent = lender(wire)
     await lent.start()

@@ -30,7 +30,7 @@ AGED = {"config": {"max_age": 100 * 10**9}, "began": 50.0, "time": 60.0}
         ("state", 0, {"first": 14, "last": 23}, ""),
         ("state", 0, {"messages": 7}, "lost 3 of its 10 states"),
         ("log", 0, {"last": 19, "messages": 9}, "went back from entry 20 to 19"),
-        ("", 0, {"created": "tuesday", "last": 30}, "was deleted and made anew"),
+        ("", 0, {"created": "tuesday", "last": 30}, "was deleted and recreated"),
         ("aged", 0, AGED | {"first": 21, "messages": 0}, "lost its entries up to 20"),
         ("aged", 0, AGED | {"messages": 9}, "lost 1 of its entries"),
         ("aged", 0, AGED | {"first": 21, "messages": 0, "time": 150.0}, ""),  # the entries may have expired

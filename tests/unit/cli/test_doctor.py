@@ -71,5 +71,5 @@ async def test_doctor_that_can_hardly_hear_calls_nobody_well(
 ) -> None:
     monkeypatch.setattr(doctor, "MOST_SECONDS", 0.1)
     slow(fails_at=range(0, 10**12, 3))
-    with pytest.raises(NoAnswer, match="answered too seldom to hear who is well"):
+    with pytest.raises(NoAnswer, match="answered too rarely to tell which processes are up"):
         await doctor._listen(RUN, token="")

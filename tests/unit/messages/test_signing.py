@@ -81,7 +81,7 @@ def test_an_old_state_is_not_taken_again_and_the_newest_is() -> None:
     old, new = here.seal(PROGRESS, "", b"old"), here.seal(PROGRESS, "", b"new")
     assert not there.open(PROGRESS, "", old).problem
     assert not there.open(PROGRESS, "", new).problem
-    assert there.open(PROGRESS, "", old).problem == "is an old message of the learner, said again by somebody"
+    assert there.open(PROGRESS, "", old).problem == "is an old message of the learner, replayed by somebody else"
     assert bytes(there.open(PROGRESS, "", new).data) == b"new"
 
 
@@ -173,7 +173,10 @@ def test_a_name_that_has_a_key_is_its_owners_alone() -> None:
     honest = learner(key=WORKER).seal(TRAJECTORIES, "1", b"\x93said")
     assert there.impostor(TRAJECTORIES, "1", honest, name="w0") == ""
     for data in (b"\x93said", learner(key=OTHER).seal(TRAJECTORIES, "1", b"\x93said"), honest[:-1] + b"!", honest[:50]):
-        assert there.impostor(TRAJECTORIES, "1", data, name="w0") == "is said in the name of 'w0' by somebody else"
+        assert (
+            there.impostor(TRAJECTORIES, "1", data, name="w0")
+            == "bears the name 'w0' but was signed by another process"
+        )
     assert there.impostor(TRAJECTORIES, "2", honest, name="w0"), "it was said of another group"
     assert there.impostor(ACTORS, "w0", honest, name="learner")
 

@@ -220,7 +220,7 @@ async def test_a_pattern_that_would_search_for_ever_is_a_wrong_answer() -> None:
 @pytest.mark.parametrize(
     ("label", "problem"),
     [
-        ({"type": "objct"}, "the schema is none: 'objct'"),
+        ({"type": "objct"}, "invalid schema: 'objct'"),
         ({"$ref": "#/nowhere"}, "refers to what is not in it"),
         ("{", "the label is not a JSON Schema"),
         (3, "the label must be a JSON Schema, is '3'"),

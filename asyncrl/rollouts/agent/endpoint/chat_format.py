@@ -68,8 +68,8 @@ class TemplateFormat:
     def bridge(
         self, turn: Turn, before: Sequence[Json], new: Sequence[Json], tools: Sequence[Json]
     ) -> list[int] | None:
-        asks_anew = any(message["role"] == "user" for message in new)
-        if not self._keeps_thinking and asks_anew and "reasoning_content" in turn.said:
+        has_new_question = any(message["role"] == "user" for message in new)
+        if not self._keeps_thinking and has_new_question and "reasoning_content" in turn.said:
             return None
         is_closed = self._template.is_closed(turn.answer)
         return self._template.bridge(before, turn.said, new, tools, is_closed=is_closed)

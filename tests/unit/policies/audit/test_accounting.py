@@ -175,7 +175,7 @@ SABOTAGE = {
     "trained and dropped": ("duplicated", "group 0: trained and dropped"),
     "a line is missing": ("lost", "group 2: done by the checkpoint's ledger, but no line says how"),
     "the ledger forgot": ("duplicated", "group 4: done, but not by the checkpoint's ledger"),
-    "read and forgotten": ("lost", "group 5: its log record counts as read, and nothing became of it"),
+    "read and forgotten": ("lost", "group 5: its log record counts as read, but it was neither trained nor dropped"),
     "gone": ("lost", "group 6: neither done, nor on the bus, nor outstanding in the checkpoint"),
     "trimmed too far": ("lost", "log record 6: trimmed, and not done by the checkpoint"),
     "too old": ("staleness_violations", "step 2 of incarnation 0: group 3 was 1 versions old, over 0"),

@@ -208,7 +208,7 @@ def test_a_life_that_cannot_be_written_is_said_and_goes_by_the_clock(
     (run.run_directory / "keys" / "life").mkdir()
     reader = signing_keys.signatures(run, role="learner")
     assert not reader.open(PROGRESS, "", learners(run)).problem
-    assert "keys/life: cannot be written: Is a directory; this process goes by the clock" in caplog.text
+    assert "keys/life: cannot be written: Is a directory; the clock is used instead" in caplog.text
 
 
 def test_who_joins_by_the_bus_does_not_look_at_a_run_of_the_same_name_here(run: RunConfig) -> None:
