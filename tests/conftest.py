@@ -37,7 +37,7 @@ hypothesis.settings.register_profile(
     "asyncrl", deadline=None, database=None, max_examples=100, derandomize=not os.environ.get("ASYNCRL_EXPLORE")
 )
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("asyncrl"), max_examples=25)
-hypothesis.settings.load_profile("asyncrl")  # `make check` takes "quick": a quarter of the cases
+hypothesis.settings.load_profile("asyncrl")  # the Makefile takes "quick": a quarter of the cases
 
 BUS_SIZES = {"max_prompts": 8, "max_log_bytes": 4 * 2**20, "ack_seconds": 30.0}
 MAX_MESSAGE_BYTES = 2**20
