@@ -108,6 +108,10 @@ class GuardedReward:
                 reason = f"took longer than reward.timeout_seconds = {self._timeout_seconds:g}"
                 raise RewardError(f"reward {self._name}: {reason}") from None
             raise self._failed(error) from error
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise RewardError(f"reward {self._name}: cancelled itself") from error
         except Exception as error:  # an error of a user's function must not crash the worker
             raise self._failed(error) from error
         if len(values) != len(samples):

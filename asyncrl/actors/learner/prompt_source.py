@@ -191,7 +191,9 @@ class PromptSource(Actor):
         missing = [*lost, *(numbered for numbered in ahead if numbered.group_id not in present)]
         starts = {numbered.group_id: self._policy_version for numbered in missing}
         for numbered in (*lost, *ahead):
-            self._report(numbered, oldest_start=starts.get(numbered.group_id))
+            # The dead learner knew other pass rates, so the prompt on the bus may be of another row.
+            row = None if numbered.group_id in present else numbered.row.key
+            self._report(numbered, row=row, oldest_start=starts.get(numbered.group_id))
         self._link.reports.put_nowait(Reconciled())
         for numbered in missing:
             await self._publish(numbered, min_policy_version=0, again=True)
@@ -201,7 +203,7 @@ class PromptSource(Actor):
         while True:
             lost = await self._link.lost.get()
             for numbered in await asyncio.to_thread(self._read_again, lost):
-                self._report(numbered, oldest_start=self._policy_version)
+                self._report(numbered, row=numbered.row.key, oldest_start=self._policy_version)
                 await self._publish(numbered, min_policy_version=0, again=True)
 
     async def _publish_overdue(self) -> None:
@@ -255,7 +257,13 @@ class PromptSource(Actor):
             for numbered in rows:
                 can_be_answered = numbered.group_id not in self._taken
                 asked = self._asked(numbered.row)
-                self._report(numbered, oldest_start=oldest, can_be_answered=can_be_answered, asked=asked)
+                self._report(
+                    numbered,
+                    row=numbered.row.key,
+                    oldest_start=oldest,
+                    can_be_answered=can_be_answered,
+                    asked=asked,
+                )
                 if can_be_answered:
                     group.create_task(self._publish(numbered, min_policy_version=oldest))
         if len(rows) < count:
@@ -279,6 +287,7 @@ class PromptSource(Actor):
         self,
         numbered: _Numbered,
         *,
+        row: RowKey | None,
         oldest_start: int | None,
         can_be_answered: bool = True,
         asked: Asked | None = None,
@@ -293,7 +302,7 @@ class PromptSource(Actor):
             can_be_answered=can_be_answered,
             asked=asked,
             time=time.time(),
-            row=numbered.row.key,
+            row=row,
         )
         self._link.reports.put_nowait(report)
 

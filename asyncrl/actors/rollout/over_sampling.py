@@ -47,7 +47,7 @@ class OverSampling:
         try:
             while not all(sample.done() for sample in samples):
                 changed.clear()
-                if sum(map(_is_made, samples)) >= (self.at_least if late.is_set() else group_size):
+                if sum(map(is_made, samples)) >= (self.at_least if late.is_set() else group_size):
                     for sample in samples:
                         sample.cancel()  # no effect on finished samples
                     return
@@ -57,7 +57,8 @@ class OverSampling:
                 timer.cancel()
 
 
-def _is_made(sample: asyncio.Task[Any]) -> bool:
+def is_made(sample: asyncio.Task[Any]) -> bool:
+    """Return whether a sample has ended and was neither cut nor failed."""
     if not sample.done() or sample.cancelled() or sample.exception() is not None:
         return False
     return not isinstance(sample.result(), RolloutError)

@@ -199,7 +199,9 @@ class Stage:
                 if self._stragglers is not None:
                     asked_at = prompt.min_policy_version or prompt.policy_version  # 0: republished, or at the start
                     versions = functools.partial(_first_versions, sessions)
-                    group.create_task(self._stragglers.cut(tasks, versions, asked_at=asked_at))
+                    group.create_task(
+                        self._stragglers.cut(tasks, versions, asked_at=asked_at, min_without_failed=self._min_group)
+                    )
                 if self._over_sampling.is_on:
                     group.create_task(self._over_sampling.cut(tasks, group_size=prompt.group_size))
         except ExceptionGroup as error:
@@ -272,8 +274,12 @@ class Stage:
                 context_tokens=self._engine.context_tokens,
                 limits=self._limits,
             )
-        except (EngineError, RolloutError, asyncio.CancelledError):
+        except (EngineError, RolloutError):
             raise
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the sample is cut, or its group has ended
+            raise RolloutError("the rollout function cancelled itself") from error
         except Exception as error:  # user code may raise anything, which must fail the sample and not the worker
             if session.is_out_of_time:
                 limit = f"rollout.timeout_seconds = {self._sample_seconds:g}"

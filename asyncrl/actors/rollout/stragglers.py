@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from asyncrl.actors.rollout.over_sampling import is_made
 from asyncrl.policies.staleness.samplers import group_action
 
 
@@ -39,12 +40,18 @@ class Stragglers:
             changed.set()
 
     async def cut(
-        self, samples: Sequence[asyncio.Task[Any]], versions: Callable[[], Iterable[int]], *, asked_at: int = 0
+        self,
+        samples: Sequence[asyncio.Task[Any]],
+        versions: Callable[[], Iterable[int]],
+        *,
+        asked_at: int = 0,
+        min_without_failed: int = 0,
     ) -> None:
         """Cancel unfinished samples once the finished ones must go; return when all are done or cancelled.
 
-        versions  returns the policy versions at which the begun samples started
-        asked_at  oldest version that the learner assumes for the group
+        versions            returns the policy versions at which the begun samples started
+        asked_at            oldest version that the learner assumes for the group
+        min_without_failed  fewest finished samples of a group in which a sample has failed
         consumes: nothing    waits for: samples, the learner    woken by: a sample that ends, ``learner_is_at``
         """
         changed = asyncio.Event()
@@ -54,7 +61,7 @@ class Stragglers:
         try:
             while not all(sample.done() for sample in samples):
                 changed.clear()
-                if self._must_go(samples, self._counted(versions(), asked_at)):
+                if self._must_go(samples, self._counted(versions(), asked_at), min_without_failed):
                     for sample in samples:
                         sample.cancel()  # no effect on finished samples
                     return
@@ -65,14 +72,16 @@ class Stragglers:
     def _counted(self, versions: Iterable[int], asked_at: int) -> list[int]:
         return [min(version, asked_at) if self._are_waited_for else version for version in versions]
 
-    def _must_go(self, samples: Sequence[asyncio.Task[Any]], versions: Sequence[int]) -> bool:
+    def _must_go(self, samples: Sequence[asyncio.Task[Any]], versions: Sequence[int], min_without_failed: int) -> bool:
         last = min(versions, default=0) + self._max_staleness
+        are_made = [is_made(sample) for sample in samples]
+        has_failed = any(sample.done() and not made for sample, made in zip(samples, are_made, strict=True))
         action = group_action(
             versions,
-            [sample.done() for sample in samples],
+            are_made,
             group_size=len(samples),
             policy_version=min(self._policy_version + 1, last),
             max_staleness=self._max_staleness,
-            at_least=self._min_group,
+            at_least=max(self._min_group, min_without_failed) if has_failed else self._min_group,
         )
         return action == "train"

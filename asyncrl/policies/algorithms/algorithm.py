@@ -169,9 +169,10 @@ class Algorithm:
         return objective, sums
 
     def _loss_weights(self, inputs: LossInputs, weights: torch.Tensor) -> torch.Tensor:
-        """Return the loss weights; with denominator "after", the kept tokens of an answer share the answer's weight.
+        """Return the loss weights; with denominator "after", the kept tokens of a sequence share the sequence's weight.
 
-        An answer is never split, so its micro-batch is enough. ``gradient_scale`` handles means over the whole batch.
+        A sequence is never split, so its micro-batch is enough. A rollout's parts are sequences of their own: the kept
+        tokens of a part share that part's weight. ``gradient_scale`` handles means over the whole batch.
         """
         if self.denominator == "before" or self.aggregation.divides_by != "sequence":
             return inputs.loss_weights

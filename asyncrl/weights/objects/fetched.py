@@ -232,10 +232,11 @@ class FetchedVersions:
         """Remove all but the last ``keep`` fetched versions. Versions newer than the one just fetched count separately.
 
         Newer versions belong to a worker that is ahead of this one and may be loading them, or to an earlier run in
-        this directory. The latter were fetched before any of ours, so they are removed first.
+        this directory. The latter were fetched before any of ours, so they are removed first. The version just fetched
+        stays even if the clock was set back since the others came.
         """
         found = {path: order for path in self._directory.iterdir() if (order := _order(path)) is not None}
-        came = sorted(found, key=lambda path: (path.stat().st_mtime_ns, found[path]))
+        came = sorted(found, key=lambda path: (found[path] == fetched, path.stat().st_mtime_ns, found[path]))
         newer = [path for path in came if found[path] > fetched]
         older = [path for path in came if found[path] <= fetched]
         for path in newer[: -self._keep] + older[: -self._keep]:

@@ -9,9 +9,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from asyncrl.actors.rollout.stragglers import Stragglers
-from asyncrl.messages import PromptGroup, Trajectory
-from asyncrl.messages.topics import EVENTS
+from asyncrl.errors import RolloutError
+from asyncrl.messages import PromptGroup, Trajectory, replace
+from asyncrl.messages.topics import EVENTS, PROMPTS, TRAJECTORIES
+from asyncrl.protocols import Bus
+from tests.harness.buses import first, prompt
 from tests.harness.fakes import Engine, Loop, run_worker, single_turn, worker
 
 
@@ -101,6 +106,52 @@ async def test_who_is_waited_for_counts_from_the_version_that_was_asked() -> Non
     await settle()
     assert cutter.done()
     assert members[2].cancelled()
+
+
+@pytest.mark.parametrize("least", [2, 3])
+async def test_a_sample_that_failed_is_none_of_those_that_go(least: int) -> None:
+    """A group in which a sample has failed needs ``min_without_failed`` others, or it fails as a whole."""
+    ends = [asyncio.Event() for _ in range(4)]
+
+    async def member(index: int) -> object:
+        await ends[index].wait()
+        return RolloutError("its tool crashed") if index == 0 else index
+
+    members = [asyncio.create_task(member(index)) for index in range(len(ends))]
+    rule = Stragglers(max_staleness=4, min_group=2)
+    starts = dict.fromkeys(range(len(ends)), 3)
+    cutter = asyncio.create_task(rule.cut(members, starts.values, min_without_failed=least))
+    rule.learner_is_at(6)
+    for index in range(least):
+        ends[index].set()
+        await settle()
+    assert not cutter.done()
+    ends[least].set()
+    await settle()
+    assert cutter.done()
+    for end in ends:
+        end.set()
+    await asyncio.wait(members)
+    assert [one.cancelled() for one in members] == [index > least for index in range(4)]
+
+
+async def cancels_itself(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:
+    helper = asyncio.ensure_future(asyncio.Event().wait())
+    if index:
+        helper.cancel()
+        await helper
+    return await single_turn(prompt, generate, index=index)
+
+
+@pytest.mark.parametrize("rule", [None, Stragglers(max_staleness=2, min_group=2)], ids=["whole", "stragglers"])
+async def test_a_rollout_function_that_cancels_itself_is_no_straggler(bus: Bus, rule: Stragglers | None) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(run_worker(worker(bus, Engine(), rollout=cancels_itself, stragglers=rule)))
+        await bus.publish(PROMPTS, replace(prompt(0), group_size=3), key="0")
+        (record,) = await first(bus, 1, topic=TRAJECTORIES)
+        task.cancel()
+    assert record.message.error == "the rollout function cancelled itself"
+    assert record.message.cancelled == 0
 
 
 async def stuck(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:

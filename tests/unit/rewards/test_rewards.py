@@ -284,6 +284,23 @@ async def waits(sample: Sample) -> float:
     return 1.0
 
 
+async def cancels_itself(sample: Sample) -> float:
+    helper = asyncio.ensure_future(asyncio.Event().wait())
+    helper.cancel()
+    await helper
+    return 1.0
+
+
+async def cancels_itself_for_all(samples: Sequence[Sample]) -> list[float]:
+    return [await cancels_itself(sample) for sample in samples]
+
+
+@pytest.mark.parametrize("name", ["cancels_itself", "cancels_itself_for_all"])
+async def test_a_reward_that_cancels_itself_fails_its_group_at_once(name: str) -> None:
+    with pytest.raises(RewardError, match=f"^reward {HERE}:{name}: cancelled itself$"):
+        await load(f"{HERE}:{name}")([sample(), sample()])
+
+
 @pytest.mark.parametrize("name", ["blocks", "waits"])
 async def test_a_reward_that_hangs_is_given_up_and_holds_nobody(name: str) -> None:
     reward = load(f"{HERE}:{name}", timeout_seconds=0.05)

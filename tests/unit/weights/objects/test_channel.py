@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -341,6 +342,15 @@ def test_a_version_that_was_torn_on_disk_is_fetched_anew(rig: Rig) -> None:
     file = host.folder(weights) / WEIGHTS_FILE
     file.write_bytes(file.read_bytes()[:100])
     rig.check(host.folder(weights))
+
+
+def test_a_version_just_fetched_stays_though_the_clock_was_set_back(rig: Rig) -> None:
+    host = rig.host()
+    for version in (1, 2):
+        folder = host.folder(rig.publish(version))
+        os.utime(folder, (2**32, 2**32))  # in the year 2106
+    for version in (3, 4, 5):
+        rig.check(host.folder(rig.publish(version)))
 
 
 def test_fetched_versions_beyond_keep_are_removed(rig: Rig) -> None:
