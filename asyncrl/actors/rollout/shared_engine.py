@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
 from asyncrl.messages import PromptGroup, SamplingParams, Wait
+from asyncrl.policies.health.faults import BEAT_SECONDS
 from asyncrl.protocols import Engine, Generation, PartialGeneration
 
 
@@ -71,9 +72,9 @@ class SharedEngine:
         return self._liveness.waits(stats, is_loading=is_loading or stats.is_away)
 
     def numbers(self) -> dict[str, float]:
-        """Return gauges since the last call."""
+        """Return gauges of the last seconds."""
         stats = self.engine.stats()
-        tokens_per_second, idle_ratio = self._activity.since_last()
+        tokens_per_second, idle_ratio = self._activity.rates()
         return {
             "rollout/tokens_per_second": tokens_per_second,
             "rollout/idle_ratio": idle_ratio,
@@ -83,12 +84,15 @@ class SharedEngine:
 
 
 class Activity:
-    """Measures how busy an engine was between two readings."""
+    """Measures how busy an engine was in the last window of at least ``window_seconds``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, window_seconds: float = BEAT_SECONDS / 2, now: Callable[[], float] = time.monotonic) -> None:
+        self._window_seconds = window_seconds
+        self._now = now
+        self._rates = (0.0, 1.0)
         self.tokens = 0
         self._read_tokens = 0
-        self._read_at = time.monotonic()
+        self._read_at = now()
         self._running = 0
         self._busy_since = 0.0
         self._busy = 0.0
@@ -97,23 +101,29 @@ class Activity:
     def running(self) -> Iterator[None]:
         """While open, the engine is busy."""
         if self._running == 0:
-            self._busy_since = time.monotonic()
+            self._busy_since = self._now()
         self._running += 1
         try:
             yield
         finally:
             self._running -= 1
             if self._running == 0:
-                self._busy += time.monotonic() - self._busy_since
+                self._busy += self._now() - self._busy_since
 
-    def since_last(self) -> tuple[float, float]:
-        """Return (tokens per second, share of time with nothing running) since the last call."""
-        now = time.monotonic()
+    def rates(self) -> tuple[float, float]:
+        """Return (tokens per second, share of time with nothing running) of the last window.
+
+        Heartbeats and scrapes of Prometheus both read it. Neither must cut the other's window short.
+        """
+        now = self._now()
+        elapsed = now - self._read_at
+        if elapsed < self._window_seconds:
+            return self._rates
         busy = self._busy
         if self._running:
             busy += now - self._busy_since
             self._busy_since = now
-        elapsed = max(now - self._read_at, 1e-9)
         tokens = self.tokens - self._read_tokens
         self._busy, self._read_at, self._read_tokens = 0.0, now, self.tokens
-        return tokens / elapsed, min(1.0, max(0.0, 1.0 - busy / elapsed))
+        self._rates = tokens / elapsed, min(1.0, max(0.0, 1.0 - busy / elapsed))
+        return self._rates

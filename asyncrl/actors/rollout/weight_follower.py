@@ -44,8 +44,8 @@ class WeightFollower(Actor):
 
     Versions published during a load are skipped. Weights sent from the learner's memory are preferred to its folder; if
     sending fails, the folder is loaded once it exists. While a folder cannot be read, the follower waits: the learner
-    may store it again, or publish a newer one. If the engine fails to load a folder ATTEMPTS times, the worker ends.
-    In flight, engines take turns with leases of the bus: at most an eighth of them are paused at any instant.
+    may store it again, or publish a newer one. If the engine fails to load folders ATTEMPTS times in a row, the worker
+    ends. In flight, engines take turns with leases of the bus: at most an eighth of them are paused at any instant.
     An evaluation needs one version for a while and holds it (``held``): nothing newer is loaded during that time.
     """
 
@@ -282,18 +282,18 @@ class WeightFollower(Actor):
                 self.failed_reads = 0
                 return
             except WeightsError as error:
-                self.failed_reads = attempt
+                self.failed_reads += 1  # of any version: the next one may come before the last attempt at this one
                 # A slow worker may find that a version was removed before it could load it, and takes the next one.
-                level = logging.INFO if self._newest_order > order else logging.WARNING
+                is_overtaken = self._newest_order > order
                 if str(error) != self.problem or attempt <= ATTEMPTS:
+                    level = logging.INFO if is_overtaken else logging.WARNING
                     self.log.log(level, "version %d, attempt %d: %s", order[1], attempt, error)
                 self.problem = str(error)
-                is_held = self._held is not None and self._held.order == order
-                if attempt >= ATTEMPTS and is_held:  # the learner evaluates the version on another worker
-                    self._held, self._held_problem = None, str(error)
+                if attempt >= ATTEMPTS and self._held is not None and self._held.order == order:
+                    self._held, self._held_problem, self.failed_reads = None, str(error), 0
                     self._tell()
-                    return
-                if attempt >= ATTEMPTS and not isinstance(error, _Unreadable):
+                    return  # the learner evaluates the version on another worker
+                if self.failed_reads >= ATTEMPTS and not is_overtaken and not isinstance(error, _Unreadable):
                     raise
             with self.waiting("weights that it can read", on=LEARNER, note=f"of version {order[1]}"):
                 if await self._superseded(tried, seconds=min(attempt * RETRY_SECONDS, LAST_RETRY_SECONDS)):

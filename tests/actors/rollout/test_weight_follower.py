@@ -195,6 +195,24 @@ async def test_a_folder_that_the_engine_does_not_load_ends_the_worker(bus: Memor
     assert raised.group_contains(WeightsError, match="torn")
 
 
+async def test_failures_count_though_each_is_of_a_newer_version(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where versions come faster than attempts, no version is tried often."""
+    monkeypatch.setattr(weight_follower, "RETRY_SECONDS", 60)  # a newer version ends the wait
+    engine = Engine(receives=False)
+    engine.unreadable = set(range(100))
+    follower = follow(bus, engine)
+    task = asyncio.ensure_future(follower.run())
+    for version in range(1, weight_follower.ATTEMPTS + 1):
+        assert not task.done()
+        await announce(bus, version, folder=True)
+        await until(lambda failures=version: follower.failed_reads == failures)  # type: ignore[misc]
+    with pytest.raises(ExceptionGroup) as raised:
+        await task
+    assert raised.group_contains(WeightsError, match="torn")
+
+
 async def test_a_folder_that_nobody_can_read_is_passed_by_for_a_newer_version(bus: MemoryBus) -> None:
     engine = Engine(receives=False)
     engine.unreadable = {1}
