@@ -109,6 +109,10 @@ async def test_a_killed_worker_s_sessions_are_over_and_its_samples_are_played_ag
         stack.callback(run.kill)
         (tmp_path / "serve.key").write_text("a-key")
         producers = [Producer(entry.url, "a-key", gate) for _ in range(PRODUCERS)]
+
+        def sessions() -> list[Played]:
+            return [session for one in producers for session in one.sessions]
+
         run.start()
         async with at_play(producers):
             await run.until(lambda: run.steps >= 2, "a step")
@@ -122,7 +126,9 @@ async def test_a_killed_worker_s_sessions_are_over_and_its_samples_are_played_ag
             await run.until(lambda: all(one.end for one in over), "what producers are told")
             steps = run.steps
             await run.until(lambda: run.steps >= steps + 3, "steps after it")
-        played = [session for one in producers for session in one.sessions]
+            lost_samples = {one.sample for one in over}
+            await run.until(lambda: lost_samples <= {one.sample for one in sessions() if one.end == 200}, "all again")
+        played = sessions()
         assert await asyncio.to_thread(run.drain) == 130
 
     assert {(one.end, one.reason) for one in over} == {
