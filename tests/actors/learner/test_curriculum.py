@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from asyncrl.actors.learner.prompt_link import Answered, PromptLink, Published
+from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config.curriculum import CurriculumSection
+from asyncrl.data.prompts import PromptRow
+from asyncrl.messages import Progress, SamplingParams
+from asyncrl.messages.topics import PROGRESS, PROMPTS
+from asyncrl.policies.groups.pass_rates import PassRates
+from asyncrl.policies.groups.saved import LearnerState, PromptState
+from asyncrl.policies.staleness.admission import Admission
 from asyncrl.protocols import Reward, Sample
 from tests.harness.fakes import Engine, Judge, Loop, run_all, worker
 
@@ -67,3 +79,63 @@ async def test_a_resumed_run_knows_which_rows_rest(bus_factory: Any, tmp_path: P
     await run_all(second, worker(bus, Engine(), load="on_demand", reward=Judge(asked)), resume=True)
     assert asked.by_step == [[0, 1, 2, 3, 4], [0, 1, 1, 2, 3], [1, 3, 3, 4, 4]]
     assert second.recorder.rows[-1]["curriculum/rested"] == 5.0
+
+
+class Rows:
+    """Four rows, again and again."""
+
+    def at(self, position: int) -> PromptRow:
+        return PromptRow(
+            epoch=position // 4,
+            prompt=f"row {position % 4}",
+            tokens=np.array([10 + position % 4], np.int32),
+            key=(0, position % 4),
+        )
+
+
+async def published(bus: MemoryBus, state: LearnerState, *, count: int, solved: Sequence[int]) -> list[Published]:
+    """Run a prompt source until it has reported ``count`` groups. The rows ``solved`` rest after the first four."""
+    link, found = PromptLink(), list[Published]()
+    source = PromptSource(
+        *("prompts", bus),
+        rows=Rows(),  # type: ignore[arg-type]
+        admission=Admission(mode="async", groups_per_batch=4, max_staleness=1, total_groups=100),
+        sampling=SamplingParams(max_new_tokens=4),
+        group_size=2,
+        state=state,
+        link=link,
+        are_sampled=False,
+        pass_rates=PassRates(low=0.1, high=0.9, rest=2),
+    )
+    running = asyncio.create_task(source.run())
+    await bus.put(PROGRESS, Progress(incarnation=state.incarnation, step=0, policy_version=0, batches_taken=0, bound=0))
+    while len(found) < count:
+        report = await link.reports.get()
+        if isinstance(report, Published):
+            found.append(report)
+        if solved and len(found) == 4:
+            for row in solved:
+                link.answered.put_nowait(Answered(row=(0, row), epoch=0, rewards=[1.0, 1.0]))
+            await bus.put(PROGRESS, Progress(incarnation=0, step=0, policy_version=0, batches_taken=0, bound=1))
+    while len(await bus.keys(PROMPTS)) < 8:
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    return found
+
+
+async def test_groups_that_a_dead_learner_published_are_credited_to_no_row() -> None:
+    """It knew other pass rates than the checkpoint, so which rows it asked for is not known."""
+    bus = MemoryBus(max_prompts=64, max_log_bytes=2**24, ack_seconds=30, max_message_bytes=2**20)
+    state = LearnerState.fresh()
+    dead = await published(bus, state, count=8, solved=[0, 1])
+    assert [report.row for report in dead] == [(0, row) for row in (0, 1, 2, 3, 2, 3, 2, 3)]
+    outstanding = {group_id: group_id for group_id in range(4)}
+    saved = dataclasses.replace(
+        state,
+        incarnation=1,
+        forks={1: 0},
+        prompts=PromptState(next_group_id=4, position=4, outstanding=outstanding),
+    )
+    next_ = await published(bus, saved, count=4, solved=[])
+    assert [(report.group_id, report.row) for report in next_] == [(group_id, None) for group_id in (4, 5, 6, 7)]

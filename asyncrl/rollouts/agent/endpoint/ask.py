@@ -116,6 +116,31 @@ def _part(part: Any, where: str) -> str:
     return text(given["text"], f"{where}.text")
 
 
+def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with the results of each turn's tool calls in the order of the calls.
+
+    Clients match results with calls by their ids and may send them in any order. Most chat templates write no ids, so a
+    model would read them in another order than it called. Results without a known id stay behind the others.
+    """
+    made: list[Json] = []
+    results: list[Json] = []
+    places: dict[str, int] = {}
+
+    def flush() -> None:
+        made.extend(sorted(results, key=lambda one: places.get(one.get("tool_call_id", ""), len(places))))
+        results.clear()
+
+    for one in messages:
+        if one["role"] == "tool":
+            results.append(one)
+            continue
+        flush()
+        places = {given["id"]: place for place, given in enumerate(one.get("tool_calls", ()))}
+        made.append(one)
+    flush()
+    return made
+
+
 def digests(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes]:
     """Return digests of all prefixes of a conversation: item n covers the tools and the first n messages.
 

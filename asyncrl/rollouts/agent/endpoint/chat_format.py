@@ -22,6 +22,11 @@ class ChatFormat(Protocol):
         """Upper bound of token ids, exclusive."""
         ...
 
+    @property
+    def longest_token(self) -> int:
+        """Most characters of one token."""
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def check(self, tools: Sequence[Json]) -> None:
@@ -64,6 +69,10 @@ class TemplateFormat:
     @property
     def num_tokens(self) -> int:
         return self._template.num_tokens
+
+    @property
+    def longest_token(self) -> int:
+        return self._template.longest_token
 
     def bridge(
         self, turn: Turn, before: Sequence[Json], new: Sequence[Json], tools: Sequence[Json]

@@ -38,6 +38,10 @@ class RendererFormat:
     def num_tokens(self) -> int:
         return self._template.num_tokens
 
+    @property
+    def longest_token(self) -> int:
+        return self._template.longest_token
+
     def check(self, tools: Sequence[Json]) -> None:
         """Accept all tools: a renderer can parse every call that it writes."""
 

@@ -16,13 +16,13 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from asyncrl.errors import EngineDied, EngineError, PromptError
 from asyncrl.protocols import Generate
-from asyncrl.rollouts.agent.endpoint.ask import Ask, call, digests
+from asyncrl.rollouts.agent.endpoint.ask import Ask, call, digests, in_order_of_calls
 from asyncrl.rollouts.agent.endpoint.chat_format import ChatFormat
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
 from asyncrl.rollouts.agent.endpoint.turns import Tags, Tokens, Turn, Turns, call_id
@@ -71,7 +71,8 @@ class Session:
     ) -> None:
         """
         name            name of the sample; the same if the sample runs again
-        max_tokens      limit of sampled tokens over all calls; concurrent calls may each use all that is left
+        max_tokens      limit of sampled tokens over all calls. The answers of one request share what is left;
+                        concurrent requests may each use all of it
         context_tokens  the model's context length, prompt and answer together
         stop            stop strings of this run
         """
@@ -154,17 +155,33 @@ class Session:
         is_limited  refuse a prompt that leaves no room for an answer
         """
         self.chat_format.check(ask.tools)
+        ask = replace(ask, messages=in_order_of_calls(ask.messages))
+        self._refuse_huge(ask)
         tokens, parent, begin = self._prompt(ask)
-        left = self._max_tokens - self._num_sampled
+        left = (self._max_tokens - self._num_sampled) // ask.count
         room = min(left, self.context_tokens - len(tokens))
         if room < 1 and is_limited:  # harnesses know this error: they compact, or stop
             raise Refused(
                 f"This model's maximum context length is {self.context_tokens} tokens. However, your messages have "
-                f"{len(tokens)} tokens, and of this sample's {self._max_tokens} new tokens {max(0, left)} are left.",
+                f"{len(tokens)} tokens, and of this sample's {self._max_tokens} new tokens {max(0, left)} are left for "
+                "each answer.",
                 code="context_length_exceeded",
             )
         limit = room if ask.max_tokens is None else min(room, ask.max_tokens)
         return Prepared(ask=ask, tokens=tokens, parent=parent, given=tokens[begin:], limit=limit)
+
+    def _refuse_huge(self, ask: Ask) -> None:
+        """Refuse messages that are longer than the context whatever their tokens are.
+
+        Counting the tokens of megabytes would block the worker's event loop, and all its other samples, for seconds.
+        """
+        most = self.chat_format.longest_token * self.context_tokens
+        if (found := sum(len(one["content"]) for one in ask.messages)) > most:
+            raise Refused(
+                f"This model's maximum context length is {self.context_tokens} tokens. However, your messages have "
+                f"{found} characters, more than that many tokens can hold.",
+                code="context_length_exceeded",
+            )
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 

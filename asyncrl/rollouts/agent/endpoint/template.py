@@ -7,6 +7,7 @@ the sampled tokens. It begins with the token that ends a turn, if the template h
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -51,6 +52,11 @@ class Template:
     def num_tokens(self) -> int:
         """Upper bound of token ids, exclusive."""
         return len(self.tokenizer)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Most characters of one token. A character is one or more bytes, and the vocabulary counts bytes."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

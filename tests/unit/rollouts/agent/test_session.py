@@ -105,6 +105,22 @@ async def test_several_answers_part_after_what_they_share_and_train_it_once() ->
     assert [[number for number, _ in one.turns] for one in client.session.turns.sequences()] == [[0, 1], [2, 3]]
 
 
+async def test_results_of_calls_are_shown_in_the_order_of_the_calls_and_continue_the_turn() -> None:
+    """Clients may send them as they come, since ids match them; the chat template writes no ids."""
+    twice = "\n".join(f"<tool_call>\n{CALLED}\n</tool_call>" for _ in range(2))
+    async with Client(Scripted([twice, "84", "yes"])) as client:
+        messages: list[Any] = [{"role": "user", "content": "Twice 40 + 2?"}]
+        messages.append(await client.say(messages, tools=TOOLS))
+        first, second = (call["id"] for call in messages[-1]["tool_calls"])
+        for call, result in ((second, "SECOND"), ("unknown", "OTHER"), (first, "FIRST")):
+            messages.append({"role": "tool", "tool_call_id": call, "content": result})
+        messages += [await client.say(messages, tools=TOOLS), {"role": "user", "content": "Sure?"}]
+        await client.say(messages, tools=TOOLS)
+    shown = TOKENIZER.decode(client.engine.given[2])
+    assert shown.index("FIRST") < shown.index("SECOND") < shown.index("OTHER")
+    assert client.check() == 1
+
+
 async def test_calls_at_the_same_time_are_recorded_side_by_side() -> None:
     engine = Scripted(lambda text, number: text[-30:].split("\n")[-3][:1])
     async with Client(engine) as client:
@@ -140,6 +156,27 @@ async def test_a_full_context_is_said_as_clients_know_it_and_is_no_turn() -> Non
         assert refused["error"]["message"].startswith("prompt is too long")
         await client.say([{"role": "user", "content": "x"}])
     assert client.check() == 1
+
+
+async def test_messages_beyond_any_context_are_refused_without_counting_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Client(Scripted(["hi"]), context_tokens=60) as client:
+        longest = client.session.chat_format.longest_token
+        monkeypatch.setattr(client.session, "_prompt", None)  # not even called
+        for path in ("/v1/chat/completions", "/v1/messages/count_tokens"):
+            body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x" * (60 * longest + 1)}]}
+            refused = await client.post(path, body, status=400)
+            assert "characters, more than that many tokens can hold" in refused["error"]["message"]
+
+
+async def test_the_answers_of_one_request_share_what_is_left() -> None:
+    async with Client(Scripted(["abcdefgh"] * 4), max_tokens=11) as client:
+        await client.chat([{"role": "user", "content": "hi"}], n=3)
+        refused = await client.chat([{"role": "user", "content": "ho"}], n=3, status=400)
+    assert client.engine.limits == [3, 3, 3]
+    assert "2 are left" not in refused["error"]["message"]
+    assert refused["error"]["code"] == "context_length_exceeded"
 
 
 async def test_a_request_may_ask_for_less_and_the_sample_has_a_budget_for_all_calls() -> None:
