@@ -6,21 +6,24 @@ for a follower's part of the weights use a second channel, so they run while the
 
 The leader may start its followers itself (ChildRanks). Their channels are pipes, and they exit when their parent dies.
 On a CPU they are forked from a server that has imported Megatron once. The leader detects a dead follower while waiting
-for it to become ready, or when a collective fails. Alternatively, each rank is started as its own process on any
+for it to become ready, or when a collective fails. A collective on a GPU may never return; there a thread waits for
+the end of each follower, and ends the leader. Alternatively, each rank is started as its own process on any
 machine, and joins the leader over TCP (joined_ranks.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final, Protocol
 
@@ -34,6 +37,10 @@ from asyncrl.os_process import signal_on_parent_death
 GOODBYE: Final = b""
 """Last message of a leader that ends, for followers that cannot otherwise know why their channel closed."""
 _GOODBYE_SECONDS = 5.0
+GRACE_SECONDS: Final = 2.0
+"""Time for a collective to fail by itself after a rank is gone."""
+
+log = logging.getLogger("asyncrl.learner")
 
 
 class Rank(Protocol):
@@ -50,8 +57,21 @@ class Rank(Protocol):
 class Followers:
     """Ranks 1 and up, as seen by the leader."""
 
-    def __init__(self, links: Sequence[tuple[Place, Channel]], parts: Sequence[Channel]) -> None:
-        """links: channels for commands.  parts: second channels of the same ranks, for their parts of the weights"""
+    def __init__(
+        self,
+        links: Sequence[tuple[Place, Channel]],
+        parts: Sequence[Channel],
+        *,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        """
+        links  channels for commands
+        parts  second channels of the same ranks, for their parts of the weights
+        end    ends this process with an exit code
+        """
+        self._end = end
+        self._is_told = threading.Event()
+        """Set once the leader knows that a rank is gone, or closes."""
         self._links = list(links)
         self.parts = {
             place.rank: PartLink(place.rank, channel) for (place, _), channel in zip(links, parts, strict=True)
@@ -93,6 +113,15 @@ class Followers:
         except (EOFError, OSError):
             raise BackendError(self.obituary() or f"learner rank {place.rank} closed its channel") from None
 
+    def _end_leader(self, lost: str) -> None:
+        """End this process unless it learns within seconds that a rank is gone. A restart resumes from the
+        checkpoint."""
+        if self._is_told.wait(GRACE_SECONDS):
+            return
+        print(f"asyncrl learner: {lost}", file=sys.stderr, flush=True)
+        log.error("%s", lost)
+        self._end(1)
+
     def obituary(self) -> str:
         """Name the followers that have ended, and how; "" if none. Waits up to a second for one that is ending."""
         raise NotImplementedError
@@ -109,7 +138,7 @@ class Followers:
 class ChildRanks(Followers):
     """Follower processes that the leader starts on its own machine."""
 
-    def __init__(self, job: Job, places: Sequence[Place]) -> None:
+    def __init__(self, job: Job, places: Sequence[Place], *, end: Callable[[int], object] = os._exit) -> None:
         self._pipes: list[Connection] = []
         self._parts: list[Connection] = []
         self._processes: list[tuple[Place, multiprocessing.process.BaseProcess]] = []
@@ -129,7 +158,15 @@ class ChildRanks(Followers):
             self._pipes.append(ours)
             self._parts.append(our_parts)
             self._processes.append((place, process))
-        super().__init__(list(zip(places, self._pipes, strict=True)), self._parts)
+        super().__init__(list(zip(places, self._pipes, strict=True)), self._parts, end=end)
+        if job.device != "cpu":
+            threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        sentinels = {process.sentinel: (place, process.pid) for place, process in self._processes}
+        for sentinel in multiprocessing.connection.wait(list(sentinels)):
+            place, pid = sentinels[sentinel]  # type: ignore[index]
+            self._end_leader(f"learner rank {place.rank} (pid {pid}) has ended")
 
     def obituary(self) -> str:
         multiprocessing.connection.wait([process.sentinel for _, process in self._processes], 1.0)
@@ -138,9 +175,12 @@ class ChildRanks(Followers):
             for place, process in self._processes
             if not process.is_alive()
         ]
+        if ended:
+            self._is_told.set()
         return "; ".join(ended)
 
     def close_channels(self) -> None:
+        self._is_told.set()
         for pipe in self._pipes:
             pipe.close()
 

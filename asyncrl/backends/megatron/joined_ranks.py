@@ -17,7 +17,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from asyncrl.backends.megatron.followers import GOODBYE, Followers, Rank, obey
+from asyncrl.backends.megatron.followers import GOODBYE, GRACE_SECONDS, Followers, Rank, obey
 from asyncrl.backends.megatron.held_parts import HeldParts
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place
 from asyncrl.backends.megatron.tcp_link import HUNG_SECONDS, TcpLink, receive, send
@@ -39,8 +38,6 @@ _HANDSHAKE_SECONDS: Final = 10.0
 _LARGEST: Final = 1 << 16
 _RETRY_SECONDS: Final = 0.5
 """Delay between attempts to reach a learner that does not listen yet."""
-_GRACE_SECONDS: Final = 2.0
-"""Time for a collective to fail by itself after a rank is gone."""
 _END_SECONDS: Final = 5.0
 """Time for a rank to react by itself after the learner's connection is gone."""
 _SILENT_COMMANDS: Final = ("restore", "offload", "onload")
@@ -78,11 +75,10 @@ class JoinedRanks(Followers):
     ) -> None:
         """end: ends this process with an exit code"""
         members = [joined[rank] for rank in sorted(joined)]
-        super().__init__([(place, link) for place, _, link in members], [link.parts for _, _, link in members])
+        links = [(place, link) for place, _, link in members]
+        super().__init__(links, [link.parts for _, _, link in members], end=end)
         self._members = [(_name(hello), link) for _, hello, link in members]
-        self._end = end
         self._lost: list[str] = []
-        self._is_told = threading.Event()
         for name, link in self._members:
             threading.Thread(target=self._watch, args=(name, link), name="rank-watch", daemon=True).start()
 
@@ -107,11 +103,7 @@ class JoinedRanks(Followers):
     def _watch(self, name: str, link: TcpLink) -> None:
         link.gone.wait()
         self._lost.append(f"{name} is gone: {link.problem}")
-        if self._is_told.wait(_GRACE_SECONDS):
-            return
-        print(f"asyncrl learner: {self._lost[0]}", file=sys.stderr, flush=True)
-        log.error("%s", self._lost[0])
-        self._end(1)  # a collective on a GPU may never return; a restart resumes from the checkpoint
+        self._end_leader(self._lost[0])
 
 
 def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds: float) -> JoinedRanks:
@@ -228,7 +220,7 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
             is_over.set()
     except Exception:
         # Another rank may be gone. Wait, so that the learner hears of that rank first, not of this one.
-        if not link.gone.wait(_GRACE_SECONDS):
+        if not link.gone.wait(GRACE_SECONDS):
             raise
     if not is_over.is_set():
         raise BackendError(f"learner rank {seat.rank}: the learner at {seat.host} is gone")

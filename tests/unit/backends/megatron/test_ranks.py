@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from typing import Any
 import pytest
 
 from asyncrl.backends import huggingface, optimizer_state, weight_cuts
+from asyncrl.backends.megatron.followers import ChildRanks
+from asyncrl.backends.megatron.rank_commands import Place
 from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFailed
 from tests import ROOT
 from tests.harness.backends import LEARNING_RATE, critic, distance, documents, shares, started, tiny_model, weights
@@ -188,6 +193,29 @@ def test_a_dead_follower_is_an_error_and_not_a_hang(folder: Path, tmp_path: Path
             os.kill(follower_pid(backend), signal.SIGKILL)
             with pytest.raises(BackendError, match="rank 1.*exit code -9"):
                 backend.save(tmp_path)
+
+
+@pytest.mark.slow
+def test_on_gpus_a_leader_ends_with_a_follower_though_its_collective_never_returns(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The follower finds no GPU, or no leader to join, and ends. The leader asks for nothing meanwhile."""
+    ends: list[int] = []
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        ends.append(code)
+        ended.set()
+
+    with started("megatron-1", folder) as backend:
+        job = dataclasses.replace(backend._job, device="cuda")  # type: ignore[attr-defined]
+    place = Place(rank=1, ranks=2, host="127.0.0.1", port=1, timeout_seconds=1.0)
+    ranks = ChildRanks(job, [place], end=end)
+    assert ended.wait(300)
+    assert ends == [1]
+    assert re.search(r"^asyncrl learner: learner rank 1 \(pid \d+\) has ended$", capfd.readouterr().err, re.MULTILINE)
+    ranks.close_channels()
+    ranks.close()
 
 
 @pytest.mark.slow
