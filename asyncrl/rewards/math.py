@@ -1,5 +1,6 @@
 """reward.kind = "math": 1 if the completion's last formula or number equals the label, as math-verify judges.
 
+A label is a formula with or without dollars ("36\\pi"), or a sentence, of which the last formula or number counts.
 math-verify parses a label that is a choice ("A") or a word as a formula, but finds no formula in a completion that is
 the same word. Therefore an answer whose text equals the label, boxed or alone, is right too.
 

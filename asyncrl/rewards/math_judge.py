@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.rewards.answers import bare, last_boxed
+
+_DELIMITED: Final = re.compile(r"(?<!\\)(?:\$|\\[(\[])|\\boxed")
+_WORDS: Final = re.compile(r"(?<!\S)(?!and\b)[A-Za-z]{3,}\b|\*\*|####")
+_SPACED_NUMBER: Final = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_SCIENTIFIC: Final = re.compile(r"(-?\d+(?:\.\d*)?)[eE]([+-]?\d+)")
 
 
 def main() -> None:
@@ -33,23 +39,42 @@ class LabelError(Exception):
 
 def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
     """Return 1.0 if the last answer in ``completion`` equals ``label``, else 0.0. Boxed answers take precedence."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import verify
     from math_verify.errors import TimeoutException
 
     boxed = last_boxed(completion)
     if bare(completion if boxed is None else boxed) == bare(label) != "":
         return 1.0
-    targets = (LatexExtractionConfig(), ExprExtractionConfig())
-    gold = parse(label, targets, parsing_timeout=timeout_seconds) or parse(
-        f"${label}$", targets, parsing_timeout=timeout_seconds
-    )
-    if not gold:
+    gold = next(filter(None, (_parsed(form, timeout_seconds) for form in _forms(label))), None)
+    if gold is None:
         raise LabelError(f"the label {label[:60]!r} holds no number or formula")
     try:
-        found = parse(completion, targets, parsing_timeout=timeout_seconds)
+        found = _parsed(completion, timeout_seconds)
         return float(bool(found) and verify(gold, found, timeout_seconds=timeout_seconds))
     except (TimeoutException, RecursionError, MemoryError):
         return 0.0
+
+
+def _parsed(text: str, timeout_seconds: int) -> list[Any]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    found: list[Any] = parse(text, (LatexExtractionConfig(), ExprExtractionConfig()), parsing_timeout=timeout_seconds)
+    return found
+
+
+def _forms(label: str) -> tuple[str, str]:
+    """Return what to parse as the label, the better form first.
+
+    Labels are mostly formulas without dollars ("36\\pi"), of which math-verify finds only a number (36) unless dollars
+    are put around them. In a sentence it finds the number at the end, but not with dollars.
+    """
+    label = label.strip()
+    if number := _SCIENTIFIC.fullmatch(label):
+        label = rf"{number[1]} \cdot 10^{{{number[2]}}}"
+    is_sentence = "\\" not in label and _WORDS.search(label) is not None
+    if is_sentence or _DELIMITED.search(label) or _SPACED_NUMBER.fullmatch(label):
+        return label, f"${label}$"
+    return f"${label}$", label
 
 
 if __name__ == "__main__":
