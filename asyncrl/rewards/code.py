@@ -1,7 +1,7 @@
 """reward.kind = "code": the program in a completion passes tests, each run in a sandbox (sandbox/).
 
-The program is the last fenced block (```python) after </think>, or the whole text if there is no block. The label holds
-the tests:
+The program is the last fenced block after </think> that is tagged as Python (```python), else the last without a tag,
+else the whole text. The label holds the tests:
 
 {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}     standard input and output, compared word by word
 [{"input": "1 2\\n", "output": "3\\n"}]         the same

@@ -1,8 +1,9 @@
 """reward.kind = "json_schema": the completion is JSON that is valid under a JSON Schema, as jsonschema judges.
 
-The JSON is the last fenced block (```json) after </think>, or the whole text after it. The schema is the label (a table
-or JSON text), or the file ``schema`` for all rows. The patterns of a schema are regular expressions, which may never
-finish, so they run in a separate process with a time limit (schema_judge.py).
+The JSON is the last fenced block after </think> that is tagged as JSON (```json), else the last without a tag, else the
+whole text after it. The schema is the label (a table or JSON text), or the file ``schema`` for all rows. The patterns
+of a schema are regular expressions, which may never finish, so they run in a separate process with a time limit
+(schema_judge.py).
 """
 
 from __future__ import annotations

@@ -190,6 +190,7 @@ async def test_json_is_judged_by_the_rows_schema_or_that_of_all() -> None:
     cases: list[tuple[str, Any, float]] = [
         ('{"n": 1}', SCHEMA, 1.0),
         ('Here:\n```json\n{"n": 1}\n```', SCHEMA, 1.0),
+        ('Here:\n```json\n{"n": 1}\n```\nIt says:\n```\nn is 1\n```', SCHEMA, 1.0),
         ('{"n": "1"}', SCHEMA, 0.0),
         ("n = 1", SCHEMA, 0.0),
         ("[" * 100_000, SCHEMA, 0.0),

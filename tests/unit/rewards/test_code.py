@@ -108,6 +108,21 @@ async def test_what_was_thought_is_not_run() -> None:
 
 
 @pytest.mark.parametrize(
+    "after", ["Example output:\n```\n3\n```", "Run it:\n```\n$ python a.py\n```\n```bash\nls\n```"]
+)
+async def test_the_program_is_the_last_python_block_whatever_is_shown_after_it(after: str) -> None:
+    draft = "```python\nprint(0)\n```\nBetter:\n"
+    untagged = draft.replace("python", "bash") + RIGHT.replace("python", "")
+    cases = [sample(text, label=SUMS) for text in (f"{draft}{RIGHT}\n{after}", untagged)]
+    assert await values(code(), *cases) == [1.0, 1.0]
+
+
+async def test_a_block_in_a_list_loses_the_indent_of_its_fence() -> None:
+    text = "1. Add:\n   ```python\n   if True:\n       print(sum(map(int, input().split())), '''\n''')\n   ```\n"
+    assert await values(code(), sample(text, label=SUMS)) == [1.0]
+
+
+@pytest.mark.parametrize(
     ("label", "problem"),
     [
         (None, "the label holds no tests"),
