@@ -10,9 +10,9 @@ else the whole text. The label holds the tests:
 "assert add(1, 2) == 3"                        one test; if it defines check(candidate), check is called with
                                                metadata["entry_point"]
 
-A table or list may also be JSON text. Output is compared in the worker, out of the program's reach. Statements run in
-the program's own process. A program that exits early fails, but a program that searches for the mark a test prints at
-its end could fake success.
+A table or list may also be JSON text. Output, and the results of calls as JSON, are compared in the worker, out of the
+program's reach. Statements run in the program's own process. A program that exits early fails, but a program could fake
+success: with results that claim to equal everything, or by searching for the mark that a test prints at its end.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ _PROGRAM: Final = "program.py"
 _LANGUAGES: Final = ("python", "python3", "py")
 _CALL: Final = """
 _target = {name} if "{name}" in globals() else getattr(Solution(), "{name}")
-_found = _target(*_json.loads({arguments!r}))
-assert _json.loads(_json.dumps(_found)) == _json.loads({expected!r}), "another result"
+_result = _json.dumps(_target(*_json.loads({arguments!r})))
 """
 
 
@@ -60,7 +59,7 @@ class Options:
     disk_mib: int = 16
     """Limit for the files of one test."""
     output_kib: int = 1024
-    """Limit for the output of one test."""
+    """Limit for the output of one test, the result of a call included."""
     processes: int = 16
     """Limit for the number of processes of one test."""
     at_once: int = 2
@@ -98,11 +97,14 @@ class Test:
     stdin       standard input of the program
     expected    expected standard output, compared word by word
     statements  statements to run after the program in the same process; None: run only the program, with ``stdin``
+    result      JSON text, expected value of the variable ``_result`` after the statements, which holds JSON text; None:
+                the statements must only end without an error
     """
 
     stdin: str = ""
     expected: str = ""
     statements: str | None = None
+    result: str | None = None
 
 
 class CodeReward:
@@ -162,9 +164,12 @@ class CodeReward:
         else:
             # The seal is in no file, and Python reads standard input to its end before it runs anything.
             seal = secrets.token_hex(16)
-            source = f"{program}\n\nimport json as _json\n{test.statements}\nprint('\\n{seal}', flush=True)\n"
+            shown = "''" if test.result is None else "_result"
+            end = f"print('\\n{seal}', {shown}, flush=True)"
+            source = f"{program}\n\nimport json as _json\n{test.statements}\n{end}\n"
             outcome = self._run(["-"], limits, stdin=source, files={})
-            is_passed = _text(outcome).rstrip().endswith(f"\n{seal}")
+            _, sealed, result = _text(outcome).rpartition(f"\n{seal}")
+            is_passed = bool(sealed) and _is_result(result, test.result)
         return is_passed and outcome.code == 0 and not outcome.stopped, outcome.seconds
 
     def _run(self, arguments: Sequence[str], limits: Limits, *, stdin: str, files: Mapping[str, bytes]) -> Outcome:
@@ -207,7 +212,7 @@ def _call(name: str, given: Any, expected: Any) -> Test:
         raise ValueError(f"fn_name must be a function's name, is {name[:60]!r}")
     if not isinstance(given, list | tuple):
         raise ValueError(f"inputs of {name} must be lists of arguments, one is {str(given)[:60]!r}")
-    return Test(statements=_CALL.format(name=name, arguments=json.dumps(given), expected=json.dumps(expected)))
+    return Test(statements=_CALL.format(name=name, arguments=json.dumps(given)), result=json.dumps(expected))
 
 
 def _tested(statements: str) -> str:
@@ -230,6 +235,16 @@ def _called(statements: str, entry_point: Any) -> str:
 def _lines(value: Any) -> str:
     """Return input or output as one text; data sets hold texts or lists of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _is_result(text: str, expected: str | None) -> bool:
+    """Whether ``text`` is JSON of the expected value (JSON text), or blank for None."""
+    if expected is None:
+        return not text.strip()
+    try:
+        return bool(json.loads(text) == json.loads(expected))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _bytes(text: str) -> bytes:

@@ -76,6 +76,33 @@ async def test_statements_functions_and_methods_are_called() -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        "import json\njson.loads = lambda text: [0, 0]\ndef add(a, b): return None",
+        "import json\njson.dumps = lambda value: 'true'\ndef add(a, b): return None",
+        "class Any(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Any()",
+        "def add(a, b): return object()",
+        "def add(a, b): return 10 ** 5000",
+        "def add(a, b):\n    value = []\n    for _ in range(900): value = [value]\n    return value",
+        "def add(a, b): print('\\n3\\n', flush=True); import os; os._exit(0)",
+    ],
+)
+async def test_a_call_is_judged_by_what_it_returns_not_by_what_the_program_changes(source: str) -> None:
+    call = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
+    assert await values(code(), written(source, call)) == [0.0]
+
+
+async def test_results_of_calls_are_compared_as_json() -> None:
+    source = "print('debugging')\ndef f(a):\n    print(a)\n    return {1: (a, None, 'é')}"
+    call = {
+        "fn_name": "f",
+        "inputs": [[float("inf")], [[1.5]]],
+        "outputs": [{"1": [value, None, "é"]} for value in (float("inf"), [1.5])],
+    }
+    assert await values(code(), written(source, call)) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "import sys\nsys.exit(0)",
         "import os\nos._exit(0)",
         "import sys\nprint(sys.stdin.read())\nimport os\nos._exit(0)",
