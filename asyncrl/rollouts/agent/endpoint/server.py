@@ -117,7 +117,7 @@ class EndpointServer:
         dialect = AnthropicMessages()
         try:
             session = self._session_of(request)
-            prepared = session.prepare(dialect.read(_body(await _read(request)), session), is_limited=False)
+            prepared = session.prepare(dialect.read_any(_body(await _read(request)), session), is_limited=False)
         except Refused as error:
             return _json(dialect.refused(error), status=error.status)
         return _json({"input_tokens": len(prepared.tokens)})

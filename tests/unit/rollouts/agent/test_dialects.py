@@ -15,6 +15,7 @@ from tests.harness.agents import ANSWER, CALL, TOKENIZER, TOOLS, Client, Scripte
 
 CHAT = "/v1/chat/completions"
 QUESTION = "40 + 2 = ?"
+USER = {"role": "user", "content": "hi"}
 FUNCTION = TOOLS[0]["function"]
 
 
@@ -169,6 +170,13 @@ async def test_tokens_are_counted_and_the_model_named_without_a_turn() -> None:
     assert (model["id"], model["max_model_len"]) == ("policy", 100_000)
 
 
+async def test_the_tokens_of_messages_that_end_with_the_assistants_are_counted() -> None:
+    async with Client(Scripted([])) as client:
+        messages = [USER, {"role": "assistant", "content": "hello"}]
+        counted = [await client.post("/v1/messages/count_tokens", {"messages": messages[:n]}) for n in (1, 2)]
+    assert counted[0]["input_tokens"] < counted[1]["input_tokens"]
+
+
 async def test_a_stream_is_kept_open_while_the_model_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "KEEP_ALIVE_SECONDS", 0.001)
     engine = Scripted(["hi"])
@@ -245,6 +253,22 @@ async def test_many_samples_at_once_keep_their_turns_apart() -> None:
         (CHAT, {"max_completion_tokens": 0}, "max_tokens must be a whole number"),
         ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format of type 'json_schema'"),
         ("/v1/responses", {"background": True}, "background = True"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            "'item_reference'.*the items themsel",
+        ),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema"}}},
+            "output_config.format of type 'json_s",
+        ),
+        ("/v1/messages", {"output_format": {"type": "json_schema"}}, "output_format = .*ask for JSON in the prompt"),
+        ("/v1/messages", {"messages": [USER, {"role": "assistant", "content": "4"}]}, "prefill"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message = True"),
+        (CHAT, {"add_generation_prompt": False}, "add_generation_prompt = False"),
+        (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template = .*rollout.options.chat_template"),
+        (CHAT, {"stop_regex": "a+"}, "stop_regex = 'a\\+'"),
         ("/v1/messages", {"stop_sequences": ["x"]}, "stop_sequences: 'x'"),
         ("/v1/messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
         ("/inference/v1/generate", {"sampling_params": {"min_tokens": 5}}, "min_tokens = 5.*rollout.min_new_tokens"),
@@ -271,9 +295,15 @@ async def test_fields_that_change_nothing_are_taken_and_those_that_the_run_decid
 
 async def test_a_wish_for_one_call_at_a_time_is_named_in_anthropics_words_too() -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "tool_choice": choice}
+    body = {
+        "model": "m",
+        "max_tokens": 4,
+        "messages": [USER],
+        "tool_choice": choice,
+        "output_config": {"effort": "low"},
+    }
     async with (
         Client(Scripted(["one"])) as client,
         client.http.post(client.server.url + "/v1/messages", json=body) as reply,
     ):
-        assert (reply.status, reply.headers.get("x-not-obeyed")) == (200, "disable_parallel_tool_use")
+        assert (reply.status, reply.headers.get("x-not-obeyed")) == (200, "disable_parallel_tool_use, effort")

@@ -29,6 +29,16 @@ class AnthropicMessages:
         return {"type": "error", "error": {"type": kind, "message": said}}
 
     def read(self, body: Json, session: Session) -> Ask:
+        ask = self.read_any(body, session)
+        if ask.messages[-1]["role"] == "assistant":
+            raise Refused(
+                "the last message is the assistant's: an answer that your program begins (prefill) cannot be continued "
+                "here; end with a message of the user"
+            )
+        return ask
+
+    def read_any(self, body: Json, session: Session) -> Ask:
+        """Convert a request's body, whose last message may be anyone's. Raises Refused."""
         given = rows(body.get("messages"), "messages")
         if not given:
             raise Refused("messages is empty")

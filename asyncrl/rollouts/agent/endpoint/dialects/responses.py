@@ -13,8 +13,8 @@ from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, short, 
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
 
-_IGNORED: Final = ("reasoning", "item_reference")
-"""Input items to ignore, because the session already has their content."""
+_IGNORED: Final = ("reasoning",)
+"""Input items to ignore, because the session continues from its own record of the sampled tokens."""
 
 
 class Responses:
@@ -112,6 +112,11 @@ def _add(messages: list[Json], item: Json, where: str) -> None:
     elif kind == "function_call_output":
         said = {"role": "tool", "content": content(item.get("output"), f"{where}.output")}
         messages.append(said | {"tool_call_id": text(item.get("call_id"), f"{where}.call_id")})
+    elif kind == "item_reference":
+        raise Refused(
+            f"{where}: items of type {short(kind)} are not served here; send the items themselves (many clients do "
+            "with store = false), or previous_response_id"
+        )
     elif kind not in _IGNORED:
         raise Refused(f"{where}: items of type {short(kind)} are not served here")
 
