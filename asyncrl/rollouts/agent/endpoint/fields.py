@@ -95,10 +95,15 @@ def wishes(body: Json, *, stop: Sequence[str]) -> Json:
     return made
 
 
-def _check_stop(value: Any, name: str, stop: Sequence[str]) -> None:
+def stop_strings(value: Any, name: str) -> list[str]:
+    """Return the stop strings of a field, which may be one text. Raises Refused."""
     asked = [value] if isinstance(value, str) else rows(value, name)
-    for place, one in enumerate(asked):
-        if text(one, f"{name}[{place}]") not in stop:
+    return [text(one, f"{name}[{place}]") for place, one in enumerate(asked)]
+
+
+def _check_stop(value: Any, name: str, stop: Sequence[str]) -> None:
+    for one in stop_strings(value, name):
+        if one not in stop:
             known = ", ".join(map(short, stop)) or "none"
             raise Refused(
                 f"{name}: {short(one)} ends no answer of this run; rollout.stop has {known}; add it in the run "

@@ -307,3 +307,56 @@ async def test_a_wish_for_one_call_at_a_time_is_named_in_anthropics_words_too() 
         client.http.post(client.server.url + "/v1/messages", json=body) as reply,
     ):
         assert (reply.status, reply.headers.get("x-not-obeyed")) == (200, "disable_parallel_tool_use, effort")
+
+
+# -- stop strings ------------------------------------------------------------------------------------------------------
+
+SEARCH = "<think>\nLook.\n</think>\n\nAction: look\nObservation: "
+STOP = "Observation:"
+
+
+@pytest.mark.parametrize(("stop", "ends"), [(STOP, " look\n"), ([STOP, "rvat"], " look\n"), (None, STOP)])
+async def test_a_stop_string_that_the_request_names_is_cut_off_and_the_sampled_tokens_are_continued(
+    stop: Any, ends: str
+) -> None:
+    async with Client(Scripted([SEARCH, SEARCH], ends=False), stop=(STOP, "rvat")) as client:
+        messages: list[Any] = [USER]
+        said = await client.say(messages, stop=stop)
+        assert said["content"].rstrip(" ").endswith(ends)
+        assert said["reasoning_content"] == "Look."
+        messages += [said, {"role": "user", "content": f"{STOP} 42"}]
+        (last,) = (await client.chat(messages, stop=stop))["choices"]
+        assert last["finish_reason"] == "stop"
+    assert client.check() == 1
+    assert f"{STOP} <|im_end|>\n<|im_start|>user\n{STOP} 42<|im_end|>" in TOKENIZER.decode(client.engine.given[1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_clients_read_which_stop_sequence_ended_the_answer(stream: bool) -> None:
+    body: Any = {"max_tokens": 1000, "messages": [USER], "stream": stream, "stop_sequences": [STOP]}
+    async with Client(Scripted([SEARCH, SEARCH, ANSWER], ends=False), stop=[STOP, "other"]) as client:
+        found = await client.post("/v1/messages", body)
+        stopped, blocks = (found[-2][1]["delta"], streamed_blocks(found)) if stream else (found, found["content"])
+        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", STOP)
+        assert blocks[-1]["text"] == "Action: look\n"
+        more = {"role": "user", "content": "more"}
+        body |= {"stream": False, "messages": [USER, {"role": "assistant", "content": blocks}, more]}
+        cut = await client.post("/v1/messages", body | {"max_tokens": len(client.engine.answers[0].tokens) - 1})
+        assert (cut["stop_reason"], cut["stop_sequence"]) == ("max_tokens", None)
+        ended = await client.post("/v1/messages", body)
+        assert (ended["stop_reason"], ended["stop_sequence"]) == ("end_turn", None)
+    assert [one.finish_reason for one in client.engine.answers] == ["stop", "length", "stop"]
+    assert client.check() == 2
+
+
+async def test_a_stop_string_in_the_reasoning_or_a_call_leaves_the_rest_as_it_is() -> None:
+    thought, called = "<think>\nLook. Observation:", CALL + "\n"
+    async with Client(Scripted([thought, called, thought], ends=False), stop=[STOP, "</tool_call>"]) as client:
+        said = await client.say([USER], stop=STOP, tools=TOOLS)
+        assert (said["content"], said["reasoning_content"].endswith("Look. ")) == ("", True)
+        (choice,) = (await client.chat([USER, USER], stop="</tool_call>", tools=TOOLS))["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"].strip() == "Let me see."
+        said = await client.say([USER], stop=STOP, include_stop_str_in_output=True)
+        assert said["reasoning_content"].endswith(STOP)
+    assert client.check() == 3

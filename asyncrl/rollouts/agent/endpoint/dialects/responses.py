@@ -8,7 +8,7 @@ from typing import Any, Final
 from asyncrl.rollouts.agent.endpoint.ask import Ask, call, content, message, tool
 from asyncrl.rollouts.agent.endpoint.dialects.chat import model, usage
 from asyncrl.rollouts.agent.endpoint.dialects.dialect import Event, is_cut, now, openai_error
-from asyncrl.rollouts.agent.endpoint.fields import offers_tools, wishes
+from asyncrl.rollouts.agent.endpoint.fields import offers_tools, stop_strings, wishes
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
@@ -39,6 +39,7 @@ class Responses:
             messages=messages,
             tools=_tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
             max_tokens=whole(body.get("max_output_tokens"), "max_output_tokens", low=1),
+            stop=stop_strings(body.get("stop"), "stop"),
             is_streamed=body.get("stream") is True,
             model=model(body),
             wishes=wishes(body, stop=session.stop),
