@@ -117,8 +117,15 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
         ),
         ("mistral", {"sliding_window": 4096}, ["sliding_window = 4096"]),
         ("glm4_moe", {"norm_topk_prob": False}, ["norm_topk_prob = False"]),
+        ("glm4_moe", {"num_experts_per_tok": 1}, ["num_experts_per_tok = 1 and norm_topk_prob = true"]),
+        (
+            "deepseek_v3",
+            {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+            ["num_experts_per_tok = 1 and norm_topk_prob = true"],
+        ),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, ["num_experts_per_tok = 1 and norm_topk_prob = true"]),
     ],
-    ids=["groups", "eps", "part", "window", "scores"],
+    ids=["groups", "eps", "part", "window", "scores", "glm-one", "deepseek-one", "qwen-one"],
 )
 def test_what_would_be_silently_wrong_is_refused(
     tmp_path: Path, architecture: str, changes: dict[str, Any], words: list[str]
