@@ -31,7 +31,7 @@ def shape(config: Any) -> ModelShape:
         has_norms_behind=True,
         has_zero_centered_norms=True,
         activation="gelu_tanh",
-        embedding_scale=float(torch.tensor(config.hidden_size**0.5, dtype=config.dtype or torch.float32)),
+        embedding_scale=math.sqrt(config.hidden_size),
         query_scale=math.sqrt(head_size(config) / config.query_pre_attn_scalar),
         local=LocalAttention(layers=layers, window=config.sliding_window, rope_frequencies=local) if layers else None,
     )
