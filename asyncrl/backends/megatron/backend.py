@@ -125,7 +125,9 @@ class MegatronBackend(BackendAdapter):
     def check(cls, run: RunConfig) -> None:
         cls.options(run)
         for key, folder in run.model_paths.items():
-            require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
+            shape = require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
+            if key == "model.path":
+                require_tensors_of_engines(folder, shape)
         frozen.check(run, are_fused=True)
         lora.check(run)
         if run.weights.quantization:

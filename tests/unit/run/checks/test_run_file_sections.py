@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from asyncrl import config
+from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.run.checks.run_file import check
 
@@ -162,6 +166,20 @@ def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
         check(config.load(run_file, chosen))
         with pytest.raises(ConfigError, match="no_such"):  # the setting is checked, not skipped
             check(config.load(run_file, [*chosen, unknown]))
+
+
+def test_a_folder_with_tensors_that_the_learner_does_not_export_is_refused(run_file: Path, tmp_path: Path) -> None:
+    """Before anything starts: engines wait for every tensor of the folder, except rotary frequencies."""
+    model = make_tiny_model(tmp_path, architecture="llama")
+    tensors = load_file(model / "model.safetensors")
+    run = config.load(run_file, [f"model.path={json.dumps(str(model))}"])
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    check(run)
+    tensors["model.layers.0.self_attn.gate.weight"] = torch.ones(8)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"engines load: .* model.layers.0.self_attn.gate.weight is missing$"):
+        check(run)
 
 
 def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path) -> None:
