@@ -94,6 +94,11 @@ def _missing_shard(folder: Path) -> None:
     )
 
 
+def _second_copy(folder: Path) -> None:
+    (folder / "one.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    _missing_shard(folder)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -129,6 +134,7 @@ def _missing_shard(folder: Path) -> None:
             "a Git LFS pointer or a torn download",
         ),
         (_missing_shard, "1 of 1 weight files are missing, first one.safetensors"),
+        (_second_copy, "has model.safetensors, and model.safetensors.index.json names other files; remove"),
         (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
     ],
 )
