@@ -110,9 +110,14 @@ def _parallel_fields(layout: Layout) -> dict[str, Any]:
 
 _NOT_OURS: Final = re.compile(
     "pipeline_|.*_parallel|moe_|num_moe|expert_|fp8|fp4|cuda_graph|enable_cuda_graph|cpu_offloading|mtp_|multi_latent|"
-    "inference_|flash_decode|tp_comm_|recompute_|.*_func$|timers|hierarchical_|heterogeneous"
+    "inference_|flash_decode|tp_comm_|recompute_|.*_func$|timers|hierarchical_|heterogeneous|"
+    # what a layer computes: our layers follow config.json and would ignore these
+    "activation_func|glu_|softmax_|window_|qk_|no_rope|mrope_|log_max_attention|attention_output_gate|"
+    "attention_softmax|apply_|fp32_residual|fp16|.*autocast|first_last_layers_bf16|num_layers_at_|quant_recipe|"
+    "experimental_|dsa_|linear_|mamba_|use_mamba|is_hybrid|.*kitchen|external_cuda_graph|config_logger_|test_mode"
 )
-"""Fields for features that our model does not have, or that asyncrl sets by options: ranks, learner.options."""
+"""Fields for features that our model does not have, that it ignores, or that asyncrl sets by options: ranks,
+learner.options."""
 
 
 def refuse_options(job: Job, shape: ModelShape) -> None:
