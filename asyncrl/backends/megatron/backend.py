@@ -58,7 +58,13 @@ class Options:
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between steps: 8 bytes a parameter, copied both ways every step."""
     timeout_seconds: float = 600.0
-    """Timeout for ranks waiting for one another, in seconds. If a rank takes longer, the learner fails."""
+    """Timeout for ranks waiting for one another, in seconds, from 1 to 1000000. If a rank takes longer, the learner
+    fails.
+    """
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.timeout_seconds <= 1_000_000:
+            raise ConfigError(f"timeout_seconds must be 1 to 1000000, got {self.timeout_seconds:g}")
 
 
 class MegatronBackend(BackendAdapter):
