@@ -36,6 +36,8 @@ REFUSED_ARCHITECTURES = {
 """Known architectures that are not supported, and why."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_OWN_TOKENIZER = "tiktoken.model"
+"""Kimi-K2's tokenizer. transformers reads it only with the model's own code."""
 _FURTHER_TABLES = ("generation_config.json", "tokenizer_config.json")
 """Optional files. They must parse, because transformers and engines silently use defaults for one that does not."""
 _WEIGHTS = "model.safetensors"
@@ -129,7 +131,10 @@ def find_tokenizer(path: Path) -> Path:
     for name in _TOKENIZER_FILES:
         if (path / name).is_file():
             return path / name
-    raise ConfigError(f"{path}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's own files there")
+    mend = "copy the model's own files there"
+    if (path / _OWN_TOKENIZER).is_file():
+        mend = f"{_OWN_TOKENIZER} is read only by the model's own code; convert it to a tokenizer.json"
+    raise ConfigError(f"{path}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); {mend}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
