@@ -58,9 +58,7 @@ class Options:
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between steps: 8 bytes a parameter, copied both ways every step."""
     timeout_seconds: float = 600.0
-    """Timeout for ranks waiting for one another, in seconds, from 1 to 1000000. If a rank takes longer, the learner
-    fails.
-    """
+    """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. If one takes longer, the learner fails."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.timeout_seconds <= 1_000_000:
@@ -329,6 +327,7 @@ class MegatronBackend(BackendAdapter):
             saved = models.saved_in(folder, name)
             if optimizer_state.format_of(saved) != optimizer_state.DISTRIBUTED_FORMAT:
                 optimizer_state.saved_ranks(saved, tensor_parallel=self._layout.tensor)
+            lora.require_base(saved, self._job.models[name])
         self._together([Command(name="restore", folder=str(folder))] * self._layout.ranks)
 
     def close(self) -> None:
