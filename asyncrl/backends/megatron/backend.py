@@ -123,7 +123,8 @@ class MegatronBackend(BackendAdapter):
                 is_offloading=False,
                 transformer=run.learner.megatron,
             )
-            refuse_options(job, huggingface.read_shape(Path(run.model.path)))
+            for key, folder in run.model_paths.items():
+                refuse_options(job, huggingface.read_shape(folder, where=key), where=key)
 
     @classmethod
     def check(cls, run: RunConfig) -> None:

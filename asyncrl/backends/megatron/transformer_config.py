@@ -120,9 +120,12 @@ _NOT_OURS: Final = re.compile(
 learner.options."""
 
 
-def refuse_options(job: Job, shape: ModelShape) -> None:
+def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") -> None:
     """Raise ConfigError unless ``job.transformer`` holds valid values for fields of TransformerConfig that users may
-    set."""
+    set.
+
+    where: the run file's key for the model
+    """
     known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     own = _own_fields(job, shape, job.torch_dtype)
     for name, value in job.transformer.items():
@@ -146,4 +149,6 @@ def refuse_options(job: Job, shape: ModelShape) -> None:
             transformer_config(job, shape, job.torch_dtype)
     except (TypeError, ValueError, AssertionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"learner.megatron: Megatron refuses {dict(job.transformer)}: {reason}") from error
+        raise ConfigError(
+            f"learner.megatron: Megatron refuses {dict(job.transformer)} for {where}: {reason}"
+        ) from error

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl import config
+from asyncrl.data.demo_task import DIGITS
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.run.checks.run_file import check
@@ -184,6 +185,17 @@ def test_a_folder_with_tensors_that_the_learner_does_not_export_is_refused(run_f
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"engines load: .* model.layers.0.self_attn.gate.weight is missing$"):
         check(run)
+
+
+def test_fields_of_megatron_must_fit_every_model(run_file: Path, tmp_path: Path) -> None:
+    """The policy has two layers, one for each stage; the reference model has only one layer."""
+    reference = make_tiny_model(tmp_path, characters=DIGITS, num_layers=1)
+    stages = ["learner.ranks=2", "learner.pipeline_parallel=2"]
+    fields = "learner.megatron={num_layers_in_last_pipeline_stage=1}"
+    check(config.load(run_file, [*stages, fields]))
+    others = ["reference.kl_coef=0.1", f"reference.path={json.dumps(str(reference))}"]
+    with pytest.raises(ConfigError, match=r"^learner.megatron: Megatron refuses .* for reference.path: "):
+        check(config.load(run_file, [*stages, fields, *others]))
 
 
 def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path) -> None:
