@@ -144,6 +144,21 @@ async def test_f1_counts_words_as_squad_does() -> None:
     await assert_rewards("f1", [("<a>no</a> <a>cat</a> dog", "cat", 1.0), ("cat", "cat", 0.0)], extract="<a>(.*?)</a>")
 
 
+async def test_f1_gives_nothing_for_no_answer_to_a_label_that_normalisation_would_remove() -> None:
+    cases: list[tuple[str, Any, float]] = [
+        ("", "A", 0.0),
+        ("the", "A", 0.0),
+        ("A.", "A", 1.0),
+        ("-", "+", 0.0),
+        (" +", "+", 1.0),
+        ("", "", 1.0),  # SQuAD 2.0's questions without an answer
+    ]
+    await assert_rewards("f1", cases)
+    extracted: list[tuple[str, Any, float]] = [("no tag", "A", 0.0), ("no tag", "", 0.0), ("<a></a>", "", 1.0)]
+    for metric in ("f1", "exact_match"):
+        await assert_rewards("f1", extracted, metric=metric, extract="<a>(.*?)</a>")
+
+
 async def test_rouge_is_the_f_measure_of_words_in_common() -> None:
     # Common words: police, the, gunman of 4 and 4; pairs: "the gunman" of 3 and 3; in order: the same 3 of 4 and 4.
     text, label = "police ended the gunman", "police kill the gunman"
