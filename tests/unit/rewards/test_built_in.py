@@ -170,6 +170,17 @@ async def test_rouge_is_the_f_measure_of_words_in_common() -> None:
     )
 
 
+async def test_rouge_reads_words_of_any_script() -> None:
+    cases: list[tuple[str, Any, float]] = [
+        ("Привет, мир", "привет мир", 1.0),
+        ("привет", "привет мир", 2 / 3),
+        ("berraschung", "Überraschung", 0.0),
+        ("北京是首都。", "北京是首都", 1.0),
+        ("snake_case", "snake case", 1.0),
+    ]
+    await assert_rewards("rouge", cases)
+
+
 def test_the_longest_common_subsequence_is_that_of_the_table() -> None:
     def by_table(first: str, second: str) -> int:
         row = [0] * (len(second) + 1)
