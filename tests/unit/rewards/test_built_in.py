@@ -12,7 +12,7 @@ import pytest
 from asyncrl import config
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages import replace
-from asyncrl.rewards import dapo, rouge
+from asyncrl.rewards import dapo, gpqa, rouge
 from asyncrl.rewards.load import load_reward
 from tests.harness.rewards import load, sample, values
 
@@ -118,6 +118,30 @@ async def test_gpqa_finds_the_letter_that_was_chosen() -> None:
     ]
     await assert_rewards("gpqa", cases)
     await assert_rewards("gpqa", [("Answer: F", "F", 1.0)], letters="ABCDEF")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The correct answer is option C.",
+        "The correct answer is choice (C).",
+        "**Final answer: Option C**",
+        "The answer is \\textbf{C}",
+        "The answer is $\\mathbf{C}$",
+        "The answer is \\(\\text{C}\\), not A.",
+        "The answer is `C`",
+        'The final answer is "C".',
+        "answer: c",
+        "The answer is (c).\nIt is not a.",
+    ],
+)
+def test_gpqa_reads_common_ways_to_state_a_choice(text: str) -> None:
+    assert gpqa.GpqaReward(gpqa.Options()).vote(text) == "C"
+
+
+def test_gpqa_takes_no_article_for_a_choice() -> None:
+    for text in ("The answer is a matter of taste", "The option is a good start", "Answer: all"):
+        assert gpqa.GpqaReward(gpqa.Options()).vote(text) == ""
 
 
 async def test_gpqa_takes_the_text_of_a_choice_as_label() -> None:
