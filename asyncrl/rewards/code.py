@@ -18,12 +18,12 @@ success: with results that claim to equal everything, or by searching for the ma
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import json
 import os
 import secrets
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -31,6 +31,7 @@ from typing import Any, Final, Literal
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking, last_block
+from asyncrl.rewards.guard import in_thread, warn_unjudged
 from asyncrl.rewards.sandbox.load import open_sandbox
 from asyncrl.rewards.sandbox.sandbox import Limits, Outcome
 
@@ -52,8 +53,8 @@ class Options:
     seconds: float = 6.0
     """Time limit of one test."""
     total_seconds: float = 25.0
-    """Time limit of all tests of an answer; tests that do not run in time fail. With a small at_once, the answers of a
-    group wait for each other, and all must fit into reward.timeout_seconds."""
+    """Time limit of all tests of an answer; tests that do not run in time fail. An answer also fails tests that need
+    more than its share of at_once * reward.timeout_seconds, the time of its group."""
     memory_mib: int = 512
     """Memory limit of one test."""
     disk_mib: int = 16
@@ -107,8 +108,29 @@ class Test:
     result: str | None = None
 
 
+@dataclass(slots=True)
+class _Attempt:
+    """A program and how far its tests have got.
+
+    left  seconds left of total_seconds
+    used  seconds that its tests have run, with tests that were cut short and run again
+    """
+
+    program: str
+    tests: tuple[Test, ...]
+    left: float
+    used: float = 0.0
+    next_test: int = 0
+    num_passed: int = 0
+    has_failed: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self.has_failed or self.left <= 0 or self.next_test == len(self.tests)
+
+
 class CodeReward:
-    """Runs the tests in the threads that call it."""
+    """Runs each test in a thread, at most ``at_once`` at the same time."""
 
     needs_label = True
     own_options = ("sandbox", "python", "readable", "network")
@@ -122,7 +144,8 @@ class CodeReward:
         prefixes += [] if options.python else [sys.base_prefix]
         readable = [*(path for path in prefixes if path != "/"), *options.readable]
         self._sandbox = open_sandbox(options.sandbox, readable=readable, network=options.network)
-        self._places = threading.Semaphore(options.at_once)
+        self._places = asyncio.Semaphore(options.at_once)
+        self._group_seconds = 30.0
 
     def check_machine(self) -> None:
         """Raise ConfigError if the sandbox is missing or cannot start, or if the interpreter does not run in it."""
@@ -136,26 +159,77 @@ class CodeReward:
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
         tests_of(label, metadata)
 
-    def __call__(self, sample: Sample) -> Reward:
-        tests = tests_of(sample.label, sample.metadata)
-        answer = after_thinking(sample.completion)
-        program = last_block(answer, *_LANGUAGES)
-        passed = self._num_passed(answer if program is None else program, tests)
-        share = passed / len(tests)
-        return Reward(
-            value=float(passed == len(tests)) if self._options.score == "all" else share, parts={"tests": share}
-        )
+    def limit_groups(self, seconds: float) -> None:
+        self._group_seconds = seconds
 
-    def _num_passed(self, program: str, tests: Sequence[Test]) -> int:
-        passed, left = 0, self._options.total_seconds
-        for test in tests:
-            with self._places:
-                is_passed, seconds = self._passes(program, test, self._options.limits(left))
-            passed += is_passed
-            left -= seconds
-            if left <= 0 or (not is_passed and self._options.score == "all"):
-                break
-        return passed
+    async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
+        """Judge a group. Equal programs with equal tests run once.
+
+        The tests of a group may run for at_once * reward.timeout_seconds, added up; waiting for other groups does not
+        count. Each answer may first use an equal share of half of that, so that endless programs take nothing from the
+        others. Those that need more share what is left.
+        """
+        attempts: dict[tuple[str, tuple[Test, ...]], _Attempt] = {}
+        keys = []
+        for sample in samples:
+            answer = after_thinking(sample.completion)
+            program = last_block(answer, *_LANGUAGES)
+            key = (answer if program is None else program, tuple(tests_of(sample.label, sample.metadata)))
+            attempts.setdefault(key, _Attempt(*key, left=self._options.total_seconds))
+            keys.append(key)
+        budget = self._options.at_once * self._group_seconds
+        for part in (0.5, 1.0):
+            unfinished = [one for one in attempts.values() if not one.is_finished]
+            used = sum(one.used for one in attempts.values())
+            if unfinished and (share := (part * budget - used) / len(unfinished)) > 0:
+                await self._continue(unfinished, share)
+        num_unfinished = sum(not one.is_finished for one in attempts.values())
+        warn_unjudged("code", num_unfinished, len(attempts), self._group_seconds)
+        return [self._reward(attempts[key]) for key in keys]
+
+    async def _continue(self, attempts: Sequence[_Attempt], seconds: float) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for attempt in attempts:
+                    group.create_task(self._advance(attempt, seconds))
+        except ExceptionGroup as error:
+            raise error.exceptions[0] from None
+
+    async def _advance(self, attempt: _Attempt, seconds: float) -> None:
+        """Run tests of an attempt until it is finished or has used ``seconds``."""
+        while not attempt.is_finished and seconds > 0:
+            own = self._options.limits(attempt.left).seconds
+            limits = self._options.limits(min(own, seconds))
+            is_passed, used = await self._in_turn(attempt, limits)
+            attempt.used += used
+            seconds -= used
+            if limits.seconds < own and used >= limits.seconds:
+                return  # the share ended this test, not its own limit: it runs again if time is left
+            attempt.next_test += 1
+            attempt.num_passed += is_passed
+            attempt.left -= used
+            attempt.has_failed |= not is_passed and self._options.score == "all"
+
+    async def _in_turn(self, attempt: _Attempt, limits: Limits) -> tuple[bool, float]:
+        """Run the next test in a thread as soon as fewer than at_once run."""
+        await self._places.acquire()
+        test = attempt.tests[attempt.next_test]
+        run = asyncio.ensure_future(in_thread(lambda _: self._passes(attempt.program, test, limits), None))
+        # A thread cannot be cancelled: if the group is, the place stays taken until the test ends.
+        run.add_done_callback(self._ended)
+        return await asyncio.shield(run)
+
+    def _ended(self, run: asyncio.Future[tuple[bool, float]]) -> None:
+        self._places.release()
+        if not run.cancelled():
+            run.exception()  # seen, even if nobody waits any more
+
+    def _reward(self, attempt: _Attempt) -> Reward:
+        share = attempt.num_passed / len(attempt.tests)
+        return Reward(
+            value=float(attempt.num_passed == len(attempt.tests)) if self._options.score == "all" else share,
+            parts={"tests": share},
+        )
 
     def _passes(self, program: str, test: Test, limits: Limits) -> tuple[bool, float]:
         if test.statements is None:

@@ -1,4 +1,4 @@
-"""The judge process for mathematics: a JSON line [[label, completion], ...] in, {"rewards": [...]} out.
+"""The judge process for mathematics: a JSON line [seconds, [label, completion]] in, {"reward": 1.0} out.
 
 math-verify limits its time with signals. Signals work only in a process's main thread, so judging has its own process.
 It ends when its standard input ends.
@@ -13,6 +13,7 @@ import sys
 from typing import Any, Final
 
 from asyncrl.rewards.answers import bare, last_boxed
+from asyncrl.rewards.time_limit import within
 
 _DELIMITED: Final = re.compile(r"(?<!\\)(?:\$|\\[(\[])|\\boxed")
 _WORDS: Final = re.compile(r"(?<!\S)(?!and\b)[A-Za-z]{3,}\b|\*\*|####")
@@ -24,10 +25,13 @@ def main() -> None:
     timeout_seconds = int(sys.argv[1])
     answers, sys.stdout = sys.stdout, sys.stderr  # keep output of libraries out of the answers
     logging.disable(logging.ERROR)  # math-verify logs a traceback for every timeout; the reward is just 0
+    judge("1", "2", timeout_seconds=60)  # imports and compiles what every answer needs
+    print("{}", file=answers, flush=True)
     for line in sys.stdin:
+        seconds, pair = json.loads(line)
         try:
-            pairs = json.loads(line)
-            answer: dict[str, Any] = {"rewards": [judge(*pair, timeout_seconds=timeout_seconds) for pair in pairs]}
+            reward = within(seconds, lambda pair=pair: judge(*pair, timeout_seconds=timeout_seconds))
+            answer: dict[str, Any] = {"reward": reward}
         except LabelError as error:
             answer = {"error": str(error)}
         print(json.dumps(answer), file=answers, flush=True)
