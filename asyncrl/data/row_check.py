@@ -94,6 +94,8 @@ class RowCheck:
             size = sum(map(_size, parts.values()))
         except ValueError as error:
             raise ConfigError(f"{where}: {error}; no message can carry it") from None
+        for key, value in parts.items():  # after _size, which bounds the depth
+            plain(value, where, key)
         if size > self._limits.row_bytes:
             names = " and ".join(repr(name) for name, value in parts.items() if value is not None)
             raise ConfigError(
