@@ -14,10 +14,10 @@ from asyncrl.config import RewardSection, RunConfig
 from asyncrl.config.secret_values import hidden
 from asyncrl.data.model_folder import check_model_at
 from asyncrl.data.prompts import PromptDataset, indexed
-from asyncrl.data.row_check import SAMPLING, RowLimits
+from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.load import label_check, needs_label, row_labels
+from asyncrl.rewards.load import label_check, needs_label, rewards_of_rows
 from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run.assembly.evaluation_sets import (
     look_at_rows,
@@ -109,11 +109,18 @@ def _limits(run: RunConfig) -> RowLimits:
         row_bytes=run.bus.max_message_bytes - run.largest_prompt_bytes,
         labelled_for=run.reward.kind if needs_label(run.reward) else "",
         check_label=label_check(run.reward),
-        rewards=row_labels(run.reward) if run.data.reward_key else {},
+        rewards=_rewards_of_rows(run) if run.data.reward_key else {},
         sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos")},
         vocabulary=model.vocab_size,
         keeps_messages=_keeps_messages(run),
     )
+
+
+def _rewards_of_rows(run: RunConfig) -> dict[str, RowReward]:
+    return {
+        name: RowReward(needs_label=needs_label(one), check_label=label_check(one))
+        for name, one in rewards_of_rows(run.reward).items()
+    }
 
 
 def _keeps_messages(run: RunConfig) -> bool:

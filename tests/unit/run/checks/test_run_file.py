@@ -311,6 +311,14 @@ def test_every_row_needs_the_label_that_its_reward_compares_with(make_run: RunMa
     summarize(make_run(f"data.path={data}", *matching))
 
 
+def test_a_row_that_names_its_reward_is_checked_for_that_reward(make_run: RunMaker, tmp_path: Path) -> None:
+    data = tmp_path / "named.jsonl"
+    lines = ({"prompt": "1", "rm": kind, "label": label} for kind, label in (("", "Z"), ("gpqa", "B"), ("gpqa", "Z")))
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match="named.jsonl:3: 'label': "):
+        summarize(make_run(f"data.path={data}", "data.reward_key=rm"))
+
+
 def test_prompts_that_are_all_too_long_are_found_by_check(make_run: RunMaker, tmp_path: Path) -> None:
     data = tmp_path / "long.jsonl"
     data.write_text('{"prompt": "1234567890"}\n')
