@@ -40,11 +40,19 @@ def index_rows(run: RunConfig) -> Positions:
     return indexed(run.data, seed=run.run.seed, limits=_limits(run))
 
 
-def require_batch(run: RunConfig, rows: Positions) -> None:
+def num_usable(run: RunConfig, num_rows: int, *, num_too_long: int) -> int:
+    """Return how many prompts of an epoch are not known to be too long."""
+    is_mixture = any(file.weight for file in run.data.files)  # a row comes several times in an epoch, or not at all
+    return num_rows if is_mixture else num_rows - num_too_long
+
+
+def require_batch(run: RunConfig, num_rows: int, *, num_too_long: int = 0) -> None:
     """Raise ConfigError if the data ends before the first step."""
-    if run.data.epochs and rows.num_rows * run.data.epochs < run.learner.groups_per_batch:
+    usable = num_usable(run, num_rows, num_too_long=num_too_long)
+    if run.data.epochs and usable * run.data.epochs < run.learner.groups_per_batch:
+        dropped = f" (of {num_rows}, without those that are too long)" if usable < num_rows else ""
         raise ConfigError(
-            f"data.epochs: {rows.num_rows} rows x {run.data.epochs} are no batch of learner.groups_per_batch = "
+            f"data.epochs: {usable} rows{dropped} x {run.data.epochs} are no batch of learner.groups_per_batch = "
             f"{run.learner.groups_per_batch}, so nothing would be trained; lower it, or raise data.epochs (0 repeats)"
         )
 
