@@ -92,6 +92,11 @@ class Options:
         """The renderer option, or NONE if the run sets its own parsers or chat template."""
         return NONE if self.tool_parser or self.reasoning_parser or self.chat_template else self.renderer
 
+    @property
+    def sets_no_reward(self) -> bool:
+        """Whether the run file leaves every sample's reward to the run's reward function."""
+        return self.harness == "command" and self.harness_options.get("reward") == "grader"
+
     def _limits(self) -> Limits:
         """Return the limits of a sample. Raises ConfigError."""
         return Limits(
