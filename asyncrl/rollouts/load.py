@@ -98,6 +98,11 @@ def load_options(section: config.RolloutSection) -> Any:
     return None if options_type is None else tables.build(options_type, section.options, "rollout.options")
 
 
+def sets_no_reward(section: config.RolloutSection) -> bool:
+    """Return whether the function's options say that it sets no reward. Raises ConfigError."""
+    return getattr(load_options(section), "sets_no_reward", False)
+
+
 def _refuse_options(section: config.RolloutSection) -> None:
     if section.options:
         raise ConfigError(

@@ -106,8 +106,8 @@ def _check_reward(given: Trajectory, *, needed: bool, largest: float) -> None:
         )
     if needed and not is_set:
         raise RolloutError(
-            "the rollout function set no reward; give one to trajectory(reward=...), 0 if the algorithm looks at none, "
-            "or choose another reward.kind"
+            "the rollout function set no reward; give one to trajectory(reward=...), or let the harness give one, 0 if "
+            "the algorithm looks at none, or choose another reward.kind"
         )
     rewards = {"the reward": given.reward} if needed else {}
     _refuse(reward_problems(rewards, given.reward_parts, largest=largest))

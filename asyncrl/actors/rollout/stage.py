@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Final
+from typing import Any, Final
 
 from asyncrl.actors.rollout.drain_patience import DrainPatience
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
@@ -249,6 +249,17 @@ class Stage:
             index=index,
             progress=progress,
             own_seconds=self._sample_seconds,
+            check_result=functools.partial(self._parts, prompt, index),
+        )
+
+    def _parts(self, prompt: PromptGroup, index: int, made: Any, *, num_resumed: int = 0) -> tuple[Trajectory, ...]:
+        return parts_of(
+            made,
+            prompt,
+            index=index,
+            num_resumed=num_resumed,
+            context_tokens=self._engine.context_tokens,
+            limits=self._limits,
         )
 
     @contextlib.asynccontextmanager
@@ -266,14 +277,7 @@ class Stage:
             async with session.waiting(on=self._waits_on):
                 with plugins.exits_contained():
                     made = await self._rollout(prompt, session, index=index)
-            return parts_of(
-                made,
-                prompt,
-                index=index,
-                num_resumed=session.num_resumed,
-                context_tokens=self._engine.context_tokens,
-                limits=self._limits,
-            )
+            return self._parts(prompt, index, made, num_resumed=session.num_resumed)
         except (EngineError, RolloutError):
             raise
         except asyncio.CancelledError as error:

@@ -92,6 +92,11 @@ class Options:
         """The renderer option, or NONE if the run sets its own parsers or chat template."""
         return NONE if self.tool_parser or self.reasoning_parser or self.chat_template else self.renderer
 
+    @property
+    def sets_no_reward(self) -> bool:
+        """Whether the run file leaves every sample's reward to the run's reward function."""
+        return self.harness == "command" and self.harness_options.get("reward") == "grader"
+
     def _limits(self) -> Limits:
         """Return the limits of a sample. Raises ConfigError."""
         return Limits(
@@ -150,7 +155,7 @@ class Agent:
         )
         async with self._server.session(session):
             endpoint = Endpoint(base_url=self._server.url, api_key=session.key, model=self._options.model)
-            check = functools.partial(check_outcome, session.turns)
+            check = functools.partial(check_outcome, session.turns, generate)
             outcome = outcome_of(await self._harness(task, endpoint, check=check))
         return trajectories(session.turns, outcome)
 
@@ -162,19 +167,23 @@ class Agent:
 def trajectories(turns: Turns, outcome: Outcome) -> list[Trajectory]:
     """Return one trajectory per training sequence of a sample; each has the rollout's reward.
 
-    Raises RolloutError as ``check_outcome`` does.
+    Raises RolloutError if nothing was sampled, or if there are more turn rewards than turns.
     """
-    check_outcome(turns, outcome)
-    of_turn = {turn.number: reward for turn, reward in zip(turns, outcome.turn_rewards, strict=False)}
-    return [_trajectory(sequence, outcome, of_turn) for sequence in turns.sequences()]
-
-
-def check_outcome(turns: Turns, outcome: Outcome) -> None:
-    """Raise RolloutError if nothing was sampled, or if there are more turn rewards than turns."""
-    if not turns.sequences():
+    sequences = turns.sequences()
+    if not sequences:
         raise RolloutError("the harness ended without an answer of the model: there is nothing to train")
     if len(outcome.turn_rewards) > len(turns):
         raise RolloutError(f"the harness gave {len(outcome.turn_rewards)} turn_rewards for {len(turns)} turns")
+    of_turn = {turn.number: reward for turn, reward in zip(turns, outcome.turn_rewards, strict=False)}
+    return [_trajectory(sequence, outcome, of_turn) for sequence in sequences]
+
+
+def check_outcome(turns: Turns, generate: Generate, outcome: Outcome) -> None:
+    """Raise RolloutError if the sample would fail with this outcome."""
+    try:
+        generate.check_result(trajectories(turns, outcome))
+    except (TypeError, ValueError) as error:
+        raise RolloutError(str(error)) from error
 
 
 def _trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[int, float]) -> Trajectory:

@@ -240,6 +240,12 @@ def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:
             f'"{run.rollout.function}" sets none, so {algorithm.name} would learn nothing; choose another '
             "reward.kind, or a rollout.function of your own"
         )
+    if run.reward.takes_given and not run.data.reward_key and rollout_functions.sets_no_reward(run.rollout):
+        raise ConfigError(
+            f'reward.{"parts" if run.reward.parts else "kind"}: "none" takes the harness\'s reward, and with '
+            'rollout.options.harness_options.reward = "grader" it gives none, so every sample would fail; choose '
+            'another reward.kind, or "stdout" or "file"'
+        )
 
 
 def _check_filters(run: RunConfig) -> None:

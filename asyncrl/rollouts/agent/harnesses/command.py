@@ -35,8 +35,9 @@ class Options:
     command: tuple[str, ...]
     """The program and its arguments; {model} and {base_url} are replaced."""
     reward: Literal["stdout", "file", "grader"] = "stdout"
-    """Where the reward comes from. stdout: the last line that is JSON. file: the file named by REWARD_FILE. Both hold a
-    number or a table: reward, reward_parts, turn_rewards, metrics. grader: the run's reward function."""
+    """Where the reward comes from. stdout: the last line that is JSON. file: the file named by REWARD_FILE, or its last
+    line. Both hold a number or a table: reward, reward_parts, turn_rewards, metrics. grader: the run's reward
+    function."""
     venv: str = ""
     """Virtual environment whose bin comes first on PATH."""
     directory: str = ""
@@ -123,8 +124,7 @@ class CommandHarness:
         if file is not None:
             if not file.exists():
                 raise ValueError(f"wrote no reward to the file that {REWARD_FILE} names")
-            with file.open("rb") as stream:
-                found = _last_json(stream.read(_KEPT_BYTES))
+            found = _json_of(file)
         else:
             found = _last_json(output)
         outcome = outcome_of(found)
@@ -136,16 +136,41 @@ class CommandHarness:
         return outcome
 
 
+def _json_of(file: Path) -> Any:
+    """Return the number or table that is the whole file, or the one of its last line. Raises ValueError and OSError."""
+    with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - _KEPT_BYTES))
+        text = stream.read()
+    whole = _parsed(text) if size <= _KEPT_BYTES else None
+    return _last_json(text) if whole is None else whole
+
+
 def _last_json(text: bytes) -> Any:
-    """Return the value of the last line that is a JSON number or table; None if no line is."""
+    """Return the value of the last line that is a JSON number or table; None if no line is.
+
+    Raises ValueError if that line is the last element of a value over several lines (json.dumps with indent).
+    """
+    after = b""
     for line in reversed(text.splitlines()):
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
+        if not line.strip():
             continue
-        if isinstance(found, dict | int | float):
+        found = _parsed(line)
+        if found is not None:
+            if after.startswith((b"]", b"}")):
+                raise ValueError("its last JSON is spread over several lines; print the reward on one line")
             return found
+        after = line.strip()
     return None
+
+
+def _parsed(text: bytes) -> Any:
+    """Return the number or table that ``text`` is in JSON, otherwise None."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict | int | float) and not isinstance(found, bool) else None
 
 
 async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import urllib.error
 import urllib.request
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.actors.rollout.rollout_parts import RolloutLimits, parts_of
 from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
 from asyncrl.rollouts.agent.entry import Entry
@@ -183,7 +185,12 @@ async def test_an_end_that_the_sample_cannot_have_is_refused_with_the_reason_and
     tmp_path: Path,
 ) -> None:
     async with Entry(host="127.0.0.1", port=0, key=KEY).serving() as entry, worker(entry.url, tmp_path) as made:
-        sample = asyncio.ensure_future(made(group(6), Scripted(["yes"]), index=0))
+        engine = Scripted(["yes"])
+        limits = RolloutLimits(largest=1e6, needs_reward=True)
+        engine.check_result = functools.partial(
+            parts_of, prompt=group(6), index=0, num_resumed=0, context_tokens=1_000, limits=limits
+        )
+        sample = asyncio.ensure_future(made(group(6), engine, index=0))
         session = (await asked(entry.url, {"wait_seconds": 30}))[1]
         path = f"/sessions/{session['session']}/end"
         status, reply = await asked(entry.url, {"reward": 1}, path=path)
@@ -191,6 +198,10 @@ async def test_an_end_that_the_sample_cannot_have_is_refused_with_the_reason_and
         await said(session)
         status, reply = await asked(entry.url, {"reward": 1, "turn_rewards": [1, 2]}, path=path)
         assert (status, "2 turn_rewards for 1 turns" in reply["error"]) == (409, True)
+        assert not sample.done()
+        for end, problem in (({"reward": 1e9}, "beyond reward.largest"), ({"reward": None}, "set no reward")):
+            status, reply = await asked(entry.url, end, path=path)
+            assert (status, problem in reply["error"]) == (409, True), reply
         assert not sample.done()
         both = await asyncio.gather(*(asked(entry.url, {"reward": 1}, path=path) for _ in range(2)))
         assert [status for status, _ in both] == [200, 200], "a producer that lost the answer asks again at once"

@@ -70,6 +70,26 @@ async def test_the_reward_is_in_a_file_where_output_is_no_place_for_it() -> None
     assert "wrote no reward" in await failure("print(1)", reward="file")
 
 
+async def test_a_reward_over_several_lines_is_read_from_a_file_and_refused_in_output() -> None:
+    for indent in (0, 2):
+        table = f"json.dumps({{'reward': 0.5, 'turn_rewards': [1, 2, 3]}}, indent={indent})"
+        write = f"import json, os; open(os.environ['REWARD_FILE'], 'w').write({table})"
+        assert await played(write, reward="file") == Outcome(reward=0.5, turn_rewards=(1.0, 2.0, 3.0))
+        reason = await failure(f"import json; print({table})")
+        assert "spread over several lines; print the reward on one line" in reason
+    assert (await played("print('[1,\\n2]'); print('   0.5')")).reward == 0.5
+
+
+async def test_the_reward_of_a_long_file_is_on_its_last_line() -> None:
+    write = "import os; open(os.environ['REWARD_FILE'], 'w').write('{\"reward\": 0}\\n' + 'x' * 300_000 + '\\n1')"
+    assert (await played(write, reward="file")).reward == 1.0
+
+
+async def test_a_line_that_is_true_or_false_is_no_reward() -> None:
+    assert (await played("print(0.25); print('true')")).reward == 0.25
+    assert "gave no reward" in await failure("print('true')")
+
+
 async def test_the_reward_is_left_to_the_run() -> None:
     assert (await played("print('{\"reward\": 9}')", reward="grader")).reward is None
 

@@ -162,6 +162,17 @@ def test_a_mistake_about_the_data_is_refused_in_one_line(run_file: Path, overrid
     assert "\n" not in str(caught.value)
 
 
+def test_a_harness_that_leaves_the_reward_to_the_run_needs_one_that_judges(run_file: Path) -> None:
+    options = 'rollout.options={harness="command", harness_options={command=["sh"], reward="grader"}}'
+    grader = ["rollout.function=agent", options]
+    for none, key in (["reward.kind=none"], "kind"), (["reward.kind=parts", "reward.parts.a.kind=none"], "parts"):
+        with pytest.raises(ConfigError, match=rf'^reward\.{key}: "none" takes the harness\'s reward, '):
+            check(config.load(run_file, [*grader, *none]))
+        check(config.load(run_file, [grader[0], options.replace("grader", "stdout"), *none]))
+    check(config.load(run_file, [*grader, "reward.kind=exact"]))
+    check(config.load(run_file, [*grader, "reward.kind=none", "data.reward_key=rm"]))  # rows may name their own
+
+
 def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
     for chosen, unknown in (
         (["learner.freeze=['embed']", "learner.megatron={deterministic_mode=true}"], "learner.freeze=['no_such']"),
