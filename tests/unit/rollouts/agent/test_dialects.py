@@ -148,6 +148,19 @@ async def test_a_response_goes_on_from_the_one_before() -> None:
     assert client.check() == 1
 
 
+async def test_instructions_are_those_of_the_request_and_developer_messages_stay() -> None:
+    async with Client(Scripted(["one", "two", "three"])) as client:
+        items = [{"role": "developer", "content": "Rules"}, USER]
+        first = await client.post("/v1/responses", {"instructions": "A", "input": items})
+        more = {"input": "more", "previous_response_id": first["id"]}
+        await client.post("/v1/responses", more | {"instructions": "A"})
+        await client.post("/v1/responses", more)
+    asked = [TOKENIZER.decode(tokens) for tokens in client.engine.given]
+    assert "system\nA<|im_end|>\n<|im_start|>system\nRules<" in asked[1]
+    assert asked[2] == asked[1].removeprefix("<|im_start|>system\nA<|im_end|>\n")
+    assert client.check() == 2
+
+
 async def test_logprobs_of_a_chat_are_the_engines() -> None:
     async with Client(Scripted(["the"])) as client:
         found = await client.chat([{"role": "user", "content": "hi"}], logprobs=True, return_token_ids=True)

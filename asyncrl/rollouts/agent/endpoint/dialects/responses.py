@@ -26,9 +26,9 @@ class Responses:
         if body.get("conversation"):
             raise Refused("conversation is not served here; send the whole input, or previous_response_id")
         messages = list(_before(body.get("previous_response_id"), session))
-        if body.get("instructions"):
-            messages = [one for one in messages if one["role"] != "system"]
-            messages.insert(0, {"role": "system", "content": text(body["instructions"], "instructions")})
+        instructions = text(body.get("instructions") or "", "instructions")
+        if instructions:
+            messages.insert(0, {"role": "system", "content": instructions})
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else rows(given, "input")
         for place, item in enumerate(items):
@@ -43,13 +43,18 @@ class Responses:
             is_streamed=body.get("stream") is True,
             model=model(body),
             wishes=wishes(body, stop=session.stop),
-            options={"tools": rows(body.get("tools"), "tools"), "previous": body.get("previous_response_id")},
+            options={
+                "tools": rows(body.get("tools"), "tools"),
+                "previous": body.get("previous_response_id"),
+                "has_instructions": bool(instructions),
+            },
         )
 
     def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json:
         (turn,) = replies
         identity = f"resp_{turn.tag}"
-        session.remembered[identity] = [*ask.messages, turn.said]
+        own = ask.messages[1:] if ask.options["has_instructions"] else ask.messages  # instructions are of one request
+        session.remembered[identity] = [*own, turn.said]
         counted = usage(replies)
         return {
             "id": identity,
