@@ -37,6 +37,8 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
     checkpoint = _checkpoint_in(source)
     if checkpoint is None and model is not None:
         raise ConfigError(f"--model: {source} is a Hugging Face folder, which has its own config.json; remove it")
+    if model is not None and not (model / "config.json").is_file():  # transformers would ask the hub for it
+        raise ConfigError(f"--model: {model}: no config.json there, so no Hugging Face model folder")
     try:
         with new_folder(destination) as folder:
             if checkpoint is None:

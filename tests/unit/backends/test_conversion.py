@@ -129,6 +129,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path, capsys: pytest.
         (["other", "x"], "holds a GPT2LMHeadModel; the megatron backend supports"),
         (["model", "x", "--model", str(folder)], "which has its own config.json"),
         (["megatron/release", "x"], "does not say which model it is of; --model FOLDER"),
+        (["megatron/release", "x", "--model", "nowhere"], "--model: nowhere: no config.json there"),
         (["megatron", "x", "--model", str(larger)], "is it a checkpoint of another model"),
     ):
         paths = [str(tmp_path / word) for word in words[:2]]
