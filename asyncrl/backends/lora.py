@@ -15,14 +15,15 @@ from typing import Final
 
 import torch
 
-from asyncrl.backends import huggingface
+from asyncrl.backends import huggingface, optimizer_state
 from asyncrl.backends.families.layer_weights import Cut
 from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.adapter import RunConfig
-from asyncrl.tensors import adapter_names
+from asyncrl.tensors import adapter_names, weight_files
 from asyncrl.tensors.adapter_names import module_of
 
 ALL: Final = "all-linear"
@@ -76,6 +77,25 @@ def initial(entry: Mapping, *, rank: int, inputs: int) -> list[torch.Tensor]:
         )
         for name in entry.huggingface
     ]
+
+
+def fingerprint(model: AuxiliaryModel) -> str:
+    """Return the fingerprint of the weights below a model's adapters; "" if it has none. Raises WeightsError."""
+    has_adapters = model.optimizer is not None and model.optimizer.lora is not None
+    return weight_files.fingerprint(model.path) if has_adapters else ""
+
+
+def require_base(saved: Path, model: AuxiliaryModel) -> None:
+    """Raise ConfigError if the adapters in the checkpoint ``saved`` were trained on other weights than ``model``'s.
+
+    Checkpoints of older versions do not say on which.
+    """
+    base = optimizer_state.base_of(saved)
+    if base and base != fingerprint(model):
+        raise ConfigError(
+            f"model.path: {model.path} has other weights than the model whose adapters are in {saved}; resume with "
+            "that model, or start another run.name"
+        )
 
 
 def matrix_of_rows(entry: Mapping, shape: ModelShape, *, rows: int) -> torch.Tensor:

@@ -114,6 +114,13 @@ def format_of(folder: Path) -> int:
     return 0
 
 
+def base_of(folder: Path) -> str:
+    """Return the fingerprint of the model whose adapters are in a backend checkpoint, or "" if it does not say."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        return str(json.loads((folder / INDEX).read_text()).get("base", ""))
+    return ""
+
+
 def saved_ranks(folder: Path, *, tensor_parallel: int) -> int:
     """Return how many ranks wrote the checkpoint.
 

@@ -217,6 +217,7 @@ def _follow(
                 left = None if left is None else left - 1
                 if left == 0:
                     return
+        return
 
     async def read() -> None:
         nonlocal left

@@ -25,7 +25,8 @@ class RewardSection:
     kind: str = "math"
     """Judges answers: a name, or "package.module:function" of your own."""
     timeout_seconds: float = 30.0
-    """Time limit for the reward of one group. A group that takes longer fails."""
+    """Time limit for the reward of one group. A group that takes longer fails. math, deepscaler, json_schema and code
+    count from when they begin to judge the group, and give 0 to the answers that need more than their share of it."""
     largest: float = 1e6
     """Maximum magnitude of a reward and of each of its parts. A group with a larger value fails: advantages, and the
     squares that metrics sum up, must stay far below the limit of float32."""

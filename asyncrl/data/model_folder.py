@@ -36,8 +36,11 @@ REFUSED_ARCHITECTURES = {
 """Known architectures that are not supported, and why."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_OWN_TOKENIZER = "tiktoken.model"
+"""Kimi-K2's tokenizer. transformers reads it only with the model's own code."""
 _FURTHER_TABLES = ("generation_config.json", "tokenizer_config.json")
 """Optional files. They must parse, because transformers and engines silently use defaults for one that does not."""
+_WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20
 """Largest header the safetensors format allows."""
@@ -128,7 +131,10 @@ def find_tokenizer(path: Path) -> Path:
     for name in _TOKENIZER_FILES:
         if (path / name).is_file():
             return path / name
-    raise ConfigError(f"{path}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's own files there")
+    mend = "copy the model's own files there"
+    if (path / _OWN_TOKENIZER).is_file():
+        mend = f"{_OWN_TOKENIZER} is read only by the model's own code; convert it to a tokenizer.json"
+    raise ConfigError(f"{path}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); {mend}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -172,12 +178,14 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise ConfigError(f"{path}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}")
+        if names != [_WEIGHTS] and (path / _WEIGHTS).is_file():  # readers differ in which they prefer
+            raise ConfigError(f"{path}: has {_WEIGHTS}, and {_INDEX} names other files; remove the outdated of the two")
         return tuple(path / name for name in names)
-    if (path / "model.safetensors").is_file():
-        return (path / "model.safetensors",)
+    if (path / _WEIGHTS).is_file():
+        return (path / _WEIGHTS,)
     other = [p.name for pattern in ("*.bin", "*.pt", "*.gguf", "*.safetensors") for p in sorted(path.glob(pattern))]
     there = f"; {other[0]} is not read: save the model again with save_pretrained" if other else ""
-    raise ConfigError(f"{path}: no weights (model.safetensors or {_INDEX}){there}")
+    raise ConfigError(f"{path}: no weights ({_WEIGHTS} or {_INDEX}){there}")
 
 
 def _safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:

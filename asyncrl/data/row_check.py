@@ -13,6 +13,17 @@ from asyncrl.config import tables
 from asyncrl.data import chat
 from asyncrl.errors import ConfigError
 
+LabelCheck = Callable[[Any, Mapping[str, Any]], None]
+"""Raises ValueError for a row's label and metadata that a reward cannot use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowReward:
+    """Requirements of a reward on the rows that it grades. ``needs_label``: it compares with a label"""
+
+    needs_label: bool = False
+    check_label: LabelCheck = lambda label, metadata: None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLimits:
@@ -22,8 +33,8 @@ class RowLimits:
                    like those over data.max_prompt_tokens
     row_bytes      limit of label, metadata, response and messages together, so that they fit into a message of the bus
     labelled_for   the reward.kind if it compares with a label; otherwise ""
-    check_label    raises ValueError for a row's label and metadata that reward.kind cannot use
-    rewards        names that data.reward_key may hold -> whether that reward compares with a label
+    check_label    of reward.kind
+    rewards        names that data.reward_key may hold -> requirements of that reward
     sampling       the run's SAMPLING and ignore_eos of [rollout], which a row may override
     vocabulary     size of the model's vocabulary; stop_token_ids must be below it
     keeps_messages whether a prompt group carries the chat messages that its prompt was rendered from
@@ -33,8 +44,8 @@ class RowLimits:
     prompt_tokens: int = 2**31
     row_bytes: int = 2**31
     labelled_for: str = ""
-    check_label: Callable[[Any, Mapping[str, Any]], None] = lambda label, metadata: None
-    rewards: Mapping[str, bool] = field(default_factory=dict)
+    check_label: LabelCheck = lambda label, metadata: None
+    rewards: Mapping[str, RowReward] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"max_new_tokens": 2**31})
     vocabulary: int = 2**31
     keeps_messages: bool = False
@@ -81,9 +92,12 @@ class RowCheck:
         metadata = row.get(data.metadata_key)
         if metadata is not None and not isinstance(metadata, dict):
             raise ConfigError(f"{where}: {data.metadata_key!r} must be an object, got {short(metadata)}")
-        self._check_label(row.get(data.label_key), where, reward=self._check_reward(row, where))
-        if not (data.reward_key and row.get(data.reward_key)):
-            self._check_use(row.get(data.label_key), metadata or {}, where)
+        name, reward = self._reward_of(row, where)
+        self._check_label(row.get(data.label_key), where, reward=name if reward.needs_label else "")
+        try:
+            reward.check_label(row.get(data.label_key), metadata or {})
+        except ValueError as error:
+            raise ConfigError(f"{where}: {data.label_key!r}: {error}") from None
         sampling_of(row, data, where, limits=self._limits)
         chat.tools_of(row, data, where)
         parts = {data.label_key: row.get(data.label_key), data.metadata_key: metadata}
@@ -94,6 +108,8 @@ class RowCheck:
             size = sum(map(_size, parts.values()))
         except ValueError as error:
             raise ConfigError(f"{where}: {error}; no message can carry it") from None
+        for key, value in parts.items():  # after _size, which bounds the depth
+            plain(value, where, key)
         if size > self._limits.row_bytes:
             names = " and ".join(repr(name) for name, value in parts.items() if value is not None)
             raise ConfigError(
@@ -108,18 +124,19 @@ class RowCheck:
             key = getattr(self._data, name)
             raise ConfigError(f"{self._limits.keys}{name} = {key!r}: no row has this column; the first has {there}")
 
-    def _check_reward(self, row: dict[str, Any], where: str) -> str:
-        """Return the name of the row's reward if it compares with a label; otherwise ""."""
+    def _reward_of(self, row: dict[str, Any], where: str) -> tuple[str, RowReward]:
+        """Return the name of the row's reward and what it requires of the row."""
         key = self._data.reward_key
         name = row.get(key) if key else None
         if name in (None, ""):
-            return self._limits.labelled_for
+            kind = self._limits.labelled_for
+            return kind, RowReward(needs_label=bool(kind), check_label=self._limits.check_label)
         if not isinstance(name, str) or name not in self._limits.rewards:
             known = ", ".join(self._limits.rewards)
             raise ConfigError(
                 f"{where}: {key!r} names the reward {short(name)}, which is none of {known}; add it to reward.rows"
             )
-        return name if self._limits.rewards[name] else ""
+        return name, self._limits.rewards[name]
 
     def _check_label(self, label: Any, where: str, *, reward: str) -> None:
         key = self._data.label_key
@@ -132,12 +149,6 @@ class RowCheck:
                 f"{where}: no label ({self._limits.keys}label_key = {key!r}), and reward.kind = {reward!r} compares "
                 "with one"
             )
-
-    def _check_use(self, label: Any, metadata: Mapping[str, Any], where: str) -> None:
-        try:
-            self._limits.check_label(label, metadata)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {self._data.label_key!r}: {error}") from None
 
     def _check_response(self, row: dict[str, Any], where: str) -> None:
         key = self._data.response_key

@@ -7,7 +7,7 @@ from typing import Final
 
 _BOXED: Final = "\\boxed{"
 _SETTING: Final = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
-_FENCE: Final = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+_FENCE: Final = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 END_OF_THINKING: Final = "</think>"
 
 
@@ -23,9 +23,22 @@ def after_thinking(text: str) -> str:
 
 
 def last_block(text: str, *languages: str) -> str | None:
-    """Return the last fenced block (```) that has one of these languages or no language; None if there is none."""
-    found = [match[2] for match in _FENCE.finditer(text) if match[1].lower() in ("", *languages)]
-    return found[-1] if found else None
+    """Return the last fenced block (```) that has one of these languages, else the last one that has no language.
+
+    None if there is neither. A block without a language is often output or a command after the answer. The indent of
+    the fence, as in a list, is removed from the block.
+    """
+    tagged, plain = None, None
+    for indent, language, block in _FENCE.findall(text):
+        if language.lower() in languages:
+            tagged = _dedented(block, len(indent))
+        elif not language:
+            plain = _dedented(block, len(indent))
+    return plain if tagged is None else tagged
+
+
+def _dedented(block: str, width: int) -> str:
+    return re.sub(rf"^[ \t]{{1,{width}}}", "", block, flags=re.MULTILINE) if width else block
 
 
 def bare(text: str) -> str:

@@ -1,7 +1,7 @@
 """reward.kind = "code": the program in a completion passes tests, each run in a sandbox (sandbox/).
 
-The program is the last fenced block (```python) after </think>, or the whole text if there is no block. The label holds
-the tests:
+The program is the last fenced block after </think> that is tagged as Python (```python), else the last without a tag,
+else the whole text. The label holds the tests:
 
 {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}     standard input and output, compared word by word
 [{"input": "1 2\\n", "output": "3\\n"}]         the same
@@ -10,20 +10,20 @@ the tests:
 "assert add(1, 2) == 3"                        one test; if it defines check(candidate), check is called with
                                                metadata["entry_point"]
 
-A table or list may also be JSON text. Output is compared in the worker, out of the program's reach. Statements run in
-the program's own process. A program that exits early fails, but a program that searches for the mark a test prints at
-its end could fake success.
+A table or list may also be JSON text. Output, and the results of calls as JSON, are compared in the worker, out of the
+program's reach. Statements run in the program's own process. A program that exits early fails, but a program could fake
+success: with results that claim to equal everything, or by searching for the mark that a test prints at its end.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import json
 import os
 import secrets
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -31,6 +31,7 @@ from typing import Any, Final, Literal
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking, last_block
+from asyncrl.rewards.guard import in_thread, warn_unjudged
 from asyncrl.rewards.sandbox.load import open_sandbox
 from asyncrl.rewards.sandbox.sandbox import Limits, Outcome
 
@@ -38,8 +39,7 @@ _PROGRAM: Final = "program.py"
 _LANGUAGES: Final = ("python", "python3", "py")
 _CALL: Final = """
 _target = {name} if "{name}" in globals() else getattr(Solution(), "{name}")
-_found = _target(*_json.loads({arguments!r}))
-assert _json.loads(_json.dumps(_found)) == _json.loads({expected!r}), "another result"
+_result = _json.dumps(_target(*_json.loads({arguments!r})))
 """
 
 
@@ -53,14 +53,14 @@ class Options:
     seconds: float = 6.0
     """Time limit of one test."""
     total_seconds: float = 25.0
-    """Time limit of all tests of an answer; tests that do not run in time fail. With a small at_once, the answers of a
-    group wait for each other, and all must fit into reward.timeout_seconds."""
+    """Time limit of all tests of an answer; tests that do not run in time fail. An answer also fails tests that need
+    more than its share of at_once * reward.timeout_seconds, the time of its group."""
     memory_mib: int = 512
     """Memory limit of one test."""
     disk_mib: int = 16
     """Limit for the files of one test."""
     output_kib: int = 1024
-    """Limit for the output of one test."""
+    """Limit for the output of one test, the result of a call included."""
     processes: int = 16
     """Limit for the number of processes of one test."""
     at_once: int = 2
@@ -98,15 +98,39 @@ class Test:
     stdin       standard input of the program
     expected    expected standard output, compared word by word
     statements  statements to run after the program in the same process; None: run only the program, with ``stdin``
+    result      JSON text, expected value of the variable ``_result`` after the statements, which holds JSON text; None:
+                the statements must only end without an error
     """
 
     stdin: str = ""
     expected: str = ""
     statements: str | None = None
+    result: str | None = None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A program and how far its tests have got.
+
+    left  seconds left of total_seconds
+    used  seconds that its tests have run, with tests that were cut short and run again
+    """
+
+    program: str
+    tests: tuple[Test, ...]
+    left: float
+    used: float = 0.0
+    next_test: int = 0
+    num_passed: int = 0
+    has_failed: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self.has_failed or self.left <= 0 or self.next_test == len(self.tests)
 
 
 class CodeReward:
-    """Runs the tests in the threads that call it."""
+    """Runs each test in a thread, at most ``at_once`` at the same time."""
 
     needs_label = True
     own_options = ("sandbox", "python", "readable", "network")
@@ -120,7 +144,8 @@ class CodeReward:
         prefixes += [] if options.python else [sys.base_prefix]
         readable = [*(path for path in prefixes if path != "/"), *options.readable]
         self._sandbox = open_sandbox(options.sandbox, readable=readable, network=options.network)
-        self._places = threading.Semaphore(options.at_once)
+        self._places = asyncio.Semaphore(options.at_once)
+        self._group_seconds = 30.0
 
     def check_machine(self) -> None:
         """Raise ConfigError if the sandbox is missing or cannot start, or if the interpreter does not run in it."""
@@ -134,26 +159,77 @@ class CodeReward:
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
         tests_of(label, metadata)
 
-    def __call__(self, sample: Sample) -> Reward:
-        tests = tests_of(sample.label, sample.metadata)
-        answer = after_thinking(sample.completion)
-        program = last_block(answer, *_LANGUAGES)
-        passed = self._num_passed(answer if program is None else program, tests)
-        share = passed / len(tests)
-        return Reward(
-            value=float(passed == len(tests)) if self._options.score == "all" else share, parts={"tests": share}
-        )
+    def limit_groups(self, seconds: float) -> None:
+        self._group_seconds = seconds
 
-    def _num_passed(self, program: str, tests: Sequence[Test]) -> int:
-        passed, left = 0, self._options.total_seconds
-        for test in tests:
-            with self._places:
-                is_passed, seconds = self._passes(program, test, self._options.limits(left))
-            passed += is_passed
-            left -= seconds
-            if left <= 0 or (not is_passed and self._options.score == "all"):
-                break
-        return passed
+    async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
+        """Judge a group. Equal programs with equal tests run once.
+
+        The tests of a group may run for at_once * reward.timeout_seconds, added up; waiting for other groups does not
+        count. Each answer may first use an equal share of half of that, so that endless programs take nothing from the
+        others. Those that need more share what is left.
+        """
+        attempts: dict[tuple[str, tuple[Test, ...]], _Attempt] = {}
+        keys = []
+        for sample in samples:
+            answer = after_thinking(sample.completion)
+            program = last_block(answer, *_LANGUAGES)
+            key = (answer if program is None else program, tuple(tests_of(sample.label, sample.metadata)))
+            attempts.setdefault(key, _Attempt(*key, left=self._options.total_seconds))
+            keys.append(key)
+        budget = self._options.at_once * self._group_seconds
+        for part in (0.5, 1.0):
+            unfinished = [one for one in attempts.values() if not one.is_finished]
+            used = sum(one.used for one in attempts.values())
+            if unfinished and (share := (part * budget - used) / len(unfinished)) > 0:
+                await self._continue(unfinished, share)
+        num_unfinished = sum(not one.is_finished for one in attempts.values())
+        warn_unjudged("code", num_unfinished, len(attempts), self._group_seconds)
+        return [self._reward(attempts[key]) for key in keys]
+
+    async def _continue(self, attempts: Sequence[_Attempt], seconds: float) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for attempt in attempts:
+                    group.create_task(self._advance(attempt, seconds))
+        except ExceptionGroup as error:
+            raise error.exceptions[0] from None
+
+    async def _advance(self, attempt: _Attempt, seconds: float) -> None:
+        """Run tests of an attempt until it is finished or has used ``seconds``."""
+        while not attempt.is_finished and seconds > 0:
+            own = self._options.limits(attempt.left).seconds
+            limits = self._options.limits(min(own, seconds))
+            is_passed, used = await self._in_turn(attempt, limits)
+            attempt.used += used
+            seconds -= used
+            if limits.seconds < own and used >= limits.seconds:
+                return  # the share ended this test, not its own limit: it runs again if time is left
+            attempt.next_test += 1
+            attempt.num_passed += is_passed
+            attempt.left -= used
+            attempt.has_failed |= not is_passed and self._options.score == "all"
+
+    async def _in_turn(self, attempt: _Attempt, limits: Limits) -> tuple[bool, float]:
+        """Run the next test in a thread as soon as fewer than at_once run."""
+        await self._places.acquire()
+        test = attempt.tests[attempt.next_test]
+        run = asyncio.ensure_future(in_thread(lambda _: self._passes(attempt.program, test, limits), None))
+        # A thread cannot be cancelled: if the group is, the place stays taken until the test ends.
+        run.add_done_callback(self._ended)
+        return await asyncio.shield(run)
+
+    def _ended(self, run: asyncio.Future[tuple[bool, float]]) -> None:
+        self._places.release()
+        if not run.cancelled():
+            run.exception()  # seen, even if nobody waits any more
+
+    def _reward(self, attempt: _Attempt) -> Reward:
+        share = attempt.num_passed / len(attempt.tests)
+        return Reward(
+            value=float(attempt.num_passed == len(attempt.tests)) if self._options.score == "all" else share,
+            parts={"tests": share},
+        )
 
     def _passes(self, program: str, test: Test, limits: Limits) -> tuple[bool, float]:
         if test.statements is None:
@@ -162,9 +238,12 @@ class CodeReward:
         else:
             # The seal is in no file, and Python reads standard input to its end before it runs anything.
             seal = secrets.token_hex(16)
-            source = f"{program}\n\nimport json as _json\n{test.statements}\nprint('\\n{seal}', flush=True)\n"
+            shown = "''" if test.result is None else "_result"
+            end = f"print('\\n{seal}', {shown}, flush=True)"
+            source = f"{program}\n\nimport json as _json\n{test.statements}\n{end}\n"
             outcome = self._run(["-"], limits, stdin=source, files={})
-            is_passed = _text(outcome).rstrip().endswith(f"\n{seal}")
+            _, sealed, result = _text(outcome).rpartition(f"\n{seal}")
+            is_passed = bool(sealed) and _is_result(result, test.result)
         return is_passed and outcome.code == 0 and not outcome.stopped, outcome.seconds
 
     def _run(self, arguments: Sequence[str], limits: Limits, *, stdin: str, files: Mapping[str, bytes]) -> Outcome:
@@ -207,7 +286,7 @@ def _call(name: str, given: Any, expected: Any) -> Test:
         raise ValueError(f"fn_name must be a function's name, is {name[:60]!r}")
     if not isinstance(given, list | tuple):
         raise ValueError(f"inputs of {name} must be lists of arguments, one is {str(given)[:60]!r}")
-    return Test(statements=_CALL.format(name=name, arguments=json.dumps(given), expected=json.dumps(expected)))
+    return Test(statements=_CALL.format(name=name, arguments=json.dumps(given)), result=json.dumps(expected))
 
 
 def _tested(statements: str) -> str:
@@ -230,6 +309,16 @@ def _called(statements: str, entry_point: Any) -> str:
 def _lines(value: Any) -> str:
     """Return input or output as one text; data sets hold texts or lists of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _is_result(text: str, expected: str | None) -> bool:
+    """Whether ``text`` is JSON of the expected value (JSON text), or blank for None."""
+    if expected is None:
+        return not text.strip()
+    try:
+        return bool(json.loads(text) == json.loads(expected))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _bytes(text: str) -> bytes:

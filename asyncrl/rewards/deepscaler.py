@@ -33,7 +33,7 @@ class DeepScalerReward:
         )
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """Judge all labels of all samples in one request. The reward of a sample is the best over its labels."""
+        """Judge all labels of all samples in one turn. The reward of a sample is the best over its labels."""
         pairs: list[list[str]] = []
         owners: list[int] = []
         for number, sample in enumerate(samples):
@@ -55,6 +55,9 @@ class DeepScalerReward:
         if self._needs_thinking and END_OF_THINKING not in completion:
             return ""
         return (last_boxed(after_thinking(completion)) or "").strip()
+
+    def limit_groups(self, seconds: float) -> None:
+        self._judges.seconds = seconds
 
     async def close(self) -> None:
         await self._judges.close()

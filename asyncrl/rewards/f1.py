@@ -1,8 +1,8 @@
 """reward.kind = "f1": words in common with the label, as in SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250).
 
-Text is lower-cased; punctuation and the articles a, an, the are removed. F1 is the harmonic mean of precision (share of
-the answer's words that are in the label) and recall (share of the label's words that are in the answer). Repeated words
-count as often as they occur.
+Text is lower-cased; punctuation and the articles a, an, the are removed, but never the whole text: the label "A" is not
+equal to an empty answer. F1 is the harmonic mean of precision (share of the answer's words that are in the label) and
+recall (share of the label's words that are in the answer). Repeated words count as often as they occur.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Options:
     metric: Literal["f1", "exact_match"] = "f1"
     """Which one is the reward; both are metrics."""
     extract: str = ""
-    """Regular expression; its last match in the completion is the answer (the first group, if it has one). Empty: the
-    text after </think>, or all of it."""
+    """Regular expression; its last match in the completion is the answer (the first group, if it has one). A completion
+    without a match gets 0. Empty: the text after </think>, or all of it."""
 
     def __post_init__(self) -> None:
         compiled(self.extract, "extract")
@@ -46,6 +46,8 @@ class F1Reward:
 
     def __call__(self, sample: Sample) -> Reward:
         answer, labels = self._answer(sample.completion), label_texts(sample)
+        if answer is None:
+            return Reward(value=0.0, parts={"f1": 0.0, "exact_match": 0.0})
         parts = {
             "f1": max(f1(answer, label) for label in labels),
             "exact_match": max(float(normal(answer) == normal(label)) for label in labels),
@@ -53,14 +55,15 @@ class F1Reward:
         return Reward(value=parts[self._metric], parts=parts)
 
     def vote(self, completion: str) -> str:
-        """Return the normalised answer."""
-        return normal(self._answer(completion))
+        """Return the normalised answer; "" if there is none."""
+        return normal(self._answer(completion) or "")
 
-    def _answer(self, completion: str) -> str:
+    def _answer(self, completion: str) -> str | None:
+        """Return the answer; None if ``extract`` does not match."""
         if self._extract is None:
             return after_thinking(completion)
         matches = list(self._extract.finditer(completion))
-        return (matches[-1].group(1 if self._extract.groups else 0) or "") if matches else ""
+        return (matches[-1].group(1 if self._extract.groups else 0) or "") if matches else None
 
 
 def label_texts(sample: Sample) -> list[str]:
@@ -72,7 +75,11 @@ def label_texts(sample: Sample) -> list[str]:
 
 
 def normal(text: str) -> str:
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Return a text as it is compared. A step of normalisation that would leave nothing ("A", "+") is not applied."""
+    lowered = text.lower()
+    plain = lowered.translate(_PUNCTUATION)
+    forms = (_ARTICLES.sub(" ", plain), plain, lowered)
+    return next((" ".join(form.split()) for form in forms if form.strip()), "")
 
 
 def f1(answer: str, label: str) -> float:

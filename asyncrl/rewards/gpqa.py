@@ -1,8 +1,9 @@
 """reward.kind = "gpqa": the completion chooses the label's letter (multiple choice, GPQA, MMLU).
 
 The letter is taken from where models usually put it after </think>: from the last \\boxed{}, else from after the last
-"answer is" or "Answer:", else from the last line, alone or at its start ("B) ..."). Letters elsewhere do not count ("A
-good start"). The order of the choices comes from the data, so shuffle them there.
+"answer is" or "Answer:" (with "option" or marks before the letter or not), else from the last line, alone or at its
+start ("B) ..."). Letters elsewhere do not count ("A good start"). The order of the choices comes from the data, so
+shuffle them there.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from asyncrl.errors import ConfigError
 from asyncrl.protocols import Sample
 from asyncrl.rewards.answers import after_thinking, bare, last_boxed
 
+_MARKS: Final = r"(?:[\s*_:=$\"'`“‘]|\\?[(\[])*"
 _STATED: Final = (
-    r"(?i:answer|choice|option)[\s*_]*(?:(?i:is)\b|[:=])[\s*_:=$(\[]*(?:\\text\{{)?\(?([{letters}])(?![A-Za-z])"
+    r"(?i:answer|choice|option)[\s*_]*(?:(?i:is)\b|[:=])"
+    + _MARKS
+    + rf"(?:(?i:choice|option){_MARKS})?(?:\\(?:text|textbf|mathrm|mathbf)\{{{{{_MARKS})?"
+    # A lower-case letter only counts at the end of a line: "a" is also an article.
+    r"(?:([{letters}])(?![A-Za-z])|([{small}])(?=[^\w\n]*$))"
 )
 _ALONE: Final = r"[\s*$(\[]*([{letters}])[\s*$)\].:]*"
 _LEADING: Final = r"\s*\(?([{letters}])[).:]\s.*"
@@ -38,7 +44,7 @@ class GpqaReward:
 
     def __init__(self, options: Options) -> None:
         self._letters = letters = options.letters.upper()
-        self._stated = re.compile(_STATED.format(letters=letters))
+        self._stated = re.compile(_STATED.format(letters=letters, small=letters.lower()), re.MULTILINE)
         self._alone = re.compile(_ALONE.format(letters=letters + letters.lower()))
         self._leading = re.compile(_LEADING.format(letters=letters), re.DOTALL)
 
@@ -54,7 +60,7 @@ class GpqaReward:
         if (boxed := last_boxed(text)) is not None:
             return self._of(bare(boxed))
         if stated := self._stated.findall(text):
-            return str(stated[-1])
+            return "".join(stated[-1]).upper()
         lines = text.strip().splitlines()
         return self._of(lines[-1]) if lines else ""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from asyncrl.protocols.functions import MOST_PARTS, part_problem
 
 MAX_THREADS: Final = 16
 """Number of plain functions that run at once; others wait."""
+
+log = logging.getLogger("asyncrl.rewards")
 
 
 class GuardedReward:
@@ -33,12 +36,20 @@ class GuardedReward:
         timeout_seconds: float,
         largest: float = math.inf,
     ) -> None:
-        """largest   limit for the magnitude of a reward and its parts; the learner enforces the same limit"""
+        """
+        timeout_seconds  time limit of one group. A function with a method ``limit_groups(seconds)`` is given the limit
+                         and keeps it itself, because its groups wait for each other's processes
+        largest          limit for the magnitude of a reward and its parts; the learner enforces the same limit
+        """
         self._largest = largest
         self._function = function
         self._name = name
         self._takes_group = takes_group
         self._timeout_seconds = timeout_seconds
+        limit_groups = getattr(function, "limit_groups", None)
+        if limit_groups is not None:
+            limit_groups(timeout_seconds)
+        self._limits_groups = limit_groups is not None
         call = getattr(function, "__call__", function)  # noqa: B004 - an object's own coroutine method
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
         self._threads = asyncio.Semaphore(MAX_THREADS)
@@ -81,7 +92,7 @@ class GuardedReward:
 
         try:
             async with asyncio.timeout(self._timeout_seconds), self._threads:
-                await _in_thread(look, completions)
+                await in_thread(look, completions)
         except TimeoutError:
             problems.append(f"vote() took longer than reward.timeout_seconds = {self._timeout_seconds:g}")
         votes = found[: len(completions)]  # the thread may still be running and appending
@@ -101,7 +112,7 @@ class GuardedReward:
     async def judge(self, samples: Sequence[Sample]) -> list[Reward]:
         """Return one reward per sample, in order, as the function returns it. Raises RewardError."""
         try:
-            async with asyncio.timeout(self._timeout_seconds) as timeout:
+            async with asyncio.timeout(None if self._limits_groups else self._timeout_seconds) as timeout:
                 values = await (self._group(samples) if self._takes_group else self._each(samples))
         except TimeoutError as error:
             if timeout.expired():
@@ -146,7 +157,7 @@ class GuardedReward:
             with plugins.exits_contained():
                 return await self._function(argument)
         async with self._threads:
-            result = await _in_thread(self._function, argument)
+            result = await in_thread(self._function, argument)
         if not inspect.isawaitable(result):
             return result
         with plugins.exits_contained():
@@ -202,7 +213,15 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-async def _in_thread(function: Callable[..., Any], argument: Any) -> Any:
+def warn_unjudged(name: str, unjudged: int, answers: int, seconds: float) -> None:
+    """Log that answers of a group have no judgement and count as wrong. ``seconds`` is reward.timeout_seconds."""
+    if unjudged:
+        limit = f"were not judged within reward.timeout_seconds = {seconds:g} and count as wrong"
+        extra = {"reason": limit}  # asyncrl.logs throttles by it
+        log.warning("reward %s: %d of %d different answers %s", name, unjudged, answers, limit, extra=extra)
+
+
+async def in_thread(function: Callable[..., Any], argument: Any) -> Any:
     """Run ``function(argument)`` in a daemon thread, so that a hung function cannot keep the process alive."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()

@@ -1,8 +1,9 @@
 """reward.kind = "json_schema": the completion is JSON that is valid under a JSON Schema, as jsonschema judges.
 
-The JSON is the last fenced block (```json) after </think>, or the whole text after it. The schema is the label (a table
-or JSON text), or the file ``schema`` for all rows. The patterns of a schema are regular expressions, which may never
-finish, so they run in a separate process with a time limit (schema_judge.py).
+The JSON is the last fenced block after </think> that is tagged as JSON (```json), else the last without a tag, else the
+whole text after it. The schema is the label (a table or JSON text), or the file ``schema`` for all rows. The patterns
+of a schema are regular expressions, which may never finish, so they run in a separate process with a time limit
+(schema_judge.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Options:
     processes: int = 1
     """Number of judge processes per rollout worker."""
     timeout_seconds: int = 2
-    """Time limit of one answer; an answer that takes longer is wrong."""
+    """Time limit of one answer; an answer that takes longer is wrong. So is one that takes more than its share of
+    reward.timeout_seconds."""
 
     def __post_init__(self) -> None:
         if self.processes < 1 or self.timeout_seconds < 1:
@@ -54,10 +56,13 @@ class JsonSchemaReward:
         texts = [_answer(sample.completion) for sample in samples]
         parsed = [_is_json(text) for text in texts]
         schema = self._schema if self._schema is not None else _schema_of(samples[0].label)
-        valid = await self._judges.ask({"schema": schema, "answers": texts})
+        valid = await self._judges.ask([[schema, text] for text in texts])
         return [
             Reward(value=value, parts={"is_json": float(is_json)}) for value, is_json in zip(valid, parsed, strict=True)
         ]
+
+    def limit_groups(self, seconds: float) -> None:
+        self._judges.seconds = seconds
 
     async def close(self) -> None:
         await self._judges.close()

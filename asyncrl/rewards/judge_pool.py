@@ -1,8 +1,13 @@
 """A pool of judge processes, for judging that may never finish: one JSON line in, one JSON line out.
 
-A judge is a module of asyncrl with a ``main`` that reads lines until its standard input ends (math_judge.py). It limits
-its own time. If a group is cancelled while a judge works on it (reward.timeout_seconds), the judge is killed and the
-next group gets a new one.
+A judge is a module of asyncrl with a ``main`` (math_judge.py). It writes {} when it is ready, then reads questions
+until its standard input ends: [seconds, question]. It answers {"reward": 1.0}, {"error": "..."}, or {"reward": null} if
+it needs more than ``seconds`` of CPU time.
+
+Groups take turns. A group's time (reward.timeout_seconds) begins when it has a judge, so slow answers of other groups
+cost it nothing. Its answers share the time: each may first use an equal share of half the time, so that a slow answer
+takes nothing from the others. Those that need more share what is left, and then get 0. Equal questions are asked once.
+A judge that is stuck, or whose group is cancelled, is killed, and another one is started.
 """
 
 from __future__ import annotations
@@ -10,12 +15,17 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
 from asyncrl.errors import RewardError
+from asyncrl.rewards.guard import warn_unjudged
 
 _MAX_LINE_BYTES: Final = 2**20
+_START_SECONDS: Final = 120.0
+_GRACE_SECONDS: Final = 2.0
+_SHORTEST_SHARE: Final = 0.001
 
 
 class JudgePool:
@@ -24,48 +34,90 @@ class JudgePool:
     def __init__(self, module: str, arguments: Sequence[str], *, name: str, processes: int) -> None:
         """name   name of the reward, for error messages"""
         self._module, self._arguments, self._name = module, tuple(arguments), name
+        self.seconds = 30.0
+        """Time of one group; GuardedReward sets it to reward.timeout_seconds."""
         self.idle: list[asyncio.subprocess.Process] = []
         self._places = asyncio.Semaphore(processes)
 
-    async def ask(self, question: Any) -> list[float]:
-        """Return the rewards from a free judge. Raises RewardError if the judge reports an error or is gone."""
+    async def ask(self, questions: Sequence[Any]) -> list[float]:
+        """Return the reward of each question. Raises RewardError if a judge reports an error or ends."""
+        lines = [json.dumps(question) for question in questions]
+        rewards: dict[str, float | None] = dict.fromkeys(lines)
         async with self._places:
             judge = self.idle.pop() if self.idle else await self._start()
             try:
-                rewards = await self._answer(judge, question)
+                begin = time.monotonic()
+                # In the second round those come first that got no turn in the first one.
+                for until, order in ((begin + self.seconds / 2, 1), (begin + self.seconds, -1)):
+                    unjudged = [line for line, reward in rewards.items() if reward is None][::order]
+                    for place, line in enumerate(unjudged):
+                        share = (until - time.monotonic()) / (len(unjudged) - place)
+                        if share < _SHORTEST_SHARE:
+                            break
+                        try:
+                            rewards[line] = await self._answer(judge, line, share)
+                        except TimeoutError:  # stuck in C code, which signals do not interrupt
+                            rewards[line] = 0.0
+                            await _end(judge)
+                            judge = await self._start()
             except BaseException:
                 await _end(judge)
                 raise
             self.idle.append(judge)
-        return rewards
+        warn_unjudged(self._name, list(rewards.values()).count(None), len(rewards), self.seconds)
+        return [rewards[line] or 0.0 for line in lines]
 
     async def close(self) -> None:
         while self.idle:
             await _end(self.idle.pop())
 
     async def _start(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
+        """Return a judge that is ready. Raises RewardError."""
+        judge = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self._module, *self._arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
         )
-
-    async def _answer(self, judge: asyncio.subprocess.Process, question: Any) -> list[float]:
-        assert judge.stdin is not None and judge.stdout is not None
         try:
-            judge.stdin.write(json.dumps(question).encode() + b"\n")
-            await judge.stdin.drain()
+            async with asyncio.timeout(_START_SECONDS):
+                await self._read(judge)
+        except TimeoutError:
+            await _end(judge)
+            raise RewardError(f"reward {self._name}: a judge's process did not start in {_START_SECONDS:g} s") from None
+        except BaseException:
+            await _end(judge)
+            raise
+        return judge
+
+    async def _answer(self, judge: asyncio.subprocess.Process, line: str, seconds: float) -> float | None:
+        """Return the reward; None if ``seconds`` of CPU time are not enough. Raises TimeoutError if the judge is stuck,
+        and RewardError.
+        """
+        assert judge.stdin is not None
+        async with asyncio.timeout(2 * seconds + _GRACE_SECONDS):  # other processes may take half of its CPU
+            try:
+                judge.stdin.write(f"[{seconds}, {line}]\n".encode())
+                await judge.stdin.drain()
+            except OSError as error:
+                raise RewardError(f"reward {self._name}: the judge's process is gone: {error}") from error
+            answer = await self._read(judge)
+        if "error" in answer:
+            raise RewardError(f"reward {self._name}: {answer['error']}")
+        reward = answer["reward"]
+        return None if reward is None else float(reward)
+
+    async def _read(self, judge: asyncio.subprocess.Process) -> dict[str, Any]:
+        assert judge.stdout is not None
+        try:
             line = await judge.stdout.readline()
         except OSError as error:
             raise RewardError(f"reward {self._name}: the judge's process is gone: {error}") from error
         if not line:
             code = await judge.wait()
             raise RewardError(f"reward {self._name}: the judge's process ended with code {code}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RewardError(f"reward {self._name}: {answer['error']}")
-        return [float(value) for value in answer["rewards"]]
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 async def _end(judge: asyncio.subprocess.Process) -> None:

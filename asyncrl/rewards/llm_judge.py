@@ -1,9 +1,9 @@
 """reward.kind = "llm_judge": a language model behind an OpenAI-compatible server grades each answer.
 
 The template is filled with {prompt}, {answer} and {label} and sent as one user message. The grade is the last match of
-``pattern`` in the judge's reply, mapped from lowest..highest to 0..1. If the reply has no grade, or one out of range,
-the request is retried, and finally the group fails; it never becomes a silent zero. A question that was graded before
-is not sent again (kept_grades.py).
+``pattern`` after </think> in the judge's reply, mapped from lowest..highest to 0..1. If the reply has no grade, one out
+of range, or was cut off at max_tokens, the request is retried, and finally the group fails; it never becomes a silent
+zero. A question that was graded before is not sent again (kept_grades.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Options:
     temperature: float = 0.0
     """Sampling temperature of the judge."""
     max_tokens: int = 512
-    """Token limit of the judge's reply."""
+    """Token limit of the judge's reply, reasoning included. A reply that reaches it has no grade."""
     retries: int = 4
     """Number of retries if the server is unreachable, too slow or busy (429, 5xx), or its reply has no grade."""
     backoff_seconds: float = 0.5
@@ -169,15 +169,18 @@ class JudgeReward:
             self._spend()
             wait = self._options.backoff_seconds * 2**number
             try:
-                said = await self._request(question)
+                said, is_cut = await self._request(question)
             except Busy as error:
                 problem, wait = str(error), max(wait, error.seconds)
             except (aiohttp.ClientConnectionError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}".rstrip(": ")
             else:
-                if (grade := self._read(said)) is not None:
+                # What was cut off may end inside a number or in the middle of the judge's reasoning.
+                if not is_cut and (grade := self._read(after_thinking(said))) is not None:
                     return grade
-                problem, wait = f"no grade in what it says: {' '.join(said.split())[-80:]!r}", 0.0
+                ends = repr(" ".join(said.split())[-80:])
+                limit = f"its reply reached reward.options.max_tokens = {self._options.max_tokens:,}"
+                problem, wait = f"{limit}: {ends}" if is_cut else f"no grade in what it says: {ends}", 0.0
             if number + 1 < tries:
                 await asyncio.sleep(min(wait, _MOST_BACKOFF_SECONDS))
         raise self._error(f"after {tries} tries: {problem}" if tries > 1 else problem)
@@ -193,7 +196,8 @@ class JudgeReward:
                 raise self._error(f"the budget of reward.options.{name} = {most:,} is spent")
         self._num_requests += 1
 
-    async def _request(self, question: str) -> str:
+    async def _request(self, question: str) -> tuple[str, bool]:
+        """Return the judge's reply, and whether it was cut off at max_tokens. Raises Busy or RewardError."""
         options = self._options
         body = {
             "model": options.model,
@@ -210,11 +214,12 @@ class JudgeReward:
                 raise self._error(f"HTTP {response.status} {response.reason}: {text[0] if text else ''}")
             try:
                 answer = await response.json(content_type=None)
-                said = answer["choices"][0]["message"]["content"]
+                choice = answer["choices"][0]
+                said, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
                 self._num_tokens += int((answer.get("usage") or {}).get("total_tokens") or 0)
             except (ValueError, LookupError, TypeError, AttributeError):
                 raise self._error("the answer is not a chat completion") from None
-        return said if isinstance(said, str) else ""
+        return said if isinstance(said, str) else "", is_cut
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

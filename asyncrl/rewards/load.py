@@ -99,7 +99,7 @@ def load_rewards(section: config.RewardSection, *, are_by_row: bool) -> RewardFn
         if section.rows:
             raise ConfigError("reward.rows: no column says which; set data.reward_key")
         return default
-    rows = {name: load_reward(one, where="reward.rows") for name, one in _of_rows(section).items()}
+    rows = {name: load_reward(one, where="reward.rows") for name, one in rewards_of_rows(section).items()}
     return RowRewards(default, rows)
 
 
@@ -127,13 +127,8 @@ def _of_parts(section: config.RewardSection) -> WeightedParts:
     return WeightedParts(made)
 
 
-def row_labels(section: config.RewardSection) -> dict[str, bool]:
-    """Return the rewards that a row may name, and whether each compares with a label. Raises ConfigError."""
-    return {name: needs_label(one) for name, one in _of_rows(section).items()}
-
-
-def _of_rows(section: config.RewardSection) -> dict[str, config.RewardSection]:
-    """Return the sections of the rewards that rows may name.
+def rewards_of_rows(section: config.RewardSection) -> dict[str, config.RewardSection]:
+    """Return the sections of the rewards that rows may name. Raises ConfigError.
 
     Built-in kinds that are not installed, or that require options, are left out.
     """

@@ -1,5 +1,6 @@
 """reward.kind = "math": 1 if the completion's last formula or number equals the label, as math-verify judges.
 
+A label is a formula with or without dollars ("36\\pi"), or a sentence, of which the last formula or number counts.
 math-verify parses a label that is a choice ("A") or a word as a formula, but finds no formula in a completion that is
 the same word. Therefore an answer whose text equals the label, boxed or alone, is right too.
 
@@ -29,8 +30,8 @@ class Options:
     processes: int = 1
     """Number of judge processes per rollout worker, about 150 MB each."""
     timeout_seconds: int = 2
-    """Time limit for parsing one answer, and again for comparing it; an answer that takes longer is wrong. All answers
-    of a group must fit into reward.timeout_seconds, or the group fails."""
+    """Time limit for parsing one answer, and again for comparing it; an answer that takes longer is wrong. So is
+    one that takes more than its share of reward.timeout_seconds."""
 
     def __post_init__(self) -> None:
         if self.processes < 1 or self.timeout_seconds < 1:
@@ -59,6 +60,9 @@ class MathReward:
             return "".join(found.split())
         numbers = _NUMBER.findall(completion)
         return numbers[-1].replace(",", "") if numbers else ""
+
+    def limit_groups(self, seconds: float) -> None:
+        self._judges.seconds = seconds
 
     async def close(self) -> None:
         await self._judges.close()

@@ -54,6 +54,9 @@ class WeightedParts:
             raise error.exceptions[0] from error.exceptions[0].__cause__
         return [self._sum({name: task.result()[at] for name, task in tasks.items()}) for at in range(len(samples))]
 
+    def limit_groups(self, seconds: float) -> None:
+        """Each part keeps the limit itself (GuardedReward)."""
+
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
         for name, one in self._parts.items():
             try:

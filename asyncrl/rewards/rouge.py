@@ -1,8 +1,9 @@
 """reward.kind = "rouge": overlap with a reference text, ROUGE-1, -2 or -L (Lin 2004, "ROUGE: A Package for Automatic
 Evaluation of Summaries").
 
-Words are runs of letters and digits, lower-cased and not stemmed. The reward is the F-measure with equal weights of the
-common n-grams (repetitions count), or of the longest common subsequence of words over the whole text.
+Words are runs of letters and digits of any script, lower-cased and not stemmed. A text written without spaces (Chinese)
+is one word between punctuation marks, so that only whole clauses match. The reward is the F-measure with equal weights
+of the common n-grams (repetitions count), or of the longest common subsequence of words over the whole text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking
 from asyncrl.rewards.f1 import label_texts
 
-_WORD: Final = re.compile(r"[a-z0-9]+")
+_WORD: Final = re.compile(r"[^\W_]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

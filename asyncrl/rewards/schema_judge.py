@@ -1,4 +1,4 @@
-"""The judge process for JSON: a JSON line {"schema": ..., "answers": [...]} in, {"rewards": [...]} out.
+"""The judge process for JSON: a JSON line [seconds, [schema, answer]] in, {"reward": 1.0} out.
 
 Python's regular expressions check for signals while they search, so a timer can end even an endless search. Signals
 work only in a process's main thread, so judging has its own process. It ends when its standard input ends.
@@ -12,21 +12,27 @@ import sys
 from types import FrameType
 from typing import Any
 
+from asyncrl.rewards.time_limit import within
+
 
 def main() -> None:
     seconds = int(sys.argv[1])
     answers, sys.stdout = sys.stdout, sys.stderr  # keep output of libraries out of the answers
     signal.signal(signal.SIGALRM, _too_long)
+    import jsonschema  # noqa: F401 - before the first answer's time begins
+
+    print("{}", file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(judged(json.loads(line), seconds)), file=answers, flush=True)
+        share, (schema, text) = json.loads(line)
+        answer = within(share, lambda schema=schema, text=text: judged(schema, text, seconds))
+        print(json.dumps({"reward": None} if answer is None else answer), file=answers, flush=True)
 
 
-def judged(question: Any, seconds: float) -> dict[str, Any]:
-    """Return the response to one line; an error if the schema is invalid."""
+def judged(schema: Any, text: str, seconds: float) -> dict[str, Any]:
+    """Return the response to one answer; an error if the schema is invalid."""
     import jsonschema
     from jsonschema.validators import validator_for
 
-    schema = question["schema"]
     kind = validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(schema)
@@ -34,7 +40,7 @@ def judged(question: Any, seconds: float) -> dict[str, Any]:
         return {"error": f"invalid schema: {error.message}"[:200]}
     validator = kind(schema)
     try:
-        return {"rewards": [_valid(validator, text, seconds) for text in question["answers"]]}
+        return {"reward": _valid(validator, text, seconds)}
     except Unreadable as error:
         return {"error": str(error)}
 

@@ -71,10 +71,18 @@ class Summary:
 
     @property
     def num_trained_prompts(self) -> int:
-        """Prompts that the run trains, with repetitions: whole batches, limited by run.steps and data.epochs."""
+        """Prompts that the run trains, with repetitions: whole batches, limited by run.steps and data.epochs.
+
+        A maximum where the data may end first: filtered groups are not trained, and prompts that were not looked at may
+        be too long.
+        """
         of_batch, epochs = self.settings.learner.groups_per_batch, self.settings.data.epochs
         of_steps = self.settings.run.steps * of_batch
-        return min(of_steps, epochs * self.num_prompts // of_batch * of_batch) if epochs else of_steps
+        return min(of_steps, epochs * self._num_usable // of_batch * of_batch) if epochs else of_steps
+
+    @property
+    def _num_usable(self) -> int:
+        return data.num_usable(self.settings, self.num_prompts, num_too_long=self.num_too_long)
 
     @property
     def samples_per_step(self) -> int:
@@ -100,7 +108,7 @@ def summarize(run: RunConfig, *, tells: Callable[[str], None] = _silent) -> Summ
     check_before_torch(run)
     tells(f"reading {run.data.where} ...")
     found = data.index_rows(run)
-    data.require_batch(run, found)
+    data.require_batch(run, found.num_rows)
     data.look_at_evaluation_rows(run)
     tells(f"importing torch and transformers, reading {run.model.path} ...")
     check(run)
@@ -108,6 +116,7 @@ def summarize(run: RunConfig, *, tells: Callable[[str], None] = _silent) -> Summ
     algorithm = registry.algorithm(run)
     rows = data.open_rows(run, found)
     num_looked_at = rows.look()
+    data.require_batch(run, rows.num_rows, num_too_long=rows.dropped)
     sets = data.open_evaluation_sets(run) if run.evaluation.datasets else []
     return Summary(
         settings=run,
@@ -148,6 +157,9 @@ def _consequences(summary: Summary) -> list[str]:
     bound = f"{summary.max_staleness} versions ({run_config.run.mode})"
     if run_config.staleness.adaptive:
         bound += f", the window's between {run_config.staleness.smallest} and it"
+    is_most = run_config.data.epochs and (
+        summary.num_looked_at < summary.num_prompts or run_config.algorithm.filters or run_config.curriculum.is_on
+    )
     return [
         f"algorithm         {summary.algorithm}" + (f", {summary.paper}" if summary.paper else ""),
         f"advantage         {_in_words(summary.advantage)}",
@@ -158,7 +170,8 @@ def _consequences(summary: Summary) -> list[str]:
         f"staleness bound   {bound}",
         f"window            {summary.window} groups = (max_staleness {summary.max_staleness} + 1) x "
         f"groups_per_batch {run_config.learner.groups_per_batch}",
-        f"data              {summary.num_prompts:,} prompts, {summary.num_trained_prompts:,} trained",
+        f"data              {summary.num_prompts:,} prompts, {'at most ' if is_most else ''}"
+        f"{summary.num_trained_prompts:,} trained",
         f"prompts looked at {summary.num_looked_at:,}, {summary.num_too_long:,} of them over "
         f"{summary.most_prompt_tokens:,} tokens (dropped)",
         *(f"evaluation        {name}: {count:,} prompts" for name, count in summary.evaluation.items()),

@@ -22,13 +22,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from asyncrl.tensors import weight_files
 from asyncrl.tensors.adapter_names import module_of
 
 BLOCK: Final = 128
 _LARGEST: Final = 448.0
 """Largest magnitude in e4m3."""
 _SCALE: Final = "_scale_inv"
-_INDEX: Final = "model.safetensors.index.json"
 
 CONFIG: Final[dict[str, Any]] = {
     "quant_method": "fp8",
@@ -101,7 +101,7 @@ def described(config: Path) -> None:
 def model_folder(model: Path, into: Path) -> Path:
     """Quantize the model into the folder ``into``, unless that already exists. Returns ``into``.
 
-    Several processes may call this at once. Raises OSError, ValueError.
+    Several processes may call this at once. Raises OSError, ValueError, WeightsError.
     """
     if (into / "config.json").is_file():
         return into
@@ -109,15 +109,17 @@ def model_folder(model: Path, into: Path) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
     try:
         index: dict[str, str] = {}
+        files = weight_files.paths(model)  # a folder may hold the weights a second time, as consolidated.safetensors
+        for file in files:
+            made = dict(quantized(_tensors(file)))
+            save_file(made, temporary / file.name, metadata={"format": "pt"})
+            index |= dict.fromkeys(made, file.name)
         for file in sorted(model.iterdir()):
-            if file.suffix == ".safetensors":
-                made = dict(quantized(_tensors(file)))
-                save_file(made, temporary / file.name, metadata={"format": "pt"})
-                index |= dict.fromkeys(made, file.name)
-            elif file.is_file() and file.name != _INDEX:
+            if file.is_file() and not weight_files.is_of_weights(file.name):
                 shutil.copyfile(file, temporary / file.name)
-        if (model / _INDEX).exists():
-            (temporary / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        if files[0].name != weight_files.WEIGHTS_FILE:
+            text = json.dumps({"metadata": {}, "weight_map": index})
+            (temporary / weight_files.INDEX_FILE).write_text(text)
         described(temporary / "config.json")
         temporary.chmod(0o755)
         try:

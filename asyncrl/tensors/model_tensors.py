@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import safetensors
 
@@ -13,6 +13,8 @@ from asyncrl.tensors import weight_files
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Tensor shapes of a checkpoint by tensor name."""
+
+_FREQUENCIES: Final = ".rotary_emb.inv_freq"
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -28,7 +30,11 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def trained_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Shapes:
-    """Drop the multi-token-prediction layers after ``num_hidden_layers``, which no learner exports."""
+    """Drop what no learner exports: multi-token-prediction layers after ``num_hidden_layers``, and rotary frequencies.
+
+    Older conversions of Llama have the frequencies; transformers and engines compute them and skip these tensors.
+    """
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(_FREQUENCIES)}
     num_layers = config.get("num_hidden_layers", 0)
     if not isinstance(num_layers, int) or not config.get("num_nextn_predict_layers"):
         return shapes

@@ -21,6 +21,8 @@ from asyncrl.tensors.adapter_names import ADAPTER_FILE, CONFIG_FILE
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 _READERS: Final = 8
+_SAMPLED_TENSORS: Final = 256
+_SAMPLED_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,32 @@ def paths(folder: Path) -> list[Path]:
 def num_bytes(folder: Path) -> int:
     """Return the total size of the weight files. Raises OSError, WeightsError."""
     return sum(path.stat().st_size for path in paths(folder))
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a digest of the names, types and shapes of all tensors, and of some bytes of 256 of them.
+
+    It tells models of the same sizes apart, and does not depend on the division into files. Raises WeightsError.
+    """
+    found = []
+    try:
+        for path in paths(folder):
+            with path.open("rb") as stream:
+                entries, start = safetensors_file.entries_of(stream)
+            for entry in entries:
+                found.append((entry.name, path, start, entry))
+                start += entry.num_bytes
+        found.sort(key=lambda one: one[0])
+        layout = [(name, str(entry.dtype), entry.shape) for name, *_, entry in found]
+        digest = hashlib.sha256(json.dumps(layout).encode())
+        for _, path, start, entry in found[:: -(-len(found) // _SAMPLED_TENSORS) or 1]:
+            middle = entry.num_bytes // 2
+            with path.open("rb") as stream:
+                stream.seek(start + middle)
+                digest.update(stream.read(min(_SAMPLED_BYTES, entry.num_bytes - middle)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{folder}: cannot read its weights: {error}") from error
+    return digest.hexdigest()
 
 
 def verify(folder: Path, *, sha256: str, num_bytes: int) -> None:

@@ -146,6 +146,28 @@ def test_scores_under_yarn_are_those_of_transformers(tmp_path: Path, architectur
     assert np.abs(logprobs - plain).max() > 1e-2
 
 
+def test_embeddings_are_scaled_by_a_factor_of_the_run_s_dtype(kind: str, tmp_path: Path) -> None:
+    """The square root of 72 is 8.485, and 8.5 in bfloat16. The dtype of the folder does not matter."""
+    tiny_model(tmp_path, architecture="gemma3", hidden_size=72)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (packed,) = pack(documents(), max_tokens=1000)
+    found: dict[str, list[Any]] = {"float32": [], "bfloat16": []}
+    for stored, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+        written = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        save_file(written, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        for of_run, logprobs in found.items():
+            with started(kind, tmp_path, dtype=of_run) as backend:
+                logprobs.append(scored(backend, kind, packed))
+    for one, other in found.values():
+        np.testing.assert_array_equal(one, other)
+    model = hugging_face(tmp_path)
+    for where in document_slices(packed):
+        expected = expected_logprobs(model, packed.tokens[where])
+        np.testing.assert_allclose(found["float32"][0][where], expected, atol=1e-5)
+
+
 def test_the_bias_of_the_choice_stays_in_float32(kind: str, tmp_path: Path) -> None:
     """This also holds in a bfloat16 model, where rounding would select other experts; 0.3 has no finite binary form."""
     tiny_model(tmp_path, architecture="glm4_moe")

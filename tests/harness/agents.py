@@ -101,8 +101,11 @@ class Scripted:
     attempt = 1
     context_tokens = 100_000
 
-    def __init__(self, said: Sequence[str] | Callable[[str, int], str], *, seconds: float = 0.0) -> None:
-        self._said, self._seconds = said, seconds
+    def __init__(
+        self, said: Sequence[str] | Callable[[str, int], str], *, seconds: float = 0.0, ends: bool = True
+    ) -> None:
+        """ends   answers end with the model's end token; else with their text, as with a stop string"""
+        self._said, self._seconds, self._ends = said, seconds, ends
         self.given: list[list[int]] = []
         self.answers: list[Generation] = []
         self.limits: list[int | None] = []
@@ -116,7 +119,7 @@ class Scripted:
         await self.gate.wait()
         await asyncio.sleep(self._seconds)
         said = self._said(TOKENIZER.decode(tokens), number) if callable(self._said) else self._said[number]
-        ids = [*pieces(said), TOKENIZER.eos_token_id]
+        ids = [*pieces(said), *([TOKENIZER.eos_token_id] if self._ends else [])]
         is_cut = max_new_tokens is not None and len(ids) > max_new_tokens
         ids = ids[:max_new_tokens]
         spans = [VersionSpan(start=0, incarnation=0, policy_version=2 * number)]

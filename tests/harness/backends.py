@@ -75,7 +75,9 @@ def num_shares(kind: str) -> int:
     return LAYOUTS.get(kind, Layout()).data_parallel
 
 
-def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False, num_layers: int = 2) -> Path:
+def tiny_model(
+    folder: Path, *, architecture: str = "qwen3", tied: bool = False, num_layers: int = 2, hidden_size: int = 64
+) -> Path:
     """Write a model with logits far from uniform, biases and norms other than 0 and 1, and a nonzero pad embedding.
 
     transformers initializes the pad embedding to 0. There the gradient of RMSNorm is 1 / sqrt(eps), a thousand times
@@ -87,6 +89,7 @@ def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False,
         initializer_range=0.15,
         tie_word_embeddings=tied,
         num_layers=num_layers,
+        hidden_size=hidden_size,
     )
     model = hugging_face(folder)
     generator = torch.Generator().manual_seed(1)

@@ -18,6 +18,7 @@ from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.groups.sample import Answer, GroupSample
 from asyncrl.protocols import Bus
+from asyncrl.run.recorded import samples
 from asyncrl.run.recorded.evaluated import EvaluationSamples
 from asyncrl.run.recorded.samples import RunSamples
 from asyncrl.state.history import HISTORY_FILE, History
@@ -288,6 +289,36 @@ def test_a_file_is_followed_through_its_rotation(folder: Path) -> None:
     small.write(row(13, "d"))
     assert next(growing).group_id == 13
     growing.close()
+
+
+@pytest.mark.parametrize("bus", ["nats", "memory"])
+def test_a_file_is_followed_until_its_run_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bus: str) -> None:
+    monkeypatch.setattr(samples, "LOOK_SECONDS", 0.0)
+    history = History(tmp_path / HISTORY_FILE, incarnation=0)
+    settings = SETTINGS | {"bus": {"kind": bus}, "run": {"steps": 2}}
+    history.begin(step=0, kept=0, max_staleness=4, settings=settings)
+    history.trained([0], step=1, max_staleness=0)
+    (tmp_path / "bus.json").touch()
+    file = SampleFile(tmp_path, most_bytes=2**20)
+    source = RunSamples(config.only_overrides([f"bus.kind={bus}"]), tmp_path, token="")
+    growing = source.growing()
+    file.write(row(0, "a"))
+    assert next(growing).group_id == 0
+    assert not source.is_over()
+    history.trained([1], step=2, max_staleness=0)
+    history.close()
+    (tmp_path / "bus.json").unlink()
+    file.write(row(1, "b", step=2))  # after the step, as it is decoded in the background
+    assert [sample.group_id for sample in growing] == [1]
+    assert list(source.growing()) == []
+
+
+def test_nothing_is_followed_of_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = History(tmp_path / HISTORY_FILE, incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=4, settings=SETTINGS | {"run": {"steps": 1}})
+    history.trained([0], step=1, max_staleness=0)
+    history.close()
+    assert asyncrl("samples", tmp_path, "--follow", capsys=capsys) == (0, "", "")
 
 
 async def test_the_log_gives_what_was_not_recorded(bus_factory: Any, tmp_path: Path) -> None:

@@ -291,6 +291,11 @@ class TrajectoryReader:
 
     async def _buffered(self, group: TrajectoryGroup) -> None:
         self._failed_of.clear()
+        # Nothing may be awaited before the filters: the batcher could take the group into a batch.
+        if group.worker in self._validator.quarantined:
+            await self.drop_quarantined()
+        elif self._filters is not None:
+            await self._filtered(group, self._filters)
         if group.cancelled:
             await self._progress.event(
                 "cancelled",
@@ -299,10 +304,6 @@ class TrajectoryReader:
                 cancelled=group.cancelled,
                 failed_samples=group.failed_samples,
             )
-        if group.worker in self._validator.quarantined:
-            await self.drop_quarantined()
-        elif self._filters is not None:
-            await self._filtered(group, self._filters)
 
     async def _filtered(self, group: TrajectoryGroup, filters: GroupFilters) -> None:
         """Apply filters. A group that is rejected, or that a filter raises on, is replaced by a new group."""

@@ -85,10 +85,10 @@ class WeightFollower(Actor):
         self._forks: dict[int, int] = {}  # incarnation -> version that it started from, as announced
         self._newest: dict[str, WeightVersion] = {}  # by key: SENT or "" (folders)
         self._running = self._demanded = self._failures = 0  # _failures: consecutive failures of sending
-        self._starved_at = (-1, -1)
-        self._changed = asyncio.Condition()
+        self._starved_at, self._changed = (-1, -1), asyncio.Condition()
         self.account, self.last_load = UpdateAccount(), LoadReport(pause_seconds=0.0, load_seconds=0.0)
-        self.loads, self.loaded_at, self.failed_reads = 0, 0.0, 0
+        self.loads, self.loaded_at = 0, 0.0
+        self.failed_reads = self._failed_loads = 0  # in a row; _failed_loads: by the engine
 
     async def start(self) -> None:
         """Join the learner, if it sends weights, before anything runs: a group's first collective takes longer."""
@@ -279,21 +279,21 @@ class WeightFollower(Actor):
             tried, order = self._wanted, self._newest_order
             try:
                 await self._take()
-                self.failed_reads = 0
+                self.failed_reads = self._failed_loads = 0
                 return
             except WeightsError as error:
                 self.failed_reads += 1  # of any version: the next one may come before the last attempt at this one
-                # A slow worker may find that a version was removed before it could load it, and takes the next one.
-                is_overtaken = self._newest_order > order
+                self._failed_loads = 0 if isinstance(error, _Unreadable) else self._failed_loads + 1
+                is_overtaken = self._newest_order > order  # a slow worker may find that its version was removed
                 if str(error) != self.problem or attempt <= ATTEMPTS:
                     level = logging.INFO if is_overtaken else logging.WARNING
                     self.log.log(level, "version %d, attempt %d: %s", order[1], attempt, error)
                 self.problem = str(error)
                 if attempt >= ATTEMPTS and self._held is not None and self._held.order == order:
-                    self._held, self._held_problem, self.failed_reads = None, str(error), 0
+                    self._held, self._held_problem, self._failed_loads = None, str(error), 0
                     self._tell()
                     return  # the learner evaluates the version on another worker
-                if self.failed_reads >= ATTEMPTS and not is_overtaken and not isinstance(error, _Unreadable):
+                if self._failed_loads >= ATTEMPTS and not is_overtaken:
                     raise
             with self.waiting("weights that it can read", on=LEARNER, note=f"of version {order[1]}"):
                 if await self._superseded(tried, seconds=min(attempt * RETRY_SECONDS, LAST_RETRY_SECONDS)):

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
-from asyncrl.backends.families.family import SIGMOID_ONLY, Family, decoder_shape, sigmoid_experts
+from asyncrl.backends.families.family import SIGMOID_ONLY, Family, Unsupported, decoder_shape, sigmoid_experts
 from asyncrl.backends.families.shape import LatentAttention, ModelShape
 
 
@@ -24,6 +24,8 @@ def shape(config: Any) -> ModelShape:
     )
     made = decoder_shape(config, experts=sigmoid_experts(config))
     size = latent.plain_size + latent.rotary_size
+    if latent.value_size > size:  # values are padded to the size of keys
+        raise Unsupported(f"v_head_dim = {latent.value_size}, more than qk_nope_head_dim + qk_rope_head_dim = {size}")
     return dataclasses.replace(made, latent=latent, head_size=size, is_interleaved=config.rope_interleave)
 
 
@@ -36,7 +38,8 @@ def _score_scale(rope: dict[str, Any]) -> float:
 
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
-    models="DeepSeek-V3, DeepSeek-R1 and Kimi-K2, once `asyncrl import-model` has turned their weights to bfloat16",
+    models="DeepSeek-V3, DeepSeek-R1 and Kimi-K2 (with a tokenizer.json, which its folder lacks), once "
+    "`asyncrl import-model` has turned their weights to bfloat16",
     shape=shape,
     # transformers always uses 1e-6 for the norms in attention; engines use the value in config.json
     only={**SIGMOID_ONLY, "rms_norm_eps": (1e-6,)},

@@ -84,6 +84,7 @@ def decoder_shape(
 def sigmoid_experts(config: Any) -> Experts:
     """Return experts like DeepSeek-V3's, from its keys in config.json. Raises Unsupported."""
     chosen, groups, best_groups = config.num_experts_per_tok, config.n_group, config.topk_group
+    refuse_one_expert(chosen)
     has_groups = groups > best_groups
     if has_groups and chosen != 2 * best_groups:  # transformers always scores a group by its best two experts
         raise Unsupported(
@@ -103,6 +104,18 @@ def sigmoid_experts(config: Any) -> Experts:
         groups_per_token=best_groups if has_groups else 1,
         dense_layers=frozenset(range(config.first_k_dense_replace)),
     )
+
+
+def refuse_one_expert(experts_per_token: int) -> None:
+    """Raise Unsupported for one expert per token with a normalised score, which is 1 for every token.
+
+    Megatron does not normalise the score of a single expert, or refuses such a router.
+    """
+    if experts_per_token == 1:
+        raise Unsupported(
+            "num_experts_per_tok = 1 and norm_topk_prob = true: Megatron does not normalise a single score; "
+            'learner.backend = "reference" does'
+        )
 
 
 SIGMOID_ONLY: Final[Mapping[str, tuple[Any, ...]]] = {

@@ -26,12 +26,14 @@ def shape(config: Any) -> ModelShape:
         raise Unsupported(f"layer_types = {unknown[0]!r}")
     local, everywhere = (_rope_of(config, kind) for kind in (_LOCAL, _GLOBAL))
     layers = frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == _LOCAL)
+    if layers and not config.sliding_window:
+        raise Unsupported(f"sliding_window = {config.sliding_window!r} and layers of {_LOCAL}")
     return dataclasses.replace(
         decoder_shape(config, has_qk_norm=True, rotary=(everywhere, 1.0)),
         has_norms_behind=True,
         has_zero_centered_norms=True,
         activation="gelu_tanh",
-        embedding_scale=float(torch.tensor(config.hidden_size**0.5, dtype=config.dtype or torch.float32)),
+        embedding_scale=math.sqrt(config.hidden_size),
         query_scale=math.sqrt(head_size(config) / config.query_pre_attn_scalar),
         local=LocalAttention(layers=layers, window=config.sliding_window, rope_frequencies=local) if layers else None,
     )

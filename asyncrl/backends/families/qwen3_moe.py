@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.backends.families.family import DENSE_ONLY, Family, decoder_shape
+from asyncrl.backends.families.family import DENSE_ONLY, Family, decoder_shape, refuse_one_expert
 from asyncrl.backends.families.shape import Experts, ModelShape
 
 
 def shape(config: Any) -> ModelShape:
+    if config.norm_topk_prob:
+        refuse_one_expert(config.num_experts_per_tok)
     layers = range(config.num_hidden_layers)
     is_dense = {layer for layer in layers if (layer + 1) % config.decoder_sparse_step}
     experts = Experts(

@@ -98,7 +98,7 @@ class ModelShape:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation of the gate."""
     embedding_scale: float = 1.0
-    """Factor for embeddings."""
+    """Factor for embeddings. The model rounds it to the dtype of its weights, as transformers does."""
     query_scale: float = 1.0
     """Scores are multiplied by this / sqrt(head_size). Latent attention has its own scale."""
     local: LocalAttention | None = None

@@ -58,7 +58,11 @@ class Options:
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between steps: 8 bytes a parameter, copied both ways every step."""
     timeout_seconds: float = 600.0
-    """Timeout for ranks waiting for one another, in seconds. If a rank takes longer, the learner fails."""
+    """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. If one takes longer, the learner fails."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.timeout_seconds <= 1_000_000:
+            raise ConfigError(f"timeout_seconds must be 1 to 1000000, got {self.timeout_seconds:g}")
 
 
 class MegatronBackend(BackendAdapter):
@@ -119,13 +123,16 @@ class MegatronBackend(BackendAdapter):
                 is_offloading=False,
                 transformer=run.learner.megatron,
             )
-            refuse_options(job, huggingface.read_shape(Path(run.model.path)))
+            for key, folder in run.model_paths.items():
+                refuse_options(job, huggingface.read_shape(folder, where=key), where=key)
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
         cls.options(run)
         for key, folder in run.model_paths.items():
-            require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
+            shape = require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
+            if key == "model.path":
+                require_tensors_of_engines(folder, shape)
         frozen.check(run, are_fused=True)
         lora.check(run)
         if run.weights.quantization:
@@ -321,6 +328,7 @@ class MegatronBackend(BackendAdapter):
             saved = models.saved_in(folder, name)
             if optimizer_state.format_of(saved) != optimizer_state.DISTRIBUTED_FORMAT:
                 optimizer_state.saved_ranks(saved, tensor_parallel=self._layout.tensor)
+            lora.require_base(saved, self._job.models[name])
         self._together([Command(name="restore", folder=str(folder))] * self._layout.ranks)
 
     def close(self) -> None:

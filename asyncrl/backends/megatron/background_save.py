@@ -32,11 +32,16 @@ _RANDOM: Final = "asyncrl.random"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """A rank's state of a trained model: ``chunks`` go to ``folder``. steps: AdamW's step counts by weight key."""
+    """A rank's state of a trained model: ``chunks`` go to ``folder``.
+
+    steps  AdamW's step counts by weight key
+    base   fingerprint of the weights below adapters, from rank 0
+    """
 
     folder: Path
     chunks: Sequence[Chunk]
     steps: Mapping[str, float] = field(default_factory=dict)
+    base: str = ""
 
     def staged(self) -> RankState:
         """Return a copy on the host. CUDA copies may be unfinished until the stream is synchronised."""
@@ -92,7 +97,8 @@ class BackgroundSave:
         folder = state.folder
         folder.mkdir(exist_ok=True)  # for models other than the policy
         stored, sha256 = torch_dist.write_chunks(folder / torch_dist.file_name(self._rank), self._wanted(state.chunks))
-        report = {"chunks": [dataclasses.asdict(one) for one in stored], "steps": dict(state.steps), "sha256": sha256}
+        chunks = [dataclasses.asdict(one) for one in stored]
+        report = {"chunks": chunks, "steps": dict(state.steps), "base": state.base, "sha256": sha256}
         _report(folder, self._rank).write_text(json.dumps(report))
 
     def _wanted(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
@@ -117,7 +123,9 @@ def complete(folder: Path, *, ranks: int) -> dict[str, str]:
         torch_dist.complete(folder, (Stored(**chunk) for report in reports for chunk in report["chunks"]))
         steps = {key: step for report in reports for key, step in report["steps"].items()}
         name = INDEX
-        (folder / INDEX).write_text(json.dumps({"format": DISTRIBUTED_FORMAT, "ranks": ranks, "steps": steps}))
+        base = {"base": reports[0]["base"]} if reports[0]["base"] else {}
+        index = {"format": DISTRIBUTED_FORMAT, "ranks": ranks, "steps": steps} | base
+        (folder / INDEX).write_text(json.dumps(index))
         for rank in range(ranks):
             _report(folder, rank).unlink()
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -60,7 +60,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         )
         self._frequencies, self._rope_scale = shape.rope_frequencies.to(device), shape.rope_scale
         self._local_frequencies = shape.local.rope_frequencies.to(device) if shape.local else None
-        self._embedding_scale = shape.embedding_scale
+        self._embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))
         self._vocabulary_size = shape.vocabulary_size
         if head == "values" and self.post_process:
             del self.output_layer

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from asyncrl.backends import micro_batches, optimizer_state, weight_places
+from asyncrl.backends import lora, micro_batches, optimizer_state, weight_places
 from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.background_save import RankState, SavedModel, random_states
@@ -61,6 +61,7 @@ class TrainedModel(LoadedModel):
         self._is_distributed = job.is_distributed_optimizer
         self._buffers = optimizer.with_gradient_buffers(self._stages, job)
         self._optimizers = optimizer.build_optimizers(job, self._settings, self._buffers, device)
+        self._base = lora.fingerprint(self._model) if dist.get_rank() == 0 else ""
         self._moments = [HostMoments(part.adamw) for part in self._optimizers] if job.is_offloading else []
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -201,7 +202,7 @@ class TrainedModel(LoadedModel):
                 for name, values in (weights | moments).items():
                     for view, start in held.place.views(values.detach().reshape(-1), piece.start):
                         chunks.append(Chunk(key=name, whole=held.place.whole, start=start, data=view))
-        return RankState(folder=folder, chunks=chunks, steps=steps)
+        return RankState(folder=folder, chunks=chunks, steps=steps, base=self._base)
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:

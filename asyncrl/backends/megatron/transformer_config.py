@@ -110,14 +110,22 @@ def _parallel_fields(layout: Layout) -> dict[str, Any]:
 
 _NOT_OURS: Final = re.compile(
     "pipeline_|.*_parallel|moe_|num_moe|expert_|fp8|fp4|cuda_graph|enable_cuda_graph|cpu_offloading|mtp_|multi_latent|"
-    "inference_|flash_decode|tp_comm_|recompute_|.*_func$|timers|hierarchical_|heterogeneous"
+    "inference_|flash_decode|tp_comm_|recompute_|.*_func$|timers|hierarchical_|heterogeneous|"
+    # what a layer computes: our layers follow config.json and would ignore these
+    "activation_func|glu_|softmax_|window_|qk_|no_rope|mrope_|log_max_attention|attention_output_gate|"
+    "attention_softmax|apply_|fp32_residual|fp16|.*autocast|first_last_layers_bf16|num_layers_at_|quant_recipe|"
+    "experimental_|dsa_|linear_|mamba_|use_mamba|is_hybrid|.*kitchen|external_cuda_graph|config_logger_|test_mode"
 )
-"""Fields for features that our model does not have, or that asyncrl sets by options: ranks, learner.options."""
+"""Fields for features that our model does not have, that it ignores, or that asyncrl sets by options: ranks,
+learner.options."""
 
 
-def refuse_options(job: Job, shape: ModelShape) -> None:
+def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") -> None:
     """Raise ConfigError unless ``job.transformer`` holds valid values for fields of TransformerConfig that users may
-    set."""
+    set.
+
+    where: the run file's key for the model
+    """
     known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     own = _own_fields(job, shape, job.torch_dtype)
     for name, value in job.transformer.items():
@@ -141,4 +149,6 @@ def refuse_options(job: Job, shape: ModelShape) -> None:
             transformer_config(job, shape, job.torch_dtype)
     except (TypeError, ValueError, AssertionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"learner.megatron: Megatron refuses {dict(job.transformer)}: {reason}") from error
+        raise ConfigError(
+            f"learner.megatron: Megatron refuses {dict(job.transformer)} for {where}: {reason}"
+        ) from error

@@ -14,10 +14,10 @@ from asyncrl.config import RewardSection, RunConfig
 from asyncrl.config.secret_values import hidden
 from asyncrl.data.model_folder import check_model_at
 from asyncrl.data.prompts import PromptDataset, indexed
-from asyncrl.data.row_check import SAMPLING, RowLimits
+from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.load import label_check, needs_label, row_labels
+from asyncrl.rewards.load import label_check, needs_label, rewards_of_rows
 from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run.assembly.evaluation_sets import (
     look_at_rows,
@@ -40,11 +40,19 @@ def index_rows(run: RunConfig) -> Positions:
     return indexed(run.data, seed=run.run.seed, limits=_limits(run))
 
 
-def require_batch(run: RunConfig, rows: Positions) -> None:
+def num_usable(run: RunConfig, num_rows: int, *, num_too_long: int) -> int:
+    """Return how many prompts of an epoch are not known to be too long."""
+    is_mixture = any(file.weight for file in run.data.files)  # a row comes several times in an epoch, or not at all
+    return num_rows if is_mixture else num_rows - num_too_long
+
+
+def require_batch(run: RunConfig, num_rows: int, *, num_too_long: int = 0) -> None:
     """Raise ConfigError if the data ends before the first step."""
-    if run.data.epochs and rows.num_rows * run.data.epochs < run.learner.groups_per_batch:
+    usable = num_usable(run, num_rows, num_too_long=num_too_long)
+    if run.data.epochs and usable * run.data.epochs < run.learner.groups_per_batch:
+        dropped = f" (of {num_rows}, without those that are too long)" if usable < num_rows else ""
         raise ConfigError(
-            f"data.epochs: {rows.num_rows} rows x {run.data.epochs} are no batch of learner.groups_per_batch = "
+            f"data.epochs: {usable} rows{dropped} x {run.data.epochs} are no batch of learner.groups_per_batch = "
             f"{run.learner.groups_per_batch}, so nothing would be trained; lower it, or raise data.epochs (0 repeats)"
         )
 
@@ -109,11 +117,18 @@ def _limits(run: RunConfig) -> RowLimits:
         row_bytes=run.bus.max_message_bytes - run.largest_prompt_bytes,
         labelled_for=run.reward.kind if needs_label(run.reward) else "",
         check_label=label_check(run.reward),
-        rewards=row_labels(run.reward) if run.data.reward_key else {},
+        rewards=_rewards_of_rows(run) if run.data.reward_key else {},
         sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos")},
         vocabulary=model.vocab_size,
         keeps_messages=_keeps_messages(run),
     )
+
+
+def _rewards_of_rows(run: RunConfig) -> dict[str, RowReward]:
+    return {
+        name: RowReward(needs_label=needs_label(one), check_label=label_check(one))
+        for name, one in rewards_of_rows(run.reward).items()
+    }
 
 
 def _keeps_messages(run: RunConfig) -> bool:

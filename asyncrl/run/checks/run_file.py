@@ -288,13 +288,6 @@ def _check_bus(run: RunConfig) -> None:
             f"{largest:,} bytes, over bus.max_group_bytes ({limit:,}); raise it or lower rollout.group_size or "
             "rollout.max_new_tokens"
         )
-    if run.reward.workers and largest > run.bus.max_message_bytes:
-        log.warning(
-            "reward.workers: a group may take %s bytes, over bus.max_message_bytes (%s), and what a reward worker is "
-            "asked must fit into one message: such a group fails",
-            f"{largest:,}",
-            f"{run.bus.max_message_bytes:,}",
-        )
     _check_log(run, largest)
 
 

@@ -84,8 +84,11 @@ class EvaluationSamples(RunSamples):
 
     def growing(self) -> Generator[GroupSample, None, None]:
         assert self.directory is not None
-        with contextlib.closing(growing(self.directory / sample_file.EVALUATION_FILE)) as rows:
+        with contextlib.closing(growing(self.directory / sample_file.EVALUATION_FILE, self.is_over)) as rows:
             yield from filter(self._is_wanted, rows)
+
+    def has_written_all(self) -> bool:
+        return False  # an evaluation may take long after the last step
 
     def why_none(self) -> str:
         """Explain why no answer is shown, after everything available was read."""

@@ -141,6 +141,14 @@ class RecordedRun:
             config.override(table, item)
         return config_record.from_table(table, where=f"{self.history_file}: incarnation {begun[-1].incarnation}")
 
+    def has_trained_all(self) -> bool:
+        """Whether the run has trained its last step. False if its settings are not known."""
+        try:
+            steps = self.newest_settings().run.steps
+            return self.history()[-1].step >= steps
+        except ConfigError:
+            return False
+
     def bus_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
         """Return the newest settings, for use of the bus and the run's name.
 

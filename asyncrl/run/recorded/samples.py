@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -38,6 +38,8 @@ MOST_HELD: Final = 4096
 """Maximum number of groups of a live run that have arrived and not met their fate; older ones are shown as pending."""
 LOOK_SECONDS: Final = 0.25
 """Interval for checking a growing file; nothing signals that it grew."""
+QUIET_LOOKS: Final = 20
+"""How often a file has not grown before a reader asks whether its run is over. Groups are decoded after their step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,12 +277,23 @@ class RunSamples:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def growing(self) -> Generator[GroupSample, None, None]:
-        """Yield groups that are added to samples.jsonl from now on, without end; close it to stop.
+        """Yield groups that are added to samples.jsonl from now on; ends with the run. Close it to stop earlier.
 
         waits for: a line    woken by: the clock
         """
         assert self.directory is not None
-        return growing(self.directory / sample_file.SAMPLES_FILE)
+        return growing(self.directory / sample_file.SAMPLES_FILE, self.is_over)
+
+    def is_over(self) -> bool:
+        """Whether nothing is added to the folder any more. False if the folder does not tell."""
+        assert self.directory is not None
+        if registry.bus_class(self.run).is_shared and not self.run.bus.url:
+            return not (self.directory / registry.BUS_FILE).exists()  # `asyncrl run` removes it at its end
+        return self.has_written_all()
+
+    def has_written_all(self) -> bool:
+        """Whether the last line of the file was written or is about to be. False if it is not known."""
+        return self._recorded is not None and self._recorded.has_trained_all()
 
     def _of_record(self, record: Record[TrajectoryGroup]) -> GroupSample | None:
         group = record.message
@@ -308,19 +321,23 @@ async def model_path(bus: Bus, run: RunConfig) -> str:
     return str(model.get("path", ""))
 
 
-def growing(path: Path) -> Generator[GroupSample, None, None]:
-    """Yield samples that are added to a file from now on, without end; close it to stop."""
-    return _growing(path, _opened(path, at_end=True))
+def growing(path: Path, is_over: Callable[[], bool]) -> Generator[GroupSample, None, None]:
+    """Yield samples that are added to a file from now on; ends once ``is_over`` and the file does not grow."""
+    return _growing(path, _opened(path, at_end=True), is_over)
 
 
-def _growing(path: Path, file: BinaryIO | None) -> Generator[GroupSample, None, None]:
+def _growing(path: Path, file: BinaryIO | None, is_over: Callable[[], bool]) -> Generator[GroupSample, None, None]:
     """``file``: positioned at the start; None if it does not exist yet"""
-    rest = b""
+    rest, quiet = b"", QUIET_LOOKS
     try:
         while True:
+            is_last = quiet >= QUIET_LOOKS and is_over()  # asked before reading: nothing is written afterwards
+            quiet = 0 if quiet >= QUIET_LOOKS else quiet + 1
             # checked before reading: a replaced file gets no more lines
             is_replaced = file is None or _is_another(path, file)
             *lines, rest = (rest + (b"" if file is None else file.read())).split(b"\n")
+            if lines:
+                is_last, quiet = False, 0
             for line in lines:
                 if (sample := sample_file.parsed(line)) is not None:
                     yield sample
@@ -329,6 +346,8 @@ def _growing(path: Path, file: BinaryIO | None) -> Generator[GroupSample, None, 
                     file.close()
                 file, rest = newer, b""
                 continue
+            if is_last:
+                return
             time.sleep(LOOK_SECONDS)
     finally:
         if file is not None:

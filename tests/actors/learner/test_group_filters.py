@@ -16,12 +16,12 @@ from asyncrl.actors.learner.group_filters import GroupFilters, sample_group
 from asyncrl.config.run import AlgorithmSection
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError, FilterError, HopelessError
-from asyncrl.messages import TrajectoryGroup
+from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
 from asyncrl.messages.topics import EVENTS
 from asyncrl.run.checks.run_file import check
 from tests import ROOT
 from tests.harness.buses import first
-from tests.harness.fakes import Engine, Loop, run_all, run_worker, worker
+from tests.harness.fakes import Engine, Loop, run_all, run_worker, single_turn, worker
 
 DEMO = ROOT / "examples" / "demo.toml"
 
@@ -47,6 +47,24 @@ def test_a_group_is_kept_that_every_filter_keeps() -> None:
     assert GroupFilters({"one": says(True), "two": says(True)}, max_in_a_row=1).keep(sample_group())
     assert not GroupFilters({"one": says(False), "two": says(True)}, max_in_a_row=2).keep(sample_group())
     assert asked == [True, True, False]
+
+
+async def test_a_group_with_a_failed_sample_is_filtered_before_a_batch_can_take_it(
+    bus_factory: Any, tmp_path: Path
+) -> None:
+    """The missing sample is announced on the bus, and the learner waits for a batch meanwhile."""
+
+    async def one_fails(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:
+        if index == 0:
+            raise ValueError("a tool failed")
+        return await single_turn(prompt, generate, index=index)
+
+    odd = {"odd": lambda group: group.group_id % 2 == 1}
+    loop = Loop(await bus_factory(), tmp_path, steps=4, groups_per_batch=1, group_size=3, filters=odd)
+    await run_all(loop, worker(await bus_factory(), Engine(), rollout=one_fails, min_group=2))
+    answers = sum(len(micro.boundaries) - 1 for step in loop.backend.trained for micro in step)
+    assert answers == 4 * 2
+    assert loop.recorder.rows[-1]["staleness/filtered_groups"] >= 3
 
 
 def test_a_filter_that_keeps_nothing_is_hopeless_and_one_kept_group_starts_the_count_again() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.data.prompts import PromptDataset, PromptRow
-from asyncrl.data.row_check import RowLimits
+from asyncrl.data.row_check import RowLimits, RowReward
 from asyncrl.data.tiny_model import CHAT_TEMPLATE, make_tokenizer
 from asyncrl.errors import ConfigError
 
@@ -133,7 +133,9 @@ def test_a_row_may_ask_for_shorter_answers_and_end_them_elsewhere(tmp_path: Path
 
 
 REWARDS = RowLimits(
-    rewards={"math": True, "style": False}, sampling={"max_new_tokens": 8, "min_new_tokens": 3}, vocabulary=44
+    rewards={"math": RowReward(needs_label=True), "style": RowReward()},
+    sampling={"max_new_tokens": 8, "min_new_tokens": 3},
+    vocabulary=44,
 )
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from asyncrl.backends import huggingface
+from asyncrl.backends.megatron.refusals import require_tensors_of_engines
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.tiny_model import CHARACTERS, Architecture, make_tiny_model
 from asyncrl.data.tokenizer import load_tokenizer
@@ -55,6 +58,20 @@ def test_the_sizes_of_every_architecture_go_with_its_weights(tmp_path: Path, arc
     )
 
 
+def test_latent_attention_may_have_queries_without_a_latent(tmp_path: Path) -> None:
+    """transformers writes the size of the rotated part to head_dim; q_proj has the rows of whole heads."""
+    folder = make_tiny_model(tmp_path, architecture="deepseek_v3")
+    _rewrite(folder, q_lora_rank=None)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        attention = f"model.layers.{layer}.self_attn"
+        tensors[f"{attention}.q_proj.weight"] = tensors.pop(f"{attention}.q_b_proj.weight").repeat(1, 2)
+        del tensors[f"{attention}.q_a_proj.weight"], tensors[f"{attention}.q_a_layernorm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    check_model(folder)
+    require_tensors_of_engines(folder, huggingface.read_shape(folder))
+
+
 def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
     made = [make_tiny_model(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     first, same, other = ((folder / "model.safetensors").read_bytes() for folder in made)
@@ -75,6 +92,11 @@ def _missing_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}'
     )
+
+
+def _second_copy(folder: Path) -> None:
+    (folder / "one.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    _missing_shard(folder)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +134,12 @@ def _missing_shard(folder: Path) -> None:
             "a Git LFS pointer or a torn download",
         ),
         (_missing_shard, "1 of 1 weight files are missing, first one.safetensors"),
-        (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
+        (_second_copy, "has model.safetensors, and model.safetensors.index.json names other files; remove"),
+        (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer .*copy the model's own files there"),
+        (
+            lambda f: (f / "tokenizer.json").rename(f / "tiktoken.model"),
+            "no tokenizer .*tiktoken.model is read only by the model's own code; convert it to a tokenizer.json",
+        ),
     ],
 )
 def test_a_damaged_model_folder_is_refused_in_one_line(

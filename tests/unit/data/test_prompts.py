@@ -345,12 +345,14 @@ def test_parquet_without_pyarrow_says_what_to_install(
         PromptDataset.open(config.DataSection(path=str(tmp_path / "data.parquet")), tokenizer=tokenizer, seed=0)
 
 
-def test_parquet_values_no_message_can_carry_are_named(open_rows: Open) -> None:
+@pytest.mark.parametrize("key", ["label", "metadata"])
+def test_a_value_that_no_message_can_carry_is_refused_with_the_first_row_that_has_it(open_rows: Open, key: str) -> None:
     import datetime
 
-    dataset = open_rows([{"prompt": "a", "label": datetime.date(2026, 1, 1)}], name="data.parquet")
-    with pytest.raises(ConfigError, match="row 1: 'label' holds a date; write it as text or a number"):
-        dataset.at(0)
+    values = [None, *[datetime.date(2026, 1, 1)] * 2]
+    rows = [{"prompt": "a", key: {"when": value} if key == "metadata" else value} for value in values]
+    with pytest.raises(ConfigError, match=f"row 2: '{key}' holds a date; write it as text or a number"):
+        open_rows(rows, name="data.parquet")
 
 
 def test_a_parquet_row_without_a_prompt_is_named(open_rows: Open) -> None:

@@ -11,3 +11,9 @@ def test_layers_that_predict_further_tokens_are_not_waited_for() -> None:
     config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     assert list(trained_shapes(folder, config)) == ["model.layers.1.norm", "model.layers.21.norm", "lm_head"]
     assert trained_shapes(folder, {"num_hidden_layers": 2}) == folder
+
+
+def test_rotary_frequencies_of_older_conversions_are_not_waited_for() -> None:
+    """Engines compute them; Llama-2-7b-hf has them among its weights."""
+    folder = {"model.layers.0.self_attn.rotary_emb.inv_freq": (64,), "model.layers.0.self_attn.q_proj.weight": (2, 2)}
+    assert list(trained_shapes(folder, {"num_hidden_layers": 1})) == ["model.layers.0.self_attn.q_proj.weight"]

@@ -12,7 +12,7 @@ import pytest
 from asyncrl import config
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages import replace
-from asyncrl.rewards import dapo, rouge
+from asyncrl.rewards import dapo, gpqa, rouge
 from asyncrl.rewards.load import load_reward
 from tests.harness.rewards import load, sample, values
 
@@ -120,6 +120,30 @@ async def test_gpqa_finds_the_letter_that_was_chosen() -> None:
     await assert_rewards("gpqa", [("Answer: F", "F", 1.0)], letters="ABCDEF")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The correct answer is option C.",
+        "The correct answer is choice (C).",
+        "**Final answer: Option C**",
+        "The answer is \\textbf{C}",
+        "The answer is $\\mathbf{C}$",
+        "The answer is \\(\\text{C}\\), not A.",
+        "The answer is `C`",
+        'The final answer is "C".',
+        "answer: c",
+        "The answer is (c).\nIt is not a.",
+    ],
+)
+def test_gpqa_reads_common_ways_to_state_a_choice(text: str) -> None:
+    assert gpqa.GpqaReward(gpqa.Options()).vote(text) == "C"
+
+
+def test_gpqa_takes_no_article_for_a_choice() -> None:
+    for text in ("The answer is a matter of taste", "The option is a good start", "Answer: all"):
+        assert gpqa.GpqaReward(gpqa.Options()).vote(text) == ""
+
+
 async def test_gpqa_takes_the_text_of_a_choice_as_label() -> None:
     one = sample("Answer: B", label="two", metadata={"choices": ["one", "two"]})
     assert await values(load("gpqa"), one) == [1.0]
@@ -144,6 +168,21 @@ async def test_f1_counts_words_as_squad_does() -> None:
     await assert_rewards("f1", [("<a>no</a> <a>cat</a> dog", "cat", 1.0), ("cat", "cat", 0.0)], extract="<a>(.*?)</a>")
 
 
+async def test_f1_gives_nothing_for_no_answer_to_a_label_that_normalisation_would_remove() -> None:
+    cases: list[tuple[str, Any, float]] = [
+        ("", "A", 0.0),
+        ("the", "A", 0.0),
+        ("A.", "A", 1.0),
+        ("-", "+", 0.0),
+        (" +", "+", 1.0),
+        ("", "", 1.0),  # SQuAD 2.0's questions without an answer
+    ]
+    await assert_rewards("f1", cases)
+    extracted: list[tuple[str, Any, float]] = [("no tag", "A", 0.0), ("no tag", "", 0.0), ("<a></a>", "", 1.0)]
+    for metric in ("f1", "exact_match"):
+        await assert_rewards("f1", extracted, metric=metric, extract="<a>(.*?)</a>")
+
+
 async def test_rouge_is_the_f_measure_of_words_in_common() -> None:
     # Common words: police, the, gunman of 4 and 4; pairs: "the gunman" of 3 and 3; in order: the same 3 of 4 and 4.
     text, label = "police ended the gunman", "police kill the gunman"
@@ -153,6 +192,17 @@ async def test_rouge_is_the_f_measure_of_words_in_common() -> None:
     await assert_rewards(
         "rouge", [("the gunman police", "police the gunman", 2 / 3), ("", "a", 0.0), ("b", ["a", "b"], 1.0)]
     )
+
+
+async def test_rouge_reads_words_of_any_script() -> None:
+    cases: list[tuple[str, Any, float]] = [
+        ("Привет, мир", "привет мир", 1.0),
+        ("привет", "привет мир", 2 / 3),
+        ("berraschung", "Überraschung", 0.0),
+        ("北京是首都。", "北京是首都", 1.0),
+        ("snake_case", "snake case", 1.0),
+    ]
+    await assert_rewards("rouge", cases)
 
 
 def test_the_longest_common_subsequence_is_that_of_the_table() -> None:
@@ -190,6 +240,7 @@ async def test_json_is_judged_by_the_rows_schema_or_that_of_all() -> None:
     cases: list[tuple[str, Any, float]] = [
         ('{"n": 1}', SCHEMA, 1.0),
         ('Here:\n```json\n{"n": 1}\n```', SCHEMA, 1.0),
+        ('Here:\n```json\n{"n": 1}\n```\nIt says:\n```\nn is 1\n```', SCHEMA, 1.0),
         ('{"n": "1"}', SCHEMA, 0.0),
         ("n = 1", SCHEMA, 0.0),
         ("[" * 100_000, SCHEMA, 0.0),

@@ -9,7 +9,7 @@ import pytest
 from asyncrl import config
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages import replace
-from asyncrl.rewards.load import load_rewards, row_labels
+from asyncrl.rewards.load import load_rewards, needs_label, rewards_of_rows
 from tests.harness.rollouts import sample_of
 
 
@@ -35,8 +35,8 @@ async def test_a_group_is_judged_by_the_reward_that_its_row_names() -> None:
 
 
 def test_a_row_may_name_what_is_listed_and_what_needs_no_options() -> None:
-    labels = row_labels(SECTION)
-    assert labels["exact"] is True and labels["style"] is False
+    sections = rewards_of_rows(SECTION)
+    assert needs_label(sections["exact"]) and not needs_label(sections["style"])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from asyncrl.errors import ConfigError, RewardError
 from asyncrl.protocols import Sample
 from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.load import label_check
+from asyncrl.rewards.sandbox.sandbox import Limits, Outcome, Stopped
 from tests.harness.rewards import load, sample, values
 
 PLAIN = {"sandbox": "none", "seconds": 100.0, "total_seconds": 100.0, "processes": 64}
@@ -76,6 +80,33 @@ async def test_statements_functions_and_methods_are_called() -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        "import json\njson.loads = lambda text: [0, 0]\ndef add(a, b): return None",
+        "import json\njson.dumps = lambda value: 'true'\ndef add(a, b): return None",
+        "class Any(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Any()",
+        "def add(a, b): return object()",
+        "def add(a, b): return 10 ** 5000",
+        "def add(a, b):\n    value = []\n    for _ in range(900): value = [value]\n    return value",
+        "def add(a, b): print('\\n3\\n', flush=True); import os; os._exit(0)",
+    ],
+)
+async def test_a_call_is_judged_by_what_it_returns_not_by_what_the_program_changes(source: str) -> None:
+    call = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
+    assert await values(code(), written(source, call)) == [0.0]
+
+
+async def test_results_of_calls_are_compared_as_json() -> None:
+    source = "print('debugging')\ndef f(a):\n    print(a)\n    return {1: (a, None, 'é')}"
+    call = {
+        "fn_name": "f",
+        "inputs": [[float("inf")], [[1.5]]],
+        "outputs": [{"1": [value, None, "é"]} for value in (float("inf"), [1.5])],
+    }
+    assert await values(code(), written(source, call)) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "import sys\nsys.exit(0)",
         "import os\nos._exit(0)",
         "import sys\nprint(sys.stdin.read())\nimport os\nos._exit(0)",
@@ -102,8 +133,90 @@ async def test_tests_that_no_time_is_left_for_fail() -> None:
     assert await values(code(score="share", seconds=0.3, total_seconds=0.5), endless) == [0.0]
 
 
+class FakeSandbox:
+    """Runs programs such as "4", which prints 3 after 4 seconds, on a clock of its own.
+
+    used  seconds of each run
+    """
+
+    def __init__(self) -> None:
+        self.used: list[float] = []
+        self.may_run = threading.Event()
+        self.may_run.set()
+
+    def run(self, command: Sequence[str], *, limits: Limits, stdin: bytes, files: Mapping[str, bytes]) -> Outcome:
+        (source,) = files.values()
+        needed = float(source)
+        self.used.append(min(needed, limits.seconds))
+        self.may_run.wait()
+        in_time = needed < limits.seconds
+        stopped: Stopped = "" if in_time else "time"
+        return Outcome(
+            code=0, stdout=b"3" if in_time else b"", stderr=b"", stopped=stopped, seconds=min(needed, limits.seconds)
+        )
+
+
+def faked(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[GuardedReward, FakeSandbox]:
+    reward, sandbox = load("code", timeout_seconds=30.0, sandbox="none", **options), FakeSandbox()
+    monkeypatch.setattr(reward.function, "_sandbox", sandbox)
+    return reward, sandbox
+
+
+def taking(*seconds: float) -> list[Sample]:
+    return [written(str(one), {"inputs": ["1", "2"], "outputs": ["3", "3"]}) for one in seconds]
+
+
+async def test_the_answers_of_a_group_share_its_time_and_endless_ones_take_none_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endless = [1000.0 + number for number in range(16)]
+    reward, sandbox = faked(monkeypatch)  # 60 s of programs for a group, 6 s for a test
+    assert await values(reward, *taking(*endless, 0.5)) == [0.0] * 16 + [1.0]
+    assert sum(sandbox.used) == pytest.approx(60.0)
+    reward, sandbox = faked(monkeypatch)
+    assert await values(reward, *taking(*endless[:8], 3.0)) == [0.0] * 8 + [1.0]  # longer than its share of half: 1.7 s
+    reward, sandbox = faked(monkeypatch)
+    assert await values(reward, *taking(7.0, 4.0, 0.1, 0.1)) == [0.0, 1.0, 1.0, 1.0]
+    assert sorted(sandbox.used) == [0.1, 0.1, 4.0, 4.0, 6.0]
+
+
+async def test_a_group_that_is_cancelled_begins_no_test_and_keeps_only_the_place_of_the_one_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reward, sandbox = faked(monkeypatch, at_once=1)
+    sandbox.may_run.clear()
+    abandoned = asyncio.create_task(reward(taking(1.0, 2.0, 3.0)))
+    while not sandbox.used:
+        await asyncio.sleep(0)
+    abandoned.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await abandoned
+    later = asyncio.create_task(reward(taking(0.1)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert sandbox.used == [1.0]
+    sandbox.may_run.set()
+    assert [one.value for one in await later] == [1.0]
+    assert sandbox.used == [1.0, 0.1, 0.1]
+
+
 async def test_what_was_thought_is_not_run() -> None:
     text = f"<think>```python\nprint(3)\n```</think>{RIGHT}"
+    assert await values(code(), sample(text, label=SUMS)) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "after", ["Example output:\n```\n3\n```", "Run it:\n```\n$ python a.py\n```\n```bash\nls\n```"]
+)
+async def test_the_program_is_the_last_python_block_whatever_is_shown_after_it(after: str) -> None:
+    draft = "```python\nprint(0)\n```\nBetter:\n"
+    untagged = draft.replace("python", "bash") + RIGHT.replace("python", "")
+    cases = [sample(text, label=SUMS) for text in (f"{draft}{RIGHT}\n{after}", untagged)]
+    assert await values(code(), *cases) == [1.0, 1.0]
+
+
+async def test_a_block_in_a_list_loses_the_indent_of_its_fence() -> None:
+    text = "1. Add:\n   ```python\n   if True:\n       print(sum(map(int, input().split())), '''\n''')\n   ```\n"
     assert await values(code(), sample(text, label=SUMS)) == [1.0]
 
 

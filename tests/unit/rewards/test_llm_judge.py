@@ -14,7 +14,10 @@ from tests.harness.rewards import load, sample, values
 
 
 class Server:
-    """Answers with the entries of ``says`` in order, and repeats the last one. An entry is a text or a status."""
+    """Answers with the entries of ``says`` in order, and repeats the last one.
+
+    An entry is a text or a status. A text that ends in "[cut]" is cut off there.
+    """
 
     def __init__(self) -> None:
         self.says: list[str | int] = ["Score: 10"]
@@ -26,7 +29,11 @@ class Server:
         said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
         if isinstance(said, int):
             return web.Response(status=said, text="no such model\ndetails")
-        return web.json_response({"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 30}})
+        choice = {
+            "message": {"content": said.removesuffix("[cut]")},
+            "finish_reason": "length" if said.endswith("[cut]") else "stop",
+        }
+        return web.json_response({"choices": [choice], "usage": {"total_tokens": 30}})
 
 
 @pytest.fixture
@@ -99,10 +106,22 @@ async def test_a_busy_server_and_a_judge_without_a_grade_are_asked_again(server:
     assert await values(judge(server), sample("a")) == [0.5]
 
 
+async def test_grades_in_the_judges_reasoning_or_in_a_reply_that_was_cut_off_do_not_count(server: Server) -> None:
+    server.says = [
+        "<think>If the scale is Score: 10[cut]",
+        "Good. Score: 1[cut]",
+        "<think>Score: 9</think>",
+        "Score: 2",
+    ]
+    assert await values(judge(server), sample("a")) == [0.2]
+    assert len(server.seen) == 4
+
+
 @pytest.mark.parametrize(
     ("says", "problem"),
     [
         ([500], "after 3 tries: HTTP 500"),
+        (["Score: 1[cut]"], "after 3 tries: its reply reached reward.options.max_tokens = 512: 'Score: 1'"),
         (["fine"], "after 3 tries: no grade in what it says: 'fine'"),
         ([404], "HTTP 404 Not Found: no such model$"),
     ],

@@ -41,6 +41,29 @@ async def test_math_judges_what_is_equal_not_what_looks_equal() -> None:
     assert got == [value for _, _, value in cases]
 
 
+async def test_math_reads_the_whole_label_with_and_without_dollars() -> None:
+    pytest.importorskip("math_verify")
+    cases = [
+        ("36\\pi", "\\pi \\cdot 36", "36"),
+        ("5\\sqrt{3}", "\\sqrt{75}", "5"),
+        ("2^{10}", "1024", "2"),
+        ("10^{-3}", "0.001", "10"),
+        ("1e-05", "0.00001", "1"),
+        ("3\\frac{1}{2}", "3.5", "0.5"),
+        ("1,2", "2,1", "1.2"),
+        ("y = 3x - 7", "y=-7+3x", "7"),
+        ("18\\sqrt{3} \\text{ square inches}", "\\sqrt{972}", "18"),
+        ("$36\\pi$", "\\pi \\cdot 36", "36"),
+        ("\\$1,000", "1000", "1"),
+        ("1 000", "1000", "1"),
+        ("72 miles per hour", "72", "71"),
+        ("She has 12 + 5 = 17 eggs in 2 days.\n#### 17", "17", "2"),
+        ("The total is 12 + 5 = 17", "17", "12"),
+    ]
+    pairs = [sample(f"\\boxed{{{answer}}}", label=label) for label, *answers in cases for answer in answers]
+    assert await values(load("math"), *pairs) == [1.0, 0.0] * len(cases)
+
+
 async def test_math_survives_what_no_time_is_enough_for() -> None:
     pytest.importorskip("math_verify")
     section = config.RewardSection(kind="math", options={"timeout_seconds": 1})

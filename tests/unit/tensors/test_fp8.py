@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.engines.validation import read_shapes
@@ -63,3 +63,22 @@ def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path:
     assert read_shapes(made).keys() == after.keys()
     assert fp8.model_folder(Path("nowhere"), tmp_path / "made") == made  # written only once
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_weights_that_the_index_does_not_name_are_not_quantized(tmp_path: Path) -> None:
+    """Mistral's folders hold the weights a second time, by other names; engines would wait for those tensors."""
+    model = make_tiny_model(tmp_path / "model", architecture="mistral")
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    parts: dict[str, dict[str, torch.Tensor]]
+    parts = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        list(parts.values())[number % 2][name] = tensor
+    for file, part in parts.items():
+        save_file(part, model / file)
+    files = {name: file for file, part in parts.items() for name in part}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, model / "consolidated.safetensors")
+    made = fp8.model_folder(model, tmp_path / "made")
+    assert {path.name for path in made.glob("*.safetensors")} == set(parts)
+    assert read_shapes(made).keys() == {name for name, _ in fp8.quantized(tensors.items())}

@@ -39,6 +39,7 @@ class Ask:
     tokens           i32[P], tokens to continue instead of the messages; None: use the messages
     max_tokens       limit of the answer; None: all tokens that are left
     count            number of answers to sample
+    stop             stop strings that the request names; the message of an answer ends before them
     wishes           requested settings that are not obeyed, because the run's sampling rules apply
     options          data that only the request's dialect needs to write the answer
     """
@@ -48,6 +49,7 @@ class Ask:
     tokens: NDArray[np.int32] | None = None
     max_tokens: int | None = None
     count: int = 1
+    stop: Sequence[str] = ()
     is_streamed: bool = False
     model: str = ""
     wishes: Json = field(default_factory=dict)

@@ -80,8 +80,8 @@ class TemplateFormat:
         has_new_question = any(message["role"] == "user" for message in new)
         if not self._keeps_thinking and has_new_question and "reasoning_content" in turn.said:
             return None
-        is_closed = self._template.is_closed(turn.answer)
-        return self._template.bridge(before, turn.said, new, tools, is_closed=is_closed)
+        last = int(turn.answer.tokens[-1]) if len(turn.answer.tokens) else None
+        return self._template.bridge(before, turn.said, new, tools, last=last)
 
     def parse(self, answer: Generation, *, context: Tokens, tools: Sequence[Json]) -> Parsed:
         in_thought = self._template.ends_in_thought(context[-8:].tolist())

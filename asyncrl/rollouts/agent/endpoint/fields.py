@@ -1,4 +1,4 @@
-"""Request fields that would change sampling. None of them is ignored silently.
+"""Request fields that would change sampling or the prompt. None of them is ignored silently.
 
 Fields that clients send by default but the run decides, such as temperature, are recorded and named in the answer's
 header ``x-not-obeyed``. Fields that a client relies on are obeyed or refused by name: stop strings, a JSON schema, a
@@ -14,19 +14,26 @@ from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, short, 
 
 RUNS_OWN: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "reasoning", "reasoning_effort", "thinking", "verbosity"),
-    *("parallel_tool_calls", "chat_template_kwargs", "output_config"),
+    *("parallel_tool_calls", "chat_template_kwargs"),
 )
 """Fields that the run file or the model's chat template decides."""
 
 _TRAINER: Final = "it changes the sampling distribution in a way that the trainer cannot recompute"
 _SAMPLED: Final = "only logprobs of sampled tokens are known"
 _TEXT: Final = "answers are text"
+_NO_PREFILL: Final = "an answer that your program begins cannot be continued; end with a message of another role"
 _NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "response_format": (({"type": "text"},), f"{_TRAINER}; ask for JSON in the prompt"),
     "frequency_penalty": ((0,), _TRAINER),
     "presence_penalty": ((0,), _TRAINER),
     "repetition_penalty": ((1,), _TRAINER),
     "logit_bias": (({},), _TRAINER),
+    "length_penalty": ((1,), _TRAINER),
+    "typical_p": ((1,), _TRAINER),
+    "no_repeat_ngram_size": ((0,), _TRAINER),
+    "logits_processors": (([],), _TRAINER),
+    "custom_logit_processor": ((), _TRAINER),
+    "output_format": ((), f"{_TRAINER}; ask for JSON in the prompt"),
     "guided_json": ((), _TRAINER),
     "guided_regex": ((), _TRAINER),
     "guided_choice": ((), _TRAINER),
@@ -40,6 +47,13 @@ _NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "min_tokens": ((0,), "set rollout.min_new_tokens in the run file"),
     "ignore_eos": ((False,), "answers end where the model ends them"),
     "stop_token_ids": (([],), "set rollout.stop_token_ids in the run file"),
+    "stop_regex": ((), "set rollout.stop in the run file"),
+    "continue_final_message": ((False,), _NO_PREFILL),
+    "add_generation_prompt": ((True,), _NO_PREFILL),
+    "echo": ((False,), "the prompt is not returned"),
+    "chat_template": ((), "set rollout.options.chat_template in the run file"),
+    "documents": (([],), "put them into a message"),
+    "truncate_prompt_tokens": ((), "a prompt that does not fit is refused with context_length_exceeded"),
     "use_beam_search": ((False,), "answers are sampled"),
     "best_of": ((1,), "all answers are returned; use n"),
     "top_logprobs": ((0,), _SAMPLED),
@@ -73,17 +87,23 @@ def wishes(body: Json, *, stop: Sequence[str]) -> Json:
     for name in ("stop", "stop_sequences"):
         _check_stop(body.get(name), name, stop)
     made = {name: body[name] for name in RUNS_OWN if body.get(name) is not None}
-    made |= _format(body.get("text"))
+    made |= _format(body.get("text"), "text", ("verbosity",))
+    made |= _format(body.get("output_config"), "output_config", ("effort",))
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get(_ONE_CALL) is not None:  # Anthropic's parallel_tool_calls
         made[_ONE_CALL] = choice[_ONE_CALL]
     return made
 
 
-def _check_stop(value: Any, name: str, stop: Sequence[str]) -> None:
+def stop_strings(value: Any, name: str) -> list[str]:
+    """Return the stop strings of a field, which may be one text. Raises Refused."""
     asked = [value] if isinstance(value, str) else rows(value, name)
-    for place, one in enumerate(asked):
-        if text(one, f"{name}[{place}]") not in stop:
+    return [text(one, f"{name}[{place}]") for place, one in enumerate(asked)]
+
+
+def _check_stop(value: Any, name: str, stop: Sequence[str]) -> None:
+    for one in stop_strings(value, name):
+        if one not in stop:
             known = ", ".join(map(short, stop)) or "none"
             raise Refused(
                 f"{name}: {short(one)} ends no answer of this run; rollout.stop has {known}; add it in the run "
@@ -91,13 +111,18 @@ def _check_stop(value: Any, name: str, stop: Sequence[str]) -> None:
             )
 
 
-def _format(value: Any) -> Json:
-    """Check the field ``text`` of the responses API: {"format": {"type": ...}, "verbosity": ...}."""
-    given = table(value or {}, "text")
-    kind = table(given.get("format") or {}, "text.format").get("type", "text")
+def _format(value: Any, where: str, names: Sequence[str]) -> Json:
+    """Check a field such as ``text`` of the responses API: {"format": {"type": ...}, "verbosity": ...}.
+
+    names  fields in it that the run decides; those that are given are returned
+    """
+    given = table(value or {}, where)
+    kind = table(given.get("format") or {}, f"{where}.format").get("type", "text")
     if kind != "text":
-        raise Refused(f"text.format of type {short(kind)} is not served here: {_TRAINER}; ask for JSON in the prompt")
-    return {"verbosity": given["verbosity"]} if given.get("verbosity") is not None else {}
+        raise Refused(
+            f"{where}.format of type {short(kind)} is not served here: {_TRAINER}; ask for JSON in the prompt"
+        )
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def offers_tools(choice: Any) -> bool:

@@ -117,7 +117,7 @@ class EndpointServer:
         dialect = AnthropicMessages()
         try:
             session = self._session_of(request)
-            prepared = session.prepare(dialect.read(_body(await _read(request)), session), is_limited=False)
+            prepared = session.prepare(dialect.read_any(_body(await _read(request)), session), is_limited=False)
         except RecursionError:
             return _json(dialect.refused(Refused("the body is nested too deeply")), status=400)
         except Refused as error:

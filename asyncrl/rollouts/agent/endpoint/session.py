@@ -24,6 +24,7 @@ from asyncrl.errors import EngineDied, EngineError, PromptError
 from asyncrl.protocols import Generate
 from asyncrl.rollouts.agent.endpoint.ask import Ask, call, digests, in_order_of_calls
 from asyncrl.rollouts.agent.endpoint.chat_format import ChatFormat
+from asyncrl.rollouts.agent.endpoint.parsers import Parsed
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
 from asyncrl.rollouts.agent.endpoint.turns import Tags, Tokens, Turn, Turns, call_id
 
@@ -229,14 +230,12 @@ class Session:
         answer = await self._generate(prepared.tokens, max_new_tokens=prepared.limit)
         self._num_sampled += len(answer.tokens)
         said: Json = {}
+        stopped_by = ""
         if ask.tokens is None:
-            parsed = self.chat_format.parse(answer, context=prepared.tokens, tools=ask.tools)
-            said = {"role": "assistant", "content": parsed.content}
-            if parsed.reasoning is not None:
-                said["reasoning_content"] = parsed.reasoning
-            if parsed.calls:
-                ids = parsed.call_ids or [call_id(tag, place) for place in range(len(parsed.calls))]
-                said["tool_calls"] = [call(one, *made) for one, made in zip(ids, parsed.calls, strict=True)]
+            said = _message(self.chat_format.parse(answer, context=prepared.tokens, tools=ask.tools), tag)
+            if ask.stop and answer.finish_reason == "stop":
+                stopped_by = _first(ask.stop, self.chat_format.decode(answer.tokens.tolist()))
+                _cut(said, stopped_by)
         turn = Turn(
             number=number,
             tag=tag,
@@ -245,11 +244,34 @@ class Session:
             answer=answer,
             said=said,
             wishes=ask.wishes,
+            stopped_by=stopped_by,
         )
         self.turns.add(turn)
         if said:
             self._ends[digests([*ask.messages, said], ask.tools)[-1]] = turn
         return turn
+
+
+def _message(parsed: Parsed, tag: str) -> Json:
+    said: Json = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning is not None:
+        said["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        ids = parsed.call_ids or [call_id(tag, place) for place in range(len(parsed.calls))]
+        said["tool_calls"] = [call(one, *made) for one, made in zip(ids, parsed.calls, strict=True)]
+    return said
+
+
+def _first(stop: Sequence[str], text: str) -> str:
+    """Return the stop string that begins first in ``text``; "" if there is none."""
+    return min((one for one in stop if one in text), key=text.index, default="")
+
+
+def _cut(said: Json, stop: str) -> None:
+    """Cut a message before the stop string that ended it, as model servers do. A stop string in a call stays."""
+    name = "content" if said["content"] else "reasoning_content"
+    if stop and name in said:
+        said[name] = said[name].partition(stop)[0]
 
 
 def _undelivered(records: Sequence[Record], *, is_retry: bool) -> Record | None:

@@ -3,6 +3,7 @@
 The bridge renders the conversation with its last answer replaced by a sentinel. The text after the sentinel holds the
 end of that turn, the new messages, and the beginning of the next answer. Only this text is tokenised and appended to
 the sampled tokens. It begins with the token that ends a turn, if the template has one, so no token spans the seam.
+Where a turn is ended by the token of the next role (GLM-4), the sampled end token is that token, and is not repeated.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ class Template:
         return ids
 
     def bridge(
-        self, before: Sequence[Json], said: Json, new: Sequence[Json], tools: Sequence[Json], *, is_closed: bool
+        self, before: Sequence[Json], said: Json, new: Sequence[Json], tools: Sequence[Json], *, last: int | None
     ) -> list[int] | None:
         """Return the tokens between the sampled answer ``said`` and the next answer; None if the template prevents it.
 
-        is_closed  the answer's last token ends the turn
+        last  the answer's last token; None if it has none
         """
         import jinja2
 
@@ -106,13 +107,14 @@ class Template:
             if at < 0:
                 return None
             tail = tail[at:]
-        ids = self.encode(tail)
-        if not is_closed:
+        ids, special = self.encode(tail), self.tokenizer.all_special_ids
+        if last not in special:  # the answer was cut
             return ids
-        return ids[1:] if ids and ids[0] == self.close_id else None
-
-    def is_closed(self, answer: Generation) -> bool:
-        return len(answer.tokens) > 0 and int(answer.tokens[-1]) == self.close_id
+        if ids and ids[0] == last:
+            return ids[1:]
+        if last == self.close_id or (ids and ids[0] in special and not self.close):
+            return None  # the template ends the turn in another way than the model
+        return ids
 
     def text_of(self, answer: Generation) -> str:
         """Return an answer's text without its end token. Other special tokens stay in the text."""

@@ -32,11 +32,12 @@ Tokens = NDArray[np.int32]
 class Turn:
     """One answer of the model.
 
-    number  number of the call in its session, from 0, in the order of requests
-    tag     digest of session, prompt and occurrence; the same if the sample runs again, in any order of requests
-    given   i32[*], tokens given to the engine after the parent's tokens
-    said    the answer as a message; empty if the request consisted of tokens
-    wishes  requested settings that were not obeyed
+    number      number of the call in its session, from 0, in the order of requests
+    tag         digest of session, prompt and occurrence; the same if the sample runs again, in any order of requests
+    given       i32[*], tokens given to the engine after the parent's tokens
+    said        the answer as a message; empty if the request consisted of tokens
+    wishes      requested settings that were not obeyed
+    stopped_by  stop string of the request that ended the answer, and that ``said`` lacks; "" if none did
     """
 
     number: int
@@ -46,6 +47,7 @@ class Turn:
     answer: Generation
     said: Json = field(default_factory=dict)
     wishes: Json = field(default_factory=dict)
+    stopped_by: str = ""
 
     @property
     def path(self) -> list[Turn]:

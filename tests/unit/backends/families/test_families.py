@@ -117,8 +117,17 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
         ),
         ("mistral", {"sliding_window": 4096}, ["sliding_window = 4096"]),
         ("glm4_moe", {"norm_topk_prob": False}, ["norm_topk_prob = False"]),
+        ("glm4_moe", {"num_experts_per_tok": 1}, ["num_experts_per_tok = 1 and norm_topk_prob = true"]),
+        (
+            "deepseek_v3",
+            {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+            ["num_experts_per_tok = 1 and norm_topk_prob = true"],
+        ),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, ["num_experts_per_tok = 1 and norm_topk_prob = true"]),
+        ("deepseek_v3", {"v_head_dim": 25}, ["v_head_dim = 25, more than qk_nope_head_dim + qk_rope_head_dim = 24"]),
+        ("gemma3", {"sliding_window": None}, ["sliding_window = None and layers of sliding_attention"]),
     ],
-    ids=["groups", "eps", "part", "window", "scores"],
+    ids=["groups", "eps", "part", "window", "scores", "glm-one", "deepseek-one", "qwen-one", "values", "no window"],
 )
 def test_what_would_be_silently_wrong_is_refused(
     tmp_path: Path, architecture: str, changes: dict[str, Any], words: list[str]

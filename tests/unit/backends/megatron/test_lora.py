@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from asyncrl.backends.optimizer_settings import Lora
+from asyncrl.errors import ConfigError
 from asyncrl.tensors.expert_tensors import by_names_in_files
 from asyncrl.weights.files import FilesChannel
 from tests.harness.backends import (
@@ -133,6 +134,26 @@ def test_a_merged_export_is_the_folder_plus_the_adapters_and_nothing_else_moves(
     of_model = [key for key in saved[0] if "decoder" in key or "embedding" in key or "output_layer" in key]
     assert of_model
     assert all("_adapter." in key for key in of_model), "a checkpoint has adapters alone"
+
+
+def test_adapters_are_not_restored_on_other_weights(tmp_path: Path) -> None:
+    """The same model in two files is no other model; a model with the same config.json may be one."""
+    folder = tiny_model(tmp_path / "base")
+    tensors = load_file(folder / "model.safetensors")
+    with started("megatron-1", folder, **settings(ADAPTERS)) as backend:
+        backend.save(tmp_path / "saved")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for shift in (0.0, 0.01):
+        for file in set(files.values()):
+            save_file({name: tensors[name] + shift for name in files if files[name] == file}, folder / file)
+        with started("megatron-1", folder, **settings(ADAPTERS)) as backend:
+            if shift:
+                with pytest.raises(ConfigError, match=r"^model.path: .*/base has other weights than the model whose"):
+                    backend.restore(tmp_path / "saved")
+            else:
+                backend.restore(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(

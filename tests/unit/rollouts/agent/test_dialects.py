@@ -15,6 +15,7 @@ from tests.harness.agents import ANSWER, CALL, TOKENIZER, TOOLS, Client, Scripte
 
 CHAT = "/v1/chat/completions"
 QUESTION = "40 + 2 = ?"
+USER = {"role": "user", "content": "hi"}
 FUNCTION = TOOLS[0]["function"]
 
 
@@ -148,6 +149,19 @@ async def test_a_response_goes_on_from_the_one_before() -> None:
     assert client.check() == 1
 
 
+async def test_instructions_are_those_of_the_request_and_developer_messages_stay() -> None:
+    async with Client(Scripted(["one", "two", "three"])) as client:
+        items = [{"role": "developer", "content": "Rules"}, USER]
+        first = await client.post("/v1/responses", {"instructions": "A", "input": items})
+        more = {"input": "more", "previous_response_id": first["id"]}
+        await client.post("/v1/responses", more | {"instructions": "A"})
+        await client.post("/v1/responses", more)
+    asked = [TOKENIZER.decode(tokens) for tokens in client.engine.given]
+    assert "system\nA<|im_end|>\n<|im_start|>system\nRules<" in asked[1]
+    assert asked[2] == asked[1].removeprefix("<|im_start|>system\nA<|im_end|>\n")
+    assert client.check() == 2
+
+
 async def test_logprobs_of_a_chat_are_the_engines() -> None:
     async with Client(Scripted(["the"])) as client:
         found = await client.chat([{"role": "user", "content": "hi"}], logprobs=True, return_token_ids=True)
@@ -168,6 +182,13 @@ async def test_tokens_are_counted_and_the_model_named_without_a_turn() -> None:
             (model,) = (await reply.json())["data"]
     assert counted == {"input_tokens": len(client.engine.given[0])}
     assert (model["id"], model["max_model_len"]) == ("policy", 100_000)
+
+
+async def test_the_tokens_of_messages_that_end_with_the_assistants_are_counted() -> None:
+    async with Client(Scripted([])) as client:
+        messages = [USER, {"role": "assistant", "content": "hello"}]
+        counted = [await client.post("/v1/messages/count_tokens", {"messages": messages[:n]}) for n in (1, 2)]
+    assert counted[0]["input_tokens"] < counted[1]["input_tokens"]
 
 
 async def test_a_stream_is_kept_open_while_the_model_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +274,22 @@ async def test_many_samples_at_once_keep_their_turns_apart() -> None:
         (CHAT, {"max_completion_tokens": 0}, "max_tokens must be a whole number"),
         ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format of type 'json_schema'"),
         ("/v1/responses", {"background": True}, "background = True"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            "'item_reference'.*the items themsel",
+        ),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema"}}},
+            "output_config.format of type 'json_s",
+        ),
+        ("/v1/messages", {"output_format": {"type": "json_schema"}}, "output_format = .*ask for JSON in the prompt"),
+        ("/v1/messages", {"messages": [USER, {"role": "assistant", "content": "4"}]}, "prefill"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message = True"),
+        (CHAT, {"add_generation_prompt": False}, "add_generation_prompt = False"),
+        (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template = .*rollout.options.chat_template"),
+        (CHAT, {"stop_regex": "a+"}, "stop_regex = 'a\\+'"),
         ("/v1/messages", {"stop_sequences": ["x"]}, "stop_sequences: 'x'"),
         ("/v1/messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
         ("/inference/v1/generate", {"sampling_params": {"min_tokens": 5}}, "min_tokens = 5.*rollout.min_new_tokens"),
@@ -279,9 +316,68 @@ async def test_fields_that_change_nothing_are_taken_and_those_that_the_run_decid
 
 async def test_a_wish_for_one_call_at_a_time_is_named_in_anthropics_words_too() -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "tool_choice": choice}
+    body = {
+        "model": "m",
+        "max_tokens": 4,
+        "messages": [USER],
+        "tool_choice": choice,
+        "output_config": {"effort": "low"},
+    }
     async with (
         Client(Scripted(["one"])) as client,
         client.http.post(client.server.url + "/v1/messages", json=body) as reply,
     ):
-        assert (reply.status, reply.headers.get("x-not-obeyed")) == (200, "disable_parallel_tool_use")
+        assert (reply.status, reply.headers.get("x-not-obeyed")) == (200, "disable_parallel_tool_use, effort")
+
+
+# -- stop strings ------------------------------------------------------------------------------------------------------
+
+SEARCH = "<think>\nLook.\n</think>\n\nAction: look\nObservation: "
+STOP = "Observation:"
+
+
+@pytest.mark.parametrize(("stop", "ends"), [(STOP, " look\n"), ([STOP, "rvat"], " look\n"), (None, STOP)])
+async def test_a_stop_string_that_the_request_names_is_cut_off_and_the_sampled_tokens_are_continued(
+    stop: Any, ends: str
+) -> None:
+    async with Client(Scripted([SEARCH, SEARCH], ends=False), stop=(STOP, "rvat")) as client:
+        messages: list[Any] = [USER]
+        said = await client.say(messages, stop=stop)
+        assert said["content"].rstrip(" ").endswith(ends)
+        assert said["reasoning_content"] == "Look."
+        messages += [said, {"role": "user", "content": f"{STOP} 42"}]
+        (last,) = (await client.chat(messages, stop=stop))["choices"]
+        assert last["finish_reason"] == "stop"
+    assert client.check() == 1
+    assert f"{STOP} <|im_end|>\n<|im_start|>user\n{STOP} 42<|im_end|>" in TOKENIZER.decode(client.engine.given[1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_clients_read_which_stop_sequence_ended_the_answer(stream: bool) -> None:
+    body: Any = {"max_tokens": 1000, "messages": [USER], "stream": stream, "stop_sequences": [STOP]}
+    async with Client(Scripted([SEARCH, SEARCH, ANSWER], ends=False), stop=[STOP, "other"]) as client:
+        found = await client.post("/v1/messages", body)
+        stopped, blocks = (found[-2][1]["delta"], streamed_blocks(found)) if stream else (found, found["content"])
+        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", STOP)
+        assert blocks[-1]["text"] == "Action: look\n"
+        more = {"role": "user", "content": "more"}
+        body |= {"stream": False, "messages": [USER, {"role": "assistant", "content": blocks}, more]}
+        cut = await client.post("/v1/messages", body | {"max_tokens": len(client.engine.answers[0].tokens) - 1})
+        assert (cut["stop_reason"], cut["stop_sequence"]) == ("max_tokens", None)
+        ended = await client.post("/v1/messages", body)
+        assert (ended["stop_reason"], ended["stop_sequence"]) == ("end_turn", None)
+    assert [one.finish_reason for one in client.engine.answers] == ["stop", "length", "stop"]
+    assert client.check() == 2
+
+
+async def test_a_stop_string_in_the_reasoning_or_a_call_leaves_the_rest_as_it_is() -> None:
+    thought, called = "<think>\nLook. Observation:", CALL + "\n"
+    async with Client(Scripted([thought, called, thought], ends=False), stop=[STOP, "</tool_call>"]) as client:
+        said = await client.say([USER], stop=STOP, tools=TOOLS)
+        assert (said["content"], said["reasoning_content"].endswith("Look. ")) == ("", True)
+        (choice,) = (await client.chat([USER, USER], stop="</tool_call>", tools=TOOLS))["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"].strip() == "Let me see."
+        said = await client.say([USER], stop=STOP, include_stop_str_in_output=True)
+        assert said["reasoning_content"].endswith(STOP)
+    assert client.check() == 3

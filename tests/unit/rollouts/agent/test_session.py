@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from asyncrl.errors import EngineDied, EngineError
@@ -91,6 +94,40 @@ async def test_a_compaction_and_a_sub_agent_are_sequences_of_their_own() -> None
         await client.say([{"role": "system", "content": "sub-agent"}, {"role": "user", "content": "do it"}])
     assert client.check() == 3
     assert [len(one.turns) for one in client.session.turns.sequences()] == [3, 1, 1]
+
+
+GLM = """[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>\n{% endif %}"""
+
+
+@pytest.mark.parametrize(("end", "sequences"), [("<|user|>", 1), ("<|endoftext|>", 2), ("", 1)])
+async def test_a_turn_that_the_next_roles_token_ends_is_continued_without_repeating_it(
+    end: str, sequences: int
+) -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|endoftext|>", "[gMASK]"]}
+    )
+    tokenizer.chat_template = GLM
+
+    class Engine(Scripted):
+        async def __call__(self, tokens: Any, *, max_new_tokens: int | None = None) -> Any:
+            answer = await super().__call__(tokens, max_new_tokens=max_new_tokens)
+            ids = [*answer.tokens.tolist(), *tokenizer(end, add_special_tokens=False)["input_ids"]]
+            logprobs = np.zeros(len(ids), np.float32)
+            self.answers[-1] = dataclasses.replace(answer, tokens=np.array(ids, np.int32), logprobs=logprobs)
+            return self.answers[-1]
+
+    async with Client(Engine(["hi there", "x"], ends=False), chat_format=chat_format(tokenizer)) as client:
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        said = await client.say(messages)
+        assert said["content"] == "hi there"
+        await client.say([*messages, said, {"role": "user", "content": "b"}])
+    assert (
+        tokenizer.decode(client.engine.given[1])
+        == "[gMASK]<|user|>\na<|assistant|>\nhi there<|user|>\nb<|assistant|>\n"
+    )
+    assert client.check() == sequences
 
 
 async def test_several_answers_part_after_what_they_share_and_train_it_once() -> None:

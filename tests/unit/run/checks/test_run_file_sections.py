@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from asyncrl import config
+from asyncrl.data.demo_task import DIGITS
+from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.run.checks.run_file import check
 
@@ -77,7 +82,11 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
         (["learner.megatron={num_layers=3}"], "num_layers is set by asyncrl"),
         (["learner.megatron={pipeline_model_parallel_size=2}"], "is set by asyncrl, from the model or other keys"),
         (["learner.megatron={mtp_num_layers=1}"], "is for a feature that asyncrl does not support"),
+        (["learner.megatron={window_size=[4, 0]}"], "window_size is for a feature that asyncrl does not support"),
+        (["learner.megatron={softmax_scale=0.01}"], "softmax_scale is for a feature that asyncrl does not support"),
+        (["learner.megatron={attention_output_gate=true}"], "attention_output_gate is for a feature"),
         (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
+        (["learner.options={timeout_seconds=0}"], "learner.options.*timeout_seconds must be 1 to 1000000, got 0"),
         (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], 'this is "reference"'),
     ],
 )
@@ -173,6 +182,31 @@ def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
         check(config.load(run_file, chosen))
         with pytest.raises(ConfigError, match="no_such"):  # the setting is checked, not skipped
             check(config.load(run_file, [*chosen, unknown]))
+
+
+def test_a_folder_with_tensors_that_the_learner_does_not_export_is_refused(run_file: Path, tmp_path: Path) -> None:
+    """Before anything starts: engines wait for every tensor of the folder, except rotary frequencies."""
+    model = make_tiny_model(tmp_path, architecture="llama")
+    tensors = load_file(model / "model.safetensors")
+    run = config.load(run_file, [f"model.path={json.dumps(str(model))}"])
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    check(run)
+    tensors["model.layers.0.self_attn.gate.weight"] = torch.ones(8)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"engines load: .* model.layers.0.self_attn.gate.weight is missing$"):
+        check(run)
+
+
+def test_fields_of_megatron_must_fit_every_model(run_file: Path, tmp_path: Path) -> None:
+    """The policy has two layers, one for each stage; the reference model has only one layer."""
+    reference = make_tiny_model(tmp_path, characters=DIGITS, num_layers=1)
+    stages = ["learner.ranks=2", "learner.pipeline_parallel=2"]
+    fields = "learner.megatron={num_layers_in_last_pipeline_stage=1}"
+    check(config.load(run_file, [*stages, fields]))
+    others = ["reference.kl_coef=0.1", f"reference.path={json.dumps(str(reference))}"]
+    with pytest.raises(ConfigError, match=r"^learner.megatron: Megatron refuses .* for reference.path: "):
+        check(config.load(run_file, [*stages, fields, *others]))
 
 
 def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path) -> None:

@@ -39,3 +39,12 @@ def test_a_machine_needs_what_a_reward_needs_only_where_it_grades(
     data = f'evaluation.datasets=[{{name = "a", path = "{reward_worker.data.path}"}}]'
     with pytest.raises(ConfigError, match="^reward code: sandbox"):
         check_worker(config.load(run_file, [*CODE, "reward.workers=1", "evaluation.every_steps=1", data]))
+
+
+def test_groups_larger_than_a_message_need_no_warning_as_they_are_requested_in_pieces(
+    run_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = config.load(run_file, ["reward.workers=1", "rollout.group_size=1000", "bus.max_message_bytes=1000000"])
+    assert run.largest_group_bytes > run.bus.max_message_bytes
+    check(run)
+    assert not caplog.messages

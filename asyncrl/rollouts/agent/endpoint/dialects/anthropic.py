@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.rollouts.agent.endpoint.ask import Ask, as_object, call, content, tool
 from asyncrl.rollouts.agent.endpoint.dialects.chat import model, usage
 from asyncrl.rollouts.agent.endpoint.dialects.dialect import Event, is_cut
-from asyncrl.rollouts.agent.endpoint.fields import offers_tools, wishes
+from asyncrl.rollouts.agent.endpoint.fields import offers_tools, stop_strings, wishes
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
@@ -29,6 +29,16 @@ class AnthropicMessages:
         return {"type": "error", "error": {"type": kind, "message": said}}
 
     def read(self, body: Json, session: Session) -> Ask:
+        ask = self.read_any(body, session)
+        if ask.messages[-1]["role"] == "assistant":
+            raise Refused(
+                "the last message is the assistant's: an answer that your program begins (prefill) cannot be continued "
+                "here; end with a message of the user"
+            )
+        return ask
+
+    def read_any(self, body: Json, session: Session) -> Ask:
+        """Convert a request's body, whose last message may be anyone's. Raises Refused."""
         given = rows(body.get("messages"), "messages")
         if not given:
             raise Refused("messages is empty")
@@ -41,6 +51,7 @@ class AnthropicMessages:
             messages=messages,
             tools=_tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
             max_tokens=whole(body.get("max_tokens"), "max_tokens", low=1),
+            stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
             is_streamed=body.get("stream") is True,
             model=model(body),
             wishes=wishes(body, stop=session.stop),
@@ -48,22 +59,27 @@ class AnthropicMessages:
 
     def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json:
         (turn,) = replies
-        counted = usage(replies)
+        counted, reason = usage(replies), _stop(turn)
         return {
             "id": f"msg_{turn.tag}",
             "type": "message",
             "role": "assistant",
             "model": ask.model,
             "content": _blocks(turn),
-            "stop_reason": _stop(turn),
-            "stop_sequence": None,
+            "stop_reason": reason,
+            "stop_sequence": turn.stopped_by if reason == "stop_sequence" else None,
             "usage": {"input_tokens": counted["prompt_tokens"], "output_tokens": counted["completion_tokens"]},
         }
 
     def events(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
         whole_message = self.write(ask, replies, session)
         used = whole_message["usage"]
-        begun = whole_message | {"content": [], "stop_reason": None, "usage": used | {"output_tokens": 0}}
+        begun = whole_message | {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": used | {"output_tokens": 0},
+        }
         yield _event("message_start", message=begun)
         for index, block in enumerate(whole_message["content"]):
             empty, delta = _delta(block)
@@ -73,7 +89,7 @@ class AnthropicMessages:
                 signed = {"type": "signature_delta", "signature": block["signature"]}
                 yield _event("content_block_delta", index=index, delta=signed)
             yield _event("content_block_stop", index=index)
-        stopped = {"stop_reason": whole_message["stop_reason"], "stop_sequence": None}
+        stopped = {name: whole_message[name] for name in ("stop_reason", "stop_sequence")}
         yield _event("message_delta", delta=stopped, usage=used)
         yield _event("message_stop")
 
@@ -85,7 +101,9 @@ def _event(kind: str, **data: Any) -> Event:
 def _stop(turn: Turn) -> str:
     if is_cut(turn):
         return "max_tokens"
-    return "tool_use" if turn.said.get("tool_calls") else "end_turn"
+    if turn.said.get("tool_calls"):
+        return "tool_use"
+    return "stop_sequence" if turn.stopped_by else "end_turn"
 
 
 def _blocks(turn: Turn) -> list[Json]:

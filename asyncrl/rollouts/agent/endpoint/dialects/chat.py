@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.rollouts.agent.endpoint.ask import MOST_ANSWERS, Ask, message, tool
 from asyncrl.rollouts.agent.endpoint.dialects.dialect import DONE, Event, is_cut, now, openai_error
-from asyncrl.rollouts.agent.endpoint.fields import offers_tools, wishes
+from asyncrl.rollouts.agent.endpoint.fields import offers_tools, stop_strings, wishes
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
@@ -30,6 +30,7 @@ class ChatCompletions:
             tools=tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
             max_tokens=whole(body.get("max_tokens") if wanted is None else wanted, "max_tokens", low=1),
             count=whole(body.get("n"), "n", low=1, high=MOST_ANSWERS) or 1,
+            stop=[] if body.get("include_stop_str_in_output") else stop_strings(body.get("stop"), "stop"),
             is_streamed=body.get("stream") is True,
             model=model(body),
             wishes=wishes(body, stop=session.stop),

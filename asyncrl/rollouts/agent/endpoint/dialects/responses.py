@@ -8,13 +8,13 @@ from typing import Any, Final
 from asyncrl.rollouts.agent.endpoint.ask import Ask, call, content, message, tool
 from asyncrl.rollouts.agent.endpoint.dialects.chat import model, usage
 from asyncrl.rollouts.agent.endpoint.dialects.dialect import Event, is_cut, now, openai_error
-from asyncrl.rollouts.agent.endpoint.fields import offers_tools, wishes
+from asyncrl.rollouts.agent.endpoint.fields import offers_tools, stop_strings, wishes
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
 
-_IGNORED: Final = ("reasoning", "item_reference")
-"""Input items to ignore, because the session already has their content."""
+_IGNORED: Final = ("reasoning",)
+"""Input items to ignore, because the session continues from its own record of the sampled tokens."""
 
 
 class Responses:
@@ -28,9 +28,9 @@ class Responses:
         if "message.output_text.logprobs" in rows(body.get("include"), "include"):
             raise Refused("include: message.output_text.logprobs is not served here; chat completions have logprobs")
         messages = list(_before(body.get("previous_response_id"), session))
-        if body.get("instructions"):
-            messages = [one for one in messages if one["role"] != "system"]
-            messages.insert(0, {"role": "system", "content": text(body["instructions"], "instructions")})
+        instructions = text(body.get("instructions") or "", "instructions")
+        if instructions:
+            messages.insert(0, {"role": "system", "content": instructions})
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else rows(given, "input")
         for place, item in enumerate(items):
@@ -41,16 +41,22 @@ class Responses:
             messages=messages,
             tools=_tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
             max_tokens=whole(body.get("max_output_tokens"), "max_output_tokens", low=1),
+            stop=stop_strings(body.get("stop"), "stop"),
             is_streamed=body.get("stream") is True,
             model=model(body),
             wishes=wishes(body, stop=session.stop),
-            options={"tools": rows(body.get("tools"), "tools"), "previous": body.get("previous_response_id")},
+            options={
+                "tools": rows(body.get("tools"), "tools"),
+                "previous": body.get("previous_response_id"),
+                "has_instructions": bool(instructions),
+            },
         )
 
     def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json:
         (turn,) = replies
         identity = f"resp_{turn.tag}"
-        session.remembered[identity] = [*ask.messages, turn.said]
+        own = ask.messages[1:] if ask.options["has_instructions"] else ask.messages  # instructions are of one request
+        session.remembered[identity] = [*own, turn.said]
         counted = usage(replies)
         return {
             "id": identity,
@@ -114,6 +120,11 @@ def _add(messages: list[Json], item: Json, where: str) -> None:
     elif kind == "function_call_output":
         said = {"role": "tool", "content": content(item.get("output"), f"{where}.output")}
         messages.append(said | {"tool_call_id": text(item.get("call_id"), f"{where}.call_id")})
+    elif kind == "item_reference":
+        raise Refused(
+            f"{where}: items of type {short(kind)} are not served here; send the items themselves (many clients do "
+            "with store = false), or previous_response_id"
+        )
     elif kind not in _IGNORED:
         raise Refused(f"{where}: items of type {short(kind)} are not served here")
 
