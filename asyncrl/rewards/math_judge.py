@@ -6,6 +6,7 @@ It ends when its standard input ends.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -30,7 +31,7 @@ def main() -> None:
     for line in sys.stdin:
         seconds, pair = json.loads(line)
         try:
-            reward = within(seconds, lambda pair=pair: judge(*pair, timeout_seconds=timeout_seconds))
+            reward = within(seconds, functools.partial(judge, *pair, timeout_seconds=timeout_seconds))
             answer: dict[str, Any] = {"reward": reward}
         except LabelError as error:
             answer = {"error": str(error)}

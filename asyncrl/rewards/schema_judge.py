@@ -6,6 +6,7 @@ work only in a process's main thread, so judging has its own process. It ends wh
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
@@ -24,7 +25,7 @@ def main() -> None:
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
         share, (schema, text) = json.loads(line)
-        answer = within(share, lambda schema=schema, text=text: judged(schema, text, seconds))
+        answer = within(share, functools.partial(judged, schema, text, seconds))
         print(json.dumps({"reward": None} if answer is None else answer), file=answers, flush=True)
 
 
