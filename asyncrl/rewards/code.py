@@ -11,8 +11,9 @@ else the whole text. The label holds the tests:
                                                metadata["entry_point"]
 
 A table or list may also be JSON text. Output, and the results of calls as JSON, are compared in the worker, out of the
-program's reach. Statements run in the program's own process. A program that exits early fails, but a program could fake
-success: with results that claim to equal everything, or by searching for the mark that a test prints at its end.
+program's reach. Calls and statements leave out what the program does only as __main__. Statements run in the program's
+own process. A program that exits early fails, but a program could fake success: with results that claim to equal
+everything, or by searching for the mark that a test prints at its end.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ from asyncrl.rewards.sandbox.sandbox import Limits, Outcome
 
 _PROGRAM: Final = "program.py"
 _LANGUAGES: Final = ("python", "python3", "py")
+_IMPORTED: Final = """
+import sys as _sys
+__name__ = "program"
+_sys.modules["program"] = _sys.modules["__main__"]
+exec(compile({program!r}, "program.py", "exec"))
+__name__ = "__main__"
+import json as _json
+"""
+"""Runs a program as if it were imported: what it does only as __main__, such as reading its input, is left out. The
+statements after it run as __main__."""
 _CALL: Final = """
 _target = {name} if "{name}" in globals() else getattr(Solution(), "{name}")
 _result = _json.dumps(_target(*_json.loads({arguments!r})))
@@ -240,7 +251,7 @@ class CodeReward:
             seal = secrets.token_hex(16)
             shown = "''" if test.result is None else "_result"
             end = f"print('\\n{seal}', {shown}, flush=True)"
-            source = f"{program}\n\nimport json as _json\n{test.statements}\n{end}\n"
+            source = f"{_IMPORTED.format(program=_bytes(program).decode())}\n{test.statements}\n{end}\n"
             outcome = self._run(["-"], limits, stdin=source, files={})
             _, sealed, result = _text(outcome).rpartition(f"\n{seal}")
             is_passed = bool(sealed) and _is_result(result, test.result)

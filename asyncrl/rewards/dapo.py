@@ -2,8 +2,8 @@
 
 The reward is 1 for a right answer and -1 for a wrong one, as in the paper (equation 7). Both sides are first normalised
 by the rules of Minerva's paper (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1): no units, no words around a
-formula, \\frac{a}{b} for \\frac ab, no commas in whole numbers. An equal answer that is still written differently is
-wrong.
+formula, \\frac{a}{b} for \\frac ab, no commas in whole numbers. Unlike the paper's code, this drops \\( and \\) and the
+asterisks of Markdown, and does not take x <= 5 for 5. An equal answer that is still written differently is wrong.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import last_boxed
 
 _ANSWER: Final = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_EQUALS: Final = re.compile(r"(?<![<>!])=")
 _WORDS: Final = (
     *("square units", "integers", "dollars", "mph", "inches", "ft", "hours", "hour", "km", "units", "points", "feet"),
     *("minutes", "digits", "cents", "degrees", "degree", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
@@ -26,7 +27,10 @@ _WORDS: Final = (
 _UNIT: Final = re.compile(r"(?<![A-Za-z\\])(?:" + "|".join(sorted(_WORDS, key=len, reverse=True)) + r")(?![A-Za-z])")
 _ARTICLE: Final = re.compile(r"(?<![A-Za-z\\])(?:an|a|the)\s+")
 _SETTING: Final = re.compile(r"\\(?:text|textbf|mathrm|mathbf|overline)\{([^{}]*)\}")
-_DROPPED: Final = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$", "\\%", "%", "^\\circ", "^{\\circ}", '"')
+_DROPPED: Final = (
+    *("\\left", "\\right", "\\(", "\\)", "\\!", "\\,", "\\;", "\\ "),
+    *("\\$", "$", "\\%", "%", "^\\circ", "^{\\circ}", '"'),
+)
 _SHORT_FRACTION: Final = re.compile(r"\\frac\s*([^\s{\\])\s*([^\s{\\])")
 _SHORT_ROOT: Final = re.compile(r"\\sqrt\s*([^\s{\[\\])")
 _WHOLE: Final = re.compile(r"-?\d{1,3}(?:,\d{3})+")
@@ -72,7 +76,7 @@ class DapoReward:
 
 def normal(answer: str) -> str:
     """Normalise an answer by Minerva's rules."""
-    answer = answer.rpartition("=")[2]
+    answer = _EQUALS.split(answer)[-1].lstrip("* ").rstrip("*. ")
     boxed = last_boxed(answer)
     answer = answer if boxed is None else boxed
     while (bare := _SETTING.sub(r"\1", answer)) != answer:

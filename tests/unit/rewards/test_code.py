@@ -58,6 +58,29 @@ async def test_the_share_of_tests_is_a_reward_or_a_metric() -> None:
     assert await values(code(), half) == [0.0]
 
 
+async def test_what_a_program_does_only_as_main_is_left_out_of_calls_and_statements() -> None:
+    guarded = """from __future__ import annotations
+import dataclasses, pickle
+
+@dataclasses.dataclass
+class Pair:
+    a: int
+    b: int
+
+def add(a, b):
+    return sum(dataclasses.astuple(pickle.loads(pickle.dumps(Pair(a, b)))))
+
+if __name__ == "__main__":
+    print(add(int(input()), int(input())))
+"""
+    calls = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
+    tests = "if __name__ == '__main__':\n    assert add(1, 2) == 4"
+    right = [written(guarded, label) for label in (calls, ["assert add(1, 2) == 3"])]
+    assert await values(code(), right[0]) + await values(code(), right[1]) == [1.0, 1.0]
+    assert await values(code(), written(guarded, tests)) == [0.0]
+    assert await values(code(), written(guarded, {"inputs": ["1\n2\n"], "outputs": ["3"]})) == [1.0]
+
+
 async def test_statements_functions_and_methods_are_called() -> None:
     add = "def add(a, b):\n    return a + b"
     method = "class Solution:\n    def add(self, a, b):\n        return a + b"

@@ -62,7 +62,10 @@ def message(value: Any, where: str) -> Json:
     role = _ROLES.get(text(given.get("role"), f"{where}.role"))
     if role is None:
         raise Refused(f"{where}.role must be one of {', '.join(_ROLES)}, got {short(given['role'])}")
-    made: Json = {"role": role, "content": content(given.get("content"), f"{where}.content")}
+    if given.get("function_call"):
+        raise Refused(f"{where}.function_call is not supported; use tool_calls")
+    said = given.get("refusal") if given.get("content") is None else given["content"]
+    made: Json = {"role": role, "content": content(said, f"{where}.content")}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(given.get(name), str):
             made[name] = given[name]

@@ -71,8 +71,10 @@ class PlainParser:
 def thought(text: str, *, in_thought: bool) -> tuple[str | None, str]:
     """Split a text into its reasoning (None if there is none) and the text after it."""
     before, closed, after = text.partition(_CLOSE)
+    if not closed and (begun := text.lstrip()).startswith(_OPEN):
+        return begun.removeprefix(_OPEN).strip("\n"), ""
     if not closed:
-        return (text.strip("\n"), "") if in_thought or text.lstrip().startswith(_OPEN) else (None, text)
+        return (text.strip("\n"), "") if in_thought else (None, text)
     return before.rpartition(_OPEN)[2].strip("\n"), after.lstrip("\n")
 
 

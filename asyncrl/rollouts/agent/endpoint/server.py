@@ -118,6 +118,8 @@ class EndpointServer:
         try:
             session = self._session_of(request)
             prepared = session.prepare(dialect.read_any(_body(await _read(request)), session), is_limited=False)
+        except RecursionError:
+            return _json(dialect.refused(Refused("the body is nested too deeply")), status=400)
         except Refused as error:
             return _json(dialect.refused(error), status=error.status)
         return _json({"input_tokens": len(prepared.tokens)})

@@ -108,11 +108,18 @@ class Turns:
         return best, length
 
     def sequences(self) -> list[TrainedSequence]:
-        """Return one training sequence per branch, in the order of requests."""
+        """Return one training sequence per branch, in the order of requests. Answers without tokens end no branch."""
+        continued: set[Turn] = set()
+        sampled = [turn for turn in self if len(turn.answer.tokens)]
+        for turn in sampled:
+            above = turn.parent
+            while above is not None and above not in continued:
+                continued.add(above)
+                above = above.parent
         owned: set[Turn] = set()
         made = []
-        for leaf in self:
-            if leaf in self._children or not len(leaf.answer.tokens):
+        for leaf in sampled:
+            if leaf in continued:
                 continue
             path = leaf.path
             own = [turn for turn in path if turn not in owned]
@@ -142,8 +149,9 @@ def _sequence(own: Sequence[Turn]) -> TrainedSequence:
     for turn in own:
         if turn is not own[0]:
             builder.observed(turn.given)
-        places.append((turn.number, builder.num_tokens))
-        builder.answered(turn.answer)
+        if len(turn.answer.tokens):
+            places.append((turn.number, builder.num_tokens))
+            builder.answered(turn.answer)
     return TrainedSequence(prompt_tokens=prompt, trajectory=builder.trajectory(), turns=tuple(places))
 
 

@@ -74,6 +74,7 @@ async def anthropic(client: Client, *, stream: bool) -> str:
         body = {"messages": messages, "system": system, "tools": tools, "stream": stream, "max_tokens": 1000}
         found = await client.post("/v1/messages", body)
         blocks = streamed_blocks(found) if stream else found["content"]
+        assert all(block["signature"] for block in blocks if block["type"] == "thinking")
         messages.append({"role": "assistant", "content": blocks})
         results = [
             {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "42"}]}
@@ -218,12 +219,19 @@ async def test_a_history_of_many_megabytes_is_read() -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "n": 0}, "n must be a whole number"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+            "use tool_calls",
+        ),
         ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "items of type 'web_search_call'"),
+        ("/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"]}, "logprobs is not served"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "only tools of type function"),
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
         ("/inference/v1/generate", {"token_ids": [1, 10**6]}, "token_ids\\[1\\] must be a whole number from 0"),
         ("/v1/chat/completions", b"{", "not JSON"),
         ("/v1/chat/completions", b"[" * 100_000, "nested|not JSON"),
+        ("/v1/messages/count_tokens", b"[" * 100_000, "nested|not JSON"),
         ("/v1/chat/completions", b"[]", "must be an object"),
         ("/v1/chat/completions", b'{"messages": NaN}', "NaN"),
     ],

@@ -26,7 +26,7 @@ def parsed(text: str, *, parser: Parser = PLAIN, in_thought: bool = False) -> Pa
         ("hi", False, None, "hi"),
         ("<think>\nwell\n</think>\n\nhi", False, "well", "hi"),
         ("well\n</think>\n\nhi", True, "well", "hi"),  # the template opened the thought
-        ("<think>\nwe", False, "<think>\nwe", ""),  # the answer was cut
+        ("<think>\nwe", False, "we", ""),  # the answer was cut
         ("we", True, "we", ""),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.agents import TOOLS, Client, Scripted
+from tests.harness.agents import TOKENIZER, TOOLS, Client, Scripted
 
 Json = dict[str, Any]
 FUNCTION: Json = TOOLS[0]["function"]  # type: ignore[assignment]
@@ -112,6 +112,26 @@ async def test_an_agent_reads_it_goes_on_from_it_and_all_is_one_sequence(
                 assert reply.status == 200, text
             agent.heard(json.loads(text, parse_constant=no_json))
         assert client.check() == 1
+
+
+async def test_a_refusal_of_the_history_and_a_tool_that_failed_without_a_word_are_shown_to_the_model() -> None:
+    async with Client(Scripted(["yes", "yes"])) as client:
+        refused = {"role": "assistant", "content": None, "refusal": "I will not."}
+        await client.chat([{"role": "user", "content": "q"}, refused, {"role": "user", "content": "Please"}])
+        use = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
+        failed = {"type": "tool_result", "tool_use_id": "t", "is_error": True}
+        messages = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [failed]}]
+        await client.post("/v1/messages", {"max_tokens": 9, "messages": messages})
+    first, second = (TOKENIZER.decode(tokens) for tokens in client.engine.given)
+    assert "<|im_start|>assistant\nI will not.<|im_end|>" in first
+    assert "<tool_response>\nError\n</tool_response>" in second
+
+
+async def test_the_bytes_of_a_token_that_is_a_part_of_a_letter_are_unknown() -> None:
+    async with Client(Scripted(["é"])) as client:
+        reply = await client.chat([{"role": "user", "content": "q"}], logprobs=True)
+    shown = [one["bytes"] for one in reply["choices"][0]["logprobs"]["content"]]
+    assert shown == [None, None, list(b"<|im_end|>")]
 
 
 def no_json(name: str) -> Any:

@@ -42,7 +42,16 @@ def test_an_empty_answer_is_no_sequence() -> None:
     assert turns.sequences() == []
 
 
-@given(st.lists(st.tuples(st.integers(-1, 9), st.lists(st.integers(0, 2), max_size=3), st.integers(1, 3)), max_size=10))
+def test_an_empty_answer_does_not_take_those_that_it_continues_out_of_training() -> None:
+    turns = Turns()
+    root = turn(0, [1], [2])
+    for one in (root, turn(1, [3], [], root)):
+        turns.add(one)
+    (sequence,) = turns.sequences()
+    assert (sequence.trajectory.tokens.tolist(), sequence.turns) == ([2], ((0, 0),))
+
+
+@given(st.lists(st.tuples(st.integers(-1, 9), st.lists(st.integers(0, 2), max_size=3), st.integers(0, 3)), max_size=10))
 def test_every_answer_is_trained_once_on_what_it_continued(shape: list[tuple[int, list[int], int]]) -> None:
     turns, made = Turns(), list[Turn]()
     for number, (above, new, length) in enumerate(shape):
@@ -58,7 +67,7 @@ def test_every_answer_is_trained_once_on_what_it_continued(shape: list[tuple[int
             assert whole[: at + len(one.answer.tokens)] == one.tokens.tolist()
         sampled = sum(len(made[number].answer.tokens) for number, _ in sequence.turns)
         assert sequence.trajectory.response_mask.sum() == sampled
-    assert not left
+    assert not any(len(one.answer.tokens) for one in left.values())
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), max_size=6), st.lists(st.integers(0, 1)))

@@ -85,6 +85,9 @@ class AnthropicMessages:
             empty, delta = _delta(block)
             yield _event("content_block_start", index=index, content_block=block | empty)
             yield _event("content_block_delta", index=index, delta=delta)
+            if block["type"] == "thinking":
+                signed = {"type": "signature_delta", "signature": block["signature"]}
+                yield _event("content_block_delta", index=index, delta=signed)
             yield _event("content_block_stop", index=index)
         stopped = {name: whole_message[name] for name in ("stop_reason", "stop_sequence")}
         yield _event("message_delta", delta=stopped, usage=used)
@@ -149,7 +152,7 @@ def _messages(given: Json, where: str) -> list[Json]:
                 calls.append(call(text(block.get("id"), f"{at}.id"), name, arguments))
             case "tool_result" if role == "user":
                 identity = text(block.get("tool_use_id"), f"{at}.tool_use_id")
-                result = content(block.get("content"), f"{at}.content")
+                result = content(block.get("content"), f"{at}.content") or ("Error" if block.get("is_error") else "")
                 results.append({"role": "tool", "tool_call_id": identity, "content": result})
             case kind:
                 raise Refused(f"{at}: blocks of type {short(kind)} are not served in a message of the {role}")

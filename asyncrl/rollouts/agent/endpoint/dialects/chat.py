@@ -117,4 +117,5 @@ def _pairs(turn: Turn) -> Iterator[tuple[int, float]]:
 
 def _logprob(token: int, logprob: float, session: Session) -> Json:
     shown = session.chat_format.decode([token])
-    return {"token": shown, "logprob": logprob, "bytes": list(shown.encode()), "top_logprobs": []}
+    known = None if "\ufffd" in shown else list(shown.encode())  # part of a letter: these are not the token's bytes
+    return {"token": shown, "logprob": logprob, "bytes": known, "top_logprobs": []}

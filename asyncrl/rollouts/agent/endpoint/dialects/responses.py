@@ -25,6 +25,8 @@ class Responses:
     def read(self, body: Json, session: Session) -> Ask:
         if body.get("conversation"):
             raise Refused("conversation is not served here; send the whole input, or previous_response_id")
+        if "message.output_text.logprobs" in rows(body.get("include"), "include"):
+            raise Refused("include: message.output_text.logprobs is not served here; chat completions have logprobs")
         messages = list(_before(body.get("previous_response_id"), session))
         instructions = text(body.get("instructions") or "", "instructions")
         if instructions:
