@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import Sample
@@ -48,6 +48,11 @@ class MathReward:
     def __init__(self, options: Options) -> None:
         arguments = [str(options.timeout_seconds)]
         self._judges = JudgePool("asyncrl.rewards.math_judge", arguments, name="math", processes=options.processes)
+
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        """Raise ValueError for an empty label, with which no answer can be compared."""
+        if label is not None and not str(label).strip():
+            raise ValueError("the label is empty")
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         if any(sample.label is None for sample in samples):

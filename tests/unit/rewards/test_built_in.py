@@ -13,7 +13,7 @@ from asyncrl import config
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages import replace
 from asyncrl.rewards import dapo, gpqa, rouge
-from asyncrl.rewards.load import load_reward
+from asyncrl.rewards.load import label_check, load_reward
 from tests.harness.rewards import load, sample, values
 
 
@@ -311,3 +311,19 @@ def test_options_that_cannot_be_are_refused_in_one_line(kind: str, options: dict
     with pytest.raises(ConfigError, match=problem) as caught:
         load(kind, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "problem"),
+    [
+        ("json_schema", "{", "is not a JSON Schema"),
+        ("json_schema", None, "must be a JSON Schema"),
+        ("math", " ", "empty"),
+    ],
+)
+def test_a_label_that_no_answer_can_be_compared_with_is_refused_before_the_run(
+    kind: str, label: Any, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        label_check(config.RewardSection(kind=kind))(label, {})
+    label_check(config.RewardSection(kind=kind))("{}", {})
