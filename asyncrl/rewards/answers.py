@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_BOXED: Final = "\\boxed{"
+OPEN_BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SETTING: Final = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _FENCE: Final = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 END_OF_THINKING: Final = "</think>"
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{} of ``text``; None if there is none."""
-    begin = text.rfind(_BOXED)
-    return None if begin < 0 else _inside(text[begin + len(_BOXED) :])
+    """Return the content of the last \\boxed{} (or \\fbox{}) of ``text``; None if there is none."""
+    begins = [match.end() for match in OPEN_BOX.finditer(text)]
+    return _inside(text[begins[-1] :]) if begins else None
 
 
 def after_thinking(text: str) -> str:

@@ -7,8 +7,9 @@ two other judges, so results can differ for formulas that not all three judges c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.protocols import Sample
 from asyncrl.rewards import math
@@ -41,14 +42,17 @@ class DeepScalerReward:
                 raise ValueError("the prompt has no label to compare to")
             if not (answer := self.vote(sample.completion)):
                 continue
-            for label in sample.label if isinstance(sample.label, list | tuple) else [sample.label]:
-                boxed = last_boxed(str(label))
-                pairs.append([str(label) if boxed is None else boxed, f"\\boxed{{{answer}}}"])
+            for label in _labels(sample.label):
+                pairs.append([label, f"\\boxed{{{answer}}}"])
                 owners.append(number)
         rewards = [0.0] * len(samples)
         for number, reward in zip(owners, await self._judges.ask(pairs) if pairs else (), strict=True):
             rewards[number] = max(rewards[number], reward)
         return rewards
+
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        for one in _labels(label):
+            math.check_label(one)
 
     def vote(self, completion: str) -> str:
         """Return the text that is compared with the label; "" if there is none."""
@@ -61,3 +65,9 @@ class DeepScalerReward:
 
     async def close(self) -> None:
         await self._judges.close()
+
+
+def _labels(label: Any) -> Iterator[str]:
+    for one in label if isinstance(label, list | tuple) else [label]:
+        boxed = last_boxed(str(one))
+        yield str(one) if boxed is None else boxed

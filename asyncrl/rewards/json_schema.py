@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking, last_block
 from asyncrl.rewards.judge_pool import JudgePool
+from asyncrl.rewards.schema_judge import validator_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,10 @@ class JsonSchemaReward:
         return [
             Reward(value=value, parts={"is_json": float(is_json)}) for value, is_json in zip(valid, parsed, strict=True)
         ]
+
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        if self._schema is None:
+            validator_of(_schema_of(label))
 
     def limit_groups(self, seconds: float) -> None:
         self._judges.seconds = seconds

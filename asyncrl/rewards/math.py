@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import Sample
-from asyncrl.rewards.answers import last_boxed
+from asyncrl.rewards.answers import bare, last_boxed
 from asyncrl.rewards.judge_pool import JudgePool
 
 _NUMBER: Final = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
@@ -59,6 +59,9 @@ class MathReward:
             raise ValueError("the prompt has no label to compare to")
         return await self._judges.ask([[str(sample.label), sample.completion] for sample in samples])
 
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        check_label(label)
+
     def vote(self, completion: str) -> str:
         """Return the text in the last \\boxed{}, else the last number. Majority votes only test them for equality."""
         if (found := last_boxed(completion)) is not None:
@@ -71,3 +74,9 @@ class MathReward:
 
     async def close(self) -> None:
         await self._judges.close()
+
+
+def check_label(label: Any) -> None:
+    """Raise ValueError if the label is empty, to which no answer can be equal."""
+    if not bare(str(label)):
+        raise ValueError(f"the label {str(label)!r} is empty")

@@ -13,7 +13,7 @@ import re
 import sys
 from typing import Any, Final
 
-from asyncrl.rewards.answers import bare, last_boxed
+from asyncrl.rewards.answers import OPEN_BOX, bare, last_boxed
 from asyncrl.rewards.time_limit import within
 
 _DELIMITED: Final = re.compile(r"(?<!\\)(?:\$|\\[(\[])|\\boxed")
@@ -54,7 +54,7 @@ def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
     if gold is None:
         raise LabelError(f"the label {label[:60]!r} holds no number or formula")
     try:
-        found = _parsed(completion, timeout_seconds)
+        found = _parsed(OPEN_BOX.sub(r"\\boxed{", completion), timeout_seconds)
         return float(bool(found) and verify(gold, found, timeout_seconds=timeout_seconds))
     except (TimeoutException, RecursionError, MemoryError):
         return 0.0

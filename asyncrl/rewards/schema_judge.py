@@ -31,6 +31,14 @@ def main() -> None:
 
 def judged(schema: Any, text: str, seconds: float) -> dict[str, Any]:
     """Return the response to one answer; an error if the schema is invalid."""
+    try:
+        return {"reward": _valid(validator_of(schema), text, seconds)}
+    except (InvalidSchema, Unreadable) as error:
+        return {"error": str(error)}
+
+
+def validator_of(schema: Any) -> Any:
+    """Return jsonschema's validator. Raises InvalidSchema."""
     import jsonschema
     from jsonschema.validators import validator_for
 
@@ -38,16 +46,16 @@ def judged(schema: Any, text: str, seconds: float) -> dict[str, Any]:
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
-        return {"error": f"invalid schema: {error.message}"[:200]}
-    validator = kind(schema)
-    try:
-        return {"reward": _valid(validator, text, seconds)}
-    except Unreadable as error:
-        return {"error": str(error)}
+        raise InvalidSchema(f"invalid schema: {error.message}"[:200]) from None
+    return kind(schema)
 
 
 class TooLong(Exception):
     """The time limit of one answer is exceeded."""
+
+
+class InvalidSchema(ValueError):
+    """The schema is not a JSON Schema."""
 
 
 class Unreadable(Exception):

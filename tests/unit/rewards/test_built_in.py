@@ -35,6 +35,8 @@ async def test_math_takes_an_answer_that_reads_like_its_label() -> None:
         ("B", "A", 0.0),
         ("yes", "yes", 1.0),
         ("\\boxed{\\frac{1}{23}}", "\\frac{12}{3}", 0.0),
+        ("\\boxed {0.5}, not 3", "\\frac12", 1.0),
+        ("\\fbox{\\frac12}", "0.5", 1.0),
     ]
     await assert_rewards("math", cases)
 
@@ -66,6 +68,24 @@ async def test_dapo_compares_the_last_answer_line() -> None:
     await assert_rewards(
         "dapo", [("Answer: 41 \\boxed{42}", "42", 1.0), ("Answer: 42", "42", 0.0)], boxed=True, wrong=0.0
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "needs", "good", "bad"),
+    [
+        ("math", "math_verify", ["A", "5", 7, "\\text{x}"], ["", " ", "\\text{}", "$ $"]),
+        ("deepscaler", "math_verify", ["5", ["1", "\\boxed{2}"]], ["\\boxed{}", ["1", ""]]),
+        ("json_schema", "jsonschema", ["true", {"type": "object"}, '{"type": "object"}'], ["no", "5", {"type": "x"}]),
+    ],
+)
+def test_a_label_that_fails_its_group_is_refused_before(kind: str, needs: str, good: list[Any], bad: list[Any]) -> None:
+    pytest.importorskip(needs)
+    check = label_check(config.RewardSection(kind=kind))
+    for label in good:
+        check(label, {})
+    for label in bad:
+        with pytest.raises(ValueError, match="label|schema"):
+            check(label, {})
 
 
 async def test_dapo_says_how_many_are_right() -> None:
