@@ -157,20 +157,17 @@ def to_huggingface(source: Path, destination: Path, *, model: Path, check: Calla
     check({entry.name: entry.shape for found in parameters for entry in found.entries})
     files = _cut_into_files(parameters)
     names: dict[str, str] = {}
-    used = {found.key for file in files for found in file}
-    others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
-    left_out = tuple(sorted(set(others) - used))
-    if further := next((key for key in left_out if key.startswith(_LAYERS)), ""):
-        raise CheckpointError(f"{source}: has {further}, which the model of {model / 'config.json'} has not")
     for number, file in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         with (destination / name).open("wb") as stream:
             safetensors_file.write(stream, _blocks(file, saved, shape, held))
         names |= {entry.name: name for found in file for entry in found.entries}
+        used.update(found.key for found in file)
     num_bytes = sum(entry.num_bytes for file in files for found in file for entry in found.entries)
     if len(files) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": names}
         (destination / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
     return Converted(
         num_tensors=len(names),
         num_bytes=num_bytes,
@@ -230,8 +227,6 @@ class _Found:
                 "checkpoint of another model?"
             )
         if entry.is_of_experts:
-            if shape.experts is None or sizes[0] != shape.experts.num_experts:
-                raise CheckpointError(f"{saved.folder}: {key} has {sizes[0]} experts, the model another number")
             start[0], sizes[0] = parameter.expert, 1
         elif entry.cut == "vocabulary":  # padding may follow it
             padding, sizes[0] = max(0, sizes[0] - shape.vocabulary_size), shape.vocabulary_size
