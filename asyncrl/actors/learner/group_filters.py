@@ -93,7 +93,7 @@ class GroupFilters:
 def ask(function: GroupFilter, group: TrajectoryGroup) -> bool:
     """Return the filter's decision. Raises TypeError unless it is True or False, and any error of ``function``."""
     with plugins.exits_contained():
-        answer = function(group)
+        answer: object = function(group)
     if inspect.iscoroutine(answer):
         answer.close()  # otherwise Python warns that it was never awaited
     if not isinstance(answer, bool | np.bool_):

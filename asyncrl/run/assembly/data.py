@@ -1,7 +1,7 @@
 """The prompts of a run and of its evaluation: checked without a tokenizer first, then opened with it.
 
 Every row is parsed once. A bad row is reported before torch and transformers are imported, which takes many seconds on
-a busy machine. Tests: tests/unit/run/checks/test_run_file.py, tests/unit/cli/test_cli.py.
+a busy machine. Tests: tests/unit/run/checks/test_data_rows.py, tests/unit/cli/test_cli.py.
 """
 
 from __future__ import annotations
