@@ -90,7 +90,11 @@ def check_model(path: Path) -> ModelFolder:
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError(f"{path / 'config.json'}: vocab_size must be a whole number > 0, got {vocab_size!r}")
-    check_weights(path, config=path / "config.json")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(path):
+        shapes |= _safetensors_shapes(file)
+    if problem := model_sizes.problem(config, shapes):
+        raise ConfigError(f"{path / 'config.json'}: {problem}; take this file and the weights from the same model")
     find_tokenizer(path)
     for name in _FURTHER_TABLES:
         if (path / name).exists():
@@ -102,18 +106,6 @@ def check_model(path: Path) -> ModelFolder:
         context_tokens=config.get("max_position_embeddings") or 2**31,
         experts=_experts(config),
     )
-
-
-def check_weights(path: Path, *, config: Path) -> None:
-    """Check that the weights in the folder ``path`` are whole and have the sizes in ``config``, a config.json.
-
-    Raises ConfigError.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(path):
-        shapes |= _safetensors_shapes(file)
-    if problem := model_sizes.problem(_read_table(config), shapes):
-        raise ConfigError(f"{config}: {problem}; take this file and the weights from the same model")
 
 
 def _experts(config: dict[str, Any]) -> ExpertCounts | None:
