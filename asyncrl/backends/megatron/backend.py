@@ -83,7 +83,7 @@ class MegatronBackend(BackendAdapter):
             transformer=run.learner.megatron,
             is_fp8=run.weights.quantization == "fp8",
             seat=cls._seat_here(run),
-            common=_common(run),
+            common=joined_ranks.shared_settings(run),
         )
 
     @classmethod
@@ -384,16 +384,3 @@ def _of_one_length(dp_shards: Sequence[Sequence[MicroBatch]]) -> list[list[Micro
     """Pad shares with empty micro-batches to one length: copies that share experts exchange tokens in every layer."""
     count = max(map(len, dp_shards))
     return [[*share, *(empty() for _ in range(count - len(share)))] for share in dp_shards]
-
-
-def _common(run: RunConfig) -> dict[str, object]:
-    """Return the settings that all ranks must share. Folders may differ between machines."""
-    names = [field.name for field in dataclasses.fields(run.learner) if field.name != "gpus"]
-    own = {f"learner.{name}": getattr(run.learner, name) for name in names}
-    shared = {
-        "algorithm": run.algorithm,
-        "model.dtype": run.model.dtype,
-        "weights.quantization": run.weights.quantization,
-        "rollout.temperature": run.rollout.temperature,
-    }
-    return {**own, **shared, "run.name": run.run.name, "run.seed": run.run.seed}

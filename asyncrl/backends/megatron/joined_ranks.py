@@ -9,6 +9,7 @@ waiting. Later messages are not signed, and neither are those of torch.distribut
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import hmac
@@ -33,6 +34,7 @@ from asyncrl.backends.megatron.torchrun import Seat
 from asyncrl.errors import BackendError, ConfigError, MessageError
 from asyncrl.messages import codec
 from asyncrl.os_process import exit_within
+from asyncrl.protocols.adapter import RunConfig
 
 _HANDSHAKE_SECONDS: Final = 10.0
 _LARGEST: Final = 1 << 16
@@ -312,6 +314,26 @@ def _introduce(connection: socket.socket, seat: Seat, common: Mapping[str, str])
     if answer is None:
         return Welcome(problem="it has another ASYNCRL_LEARNER_SECRET")
     return codec.decode(answer, Welcome)
+
+
+def shared_settings(run: RunConfig) -> dict[str, object]:
+    """Return the settings that all ranks must share, because losses and updates depend on them.
+
+    Folders may differ between machines.
+    """
+    names = [field.name for field in dataclasses.fields(run.learner) if field.name != "gpus"]
+    own = {f"learner.{name}": getattr(run.learner, name) for name in names}
+    models = {"critic": run.critic, "reference": run.reference, "teacher": run.teacher}
+    others = {name: one and dataclasses.asdict(one) | {"path": bool(one.path)} for name, one in models.items()}
+    shared = {
+        "algorithm": run.algorithm,
+        "model.dtype": run.model.dtype,
+        "weights.quantization": run.weights.quantization,
+        "rollout.temperature": run.rollout.temperature,
+        "rollout.max_new_tokens": run.rollout.max_new_tokens,
+        "staleness.learning_rate": run.staleness.learning_rate,
+    }
+    return {**own, **others, **shared, "run.name": run.run.name, "run.seed": run.run.seed}
 
 
 def common(secret: str, settings: Mapping[str, object]) -> dict[str, str]:

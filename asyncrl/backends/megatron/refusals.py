@@ -15,7 +15,12 @@ from asyncrl.protocols.adapter import Layout
 from asyncrl.tensors import fp8
 from asyncrl.tensors.model_tensors import check_layout, read_shapes, trained_shapes
 
-_UNEVEN: Final = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_UNEVEN: Final = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 """Megatron's fields for stages of different lengths. Megatron checks their values."""
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl import config
+from asyncrl.backends.megatron.joined_ranks import shared_settings
 from asyncrl.data.demo_task import DIGITS
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
@@ -85,6 +86,7 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
         (["learner.megatron={window_size=[4, 0]}"], "window_size is for a feature that asyncrl does not support"),
         (["learner.megatron={softmax_scale=0.01}"], "softmax_scale is for a feature that asyncrl does not support"),
         (["learner.megatron={attention_output_gate=true}"], "attention_output_gate is for a feature"),
+        (["learner.megatron={microbatch_group_size_per_vp_stage=1}"], "is for a feature that asyncrl does not support"),
         (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
         (["learner.options={timeout_seconds=0}"], "learner.options.*timeout_seconds must be 1 to 1000000, got 0"),
         (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], 'this is "reference"'),
@@ -196,6 +198,32 @@ def test_a_folder_with_tensors_that_the_learner_does_not_export_is_refused(run_f
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"engines load: .* model.layers.0.self_attn.gate.weight is missing$"):
         check(run)
+
+
+def test_an_embedding_may_count_as_a_layer_of_its_stage(run_file: Path, tmp_path: Path) -> None:
+    """Three layers on two stages: the embedding and one layer, and two layers."""
+    model = make_tiny_model(tmp_path, characters=DIGITS, num_layers=3)
+    chosen = ["learner.ranks=2", "learner.pipeline_parallel=2", f"model.path={json.dumps(str(model))}"]
+    check(config.load(run_file, [*chosen, "learner.megatron={account_for_embedding_in_pipeline_split=true}"]))
+    with pytest.raises(ConfigError, match="2 does not divide the model's num_hidden_layers, 3"):
+        check(config.load(run_file, chosen))
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_shared"),
+    [
+        ("staleness.learning_rate='ess_linear'", True),
+        ("rollout.max_new_tokens=7", True),
+        ("reference.kl_coef=0.2", True),
+        ("reference.path='elsewhere'", False),
+        ("metrics.samples_per_evaluation=1", False),
+    ],
+)
+def test_ranks_share_the_settings_that_their_losses_depend_on(run_file: Path, setting: str, is_shared: bool) -> None:
+    """A rank with others would train something else. Folders may differ between machines."""
+    overrides = ["reference.kl_coef=0.1", "reference.path='here'"]
+    one, other = (shared_settings(config.load(run_file, chosen)) for chosen in (overrides, [*overrides, setting]))
+    assert (one != other) == is_shared
 
 
 def test_fields_of_megatron_must_fit_every_model(run_file: Path, tmp_path: Path) -> None:
