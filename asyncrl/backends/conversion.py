@@ -27,6 +27,7 @@ from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist
 
 FILE_BYTES: Final = 4 * 2**30
 """Size limit of a safetensors file; a single larger parameter exceeds it."""
+_LAYERS: Final = "decoder.layers."
 _NOT_THE_MODEL: Final = ("optimizer.", "asyncrl.", "rng_state", "rerun_state_machine_state")
 
 
@@ -36,12 +37,14 @@ class Converted:
 
     peak_bytes  most bytes of weights in memory at one time
     left_out    tensors of the source that belong to no trained part of the model
+    padding     rows of the checkpoint's vocabulary after the model's vocab_size, which are left out
     """
 
     num_tensors: int
     num_bytes: int
     peak_bytes: int
     left_out: tuple[str, ...]
+    padding: int = 0
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -143,37 +146,44 @@ def to_huggingface(source: Path, destination: Path, *, model: Path) -> Converted
     model: a Hugging Face folder with the config.json of that model. Raises ConfigError, CheckpointError, OSError.
     """
     shape, held, saved = huggingface.read_shape(model, where="--model"), _Held(), TorchDist(source)
-    used: set[str] = set()
     files = _cut_into_files([_Found.of(one, saved, shape) for one in _parameters(shape)])
     names: dict[str, str] = {}
+    used = {found.key for file in files for found in file}
+    others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
+    left_out = tuple(sorted(set(others) - used))
+    if further := next((key for key in left_out if key.startswith(_LAYERS)), ""):
+        raise CheckpointError(f"{source}: has {further}, which the model of {model / 'config.json'} has not")
     for number, file in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         with (destination / name).open("wb") as stream:
             safetensors_file.write(stream, _blocks(file, saved, shape, held))
         names |= {entry.name: name for found in file for entry in found.entries}
-        used.update(found.key for found in file)
     num_bytes = sum(entry.num_bytes for file in files for found in file for entry in found.entries)
     if len(files) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": names}
         (destination / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
     return Converted(
         num_tensors=len(names),
         num_bytes=num_bytes,
         peak_bytes=held.peak_bytes,
-        left_out=tuple(sorted(set(others) - used)),
+        left_out=left_out,
+        padding=max(found.padding for file in files for found in file),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Where a checkpoint stores a parameter of ``sizes``, and the Hugging Face tensors it becomes."""
+    """Where a checkpoint stores a parameter of ``sizes``, and the Hugging Face tensors it becomes.
+
+    padding: rows of the vocabulary that follow the parameter
+    """
 
     parameter: _Parameter
     key: str
     start: tuple[int, ...]
     sizes: tuple[int, ...]
     entries: tuple[TensorEntry, ...]
+    padding: int = 0
 
     @classmethod
     def of(cls, parameter: _Parameter, saved: TorchDist, shape: ModelShape) -> _Found:
@@ -191,11 +201,20 @@ class _Found:
                 )
             raise CheckpointError(f"{saved.folder}: has no {wanted}; is it a checkpoint of another model?")
         before = [parameter.layer] if key not in same else []
+        if before and saved.size(key)[0] != shape.num_layers:
+            raise CheckpointError(f"{saved.folder}: has {saved.size(key)[0]} layers, and the model {shape.num_layers}")
         sizes = list(saved.size(key))[len(before) :]
-        start = [0] * len(sizes)
+        start, padding = [0] * len(sizes), 0
         if entry.is_of_experts:
+            if shape.experts is None or sizes[0] != shape.experts.num_experts:
+                raise CheckpointError(f"{saved.folder}: {key} has {sizes[0]} experts, the model another number")
             start[0], sizes[0] = parameter.expert, 1
         elif entry.cut == "vocabulary":  # padding may follow it
+            padding = sizes[0] - shape.vocabulary_size
+            if padding < 0:
+                raise CheckpointError(
+                    f"{saved.folder}: has {sizes[0]} rows of vocabulary, and vocab_size is {shape.vocabulary_size}"
+                )
             sizes[0] = shape.vocabulary_size
         like = torch.empty(sizes, dtype=saved.dtype(key), device="meta")
         try:
@@ -214,6 +233,7 @@ class _Found:
             start=(*before, *start),
             sizes=tuple(sizes),
             entries=tuple(entries),
+            padding=padding,
         )
 
     def read(self, saved: TorchDist) -> torch.Tensor:

@@ -137,12 +137,23 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
             "give more --seconds"
         )
     if engine.most_running < 0.5 * run_config.rollout.max_running:
-        yield (
-            f"rollout.max_running is {run_config.rollout.max_running}, but no more than {engine.most_running:.0f} "
-            "samples fit into the window (groups_per_batch x (max_staleness + 1) groups) at once"
-        )
+        yield few_running(run_config, engine.most_running)
     if found.learner.larger == 0.0:
         yield f"learner.micro_batch_tokens: twice {run_config.learner.micro_batch_tokens:,} does not fit"
+
+
+def few_running(run_config: RunConfig, most_running: float) -> str:
+    """Say why the engine ran at most ``most_running`` sequences at once, fewer than rollout.max_running."""
+    most, window = run_config.rollout.max_running, run_config.window * run_config.rollout.group_size
+    if window < most:
+        return (
+            f"rollout.max_running is {most}, but the window (groups_per_batch x (max_staleness + 1) groups) has only "
+            f"{window} samples"
+        )
+    return (
+        f"rollout.max_running is {most}, but no more than {most_running:.0f} samples ran at once: they ended as fast "
+        "as others began. Times of steps with more sequences are not measured"
+    )
 
 
 def _as_json(run_config: RunConfig, found: Allocation) -> dict[str, Any]:

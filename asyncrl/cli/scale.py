@@ -2,7 +2,7 @@
 
 The numbers are a state on the bus. `asyncrl run` starts or drains its own workers until they match, and again after
 --resume. Workers that joined by themselves do not count. Exit code 0: all are up; 1: not yet, and the missing ones are
-printed; 2: there is no room for them.
+printed, or the run has ended; 2: there is no room for them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncIterator
 
 from asyncrl.cli import arguments
+from asyncrl.cli.tap import until_over
 from asyncrl.config import RunConfig
 from asyncrl.config.checks import MOST_WORKERS
 from asyncrl.errors import ConfigError, NoRoom
@@ -75,18 +76,30 @@ def scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: float) -> i
 
 async def _scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: float) -> int:
     bus = await observe(run, token=token, role="operator")
-    try:
-        async with asyncio.timeout(seconds + GRACE_SECONDS):  # calls to a bus that is away wait forever
-            progress = (await bus.states(PROGRESS)).get("")
-            if progress is not None and progress.finished:
-                raise ConfigError(f"run {run.run.name} is finished; --resume it with more run.steps, then scale it")
-            return await _ask(bus, run.run.name, wanted, seconds=seconds)
-    except TimeoutError:
-        waited = in_words(seconds + GRACE_SECONDS)
-        print(f"run {run.run.name}: not yet {_text(wanted)} after {waited}; its bus does not answer any more")
+    asking = asyncio.create_task(_ask_unless_finished(bus, run.run.name, wanted, seconds=seconds), name="scale.ask")
+    over = asyncio.create_task(until_over(run), name="scale.until_over")
+    started = time.monotonic()
+    try:  # calls to a bus that is away wait forever
+        limit = seconds + GRACE_SECONDS
+        done, _ = await asyncio.wait((asking, over), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if asking in done:
+            return await asking
+        why = "the run has ended" if over in done else "its bus does not answer any more"
+        waited = in_words(time.monotonic() - started)
+        print(f"run {run.run.name}: not yet {_text(wanted)} after {waited}; {why}")
         return 1
     finally:
+        asking.cancel()
+        over.cancel()
+        await asyncio.wait((asking, over))
         await bus.close()
+
+
+async def _ask_unless_finished(bus: Bus, name: str, wanted: FleetSize, *, seconds: float) -> int:
+    progress = (await bus.states(PROGRESS)).get("")
+    if progress is not None and progress.finished:
+        raise ConfigError(f"run {name} is finished; --resume it with more run.steps, then scale it")
+    return await _ask(bus, name, wanted, seconds=seconds)
 
 
 async def _ask(bus: Bus, name: str, wanted: FleetSize, *, seconds: float) -> int:

@@ -104,14 +104,12 @@ async def until_over(run_config: RunConfig) -> None:
     """
     from asyncrl.run.registry import bus_address
 
-    first = bus_address(run_config, token="")
-    while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        try:
+    with contextlib.suppress(NoSuchRun):
+        first = bus_address(run_config, token="")
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
             if bus_address(run_config, token="") != first:
                 return
-        except NoSuchRun:
-            return
 
 
 Flowing = tuple[str, Any, str]

@@ -62,7 +62,7 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
             raise ConfigError(f"{where}: {key} must be one of {known}, got {value!r}")
         return value
     if origin is tuple:
-        _typed(isinstance(value, list), where, key, "a list", value)
+        _typed(isinstance(value, list), where, key, "a list", value, is_number=arguments[0] in _NUMBERS)
         return tuple(_value(item, arguments[0], where, _named(key, item, place)) for place, item in enumerate(value, 1))
     if origin in (typing.Union, types.UnionType):
         return _value(value, next(a for a in arguments if a is not type(None)), where, key)
@@ -72,13 +72,15 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
             return {name: _value(one, arguments[-1], where, f"{key}: {name}") for name, one in value.items()}
         return value
     if hint is float:
-        _typed(isinstance(value, int | float) and not isinstance(value, bool), where, key, "a number", value)
+        is_right = isinstance(value, int | float) and not isinstance(value, bool)
+        _typed(is_right, where, key, "a number", value, is_number=True)
         _typed(math.isfinite(value), where, key, "finite", value)
         _typed(abs(value) <= _LARGEST_FLOAT32, where, key, "within float32, at most 3.4e38", value)
         _typed(abs(value) <= _LONGEST_SECONDS or not key.endswith("_seconds"), where, key, "at most 1e9", value)
         return float(value)
     if isinstance(hint, type):
-        _typed(type(value) is hint, where, key, _TOML_NAMES.get(hint, hint.__name__), value)
+        expected = _TOML_NAMES.get(hint, hint.__name__)
+        _typed(type(value) is hint, where, key, expected, value, is_number=hint in _NUMBERS)
         if type(value) is str:  # paths cannot contain NUL, and texts are passed to programs as C strings
             _typed("\0" not in value, where, key, "text without NUL characters", value)
         if type(value) is int:  # TOML's range; Python reads larger numbers, but no message can carry them
@@ -94,12 +96,15 @@ def _named(key: str, item: Any, place: int) -> str:
     return f"{key}: {name if isinstance(name, str) and name else place}"
 
 
+_NUMBERS = (int, float, bool)
 _TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}
 
 
-def _typed(condition: bool, where: str, key: str, expected: str, value: Any) -> None:
+def _typed(condition: bool, where: str, key: str, expected: str, value: Any, *, is_number: bool = False) -> None:
+    """``is_number``: the key takes numbers, so it holds no secret, whatever it is called ("stop_token_ids")"""
     if not condition:
         # Compared as text, because nan is not equal to itself.
-        is_secret = key in ("token", "url", "address") or repr(hidden(value, key=key)) != repr(value)
+        without = repr(hidden(value, key="" if is_number else key))
+        is_secret = key in ("token", "url", "address") or without != repr(value)
         shown = HIDDEN if is_secret else repr(value)
         raise ConfigError(f"{where}: {key} must be {expected}, got {shown}")

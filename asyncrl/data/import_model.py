@@ -47,6 +47,8 @@ def find_source(source: Path | str) -> Path:
             return path
         raise ConfigError(f"{path}: no such GGUF file")
     name = text.removeprefix("package:")
+    if not name:
+        raise ConfigError(f"{text}: names no package; write package:NAME")
     try:
         files = importlib.metadata.files(name) or []
     except importlib.metadata.PackageNotFoundError:

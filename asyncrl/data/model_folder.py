@@ -83,6 +83,8 @@ def check_model(path: Path) -> ModelFolder:
         hint = "; `asyncrl import-model` makes one from a GGUF file" if path.suffix == ".gguf" else ""
         if len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists():  # perhaps a hub name
             hint = f"; from the Hugging Face hub: hf download ORGANISATION/{path.name} --local-dir {path}"
+        if path.parts[:1] and path.parts[0].startswith("~"):
+            hint = f"; {path.parts[0]} is not expanded here, write the whole path"
         problem = "is a file, not a model folder" if path.is_file() else "no such model folder"
         raise ConfigError(f"{path}: {problem}{hint}")
     config = _read_config(path)
@@ -90,11 +92,7 @@ def check_model(path: Path) -> ModelFolder:
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError(f"{path / 'config.json'}: vocab_size must be a whole number > 0, got {vocab_size!r}")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(path):
-        shapes |= _safetensors_shapes(file)
-    if problem := model_sizes.problem(config, shapes):
-        raise ConfigError(f"{path / 'config.json'}: {problem}; take this file and the weights from the same model")
+    check_weights(path, config=path / "config.json")
     find_tokenizer(path)
     for name in _FURTHER_TABLES:
         if (path / name).exists():
@@ -106,6 +104,18 @@ def check_model(path: Path) -> ModelFolder:
         context_tokens=config.get("max_position_embeddings") or 2**31,
         experts=_experts(config),
     )
+
+
+def check_weights(path: Path, *, config: Path) -> None:
+    """Check that the weights in the folder ``path`` are whole and have the sizes in ``config``, a config.json.
+
+    Raises ConfigError.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(path):
+        shapes |= _safetensors_shapes(file)
+    if problem := model_sizes.problem(_read_table(config), shapes):
+        raise ConfigError(f"{config}: {problem}; take this file and the weights from the same model")
 
 
 def _experts(config: dict[str, Any]) -> ExpertCounts | None:

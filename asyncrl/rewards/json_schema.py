@@ -52,6 +52,11 @@ class JsonSchemaReward:
             processes=options.processes,
         )
 
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        """Raise ValueError for a label that is not a schema, if the rows hold the schemas."""
+        if self._schema is None:
+            _schema_of(label)
+
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
         """Return 1 for JSON that is valid under the schema, else 0; the part is_json says whether it is JSON at all."""
         texts = [_answer(sample.completion) for sample in samples]

@@ -4,10 +4,10 @@ A judge is a module of asyncrl with a ``main`` (math_judge.py). It writes {} whe
 until its standard input ends: [seconds, question]. It answers {"reward": 1.0}, {"error": "..."}, or {"reward": null} if
 it needs more than ``seconds`` of CPU time.
 
-Groups take turns. A group's time (reward.timeout_seconds) begins when it has a judge, so slow answers of other groups
-cost it nothing. Its answers share the time: each may first use an equal share of half the time, so that a slow answer
-takes nothing from the others. Those that need more share what is left, and then get 0. Equal questions are asked once.
-A judge that is stuck, or whose group is cancelled, is killed, and another one is started.
+Groups take turns. A group's time (reward.timeout_seconds, as CPU time) begins when it has a judge, so slow answers of
+other groups cost it nothing. Its answers share the time: each may first use an equal share of half the time, so that a
+slow answer takes nothing from the others. Those that need more share what is left, and then get 0. Equal questions are
+asked once. A judge that is stuck, or whose group is cancelled, is killed, and another one is started.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from asyncrl.rewards.guard import warn_unjudged
 _MAX_LINE_BYTES: Final = 2**20
 _START_SECONDS: Final = 120.0
 _GRACE_SECONDS: Final = 2.0
-_SHORTEST_SHARE: Final = 0.001
 
 
 class JudgePool:
@@ -46,20 +45,20 @@ class JudgePool:
         async with self._places:
             judge = self.idle.pop() if self.idle else await self._start()
             try:
-                begin = time.monotonic()
-                # In the second round those come first that got no turn in the first one.
-                for until, order in ((begin + self.seconds / 2, 1), (begin + self.seconds, -1)):
-                    unjudged = [line for line, reward in rewards.items() if reward is None][::order]
+                used = 0.0
+                for part in (0.5, 1.0):
+                    unjudged = [line for line, reward in rewards.items() if reward is None]
                     for place, line in enumerate(unjudged):
-                        share = (until - time.monotonic()) / (len(unjudged) - place)
-                        if share < _SHORTEST_SHARE:
-                            break
+                        share = (part * self.seconds - used) / (len(unjudged) - place)
+                        begin = time.monotonic()
                         try:
                             rewards[line] = await self._answer(judge, line, share)
                         except TimeoutError:  # stuck in C code, which signals do not interrupt
                             rewards[line] = 0.0
                             await _end(judge)
                             judge = await self._start()
+                        # On a busy machine an answer takes longer than its CPU time; the others get their shares.
+                        used += min(time.monotonic() - begin, share)
             except BaseException:
                 await _end(judge)
                 raise

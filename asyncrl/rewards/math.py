@@ -49,6 +49,11 @@ class MathReward:
         arguments = [str(options.timeout_seconds)]
         self._judges = JudgePool("asyncrl.rewards.math_judge", arguments, name="math", processes=options.processes)
 
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        """Raise ValueError for an empty label, with which no answer can be compared."""
+        if label is not None and not str(label).strip():
+            raise ValueError("the label is empty")
+
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         if any(sample.label is None for sample in samples):
             raise ValueError("the prompt has no label to compare to")

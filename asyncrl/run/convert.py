@@ -15,6 +15,8 @@ from typing import Final
 
 from asyncrl.backends import conversion
 from asyncrl.backends.conversion import Converted
+from asyncrl.backends.huggingface import read_shape
+from asyncrl.data.model_folder import check_weights
 from asyncrl.data.new_folder import copy_all_but_weights, new_folder
 from asyncrl.errors import CheckpointError, ConfigError
 
@@ -25,7 +27,8 @@ _WITHOUT_WEIGHTS: Final = "huggingface"
 def convert(source: Path, destination: Path, *, model: Path | None = None) -> Converted:
     """Convert ``source`` to the other format. model: folder with the config.json of the checkpoint's model
 
-    Raises ConfigError if ``source`` has neither format, the model is not supported, or the destination exists.
+    Raises ConfigError if ``source`` has neither format, its weights do not fit config.json, the model is not supported,
+    or the destination exists.
     """
     if destination.exists():
         raise ConfigError(f"{destination}: exists; name a folder that does not")
@@ -34,9 +37,13 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
     checkpoint = _checkpoint_in(source)
     if checkpoint is None and model is not None:
         raise ConfigError(f"--model: {source} is a Hugging Face folder, which has its own config.json; remove it")
+    if model is not None and not (model / "config.json").is_file():  # transformers would ask the hub for it
+        raise ConfigError(f"--model: {model}: no config.json there, so no Hugging Face model folder")
     try:
         with new_folder(destination) as folder:
             if checkpoint is None:
+                read_shape(source, where="source")
+                check_weights(source, config=source / "config.json")
                 (folder / "release").mkdir()
                 done = conversion.to_megatron(source, folder / "release")
                 (folder / _LATEST).write_text("release")
@@ -44,6 +51,7 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
             else:
                 model = model or _model_of(source)
                 done = conversion.to_huggingface(checkpoint, folder, model=model)
+                check_weights(folder, config=model / "config.json")
                 copy_all_but_weights(model, folder)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.backends import LEARNING_RATE, SETTINGS, distance, documents, shares, started, tiny_model, weights
+from tests.harness.backends import (
+    LEARNING_RATE,
+    RANKS,
+    SETTINGS,
+    distance,
+    documents,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
 
 FREEZE = {
     "embeddings": {"freeze": ("embed_tokens", "lm_head")},
@@ -47,6 +57,18 @@ def test_what_is_frozen_stays_to_the_last_bit_and_the_rest_is_trained(kind: str,
         with started("reference", folder, optimizer=settings) as backend:
             backend.step(shares("reference", documents()), learning_rate=LEARNING_RATE)
             assert distance(after, weights(backend)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", [pytest.param("megatron-pp2", marks=RANKS)])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_pipeline_stage_with_nothing_to_train_scales_no_gradients(kind: str, folder: Path, layer: int) -> None:
+    settings = dataclasses.replace(SETTINGS, train_only=(rf"layers\.{layer}\.",), max_grad_norm=1e-3)
+    found = []
+    for one in ("reference", kind):
+        with started(one, folder, optimizer=settings) as backend:
+            assert backend.step(shares(one, documents()), learning_rate=LEARNING_RATE).metrics["grad_norm"] > 1e-3
+            found.append(weights(backend))
+    assert distance(*found) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

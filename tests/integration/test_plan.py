@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.cli import main
+from asyncrl.cli.plan import few_running
 from asyncrl.errors import AsyncRLError
 from asyncrl.run.planning.engine_probe import measure_engine
 from asyncrl.run.planning.learner_probe import measure_learner
@@ -53,6 +55,16 @@ def test_a_plan_says_the_keys_to_set_and_what_to_expect(
     assert found["now"]["copies"] == 1 and found["now"]["engines"] == 2  # the run file's own
     assert all(row["tokens_per_second"] > 0 for row in found["splits"])
     assert not list(tmp_path.iterdir())  # nothing of a run is left
+
+
+def test_the_window_is_named_only_where_it_holds_fewer_samples_than_may_run() -> None:
+    run = config.load(ROOT / "examples" / "demo.toml", ["rollout.max_running=128", "learner.device=cpu"])
+    assert run.window * run.rollout.group_size == 640
+    assert "no more than 10 samples ran at once" in few_running(run, 10.4)
+    larger = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_running=1000))
+    assert "the window (groups_per_batch x (max_staleness + 1) groups) has only 640 samples" in few_running(
+        larger, 10.4
+    )
 
 
 def test_where_nothing_can_be_split_is_said_in_one_line(

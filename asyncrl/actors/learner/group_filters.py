@@ -6,6 +6,7 @@ filtered groups between two steps, the run ends at the cap, or continues with gr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 import numpy as np
@@ -93,6 +94,8 @@ def ask(function: GroupFilter, group: TrajectoryGroup) -> bool:
     """Return the filter's decision. Raises TypeError unless it is True or False, and any error of ``function``."""
     with plugins.exits_contained():
         answer = function(group)
+    if inspect.iscoroutine(answer):
+        answer.close()  # otherwise Python warns that it was never awaited
     if not isinstance(answer, bool | np.bool_):
         raise TypeError(f"a filter must return True to keep a group or False, not {answer!r:.50}")
     return bool(answer)

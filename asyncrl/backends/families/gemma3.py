@@ -40,7 +40,10 @@ def shape(config: Any) -> ModelShape:
 
 
 def _rope_of(config: Any, kind: str) -> torch.Tensor:
-    """Return the frequencies of one kind of layer. Supports default and linear rope, which have no scale."""
+    """Return the frequencies of one kind of layer. Supports default and linear rope, which have no scale.
+
+    SGLang ignores the factor of linear rope: engines/sglang/rope.py refuses it.
+    """
     parameters = config.rope_parameters[kind]
     if parameters["rope_type"] not in ("default", "linear"):
         raise Unsupported(f"rope type {parameters['rope_type']!r}; supported: default, linear")
@@ -58,7 +61,7 @@ def layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
 
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
-    models="Gemma 3 270M and 1B, and the text part of larger ones",
+    models="Gemma 3 270M and 1B, and the text part of larger ones with the in-process engine",
     shape=shape,
     only={
         **DENSE_ONLY,

@@ -170,7 +170,8 @@ class TrainedModel(LoadedModel):
 
     def _scale_gradients(self, scale: float) -> None:
         for part in self._optimizers:
-            torch._foreach_mul_([weight.grad for weight in part.weights if weight.grad is not None], scale)
+            if gradients := [weight.grad for weight in part.weights if weight.grad is not None]:  # else all are frozen
+                torch._foreach_mul_(gradients, scale)
 
     def _update(self, grad_norm: float, learning_rate: float) -> None:
         settings = self._settings

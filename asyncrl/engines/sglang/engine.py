@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
-from asyncrl.engines.sglang import memory
+from asyncrl.engines.sglang import memory, rope
 from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient, lines
@@ -95,6 +95,7 @@ class SGLangEngine(EngineAdapter):
     @classmethod
     def check(cls, run: RunConfig) -> None:
         options: Options = cls.options(run)
+        rope.check(Path(run.model.path))
         if not options.url:
             check_arguments(options.server_arguments)
         elif run.run.colocated:
@@ -313,7 +314,7 @@ class SGLangEngine(EngineAdapter):
         await self._server.start()
 
     async def _ask_server(self) -> None:
-        """Query the server's version, its scheduler, and how it reports weight versions."""
+        """Query the server's version, its scheduler, and how it reports weight versions. Also warms it up."""
         info = await self._client.get("/server_info")
         model = await self._client.get("/model_info")
         self._late_tokens = 0 if info.get("disable_overlap_schedule") else 1
@@ -331,8 +332,7 @@ class SGLangEngine(EngineAdapter):
             optional=self._optional_names,
         )
         check_pause(self._options.pause, url=self.url, version=str(info.get("version", "0")))
-        probe = self._short_request()  # also warms up the server
-        answer = await first_answer(self._client, probe, seconds=self._options.start_seconds)
+        answer = await first_answer(self._client, self._short_request(), seconds=self._options.start_seconds)
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {info.get('version')}")

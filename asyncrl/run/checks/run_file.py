@@ -176,6 +176,8 @@ def _check_data(run: RunConfig) -> None:
 
 def _check_directory(key: str, directory: Path) -> None:
     """Check that the folder for the run's files at ``key`` exists or can be created."""
+    if directory.parts[0].startswith("~"):
+        raise ConfigError(f"{key}: {directory.parts[0]} is not expanded in a run file; write the whole path")
     there = next((path for path in (directory, *directory.parents) if path.exists()), directory)
     if not there.is_dir():
         raise ConfigError(f"{key}: {there} is a file; the run's files go to {directory}")
@@ -281,6 +283,11 @@ def check_evaluation(run: RunConfig) -> None:
 
 
 def _check_bus(run: RunConfig) -> None:
+    if run.bus.max_message_bytes <= run.largest_prompt_bytes:
+        raise ConfigError(
+            f"bus.max_message_bytes: a prompt may take {run.largest_prompt_bytes:,} bytes without its label, and "
+            f"{run.bus.max_message_bytes:,} leave no room for it; raise it or lower data.max_prompt_tokens"
+        )
     largest, limit = run.largest_group_bytes, run.bus.max_group_bytes
     if largest > limit:
         raise ConfigError(

@@ -30,6 +30,10 @@ def answers(group: TrajectoryGroup) -> Any:
     return len(group.trajectories)
 
 
+async def awaited(group: TrajectoryGroup) -> bool:
+    return True
+
+
 KEEP: dict[str, Any] = {"filter_cap": 3, "filter_cap_action": "keep"}
 
 
@@ -80,6 +84,7 @@ def test_a_filter_that_keeps_nothing_is_hopeless_and_one_kept_group_starts_the_c
     [
         (json.dumps, "json:dumps raised TypeError: Object of type TrajectoryGroup is not JSON serializable"),
         (answers, "raised TypeError: a filter must return True to keep a group or False, not 2"),
+        (awaited, "raised TypeError: a filter must return True to keep a group or False, not <coroutine object.*"),
         (needs_a_judge, "raised KeyError: 'judge'"),
         (lambda group: sys.exit(3), "raised SystemExit: 3"),
     ],

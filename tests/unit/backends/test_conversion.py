@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from asyncrl.backends import conversion
 from asyncrl.backends.families.table import FAMILIES
 from asyncrl.cli.main import main
+from asyncrl.data.model_sizes import EXPERTS
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
+from asyncrl.errors import ConfigError
 from asyncrl.run.convert import convert
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, TorchDist
@@ -100,7 +102,8 @@ def test_what_megatron_wrote_is_read(tmp_path: Path) -> None:
     theirs.mkdir(parents=True)
     (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("50\n")
     torch_dist.complete(theirs, torch_dist.write_chunks(theirs / "__0_0.distcp", chunks)[0])
-    convert(tmp_path / "theirs", tmp_path / "back", model=folder)
+    done = convert(tmp_path / "theirs", tmp_path / "back", model=folder)
+    assert done.padding == 14
     assert_same(folder, tmp_path / "back")
 
 
@@ -126,6 +129,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path, capsys: pytest.
         (["other", "x"], "holds a GPT2LMHeadModel; the megatron backend supports"),
         (["model", "x", "--model", str(folder)], "which has its own config.json"),
         (["megatron/release", "x"], "does not say which model it is of; --model FOLDER"),
+        (["megatron/release", "x", "--model", "nowhere"], "--model: nowhere: no config.json there"),
         (["megatron", "x", "--model", str(larger)], "is it a checkpoint of another model"),
     ):
         paths = [str(tmp_path / word) for word in words[:2]]
@@ -136,3 +140,37 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path, capsys: pytest.
         assert sorted(tmp_path.iterdir()) == before
     assert main(["convert", str(folder), str(tmp_path / "x")]) == 0
     assert "MB of weights were in memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_folder", "of_checkpoint"),
+    [
+        ({"num_hidden_layers": 1}, "the weights have 2 layers", "has decoder.layers.1."),
+        ({"num_hidden_layers": 3}, "the weights have no layer 2", "has no decoder.layers.2."),
+        ({"num_key_value_heads": 1}, "num_key_value_heads 1 of head_dim 16 does not", "which is not the model's"),
+        ({"intermediate_size": 96}, "intermediate_size is 96, and", "intermediate_size is 96, and"),
+        ({"vocab_size": 99}, "vocab_size is 99, and", "rows of vocabulary, and vocab_size is 99"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_weights_is_refused(
+    tmp_path: Path, changes: dict[str, int], of_folder: str, of_checkpoint: str
+) -> None:
+    folder = made(tmp_path / "model", "llama")
+    convert(folder, tmp_path / "megatron")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ConfigError, match=of_folder):
+        convert(folder, tmp_path / "x")
+    with pytest.raises(ConfigError, match=of_checkpoint):
+        convert(tmp_path / "megatron", tmp_path / "x", model=folder)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_config_with_fewer_experts_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = made(tmp_path / "model")
+    convert(folder, tmp_path / "megatron")
+    config = json.loads((folder / "config.json").read_text())
+    (key,) = (key for key in config if key in EXPERTS)
+    (folder / "config.json").write_text(json.dumps(config | {key: 4}))
+    with pytest.raises(ConfigError, match="has 8 experts, the model another number"):
+        convert(tmp_path / "megatron", tmp_path / "x", model=folder)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from asyncrl import config
 from asyncrl.actors import fleet_scaler
 from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.cli import scale
+from asyncrl.cli import scale, tap
 from asyncrl.errors import ConfigError
 from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.messages.topics import FLEET, FLEET_STATUS
@@ -102,10 +104,10 @@ async def test_a_size_that_nobody_hears_is_kept_for_later(monkeypatch: pytest.Mo
     assert (await bus.states(FLEET))[""].rollout_workers == 3
 
 
-async def test_a_run_that_ends_meanwhile_is_waited_for_no_longer_than_the_command_was_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+async def test_a_run_that_ends_meanwhile_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Its nats-server ended with it, so requests to the bus get no answer."""
+    """Its nats-server ended with it, so requests to the bus get no answer. The end of a run elsewhere is not known."""
 
     class Ended(MemoryBus):
         async def states(self, topic: Any, *, under: str = "") -> Any:
@@ -116,6 +118,19 @@ async def test_a_run_that_ends_meanwhile_is_waited_for_no_longer_than_the_comman
 
     monkeypatch.setattr(scale, "observe", observe)
     monkeypatch.setattr(scale, "GRACE_SECONDS", 0.0)
-    run = config.load(DEMO, ["learner.device=cpu"])
-    assert await scale._scale(run, FleetSize(rollout_workers=3), token="", seconds=0.05) == 1
+    run = config.load(DEMO, ["learner.device=cpu", f"run.directory={tmp_path}"])
+    elsewhere = dataclasses.replace(run, bus=dataclasses.replace(run.bus, url="nats://127.0.0.1:1"))
+    assert await scale._scale(elsewhere, FleetSize(rollout_workers=3), token="", seconds=0.05) == 1
     assert "its bus does not answer any more" in capsys.readouterr().out
+
+    address = run.run_directory / "bus.json"  # `asyncrl run` removes it at its end
+    address.parent.mkdir()
+    address.write_text('{"url": "nats://127.0.0.1:1", "token": "a"}')
+    monkeypatch.setattr(tap, "LOOK_SECONDS", 0.0)
+    waiting = asyncio.ensure_future(scale._scale(run, FleetSize(rollout_workers=3), token="", seconds=600.0))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    address.unlink()
+    assert await waiting == 1
+    assert "not yet 3 rollout workers after " in (said := capsys.readouterr().out) and "the run has ended" in said

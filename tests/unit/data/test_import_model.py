@@ -158,6 +158,7 @@ def test_what_cannot_be_imported_is_refused_in_one_line(tmp_path: Path, tiny: Pa
         (tmp_path / "none.gguf", "no such GGUF file"),
         (tmp_path, "no such GGUF file"),
         ("package:no-such-package-here", "the package is not installed; pip install"),
+        ("package:", "names no package; write package:NAME"),
         ("package:pytest", "has 0 .gguf files"),
         (write_gguf(tmp_path / "a.gguf", tiny, architecture="llama", pre="other"), "this one is gpt2/other"),
         (write_gguf(tmp_path / "b.gguf", tiny, architecture="gemma"), "this is gemma"),

@@ -331,3 +331,19 @@ def test_options_that_cannot_be_are_refused_in_one_line(kind: str, options: dict
     with pytest.raises(ConfigError, match=problem) as caught:
         load(kind, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "problem"),
+    [
+        ("json_schema", "{", "is not a JSON Schema"),
+        ("json_schema", None, "must be a JSON Schema"),
+        ("math", " ", "empty"),
+    ],
+)
+def test_a_label_that_no_answer_can_be_compared_with_is_refused_before_the_run(
+    kind: str, label: Any, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        label_check(config.RewardSection(kind=kind))(label, {})
+    label_check(config.RewardSection(kind=kind))("{}", {})

@@ -29,7 +29,7 @@ async def pool() -> AsyncIterator[JudgePool]:
 async def test_each_answer_has_an_equal_share_of_half_the_time_and_slow_ones_then_share_what_is_left(
     pool: JudgePool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shares = await pool.ask([600, "share", 5000, "share"])  # three that differ
+    shares = await pool.ask([450, "share", 5000, "share"])  # three that differ
     assert shares == [1.0, pytest.approx(250, rel=0.1), 0.0, shares[1]]
     assert "reward fake: 1 of 3 different answers were not judged within reward.timeout_seconds = 1000" in caplog.text
 

@@ -146,6 +146,15 @@ def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
     return made
 
 
+def num_characters(messages: Sequence[Json], tools: Sequence[Json]) -> int:
+    """Return how many characters a chat template may write of a conversation, without its own."""
+    found = sum(len(json.dumps(one, ensure_ascii=False)) for one in tools)
+    for one in messages:
+        found += len(one["content"]) + len(one.get("reasoning_content", ""))
+        found += sum(len(made["function"]["arguments"]) for made in one.get("tool_calls", ()))
+    return found
+
+
 def digests(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes]:
     """Return digests of all prefixes of a conversation: item n covers the tools and the first n messages.
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncrl.errors import EngineDied, EngineError, PromptError
 from asyncrl.protocols import Generate
-from asyncrl.rollouts.agent.endpoint.ask import Ask, call, digests, in_order_of_calls
+from asyncrl.rollouts.agent.endpoint.ask import Ask, call, digests, in_order_of_calls, num_characters
 from asyncrl.rollouts.agent.endpoint.chat_format import ChatFormat
 from asyncrl.rollouts.agent.endpoint.parsers import Parsed
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
@@ -177,7 +177,7 @@ class Session:
         Counting the tokens of megabytes would block the worker's event loop, and all its other samples, for seconds.
         """
         most = self.chat_format.longest_token * self.context_tokens
-        if (found := sum(len(one["content"]) for one in ask.messages)) > most:
+        if (found := num_characters(ask.messages, ask.tools)) > most:
             raise Refused(
                 f"This model's maximum context length is {self.context_tokens} tokens. However, your messages have "
                 f"{found} characters, more than that many tokens can hold.",

@@ -201,9 +201,16 @@ async def test_messages_beyond_any_context_are_refused_without_counting_their_to
     async with Client(Scripted(["hi"]), context_tokens=60) as client:
         longest = client.session.chat_format.longest_token
         monkeypatch.setattr(client.session, "_prompt", None)  # not even called
-        for path in ("/v1/chat/completions", "/v1/messages/count_tokens"):
-            body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x" * (60 * longest + 1)}]}
-            refused = await client.post(path, body, status=400)
+        huge = "x" * (60 * longest + 1)
+        thought = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "reasoning_content": huge}]
+        tool = {"type": "function", "function": {"name": "add", "description": huge}}
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": huge}]}),
+            ("/v1/chat/completions", {"messages": [*thought, {"role": "user", "content": "q"}]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q"}], "tools": [tool]}),
+            ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": huge}]}),
+        ):
+            refused = await client.post(path, {"model": "m", "max_tokens": 5, **body}, status=400)
             assert "characters, more than that many tokens can hold" in refused["error"]["message"]
 
 
