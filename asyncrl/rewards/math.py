@@ -1,4 +1,7 @@
-"""reward.kind = "math": 1 if the completion's last formula or number equals the label, as math-verify judges.
+"""reward.kind = "math": 1 if the answer in the completion equals the label, as math-verify finds and judges it.
+
+The answer is the last box; without one, what follows the last "answer is" and the like, else the last formula or
+number.
 
 A label is a formula with or without dollars ("36\\pi"), or a sentence, of which the last formula or number counts.
 math-verify parses a label that is a choice ("A") or a word as a formula, but finds no formula in a completion that is
@@ -48,11 +51,6 @@ class MathReward:
     def __init__(self, options: Options) -> None:
         arguments = [str(options.timeout_seconds)]
         self._judges = JudgePool("asyncrl.rewards.math_judge", arguments, name="math", processes=options.processes)
-
-    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
-        """Raise ValueError for an empty label, with which no answer can be compared."""
-        if label is not None and not str(label).strip():
-            raise ValueError("the label is empty")
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         if any(sample.label is None for sample in samples):
