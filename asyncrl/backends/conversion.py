@@ -9,8 +9,9 @@ Tests: tests/unit/backends/test_conversion.py.
 from __future__ import annotations
 
 import json
+import re
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -22,12 +23,13 @@ from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.weight_map import Mapping, Part, weight_map
 from asyncrl.errors import CheckpointError
 from asyncrl.tensors import safetensors_file, torch_dist
+from asyncrl.tensors.model_tensors import Shapes
 from asyncrl.tensors.snapshot import TensorEntry
 from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist
 
 FILE_BYTES: Final = 4 * 2**30
 """Size limit of a safetensors file; a single larger parameter exceeds it."""
-_LAYERS: Final = "decoder.layers."
+_LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.")
 _NOT_THE_MODEL: Final = ("optimizer.", "asyncrl.", "rng_state", "rerun_state_machine_state")
 
 
@@ -37,7 +39,7 @@ class Converted:
 
     peak_bytes  most bytes of weights in memory at one time
     left_out    tensors of the source that belong to no trained part of the model
-    padding     rows of the checkpoint's vocabulary after the model's vocab_size, which are left out
+    padding     rows of the source's embeddings after the model's vocabulary, also left out
     """
 
     num_tensors: int
@@ -140,13 +142,20 @@ def _by_layers(parameters: Iterable[_Parameter]) -> list[list[_Parameter]]:
     return list(found.values())
 
 
-def to_huggingface(source: Path, destination: Path, *, model: Path) -> Converted:
+def to_huggingface(source: Path, destination: Path, *, model: Path, check: Callable[[Shapes], object]) -> Converted:
     """Write a distributed checkpoint's weights as safetensors to the empty folder ``destination``.
 
-    model: a Hugging Face folder with the config.json of that model. Raises ConfigError, CheckpointError, OSError.
+    model  a Hugging Face folder with the config.json of that model
+    check  called with the shapes of the result before anything is written; may raise
+
+    Raises ConfigError, CheckpointError, OSError.
     """
     shape, held, saved = huggingface.read_shape(model, where="--model"), _Held(), TorchDist(source)
-    files = _cut_into_files([_Found.of(one, saved, shape) for one in _parameters(shape)])
+    used: set[str] = set()
+    parameters = [_Found.of(one, saved, shape) for one in _parameters(shape)]
+    _refuse_further_layers(saved, shape)
+    check({entry.name: entry.shape for found in parameters for entry in found.entries})
+    files = _cut_into_files(parameters)
     names: dict[str, str] = {}
     used = {found.key for file in files for found in file}
     others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
@@ -166,16 +175,26 @@ def to_huggingface(source: Path, destination: Path, *, model: Path) -> Converted
         num_tensors=len(names),
         num_bytes=num_bytes,
         peak_bytes=held.peak_bytes,
-        left_out=left_out,
-        padding=max(found.padding for file in files for found in file),
+        left_out=tuple(sorted(set(others) - used)),
+        padding=max(found.padding for found in parameters),
     )
+
+
+def _refuse_further_layers(saved: TorchDist, shape: ModelShape) -> None:
+    """Raise CheckpointError if the checkpoint has more layers than the model."""
+    layers = (_LAYER.match(key) for key in saved.keys())  # noqa: SIM118
+    if (last := max((int(found[1]) for found in layers if found), default=0)) >= shape.num_layers:
+        raise CheckpointError(
+            f"{saved.folder}: has layer {last}, and the model's num_hidden_layers is {shape.num_layers}; is it a "
+            "checkpoint of another model?"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
     """Where a checkpoint stores a parameter of ``sizes``, and the Hugging Face tensors it becomes.
 
-    padding: rows of the vocabulary that follow the parameter
+    padding  rows after the vocabulary, which are not read
     """
 
     parameter: _Parameter
@@ -183,7 +202,7 @@ class _Found:
     start: tuple[int, ...]
     sizes: tuple[int, ...]
     entries: tuple[TensorEntry, ...]
-    padding: int = 0
+    padding: int
 
     @classmethod
     def of(cls, parameter: _Parameter, saved: TorchDist, shape: ModelShape) -> _Found:
@@ -200,22 +219,22 @@ class _Found:
                     "versions are in the folders weights/ and best/ of its run"
                 )
             raise CheckpointError(f"{saved.folder}: has no {wanted}; is it a checkpoint of another model?")
-        before = [parameter.layer] if key not in same else []
-        if before and saved.size(key)[0] != shape.num_layers:
-            raise CheckpointError(f"{saved.folder}: has {saved.size(key)[0]} layers, and the model {shape.num_layers}")
-        sizes = list(saved.size(key))[len(before) :]
+        before, whole = [parameter.layer] if key not in same else [], saved.size(key)
+        sizes = list(whole)[len(before) :]
         start, padding = [0] * len(sizes), 0
+        experts = shape.experts.num_experts if shape.experts and entry.is_of_experts else sizes[0]
+        if (before and whole[0] != shape.num_layers) or sizes[0] != experts:
+            model = f"{shape.num_layers}{f', with {experts} experts' if entry.is_of_experts else ''}"
+            raise CheckpointError(
+                f"{saved.folder}: {key} has the size {list(whole)}, the model's num_hidden_layers is {model}; is it a "
+                "checkpoint of another model?"
+            )
         if entry.is_of_experts:
             if shape.experts is None or sizes[0] != shape.experts.num_experts:
                 raise CheckpointError(f"{saved.folder}: {key} has {sizes[0]} experts, the model another number")
             start[0], sizes[0] = parameter.expert, 1
         elif entry.cut == "vocabulary":  # padding may follow it
-            padding = sizes[0] - shape.vocabulary_size
-            if padding < 0:
-                raise CheckpointError(
-                    f"{saved.folder}: has {sizes[0]} rows of vocabulary, and vocab_size is {shape.vocabulary_size}"
-                )
-            sizes[0] = shape.vocabulary_size
+            padding, sizes[0] = max(0, sizes[0] - shape.vocabulary_size), shape.vocabulary_size
         like = torch.empty(sizes, dtype=saved.dtype(key), device="meta")
         try:
             made = weight_cuts.unfuse([like], entry.cut, shape)

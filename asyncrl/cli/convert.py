@@ -35,4 +35,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"left out, after vocab_size as padding of the vocabulary: {done.padding} rows")
     if done.left_out:
         print(f"left out, in no part of the model that is trained: {len(done.left_out)}, such as {done.left_out[0]}")
+    if done.padding:
+        print(f"left out as padding, since config.json has a smaller vocab_size: {done.padding} rows of the embeddings")
     return 0

@@ -87,35 +87,35 @@ def check_model(path: Path) -> ModelFolder:
             hint = f"; {path.parts[0]} is not expanded here, write the whole path"
         problem = "is a file, not a model folder" if path.is_file() else "no such model folder"
         raise ConfigError(f"{path}: {problem}{hint}")
-    config = _read_config(path)
-    architecture = _architecture(path, config)
-    vocab_size = config.get("vocab_size")
-    if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise ConfigError(f"{path / 'config.json'}: vocab_size must be a whole number > 0, got {vocab_size!r}")
-    check_weights(path, config=path / "config.json")
+    config = check_weights(path)
     find_tokenizer(path)
     for name in _FURTHER_TABLES:
         if (path / name).exists():
             _read_table(path / name)
     return ModelFolder(
         path=path,
-        architecture=architecture,
-        vocab_size=vocab_size,
+        architecture=_architecture(path, config),
+        vocab_size=config["vocab_size"],
         context_tokens=config.get("max_position_embeddings") or 2**31,
         experts=_experts(config),
     )
 
 
-def check_weights(path: Path, *, config: Path) -> None:
-    """Check that the weights in the folder ``path`` are whole and have the sizes in ``config``, a config.json.
+def check_weights(path: Path, shapes: model_sizes.Shapes | None = None) -> dict[str, Any]:
+    """Check that config.json in ``path`` fits the weights, and return its content. Raises ConfigError.
 
-    Raises ConfigError.
+    shapes  shapes by Hugging Face names of weights that are elsewhere; None: of the files in ``path``
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(path):
-        shapes |= _safetensors_shapes(file)
-    if problem := model_sizes.problem(_read_table(config), shapes):
-        raise ConfigError(f"{config}: {problem}; take this file and the weights from the same model")
+    config = _read_config(path)
+    _architecture(path, config)
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ConfigError(f"{path / 'config.json'}: vocab_size must be a whole number > 0, got {vocab_size!r}")
+    if shapes is None:
+        shapes = {name: shape for file in _weight_files(path) for name, shape in _safetensors_shapes(file).items()}
+    if problem := model_sizes.problem(config, shapes):
+        raise ConfigError(f"{path / 'config.json'}: {problem}; take this file and the weights from the same model")
+    return config
 
 
 def _experts(config: dict[str, Any]) -> ExpertCounts | None:

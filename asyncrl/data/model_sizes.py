@@ -47,6 +47,7 @@ def problem(config: Mapping[str, Any], shapes: Shapes) -> str:
         _of_end(config)
         or _of_heads(config, shapes)
         or _of_matrix(config, shapes, "model.embed_tokens.weight", ("vocab_size", "hidden_size"))
+        or _of_matrix(config, shapes, "lm_head.weight", ("vocab_size", "hidden_size"))
         or _of_matrix(config, shapes, "model.layers.0.mlp.down_proj.weight", ("hidden_size", "intermediate_size"))
         or _of_layers(config, {int(found[1]) for name in shapes if (found := _LAYER.match(name))})
     )

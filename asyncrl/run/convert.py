@@ -10,12 +10,12 @@ The destination is created completely or not at all.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Final
 
 from asyncrl.backends import conversion
 from asyncrl.backends.conversion import Converted
-from asyncrl.backends.huggingface import read_shape
 from asyncrl.data.model_folder import check_weights
 from asyncrl.data.new_folder import copy_all_but_weights, new_folder
 from asyncrl.errors import CheckpointError, ConfigError
@@ -27,8 +27,8 @@ _WITHOUT_WEIGHTS: Final = "huggingface"
 def convert(source: Path, destination: Path, *, model: Path | None = None) -> Converted:
     """Convert ``source`` to the other format. model: folder with the config.json of the checkpoint's model
 
-    Raises ConfigError if ``source`` has neither format, its weights do not fit config.json, the model is not supported,
-    or the destination exists.
+    Raises ConfigError if ``source`` has neither format, the model is not supported, its config.json does not fit the
+    weights, or the destination exists.
     """
     if destination.exists():
         raise ConfigError(f"{destination}: exists; name a folder that does not")
@@ -42,16 +42,15 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
     try:
         with new_folder(destination) as folder:
             if checkpoint is None:
-                read_shape(source, where="source")
-                check_weights(source, config=source / "config.json")
+                check_weights(source)
                 (folder / "release").mkdir()
                 done = conversion.to_megatron(source, folder / "release")
                 (folder / _LATEST).write_text("release")
                 copy_all_but_weights(source, folder / _WITHOUT_WEIGHTS)
             else:
                 model = model or _model_of(source)
-                done = conversion.to_huggingface(checkpoint, folder, model=model)
-                check_weights(folder, config=model / "config.json")
+                check = functools.partial(check_weights, model)
+                done = conversion.to_huggingface(checkpoint, folder, model=model, check=check)
                 copy_all_but_weights(model, folder)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -102,9 +103,54 @@ def test_what_megatron_wrote_is_read(tmp_path: Path) -> None:
     theirs.mkdir(parents=True)
     (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("50\n")
     torch_dist.complete(theirs, torch_dist.write_chunks(theirs / "__0_0.distcp", chunks)[0])
-    done = convert(tmp_path / "theirs", tmp_path / "back", model=folder)
-    assert done.padding == 14
+    assert convert(tmp_path / "theirs", tmp_path / "back", model=folder).padding == 14
     assert_same(folder, tmp_path / "back")
+    fewer = edited(folder, tmp_path / "fewer", num_hidden_layers=1, layer_types=["full_attention"])
+    with pytest.raises(ConfigError, match=r"has the size \[2, 64\], the model's num_hidden_layers is 1; is it"):
+        convert(tmp_path / "theirs", tmp_path / "x", model=fewer)
+
+
+def edited(model: Path, folder: Path, **changes: object) -> Path:
+    """Copy the folder ``model`` with changes to its config.json."""
+    shutil.copytree(model, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "from_folder", "from_checkpoint"),
+    [
+        ({"num_hidden_layers": 1}, "the weights have 2 layers", "has layer 1, and the model's num_hidden_layers is 1;"),
+        ({"num_hidden_layers": 3}, "the weights have no layer 2", "has no decoder.layers.2"),
+        ({"hidden_size": 32}, "hidden_size is 32, and model.embed_tokens", "hidden_size is 32, and model.embed_tokens"),
+        ({"num_experts": 4, "num_local_experts": 4}, None, "is 2, with 4 experts; is it a checkpoint"),
+        ({"vocab_size": 99}, "vocab_size is 99", "the model needs .99, 64. at"),
+        ({"num_key_value_heads": 3}, "is not a multiple of num_key_value_heads 3", "which is not the model's"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(
+    tmp_path: Path, changes: dict[str, int], from_folder: str | None, from_checkpoint: str
+) -> None:
+    folder = made(tmp_path / "model")
+    convert(folder, tmp_path / "megatron")
+    other = edited(folder, tmp_path / "other", **changes)
+    before = sorted(tmp_path.iterdir())
+    if from_folder:
+        with pytest.raises(ConfigError, match=from_folder):
+            convert(other, tmp_path / "x")
+    with pytest.raises(ConfigError, match=from_checkpoint):
+        convert(tmp_path / "megatron", tmp_path / "x", model=other)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_rows_that_a_smaller_vocabulary_cuts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(tmp_path / "model", "llama")
+    convert(folder, tmp_path / "megatron")
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    smaller = edited(folder, tmp_path / "smaller", vocab_size=size - 3)
+    assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "x"), "--model", str(smaller)]) == 0
+    assert "smaller vocab_size: 3 rows of the embeddings" in capsys.readouterr().out
 
 
 def key_of_layer(key: str) -> tuple[int, str]:
@@ -126,7 +172,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path, capsys: pytest.
         (["nowhere", "x"], "nowhere: is neither a Hugging Face model folder"),
         (["model", "empty"], "empty: exists"),
         (["model", "a/b/x"], "is not a folder; make it first"),
-        (["other", "x"], "holds a GPT2LMHeadModel; the megatron backend supports"),
+        (["other", "x"], ", this is GPT2LMHeadModel"),
         (["model", "x", "--model", str(folder)], "which has its own config.json"),
         (["megatron/release", "x"], "does not say which model it is of; --model FOLDER"),
         (["megatron/release", "x", "--model", "nowhere"], "--model: nowhere: no config.json there"),
