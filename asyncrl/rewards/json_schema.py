@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking, last_block
 from asyncrl.rewards.judge_pool import JudgePool
-from asyncrl.rewards.schema_judge import validator_of
+from asyncrl.rewards.schema_judge import parsed, validator_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,12 @@ class JsonSchemaReward:
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
         """Return 1 for JSON that is valid under the schema, else 0; the part is_json says whether it is JSON at all."""
         texts = [_answer(sample.completion) for sample in samples]
-        parsed = [_is_json(text) for text in texts]
+        are_json = [_is_json(text) for text in texts]
         schema = self._schema if self._schema is not None else _schema_of(samples[0].label)
         valid = await self._judges.ask([[schema, text] for text in texts])
         return [
-            Reward(value=value, parts={"is_json": float(is_json)}) for value, is_json in zip(valid, parsed, strict=True)
+            Reward(value=value, parts={"is_json": float(is_json)})
+            for value, is_json in zip(valid, are_json, strict=True)
         ]
 
     def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
@@ -81,7 +82,7 @@ def _answer(completion: str) -> str:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
+        parsed(text)
     except (ValueError, RecursionError):
         return False
     return True

@@ -1,4 +1,7 @@
-"""reward.kind = "math": 1 if the completion's last formula or number equals the label, as math-verify judges.
+"""reward.kind = "math": 1 if the answer in the completion equals the label, as math-verify finds and judges it.
+
+The answer is the last box; without one, what follows the last "answer is" and the like, else the last formula or
+number.
 
 A label is a formula with or without dollars ("36\\pi"), or a sentence, of which the last formula or number counts.
 math-verify parses a label that is a choice ("A") or a word as a formula, but finds no formula in a completion that is

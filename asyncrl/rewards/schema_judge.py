@@ -50,6 +50,15 @@ def validator_of(schema: Any) -> Any:
     return kind(schema)
 
 
+def parsed(text: str) -> Any:
+    """Parse JSON. Raises ValueError, also for NaN and Infinity, which Python would accept, and RecursionError."""
+    return json.loads(text, parse_constant=_no_number)
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
 class TooLong(Exception):
     """The time limit of one answer is exceeded."""
 
@@ -67,7 +76,7 @@ def _valid(validator: Any, text: str, seconds: float) -> float:
 
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return float(validator.is_valid(json.loads(text)))
+        return float(validator.is_valid(parsed(text)))
     except (ValueError, RecursionError, TooLong):
         return 0.0
     except Unresolvable as error:

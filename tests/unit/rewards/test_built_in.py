@@ -75,7 +75,7 @@ async def test_dapo_compares_the_last_answer_line() -> None:
     [
         ("math", "math_verify", ["A", "5", 7, "\\text{x}"], ["", " ", "\\text{}", "$ $"]),
         ("deepscaler", "math_verify", ["5", ["1", "\\boxed{2}"]], ["\\boxed{}", ["1", ""]]),
-        ("json_schema", "jsonschema", ["true", {"type": "object"}, '{"type": "object"}'], ["no", "5", {"type": "x"}]),
+        ("json_schema", "jsonschema", ["true", {"type": "object"}, '{"type": "object"}'], ["no", None, {"type": "x"}]),
     ],
 )
 def test_a_label_that_fails_its_group_is_refused_before(kind: str, needs: str, good: list[Any], bad: list[Any]) -> None:
@@ -271,10 +271,12 @@ async def test_json_is_judged_by_the_rows_schema_or_that_of_all() -> None:
         ('{"n": "1"}', SCHEMA, 0.0),
         ("n = 1", SCHEMA, 0.0),
         ("[" * 100_000, SCHEMA, 0.0),
+        ('{"n": 1, "m": NaN}', SCHEMA, 0.0),
     ]
     await assert_rewards("json_schema", cases)
-    (reward,) = await load("json_schema")([sample('{"n": "1"}', label=json.dumps(SCHEMA))])
-    assert (reward.value, reward.parts) == (0.0, {"is_json": 1.0})
+    for text, is_json in (('{"n": "1"}', 1.0), ('{"n": NaN}', 0.0)):
+        (reward,) = await load("json_schema")([sample(text, label=json.dumps(SCHEMA))])
+        assert (reward.value, reward.parts) == (0.0, {"is_json": is_json})
 
 
 async def test_one_schema_serves_all_rows(tmp_path: Path) -> None:
