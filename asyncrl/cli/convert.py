@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         f"{done.peak_bytes / 1e6:,.1f} MB of weights were in memory"
     )
     if done.padding:
-        print(f"left out, after vocab_size as padding of the vocabulary: {done.padding} rows")
+        print(f"left out as padding, since config.json has a smaller vocab_size: {done.padding} rows of the embeddings")
     if done.left_out:
         print(f"left out, in no part of the model that is trained: {len(done.left_out)}, such as {done.left_out[0]}")
     return 0
