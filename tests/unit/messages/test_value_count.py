@@ -86,6 +86,7 @@ def refusals(*messages: bytes) -> list[tuple[str, int]]:
     return said
 
 
+@pytest.mark.slow
 def test_bytes_that_stand_for_many_objects_cost_no_memory() -> None:
     """Messages that processes other than the learner send."""
     num = MOST_VALUES + 4 * FEW_BYTES

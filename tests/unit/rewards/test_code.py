@@ -142,6 +142,7 @@ async def test_a_program_that_ends_before_its_tests_has_passed_none(source: str)
     assert await values(code(), written(source, "assert add(1, 2) == 3")) == [0.0]
 
 
+@pytest.mark.slow
 async def test_what_does_not_end_is_wrong_and_costs_the_others_nothing() -> None:
     endless = written("while True: pass", SUMS)
     right = sample(RIGHT, label=SUMS)
