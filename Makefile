@@ -1,4 +1,4 @@
-# make check: before each commit, under two minutes on two cores. make quick: all tests that are not slow, five minutes.
+# make check: before each commit, about two minutes on two cores. make quick: all tests that are not slow, five minutes.
 PYTHON := $(or $(ASYNCRL_VENV),.venv)/bin/python
 
 # The processes share the cores, and threads that wait for each other spin.

@@ -49,7 +49,7 @@ class KeptStates:
 
         Return "TOPIC KEY" for each of them.
 
-        read  returns the stored bytes; None for a removed state
+        read   returns the stored bytes; None for a removed state
         force  also put back states that are unchanged
 
         A concurrent ``put`` waits only while a state is put back, not during the first check.

@@ -44,9 +44,9 @@ class GenerationSession:
         check_result: Callable[[Any], object] = lambda made: None,
     ) -> None:
         """
-        index        index of the sample in its group
-        progress     progress of the group; None: nothing of it was or will be saved
-        own_seconds  time limit of the rollout function outside its calls of this session; 0: no limit
+        index         index of the sample in its group
+        progress      progress of the group; None: nothing of it was or will be saved
+        own_seconds   time limit of the rollout function outside its calls of this session; 0: no limit
         check_result  raises if the sample cannot have this result
         """
         self._engine = engine

@@ -43,6 +43,8 @@ _RETRY_SECONDS: Final = 0.5
 _END_SECONDS: Final = 5.0
 """Time for a rank to react by itself after the learner's connection is gone."""
 _SILENT_COMMANDS: Final = ("restore", "offload", "onload")
+"""Commands that may hold the GIL for longer than HUNG_SECONDS: torch.load does for seconds a chunk. Saving and
+exporting do not: torch.save to a stream, and copies between devices, release it."""
 _LEAVE_SECONDS: Final = 60.0
 """Time for a rank to exit after the learner said goodbye."""
 
@@ -232,8 +234,7 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
 class HeardRank:
     """Wraps a rank and tells the learner how long it may be silent while it runs a command.
 
-    torch.load and the allocation of a device's memory hold the GIL, for minutes where the model is large. So during the
-    commands that use them this rank may be silent for ``patience`` seconds, and during all others for HUNG_SECONDS.
+    During _SILENT_COMMANDS that is ``patience`` seconds, and during all others HUNG_SECONDS.
     """
 
     def __init__(self, rank: Rank, link: TcpLink, *, patience: float) -> None:

@@ -110,7 +110,8 @@ def _parallel_fields(layout: Layout) -> dict[str, Any]:
 
 _NOT_OURS: Final = re.compile(
     "pipeline_|.*_parallel|moe_|num_moe|expert_|fp8|fp4|cuda_graph|enable_cuda_graph|cpu_offloading|mtp_|multi_latent|"
-    "microbatch_group_size|num_microbatches_with|inference_|flash_decode|tp_comm_|recompute_|.*_func$|timers|hierarchical_|heterogeneous|"
+    "microbatch_group_size|num_microbatches_with|inference_|flash_decode|tp_comm_|recompute_|.*_func$|timers|"
+    "hierarchical_|heterogeneous|"
     # what a layer computes: our layers follow config.json and would ignore these
     "activation_func|glu_|softmax_|window_|qk_|no_rope|mrope_|log_max_attention|attention_output_gate|"
     "attention_softmax|apply_|fp32_residual|fp16|.*autocast|first_last_layers_bf16|num_layers_at_|quant_recipe|"
