@@ -1,6 +1,6 @@
 """Compare the prediction of `asyncrl plan` with a real run: one learner and one engine, case by case.
 
-    python -m benchmarks.gpu.planning --json docs/results/gpu/planning.jsonl   0.6B on two GPUs, five minutes a case
+    python -m benchmarks.gpu.planning --json docs/results/gpu/planning.jsonl   0.6B on two GPUs, five to nine minutes a case
     python -m benchmarks.gpu.planning --rehearse                               tiny, on a CPU: shows that it works
 
 For each case: the plan's prediction for one learner and one engine, and the trained tokens per second of a real run
@@ -49,7 +49,7 @@ class Case:
 
 CASES: Final[Mapping[str, Case]] = {
     "short answers": Case(length_mean=100, length_max=512, groups=64, steps=30),
-    "long answers": Case(length_mean=500, length_max=4096, groups=16),
+    "long answers": Case(length_mean=500, length_max=4096, groups=16, steps=60),
     "large batches": Case(length_mean=250, length_max=2048, groups=64),
 }
 REHEARSAL: Final = {"rehearsal": Case(length_mean=6, length_max=16, groups=4, seconds=3.0, steps=20)}
@@ -134,7 +134,7 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--shape", default="0.6B", choices=SHAPES, help="of the model (default 0.6B)")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="(default: all)")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="of a plan, and of a run")
+    parser.add_argument("--limit", type=float, default=400.0, metavar="SECONDS", help="of a plan, and of a run")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows are added there, one object a line")
     options = parser.parse_args(given)

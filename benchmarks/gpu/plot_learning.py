@@ -213,7 +213,7 @@ def draw(arms: Arms, target: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     seeds = max(map(len, arms.values()))
-    figure.suptitle(f"SmolLM2-135M-Instruct on sums, GRPO, {seeds} seed{'s' if seeds > 1 else ''}", fontsize=11)
+    figure.suptitle(f"SmolLM2-135M-Instruct, GRPO, {seeds} seed{'s' if seeds > 1 else ''}", fontsize=11)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="lower center", ncols=3, fontsize=9)
     figure.tight_layout(rect=(0, 0.11, 1, 1))
