@@ -94,8 +94,8 @@ def weight_names(folder: Path) -> list[str]:
 def open_weights(folder: Path, *, where: str = "model.path") -> Iterator[Callable[[str], torch.Tensor]]:
     """Yield a reader of single tensors from model.safetensors, or from the files in its index. Raises ConfigError."""
     index = folder / "model.safetensors.index.json"
-    try:
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        with _reading(folder, where):
             if index.exists():
                 files_of = json.loads(index.read_text())["weight_map"]
             else:
@@ -105,12 +105,19 @@ def open_weights(folder: Path, *, where: str = "model.path") -> Iterator[Callabl
                 name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in set(files_of.values())
             }
 
-            def read(name: str) -> torch.Tensor:
-                if name not in files_of:
-                    raise ConfigError(f"{where}: {folder} has no weight {name}")
+        def read(name: str) -> torch.Tensor:
+            if name not in files_of:
+                raise ConfigError(f"{where}: {folder} has no weight {name}")
+            with _reading(folder, where):
                 tensor: torch.Tensor = files[files_of[name]].get_tensor(name)
-                return tensor
+            return tensor
 
-            yield read
+        yield read
+
+
+@contextmanager
+def _reading(folder: Path, where: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ConfigError(f"{where}: {folder}: cannot read its safetensors: {error}") from None

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -79,9 +80,13 @@ def main() -> int:
         *options.overrides,
     ]
     initializer_range = OF_FROZEN if options.lora else INITIALIZER_RANGE
-    demo_task.write(folder, architecture=MODELS[options.model], initializer_range=initializer_range)
     run_config = config.load(RUN_FILE, overrides)
-    check(run_config)
+    demo_task.write(folder, architecture=MODELS[options.model], initializer_range=initializer_range)
+    try:
+        check(run_config)
+    except ConfigError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     started = time.monotonic()
     run = launch(run_config, run_file=RUN_FILE, overrides=overrides, resume=False, token="", handles_signals=True)
     outcome = asyncio.run(run)

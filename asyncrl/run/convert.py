@@ -54,13 +54,18 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
                 copy_all_but_weights(model, folder)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"{destination}: cannot be written: {error}") from error
     return done
 
 
 def _checkpoint_in(source: Path) -> Path | None:
     """Return the distributed checkpoint at or in ``source``; None for a Hugging Face folder. Raises ConfigError."""
     if (source / _LATEST).is_file():
-        text = (source / _LATEST).read_text().strip()
+        try:
+            text = (source / _LATEST).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source / _LATEST}: cannot be read: {error}") from error
         source = source / (f"iter_{int(text):07d}" if text.isdigit() else text)
     for folder in (source, source / "backend"):
         if conversion.is_checkpoint(folder):

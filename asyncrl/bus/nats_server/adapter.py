@@ -81,15 +81,15 @@ def _credentials(run: RunConfig, *, role: str, token: str = "") -> Credentials:
 
 
 def _check_disk(run: RunConfig) -> None:
-    """A new server limits streams to three quarters of the disk space that is free when it starts."""
+    """Check that a new run's log fits into three quarters of the free disk space, which leaves room for checkpoints."""
     store = run.run_directory / "nats"
     if run.bus.store == "memory" or store.exists():
         return
     there = next(path for path in store.absolute().parents if path.is_dir())
     if (most := shutil.disk_usage(there).free // 4 * 3) < run.bus.max_log_bytes:
         raise ConfigError(
-            f"bus.max_log_bytes: {run.bus.max_log_bytes:,}, but nats-server takes at most {most:,}, three quarters of "
-            f"what is free at {there}; lower it, or name another run.directory"
+            f"bus.max_log_bytes: {run.bus.max_log_bytes:,} is more than {most:,}, three quarters of what is free at "
+            f"{there}; lower it, or name another run.directory"
         )
 
 

@@ -36,6 +36,9 @@ _STOP_SECONDS = 10.0
 _ROOM_MESSAGES = 4
 _BROKEN = ("Critical write error", "[ERR] JetStream failed to store", "will be DISABLED")
 """In the server's log: a stream, or all of JetStream, rejects messages until the server is restarted."""
+_MAX_STORE_BYTES = 2**60
+"""The server reserves every stream's limit, and several streams have that of the log. By default it refuses them if the
+sum is over three quarters of the free disk. Only one of them fills (adapter.py checks its limit)."""
 _MAX_PENDING_BYTES = 256 * 2**20
 """Bytes that the server buffers for a slow reader before it drops the connection; the server's default is 64 MiB."""
 
@@ -162,6 +165,7 @@ class EmbeddedServer:
         path = self.directory / "nats-server.conf"
         path.unlink(missing_ok=True)
         store = f"store_dir: {_quote(self.directory / 'jetstream')}, sync_interval: {_quote(self._sync)}"
+        store += f", max_file_store: {_MAX_STORE_BYTES}"
         text = "\n".join(
             (
                 f"listen: {_quote(f'{self.host}:{self.port or -1}')}",

@@ -37,6 +37,13 @@ async def raw(server: EmbeddedServer) -> Any:
     return await nats.connect(server.url, token=server.token)
 
 
+async def test_streams_are_not_reserved_on_the_disk(own_server: EmbeddedServer, connect: Connect) -> None:
+    """Several streams have the limit of the log, and only one of them fills: a disk with room for it is enough."""
+    free = shutil.disk_usage(own_server.directory).free
+    bus = await connect(own_server, max_log_bytes=free // 2)
+    assert await bus.publish(TRAJECTORIES, group(0), key="0") is True
+
+
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -185,3 +186,21 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path, capsys: pytest.
         assert sorted(tmp_path.iterdir()) == before
     assert main(["convert", str(folder), str(tmp_path / "x")]) == 0
     assert "MB of weights were in memory" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_reported_as_the_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = make_tiny_model(tmp_path / "model"), tmp_path / "out"
+
+    def full(path: Path, chunks: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch_dist, "write_chunks", full)
+    with pytest.raises(ConfigError, match=f"{destination}: cannot be written: .*No space left on device"):
+        convert(source, destination)
+    assert not destination.exists()
+
+
+def test_a_binary_name_of_the_newest_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"latest_checkpointed_iteration\.txt: cannot be read"):
+        convert(tmp_path, tmp_path / "out")
