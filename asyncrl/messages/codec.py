@@ -16,6 +16,7 @@ import functools
 import itertools
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
 
 import msgpack
@@ -81,7 +82,10 @@ def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool 
             f"{name} has schema {_shown(schema)} and this process reads schema {SCHEMA}; run the same version of "
             "asyncrl everywhere"
         )
-    return cast(M, _build(fields, message_type, name, is_old=is_old))
+    try:
+        return cast(M, _builder(cast(Any, message_type))(fields, is_old))
+    except _InvalidValue as error:
+        raise MessageError(f"{name}{error.where}{error.problem}") from error.__cause__
 
 
 def _shown(value: Any) -> str:
@@ -135,57 +139,117 @@ def _required(kind: Any) -> frozenset[str]:
     return frozenset(f.name for f in dataclasses.fields(kind) if f.default is missing and f.default_factory is missing)
 
 
-def _build(raw: Any, kind: Any, where: str, *, is_old: bool) -> Any:
-    """Convert ``raw`` to a value of type ``kind``. ``is_old``: messages in it have the fields of schema 1."""
+Builder = Callable[[Any, bool], Any]
+"""Converts what msgpack unpacked to a value of one type. The second argument tells whether messages in it have the
+fields of schema 1. Raises _InvalidValue."""
+
+
+class _InvalidValue(Exception):
+    """``where``: path to the invalid value within the message. Put together on the way out, because nearly all messages
+    are valid."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem, self.where = problem, ""
+
+    def within(self, part: str) -> None:
+        self.where = part + self.where
+
+
+@functools.cache
+def _builder(kind: Any) -> Builder:
+    """Return the conversion to ``kind``. A type is looked at once, not for each value."""
     if dataclasses.is_dataclass(kind):
-        return _build_message(raw, cast(type, kind), where, is_old=is_old)
-    origin = typing.get_origin(kind)
+        return functools.partial(_build_message, cast(type, kind))
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
-        _check(isinstance(raw, list), where, "a list", raw)
-        item = typing.get_args(kind)[0]
-        return tuple(_build(value, item, f"{where}[{index}]", is_old=is_old) for index, value in enumerate(raw))
+        return functools.partial(_build_tuple, options[0])
     if origin is dict:
-        _check(isinstance(raw, dict) and all(isinstance(key, str) for key in raw), where, "a table", raw)
-        item = typing.get_args(kind)[1]
-        return {key: _build(value, item, f"{where}.{key}", is_old=is_old) for key, value in raw.items()}
+        return functools.partial(_build_dict, options[1])
     if origin in (typing.Union, types.UnionType):
-        options = typing.get_args(kind)
-        if raw is None and type(None) in options:
-            return None
-        kind = next(option for option in options if option is not type(None))
-        return _build(raw, kind, where, is_old=is_old)
+        some = next(option for option in options if option is not type(None))
+        return functools.partial(_build_optional, some) if type(None) in options else _builder(some)
     if origin is np.ndarray or kind is np.ndarray:
-        _check(isinstance(raw, np.ndarray), where, "an array", raw)
-        return raw
+        return _build_array
     if kind is float:
-        _check(isinstance(raw, int | float) and not isinstance(raw, bool), where, "a number", raw)
-        return float(raw)
-    if kind in (int, str, bool, bytes):
-        _check(type(raw) is kind, where, kind.__name__, raw)
-    return raw
+        return _build_float
+    return functools.partial(_build_plain, kind) if kind in (int, str, bool, bytes) else _build_any
 
 
-def _build_message(raw: Any, kind: type, where: str, *, is_old: bool) -> Any:
+def _build_message(kind: type, raw: Any, is_old: bool) -> Any:
     fields = _fields(kind)
-    _check(isinstance(raw, dict), where, "a table of fields", raw)
+    _check(isinstance(raw, dict), "a table of fields", raw)
+    name = ""
     try:
         if is_old:
             raw = upgrade.fields(kind.__name__, raw)
         unknown, missing = raw.keys() - fields.keys(), _required(kind) - raw.keys()
         if unknown or missing:
             raise MessageError(f"unknown fields {_named(unknown)}, missing fields {sorted(missing)}")
-        values = {name: _build(raw[name], fields[name], f"{where}.{name}", is_old=is_old) for name in raw}
+        values = {}
+        for name, value in raw.items():
+            values[name] = _builder(fields[name])(value, is_old)
         return kind(**values)
+    except _InvalidValue as error:
+        error.within(f".{name}")
+        raise
     except MessageError as error:
-        raise error if str(error).startswith(where) else MessageError(f"{where}: {error}") from error
+        raise _InvalidValue(f": {error}") from error
+
+
+def _build_tuple(item: Any, raw: Any, is_old: bool) -> Any:
+    _check(isinstance(raw, list), "a list", raw)
+    build, built = _builder(item), []
+    try:
+        for value in raw:
+            built.append(build(value, is_old))  # noqa: PERF401 - after an error, its length says where
+    except _InvalidValue as error:
+        error.within(f"[{len(built)}]")
+        raise
+    return tuple(built)
+
+
+def _build_dict(item: Any, raw: Any, is_old: bool) -> Any:
+    _check(isinstance(raw, dict) and all(isinstance(key, str) for key in raw), "a table", raw)
+    build, built, key = _builder(item), {}, ""
+    try:
+        for key, value in raw.items():
+            built[key] = build(value, is_old)
+    except _InvalidValue as error:
+        error.within(f".{key}")
+        raise
+    return built
+
+
+def _build_optional(some: Any, raw: Any, is_old: bool) -> Any:
+    return None if raw is None else _builder(some)(raw, is_old)
+
+
+def _build_array(raw: Any, _is_old: bool) -> Any:
+    _check(isinstance(raw, np.ndarray), "an array", raw)
+    return raw
+
+
+def _build_float(raw: Any, _is_old: bool) -> float:
+    _check(isinstance(raw, int | float) and not isinstance(raw, bool), "a number", raw)
+    return float(raw)
+
+
+def _build_plain(kind: type, raw: Any, _is_old: bool) -> Any:
+    _check(type(raw) is kind, kind.__name__, raw)
+    return raw
+
+
+def _build_any(raw: Any, _is_old: bool) -> Any:
+    return raw
+
+
+def _check(condition: bool, expected: str, raw: Any) -> None:
+    if not condition:
+        raise _InvalidValue(f" must be {expected}, is {type(raw).__name__}")
 
 
 def _named(fields: set[Any]) -> str:
     few = sorted(map(_shown, itertools.islice(fields, _NAMED)))
     more = f" and {len(fields) - _NAMED} more" if len(fields) > _NAMED else ""
     return f"[{', '.join(few)}]{more}"
-
-
-def _check(condition: bool, where: str, expected: str, raw: Any) -> None:
-    if not condition:
-        raise MessageError(f"{where} must be {expected}, is {type(raw).__name__}")

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.errors import MessageError
 from asyncrl.messages.validation import require
 
 ExpertArray: TypeAlias = NDArray[Any]
@@ -70,10 +71,10 @@ def last(experts: NDArray[Any], count: int) -> NDArray[Any]:
 
 def check_experts(experts: NDArray[Any], *, num_tokens: int) -> None:
     """Raise MessageError unless ``experts`` is empty or has a row for at least ``num_tokens`` tokens."""
-    require(
-        experts.ndim == 3 and experts.dtype in (np.uint8, np.uint16),
-        f"experts must have three dimensions of uint8 or uint16, has {experts.ndim} of {experts.dtype}",
-    )
+    if experts.ndim != 3 or experts.dtype not in (np.uint8, np.uint16):  # formats the error only if there is one
+        raise MessageError(
+            f"experts must have three dimensions of uint8 or uint16, has {experts.ndim} of {experts.dtype}"
+        )
     require(
         len(experts) == 0 or len(experts) >= num_tokens,
         f"experts has {len(experts)} rows for {num_tokens} tokens",
