@@ -1,6 +1,6 @@
 """Compare the prediction of `asyncrl plan` with a real run: one learner and one engine, case by case.
 
-    python -m benchmarks.gpu.planning --json docs/results/gpu/planning.jsonl   0.6B on two GPUs, five to nine minutes a case
+    python -m benchmarks.gpu.planning --json docs/results/gpu/planning.jsonl   0.6B, two GPUs, 5 to 9 minutes a case
     python -m benchmarks.gpu.planning --rehearse                               tiny, on a CPU: shows that it works
 
 For each case: the plan's prediction for one learner and one engine, and the trained tokens per second of a real run
