@@ -152,6 +152,14 @@ async def test_others_need_the_token_once(recorded: Path, open_board: OpenBoard)
     assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
 
 
+async def test_an_address_is_opened_whatever_characters_its_token_has(recorded: Path, open_board: OpenBoard) -> None:
+    async with (
+        open_board(recorded, host="0.0.0.0", token="a&b#c d+e%41/;?=") as board,
+        asked(board, board.url.partition(str(board.port))[2]) as answer,
+    ):
+        assert answer.status == 200
+
+
 async def test_boards_side_by_side_do_not_log_each_other_out(recorded: Path, open_board: OpenBoard) -> None:
     """Browsers send the cookies of one port to all ports."""
     async with (
