@@ -61,27 +61,29 @@ def top(run: RunConfig, *, token: str, once: bool, console: Console | None = Non
 
 async def _show(run: RunConfig, *, token: str, once: bool, console: Console) -> None:
     looker = Looker(run, token=token)
+    block = "█" if console.encoding.startswith("utf") else "#"
     try:
         view = await looker.look()
         while once and looker.is_connecting and view.observation.bus_silent < BUS_SECONDS:
             view = await looker.look()
         if once:
-            console.print(screen(view))
+            console.print(screen(view, block=block))
             return
-        with Live(screen(view), console=console, screen=True, auto_refresh=False) as live:
+        with Live(screen(view, block=block), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
-                live.update(screen(await looker.look()), refresh=True)
+                live.update(screen(await looker.look(), block=block), refresh=True)
     finally:
         await looker.close()
 
 
-def screen(view: View) -> RenderableType:
+def screen(view: View, *, block: str = "█") -> RenderableType:
+    """block: character of the histogram's bars"""
     actors = view.observation.actors
     parts: list[RenderableType] = [
         _headline(view),
         _learner(view.metrics) if view.metrics is not None else Text("no step is trained yet", style="dim"),
-        _staleness(view.metrics.staleness if view.metrics is not None else ()),
+        _staleness(view.metrics.staleness if view.metrics is not None else (), block=block),
         _workers([seen for seen in actors.values() if seen.beat.role == WORKER], _newest(view)),
         _waits([seen for seen in actors.values() if seen.beat.role != WORKER and seen.beat.waits]),
         _findings(view.findings),
@@ -170,7 +172,7 @@ def _learner(metrics: StepMetrics) -> Table:
     return table
 
 
-def _staleness(counts: Sequence[int]) -> RenderableType:
+def _staleness(counts: Sequence[int], *, block: str) -> RenderableType:
     """Return a histogram bar for each staleness of the trained tokens."""
     if not sum(counts):
         return Text()
@@ -178,7 +180,7 @@ def _staleness(counts: Sequence[int]) -> RenderableType:
     largest = max(counts)
     for age, count in enumerate(counts):
         title = "[bold]staleness[/]" if age == 0 else ""
-        table.add_row(title, f"{age:2d}", "█" * -(-count * BAR // largest), f"[dim]{count / sum(counts):.1%}[/]")
+        table.add_row(title, f"{age:2d}", block * -(-count * BAR // largest), f"[dim]{count / sum(counts):.1%}[/]")
     return table
 
 
