@@ -130,14 +130,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--cluster takes three (or five) servers, each at another address")
     if nodes and options.listen:
         parser.error("--listen is for one server; --cluster says where its servers listen")
-    if bool(options.tls_certificate) != bool(options.tls_key):
-        parser.error("--tls-certificate and --tls-key require each other")
+    _check_tls(parser, options)
     if not options.sync_seconds >= 0:
         parser.error(f"--sync-seconds must be 0 or more, got {options.sync_seconds}")
     try:
         _write(options, nodes)
     except OSError as error:
         parser.error(f"--directory: cannot write {error.filename}: {error.strerror}")
+
+
+def _check_tls(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if bool(options.tls_certificate) != bool(options.tls_key):
+        parser.error("--tls-certificate and --tls-key require each other")
+    for option, path in (("--tls-client-ca", options.tls_client_ca), ("--tls-cluster-ca", options.tls_cluster_ca)):
+        if path and not options.tls_certificate:
+            parser.error(f"{option} needs --tls-certificate and --tls-key: without them the server does not use TLS")
+    if options.tls_cluster_ca and not options.cluster:
+        parser.error("--tls-cluster-ca is for the routes of --cluster")
 
 
 class _Parser(argparse.ArgumentParser):
