@@ -12,7 +12,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn
 from asyncrl.bus.credentials_file import keys
 from asyncrl.bus.jetstream.layout import HEADER_BYTES
 from asyncrl.bus.nats_server.accounts import account_name, accounts, permissions
+from asyncrl.errors import ConfigError
 from asyncrl.messages.signing import SigningKey
 from asyncrl.messages.topics import ROLES
 
@@ -135,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--sync-seconds must be 0 or more, got {options.sync_seconds}")
     try:
         _write(options, nodes)
-    except OSError as error:
-        parser.error(f"--directory: cannot write {error.filename}: {error.strerror}")
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def _check_tls(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -197,12 +198,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _write(options: argparse.Namespace, nodes: Sequence[Node]) -> None:
     directory: Path = options.directory.absolute()
-    passwords = {run: {role: _password(directory / run / role, run, role) for role in ROLES} for run in options.runs}
+    # A damaged file is refused before anything is written.
+    passwords = {
+        run: {role: _password(directory / run / role, user_name(run, role)) for role in ROLES} for run in options.runs
+    }
+    signing = {run: _signing_key(directory / run, rotate=options.rotate_keys) for run in options.runs}
+    routes, route_user = directory / "routes.password", user_name(_CLUSTER, "routes")
+    route_password = _password(routes, route_user) if nodes else ""
     for run in options.runs:
-        _write_keys(directory / run, rotate=options.rotate_keys)
+        _write_credentials(directory / run, run, passwords[run], signing[run])
+    if nodes:
+        _write_private(routes, f"{route_user}:{route_password}\n")
     tls = _tls(options, options.tls_client_ca, verify=bool(options.tls_client_ca))
     between = _tls(options, options.tls_cluster_ca, verify=False)
-    route_password = _password(directory / "routes.password", _CLUSTER, "routes") if nodes else ""
     for index in range(len(nodes) or 1):
         own = directory / server_name(index) if nodes else directory
         text = server_config(
@@ -231,31 +239,64 @@ def _tls(options: argparse.Namespace, authority: Path | None, *, verify: bool) -
     return tls | ({"ca_file": str(authority.absolute())} if authority else {}) | ({"verify": True} if verify else {})
 
 
-def _password(path: Path, run: str, role: str) -> str:
-    """Return the password in the file, or write a new one there."""
-    if path.exists():
-        return path.read_text().splitlines()[0].partition(":")[2]
-    password = secrets.token_urlsafe(32)
-    _write_private(path, f"{user_name(run, role)}:{password}\n")
+def _password(path: Path, user: str) -> str:
+    """Return the password in the file, or a new one if there is no file. Raises ConfigError for a damaged file."""
+    text = _text(path)
+    if text is None:
+        return secrets.token_urlsafe(32)
+    owner, _, password = text.partition("\n")[0].partition(":")
+    if owner != user or not password.strip():
+        raise ConfigError(
+            f"{path}: does not begin with a line {user}:PASSWORD; put it back from a copy, or remove it to get a new "
+            "password"
+        )
     return password
 
 
-def _write_keys(folder: Path, *, rotate: bool) -> None:
-    """Write a run's key pair into its credentials: the secret key for the learner, the public key for other roles."""
-    text = keys(str(folder / "{role}"), role="learner").get("signing-key", "")
-    key = SigningKey.from_text(text) if text and not rotate else SigningKey.generate()
-    for role in ROLES:
-        password, path = (folder / role).read_text().splitlines()[0], folder / role
+def _signing_key(folder: Path, *, rotate: bool) -> SigningKey:
+    """Return the run's key, or a new one for a new run or to rotate it."""
+    if rotate:
+        return SigningKey.generate()
+    learner = folder / "learner"
+    if text := keys(str(learner), role="learner").get("signing-key", ""):
+        return SigningKey.from_text(text)
+    return SigningKey.generate()
+
+
+def _write_credentials(folder: Path, run: str, passwords: Mapping[str, str], key: SigningKey) -> None:
+    """Write each role's password and key: the secret key for the learner, the public key for other roles."""
+    for role, password in passwords.items():
         line = f"signing-key: {key.text()}" if role == "learner" else f"learner-key: {key.public}"
-        if path.read_text() != (whole := f"{password}\n{line}\n"):
-            _write_private(path, whole)
+        _write_private(folder / role, f"{user_name(run, role)}:{password}\n{line}\n")
+
+
+def _text(path: Path) -> str | None:
+    """Return the text of a file; None if there is none. Raises ConfigError."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
 
 
 def _write_private(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+    """Write a file that only its owner can read, completely or not at all. Raises ConfigError."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

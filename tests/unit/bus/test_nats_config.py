@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -32,3 +35,55 @@ def test_an_authority_of_routes_without_a_cluster_is_refused(
 ) -> None:
     words = ("--tls-certificate", "cert.pem", "--tls-key", "key.pem", "--tls-cluster-ca", "ca.pem")
     assert "--tls-cluster-ca is for the routes of --cluster" in refused(capsys, tmp_path, *words)
+
+
+# -- credentials that are there ----------------------------------------------------------------------------------------
+
+
+def write(folder: Path, *words: str) -> dict[str, str]:
+    """Run the command for a run `demo`. Return the text of each file in the run's folder."""
+    nats_config.main(["demo", "--directory", str(folder), *words])
+    return {path.name: path.read_text() for path in (folder / "demo").iterdir()}
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"garbage", b"demo-observer:", b"demo-observer: \n", b"demo-learner:pass", b"\xff\xfe"]
+)
+def test_a_file_without_a_password_is_refused_and_nothing_is_written(
+    data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path)
+    before = (tmp_path / "demo" / "learner").read_bytes()
+    (tmp_path / "demo" / "observer").write_bytes(data)
+    assert f"{tmp_path}/demo/observer: " in refused(capsys, tmp_path, "--cluster", "a", "b", "c", "--rotate-keys")
+    assert (tmp_path / "demo" / "learner").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"demo", "nats-server.conf"}
+
+
+def test_the_password_of_the_servers_is_kept_and_a_damaged_one_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def clusters() -> list[dict[str, str]]:
+        write(tmp_path, "--cluster", "a", "b", "c")
+        texts = [(tmp_path / f"server-{number}" / "nats-server.conf").read_text() for number in (1, 2, 3)]
+        return [json.loads(text)["cluster"]["authorization"] for text in texts]
+
+    first, *others = clusters()
+    assert others == [first, first] and clusters() == [first] * 3
+    (tmp_path / "routes.password").write_text("")
+    assert "routes.password: does not begin with" in refused(capsys, tmp_path, "--cluster", "a", "b", "c")
+
+
+def test_a_full_disk_is_one_line_that_names_the_file_and_leaves_all_files_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = write(tmp_path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        line = refused(capsys, tmp_path, "--rotate-keys")
+    assert line == f"bin/nats-config: {tmp_path}/demo/learner: cannot be written: No space left on device"
+    assert write(tmp_path) == before
