@@ -254,12 +254,22 @@ def _password(path: Path, user: str) -> str:
 
 
 def _signing_key(folder: Path, *, rotate: bool) -> SigningKey:
-    """Return the run's key, or a new one for a new run or to rotate it."""
+    """Return the run's key, or a new one for a new run or to rotate it.
+
+    Raises ConfigError if the run has had a key that cannot be read: workers that are up refuse messages signed with
+    another one.
+    """
     if rotate:
         return SigningKey.generate()
     learner = folder / "learner"
     if text := keys(str(learner), role="learner").get("signing-key", ""):
         return SigningKey.from_text(text)
+    for role in ROLES:
+        if "learner-key" in keys(str(folder / role), role=role):
+            raise ConfigError(
+                f"{learner}: has no signing-key, but {folder / role} has a learner-key; put it back from a copy, or "
+                "give the run a new key with --rotate-keys"
+            )
     return SigningKey.generate()
 
 

@@ -87,3 +87,34 @@ def test_a_full_disk_is_one_line_that_names_the_file_and_leaves_all_files_whole(
         line = refused(capsys, tmp_path, "--rotate-keys")
     assert line == f"bin/nats-config: {tmp_path}/demo/learner: cannot be written: No space left on device"
     assert write(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "line", ["signing-key: zz", "signing-key", "SIGNING-KEY: " + "a" * 64, "signing-key: " + "A" * 64]
+)
+def test_a_signing_key_that_cannot_be_read_is_refused_unless_it_is_to_be_rotated(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write(tmp_path)
+    (tmp_path / "demo" / "learner").write_text(before["learner"].splitlines()[0] + f"\n{line}\n")
+    said = refused(capsys, tmp_path)
+    assert f"{tmp_path}/demo/learner, line 2: must be signing-key: and 64 hexadecimal digits in lower case" in said
+    assert (tmp_path / "demo" / "observer").read_text() == before["observer"]
+    assert write(tmp_path, "--rotate-keys")["observer"] != before["observer"]
+
+
+def test_a_signing_key_that_is_lost_is_not_replaced_unless_it_is_to_be_rotated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write(tmp_path)
+    (tmp_path / "demo" / "learner").write_text(before["learner"].splitlines()[0] + "\n")
+    assert "demo/learner: has no signing-key, but" in refused(capsys, tmp_path)
+    (tmp_path / "demo" / "learner").unlink()
+    assert "demo/learner: has no signing-key, but" in refused(capsys, tmp_path)
+    assert write(tmp_path, "--rotate-keys")["observer"] != before["observer"]
+
+
+def test_a_role_gets_its_damaged_learner_key_again(tmp_path: Path) -> None:
+    before = write(tmp_path)
+    (tmp_path / "demo" / "observer").write_text(before["observer"].splitlines()[0] + "\nlearner-key: zz\n")
+    assert write(tmp_path) == before
