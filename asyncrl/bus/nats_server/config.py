@@ -12,7 +12,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -20,12 +20,19 @@ from typing import Any, Final, NoReturn
 from asyncrl.bus.credentials_file import keys
 from asyncrl.bus.jetstream.layout import HEADER_BYTES
 from asyncrl.bus.nats_server.accounts import account_name, accounts, permissions
+from asyncrl.errors import ConfigError
 from asyncrl.messages.signing import SigningKey
 from asyncrl.messages.topics import ROLES
 
 CONFIG_FILE: Final = "nats-server.conf"
 _CLUSTER: Final = "asyncrl"
 _PORT, _ROUTE_PORT = 4222, 6222
+_LAST_PORT: Final = 65535
+_LISTEN: Final = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^:\[\]\s/@]*):(-1|\d+)")
+"""With port -1 nats-server chooses a free one."""
+_LARGEST_MESSAGE: Final = 2**30
+"""nats-server counts the bytes of a message, including headers, in 31 bits."""
+_LONGEST_SYNC_SECONDS: Final = 86400.0
 SYNC_SECONDS: Final = 1.0
 """nats-server's default is two minutes. A power failure then loses the last two minutes of every stream."""
 
@@ -49,7 +56,10 @@ def node(text: str) -> Node:
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s/@]+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         raise ValueError(f"{text!r} is not HOST[:PORT[:ROUTE_PORT]]")
-    return Node(match[1], int(match[2] or _PORT), int(match[3] or _ROUTE_PORT))
+    made = Node(match[1], int(match[2] or _PORT), int(match[3] or _ROUTE_PORT))
+    if not (0 < made.port <= _LAST_PORT and 0 < made.route_port <= _LAST_PORT):
+        raise ValueError(f"ports must be in 1..{_LAST_PORT}, got {text!r}")
+    return made
 
 
 def server_config(
@@ -126,18 +136,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nodes = [node(text) for text in options.cluster or ()]
     except ValueError as error:
         parser.error(f"--cluster: {error}")
-    if nodes and (len(nodes) not in (3, 5) or len(set(nodes)) < len(nodes)):
+    addresses = {(one.host, port) for one in nodes for port in (one.port, one.route_port)}
+    if nodes and (len(nodes) not in (3, 5) or len(addresses) < 2 * len(nodes)):
         parser.error("--cluster takes three (or five) servers, each at another address")
     if nodes and options.listen:
         parser.error("--listen is for one server; --cluster says where its servers listen")
-    if bool(options.tls_certificate) != bool(options.tls_key):
-        parser.error("--tls-certificate and --tls-key require each other")
-    if not options.sync_seconds >= 0:
-        parser.error(f"--sync-seconds must be 0 or more, got {options.sync_seconds}")
+    _check_tls(parser, options)
+    if options.listen and not ((found := _LISTEN.fullmatch(options.listen)) and int(found[1]) <= _LAST_PORT):
+        parser.error(f"--listen must be HOST:PORT with a port of at most {_LAST_PORT}, got {options.listen!r}")
+    if not 0 <= options.sync_seconds <= _LONGEST_SYNC_SECONDS:
+        parser.error(f"--sync-seconds must be in 0..{_LONGEST_SYNC_SECONDS:.0f}, got {options.sync_seconds}")
+    if not 0 < options.max_message_bytes <= _LARGEST_MESSAGE:
+        parser.error(f"--max-message-bytes must be in 1..{_LARGEST_MESSAGE}, got {options.max_message_bytes}")
     try:
         _write(options, nodes)
-    except OSError as error:
-        parser.error(f"--directory: cannot write {error.filename}: {error.strerror}")
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _check_tls(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if bool(options.tls_certificate) != bool(options.tls_key):
+        parser.error("--tls-certificate and --tls-key require each other")
+    for option, path in (("--tls-client-ca", options.tls_client_ca), ("--tls-cluster-ca", options.tls_cluster_ca)):
+        if path and not options.tls_certificate:
+            parser.error(f"{option} needs --tls-certificate and --tls-key: without them the server does not use TLS")
+    if options.tls_cluster_ca and not options.cluster:
+        parser.error("--tls-cluster-ca is for the routes of --cluster")
+    if options.cluster:
+        return  # the files are on the servers' hosts
+    for name in ("tls_certificate", "tls_key", "tls_client_ca"):
+        path: Path | None = getattr(options, name)
+        if path and not path.is_file():
+            parser.error(f"--{name.replace('_', '-')}: {path}: no such file")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -179,7 +209,12 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds between syncs of stored messages; a power failure loses what was stored since; 0: before each "
         "acknowledgement (default: %(default)s)",
     )
-    add("--tls-certificate", type=Path, help="PEM certificate of the server; requires TLS of all clients")
+    add(
+        "--tls-certificate",
+        type=Path,
+        help="PEM certificate of the server; requires TLS of all clients; with --cluster, certificate, key, "
+        "and CAs are paths on the servers' hosts",
+    )
     add("--tls-key", type=Path)
     add("--tls-client-ca", type=Path, help="PEM of a CA; clients must show a certificate that it signed")
     add("--tls-cluster-ca", type=Path, help="PEM of the CA that signed the servers' certificates, for their routes")
@@ -188,12 +223,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _write(options: argparse.Namespace, nodes: Sequence[Node]) -> None:
     directory: Path = options.directory.absolute()
-    passwords = {run: {role: _password(directory / run / role, run, role) for role in ROLES} for run in options.runs}
+    # A damaged file is refused before anything is written.
+    passwords = {
+        run: {role: _password(directory / run / role, user_name(run, role)) for role in ROLES} for run in options.runs
+    }
+    signing = {run: _signing_key(directory / run, rotate=options.rotate_keys) for run in options.runs}
+    routes, route_user = directory / "routes.password", user_name(_CLUSTER, "routes")
+    route_password = _password(routes, route_user) if nodes else ""
     for run in options.runs:
-        _write_keys(directory / run, rotate=options.rotate_keys)
+        _write_credentials(directory / run, run, passwords[run], signing[run])
+    if nodes:
+        _write_private(routes, f"{route_user}:{route_password}\n")
     tls = _tls(options, options.tls_client_ca, verify=bool(options.tls_client_ca))
     between = _tls(options, options.tls_cluster_ca, verify=False)
-    route_password = _password(directory / "routes.password", _CLUSTER, "routes") if nodes else ""
     for index in range(len(nodes) or 1):
         own = directory / server_name(index) if nodes else directory
         text = server_config(
@@ -222,31 +264,74 @@ def _tls(options: argparse.Namespace, authority: Path | None, *, verify: bool) -
     return tls | ({"ca_file": str(authority.absolute())} if authority else {}) | ({"verify": True} if verify else {})
 
 
-def _password(path: Path, run: str, role: str) -> str:
-    """Return the password in the file, or write a new one there."""
-    if path.exists():
-        return path.read_text().splitlines()[0].partition(":")[2]
-    password = secrets.token_urlsafe(32)
-    _write_private(path, f"{user_name(run, role)}:{password}\n")
+def _password(path: Path, user: str) -> str:
+    """Return the password in the file, or a new one if there is no file. Raises ConfigError for a damaged file."""
+    text = _text(path)
+    if text is None:
+        return secrets.token_urlsafe(32)
+    owner, _, password = text.partition("\n")[0].partition(":")
+    if owner != user or not password.strip():
+        raise ConfigError(
+            f"{path}: does not begin with a line {user}:PASSWORD; put it back from a copy, or remove it to get a new "
+            "password"
+        )
     return password
 
 
-def _write_keys(folder: Path, *, rotate: bool) -> None:
-    """Write a run's key pair into its credentials: the secret key for the learner, the public key for other roles."""
-    text = keys(str(folder / "{role}"), role="learner").get("signing-key", "")
-    key = SigningKey.from_text(text) if text and not rotate else SigningKey.generate()
+def _signing_key(folder: Path, *, rotate: bool) -> SigningKey:
+    """Return the run's key, or a new one for a new run or to rotate it.
+
+    Raises ConfigError if the run has had a key that cannot be read: workers that are up refuse messages signed with
+    another one.
+    """
+    if rotate:
+        return SigningKey.generate()
+    learner = folder / "learner"
+    if text := keys(str(learner), role="learner").get("signing-key", ""):
+        return SigningKey.from_text(text)
     for role in ROLES:
-        password, path = (folder / role).read_text().splitlines()[0], folder / role
+        if "learner-key" in keys(str(folder / role), role=role):
+            raise ConfigError(
+                f"{learner}: has no signing-key, but {folder / role} has a learner-key; put it back from a copy, or "
+                "give the run a new key with --rotate-keys"
+            )
+    return SigningKey.generate()
+
+
+def _write_credentials(folder: Path, run: str, passwords: Mapping[str, str], key: SigningKey) -> None:
+    """Write each role's password and key: the secret key for the learner, the public key for other roles."""
+    for role, password in passwords.items():
         line = f"signing-key: {key.text()}" if role == "learner" else f"learner-key: {key.public}"
-        if path.read_text() != (whole := f"{password}\n{line}\n"):
-            _write_private(path, whole)
+        _write_private(folder / role, f"{user_name(run, role)}:{password}\n{line}\n")
+
+
+def _text(path: Path) -> str | None:
+    """Return the text of a file; None if there is none. Raises ConfigError."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
 
 
 def _write_private(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+    """Write a file that only its owner can read, completely or not at all. Raises ConfigError."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ import pytest
 from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.errors import NO_STREAM, Refused
 from asyncrl.bus.jetstream.layout import Layout
-from asyncrl.bus.jetstream.streams import Streams
-from asyncrl.errors import NoSuchRun
+from asyncrl.bus.jetstream.streams import OTHER_SETTINGS, Streams
+from asyncrl.config.bus import BusSection
+from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.messages.topics import PROMPTS
 
 PAGE = 1024
@@ -32,3 +35,20 @@ async def test_whoever_asks_for_a_run_that_is_not_there_is_told_of_all_that_are(
         await Streams(ManyRuns("nats://127.0.0.1:1"), layout, role="observer").open((PROMPTS,))
     runs = str(refused.value).rpartition(": ")[2].split(", ")
     assert runs == [f"r{number:03}" for number in range(1000)]
+
+
+class OtherSettings(Connection):
+    """A server whose streams of this run have settings that no update can change."""
+
+    async def api(self, verb: str, body: Any = None, **_: Any) -> dict[str, Any]:
+        if verb.startswith("STREAM.INFO."):
+            return {"config": {}}
+        raise Refused(verb, {"err_code": OTHER_SETTINGS[0], "description": "can not change storage type"})
+
+
+async def test_streams_with_other_settings_are_refused_with_the_keys_that_the_run_file_has() -> None:
+    layout = Layout(run="r", max_prompts=8, max_log_bytes=2**20, ack_seconds=1.0, storage="memory")
+    with pytest.raises(ConfigError, match="exists with other settings") as refused:
+        await Streams(OtherSettings("nats://127.0.0.1:1"), layout, role="learner").open((PROMPTS,))
+    keys = re.findall(r"bus\.(\w+)", str(refused.value))
+    assert keys and set(keys) <= {field.name for field in dataclasses.fields(BusSection)}

@@ -275,14 +275,26 @@ def test_written_again_keys_and_passwords_stay_unless_keys_are_to_be_rotated(tmp
 
 def test_credentials_of_an_older_version_get_their_keys(tmp_path: Path) -> None:
     folder = written(tmp_path)
-    for role in ("learner", "rollout-worker"):
-        (folder / role).write_text((folder / role).read_text().splitlines()[0] + "\n")
+    for path in folder.iterdir():
+        path.write_text(path.read_text().splitlines()[0] + "\n")
     written(tmp_path)
     assert credentials_file.keys(str(folder / "{role}"), role="learner") and len(
         (folder / "learner").read_text().split("\n")
     )
     options = credentials.Credentials(role="rollout-worker", credentials=str(folder / "{role}")).options()
     assert options["user"] == "demo-rollout-worker" and "\n" not in options["password"]
+
+
+@pytest.mark.parametrize("key", ["", "A" * 64, "a" * 63])
+def test_a_worker_with_a_damaged_key_in_its_credentials_does_not_believe_the_first_learner(
+    run: RunConfig, tmp_path: Path, key: str
+) -> None:
+    folder = written(tmp_path / "nats")
+    password = (folder / "rollout-worker").read_text().splitlines()[0]
+    (folder / "rollout-worker").write_text(f"{password}\nlearner-key: {key}\n")
+    there = with_credentials(run, folder)
+    with pytest.raises(ConfigError, match="rollout-worker, line 2: must be learner-key: and 64 hexadecimal digits"):
+        signing_keys.signatures(there, role="rollout-worker", own=SigningKey.generate())
 
 
 def test_another_line_in_credentials_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""bin/nats-config: what it refuses, and what it keeps. tests/integration/security has its servers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from asyncrl.bus.nats_server import config as nats_config
+
+
+def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
+    """Return the one line with which the command refuses."""
+    with pytest.raises(SystemExit) as ended:
+        nats_config.main(["demo", "--directory", str(folder), *words])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("option", ["--tls-client-ca", "--tls-cluster-ca"])
+def test_an_authority_without_a_certificate_is_refused_and_no_open_server_is_written(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(capsys, tmp_path / "nats", option, "ca.pem", "--cluster", "a", "b", "c")
+    assert f"{option} needs --tls-certificate and --tls-key" in line
+    assert not (tmp_path / "nats").exists()
+
+
+def test_an_authority_of_routes_without_a_cluster_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--tls-certificate", "cert.pem", "--tls-key", "key.pem", "--tls-cluster-ca", "ca.pem")
+    assert "--tls-cluster-ca is for the routes of --cluster" in refused(capsys, tmp_path, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--sync-seconds inf", "--sync-seconds must be in 0..86400, got inf"),
+        ("--sync-seconds nan", "--sync-seconds must be in 0..86400, got nan"),
+        ("--sync-seconds 1e10", "--sync-seconds must be in 0..86400, got 10000000000.0"),
+        ("--max-message-bytes -5", "--max-message-bytes must be in 1..1073741824, got -5"),
+        ("--max-message-bytes 1073741825", "--max-message-bytes must be in 1..1073741824, got 1073741825"),
+        ("--listen nonsense", "--listen must be HOST:PORT with a port of at most 65535, got 'nonsense'"),
+        ("--listen ::1:4222", "--listen must be HOST:PORT with a port of at most 65535, got '::1:4222'"),
+        ("--listen a:65536", "--listen must be HOST:PORT with a port of at most 65535, got 'a:65536'"),
+        ("--tls-certificate none.pem --tls-key none.key", "--tls-certificate: none.pem: no such file"),
+        ("--cluster a:99999 b c", "--cluster: ports must be in 1..65535, got 'a:99999'"),
+        ("--cluster a:4222:0 b c", "--cluster: ports must be in 1..65535, got 'a:4222:0'"),
+        ("--cluster a:4222:4222 b c", "--cluster takes three (or five) servers, each at another address"),
+        ("--cluster a a:4222:7000 c", "--cluster takes three (or five) servers, each at another address"),
+    ],
+)
+def test_a_value_with_which_no_server_starts_is_refused(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(capsys, tmp_path / "nats", *words.split()) == f"bin/nats-config: {said}"
+    assert not (tmp_path / "nats").exists()
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:-1", ":4222", "[::1]:4222", "nats.example.org:0"])
+def test_what_nats_server_listens_to_is_taken(listen: str, tmp_path: Path) -> None:
+    write(tmp_path, "--listen", listen)
+    assert json.loads((tmp_path / "nats-server.conf").read_text())["listen"] == listen
+
+
+# -- credentials that are there ----------------------------------------------------------------------------------------
+
+
+def write(folder: Path, *words: str) -> dict[str, str]:
+    """Run the command for a run `demo`. Return the text of each file in the run's folder."""
+    nats_config.main(["demo", "--directory", str(folder), *words])
+    return {path.name: path.read_text() for path in (folder / "demo").iterdir()}
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"garbage", b"demo-observer:", b"demo-observer: \n", b"demo-learner:pass", b"\xff\xfe"]
+)
+def test_a_file_without_a_password_is_refused_and_nothing_is_written(
+    data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path)
+    before = (tmp_path / "demo" / "learner").read_bytes()
+    (tmp_path / "demo" / "observer").write_bytes(data)
+    assert f"{tmp_path}/demo/observer: " in refused(capsys, tmp_path, "--cluster", "a", "b", "c", "--rotate-keys")
+    assert (tmp_path / "demo" / "learner").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"demo", "nats-server.conf"}
+
+
+def test_the_password_of_the_servers_is_kept_and_a_damaged_one_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def clusters() -> list[dict[str, str]]:
+        write(tmp_path, "--cluster", "a", "b", "c")
+        texts = [(tmp_path / f"server-{number}" / "nats-server.conf").read_text() for number in (1, 2, 3)]
+        return [json.loads(text)["cluster"]["authorization"] for text in texts]
+
+    first, *others = clusters()
+    assert others == [first, first] and clusters() == [first] * 3
+    (tmp_path / "routes.password").write_text("")
+    assert "routes.password: does not begin with" in refused(capsys, tmp_path, "--cluster", "a", "b", "c")
+
+
+def test_a_full_disk_is_one_line_that_names_the_file_and_leaves_all_files_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = write(tmp_path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        line = refused(capsys, tmp_path, "--rotate-keys")
+    assert line == f"bin/nats-config: {tmp_path}/demo/learner: cannot be written: No space left on device"
+    assert write(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "line", ["signing-key: zz", "signing-key", "SIGNING-KEY: " + "a" * 64, "signing-key: " + "A" * 64]
+)
+def test_a_signing_key_that_cannot_be_read_is_refused_unless_it_is_to_be_rotated(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write(tmp_path)
+    (tmp_path / "demo" / "learner").write_text(before["learner"].splitlines()[0] + f"\n{line}\n")
+    said = refused(capsys, tmp_path)
+    assert f"{tmp_path}/demo/learner, line 2: must be signing-key: and 64 hexadecimal digits in lower case" in said
+    assert (tmp_path / "demo" / "observer").read_text() == before["observer"]
+    assert write(tmp_path, "--rotate-keys")["observer"] != before["observer"]
+
+
+def test_a_signing_key_that_is_lost_is_not_replaced_unless_it_is_to_be_rotated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write(tmp_path)
+    (tmp_path / "demo" / "learner").write_text(before["learner"].splitlines()[0] + "\n")
+    assert "demo/learner: has no signing-key, but" in refused(capsys, tmp_path)
+    (tmp_path / "demo" / "learner").unlink()
+    assert "demo/learner: has no signing-key, but" in refused(capsys, tmp_path)
+    assert write(tmp_path, "--rotate-keys")["observer"] != before["observer"]
+
+
+def test_a_role_gets_its_damaged_learner_key_again(tmp_path: Path) -> None:
+    before = write(tmp_path)
+    (tmp_path / "demo" / "observer").write_text(before["observer"].splitlines()[0] + "\nlearner-key: zz\n")
+    assert write(tmp_path) == before
