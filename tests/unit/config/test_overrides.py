@@ -66,6 +66,14 @@ def test_what_begins_as_toml_and_is_none_is_refused_without_showing_it(text: str
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("more", ["run.seed=3", "seed = 3", "[data]\npath = 'a'"])
+def test_a_setting_after_a_line_break_is_refused_not_dropped(more: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--set run\.steps: another setting follows after a line break") as error:
+        table_of(f"run.steps=5\n{more}")
+    assert "\n" not in str(error.value)
+    assert table_of("run.steps=5  # a comment\n") == {"run": {"steps": 5}}
+
+
 def test_a_bare_word_is_a_text() -> None:
     assert table_of("engine.kind=sglang", "run.directory=runs/😀") == {
         "engine": {"kind": "sglang"},
