@@ -146,7 +146,7 @@ class JsonlRows:
         with path.open("rb") as stream:
             offset = 0
             for number, line in enumerate(stream, start=1):
-                if not line.isspace() and line != BOM_UTF8:
+                if line.removeprefix(BOM_UTF8).strip():
                     self._offsets.append(offset)
                     self._lines.append(number)
                 offset += len(line)
