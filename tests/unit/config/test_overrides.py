@@ -104,3 +104,18 @@ def test_overrides_that_are_no_table_and_no_list_are_refused(overrides: Any) -> 
 def test_a_value_that_no_run_file_can_hold_is_refused(value: Any, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"^overrides: engine\.options\S* is a {kind}, which a run file cannot hold"):
         override_items({"engine.options": value})
+
+
+@pytest.mark.parametrize(
+    ("item", "problem"),
+    [
+        ("data.chat_template_options={today = 2024-07-26}", "chat_template_options.today is a date or a time"),
+        ("rollout.options={a = [{b = 07:32:00}]}", "options.a.b is a date or a time, .*; write it in quotes"),
+        ("learner.megatron={since = 1979-05-27T07:32:00Z}", "megatron.since is a date or a time"),
+        ("engine.options={n = 99999999999999999999}", "options.n must be a whole number of 64 bits"),
+    ],
+)
+def test_a_value_that_no_message_can_carry_is_refused_in_any_table(item: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as error:
+        only_overrides(["data.chat_template=true", item])
+    assert "\n" not in str(error.value)
