@@ -213,6 +213,7 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, li
         raise ConfigError(f"{at}: max_new_tokens {section.max_new_tokens} is over rollout.max_new_tokens ({most})")
     if unknown_ids := [token for token in section.stop_token_ids if not 0 <= token < limits.vocabulary]:
         raise ConfigError(f"{at}: {unknown_ids[0]} is not a token of the model's {limits.vocabulary:,}")
+    _require_text(list(section.stop), f"{at}: stop")
     return {name: getattr(section, name) for name in made}
 
 
@@ -255,6 +256,13 @@ def _check_text(value: Any) -> int:
         return len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError as error:
         raise ValueError(f"half of a surrogate pair, {value[error.start]!a}, is not text") from None
+
+
+def _require_text(value: Any, at: str) -> None:
+    try:
+        _check_text(value)
+    except ValueError as error:
+        raise ConfigError(f"{at}: {error}") from None
 
 
 _PLAIN = (str, int, float, bool, bytes, type(None))

@@ -156,6 +156,7 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_p
         ({"how": {"max_new_tokens": 2}}, {"sampling_key": "how"}, r"min_new_tokens must be >= 0 and <= .*\(2\), got 3"),
         ({"how": {"stop_token_ids": [44]}}, {"sampling_key": "how"}, "44 is not a token of the model's 44"),
         ({"how": {"stop": list("abc" * 11)}}, {"sampling_key": "how"}, "stop may hold 32 texts, got 33"),
+        ({"how": {"stop": ["a", "\ud800"]}}, {"sampling_key": "how"}, "'how': stop: half of a surrogate pair"),
         ({"how": 3}, {"sampling_key": "how"}, "must be an object of max_new_tokens"),
         ({"rm": "maths"}, {"reward_key": "rm"}, "names the reward 'maths', which is none of math, style"),
         ({"rm": "math"}, {"reward_key": "rm"}, "reward.kind = 'math' compares with one"),
