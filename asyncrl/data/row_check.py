@@ -99,7 +99,8 @@ class RowCheck:
         except ValueError as error:
             raise ConfigError(f"{where}: {data.label_key!r}: {error}") from None
         sampling_of(row, data, where, limits=self._limits)
-        chat.tools_of(row, data, where)
+        if tools := chat.tools_of(row, data, where):
+            _require_text(tools, f"{where}: {data.tools_key!r}")
         parts = {data.label_key: row.get(data.label_key), data.metadata_key: metadata}
         parts |= {data.response_key: row[data.response_key]} if data.response_key else {}
         parts |= {prompt_key: row[prompt_key]} if self._limits.keeps_messages and data.chat_template else {}
@@ -247,9 +248,9 @@ def _size(value: Any, *, depth: int = 0) -> int:
 
 
 def _check_text(value: Any) -> int:
-    """Return the UTF-8 bytes of a text or of chat messages. Raises ValueError for invalid text."""
+    """Return the UTF-8 bytes of a text, or of chat messages or tools. Raises ValueError for invalid text."""
     if isinstance(value, dict | list):
-        return sum(map(_check_text, value.values() if isinstance(value, dict) else value))
+        return sum(map(_check_text, [*value, *value.values()] if isinstance(value, dict) else value))
     if not isinstance(value, str):
         return 9
     try:

@@ -162,6 +162,10 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_p
         ({"rm": "math"}, {"reward_key": "rm"}, "reward.kind = 'math' compares with one"),
         ({"tools": "{"}, {"tools_key": "tools", "chat_template": True}, "'tools' is not JSON"),
         ({"tools": ["add"]}, {"tools_key": "tools", "chat_template": True}, "must be a list of tools"),
+        ({"tools": [{"name": "\ud800"}]}, {"tools_key": "tools", "chat_template": True}, "'tools': half of a surr"),
+        ({"tools": [{"\ud800": 1}]}, {"tools_key": "tools", "chat_template": True}, "'tools': half of a surrogate"),
+        ({"tools": r'[{"a": "\ud800"}]'}, {"tools_key": "tools", "chat_template": True}, "'tools': half of a surr"),
+        ({"prompt": [message("user", "a", **{"\ud800": 1})]}, {"chat_template": True}, "half of a surrogate pair"),
         ({"talk": "hi"}, {"conversation_key": "talk", "chat_template": True}, "must be a list of chat messages"),
         ({"talk": TALK[:1]}, {"conversation_key": "talk", "chat_template": True}, "no message of the assistant"),
         (
