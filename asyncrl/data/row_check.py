@@ -180,6 +180,11 @@ class RowCheck:
                 raise ConfigError(f"{where}: {problem}, got {short(message)}")
         if self._data.conversation_key and not any(map(chat.is_trained, prompt)):
             raise ConfigError(f"{where}: {key!r} has no message of the assistant that is trained")
+        if self._data.conversation_key and chat.is_trained(prompt[0]):
+            raise ConfigError(
+                f"{where}: {key!r} begins with an answer, and nothing asks for it; put a message before it, or mark it "
+                '"train": false'
+            )
 
     def _missing(self, row: dict[str, Any], key: str, name: str, where: str) -> ConfigError:
         near = difflib.get_close_matches(key, row, 1)
