@@ -23,8 +23,8 @@ class DataFile:
     name: str = ""
     """Value of Sample.dataset for these prompts; empty: the name of the file."""
     weight: float = 0.0
-    """Share of prompts drawn from this file, relative to the sum of all weights. 0 in all files: every row once per
-    epoch."""
+    """Share of prompts drawn from this file, relative to the sum of all weights, in whole rows of an epoch and at least
+    one. 0 in all files: every row once per epoch."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path is empty; name a file")

@@ -105,11 +105,21 @@ class Mixture:
 
     Each file's rows come in their own order, and all of them come before any repeats. If a file's share is larger than
     its number of rows, some rows come several times per epoch. If it is smaller, the rest comes in the next epoch.
+
+    Raises ConfigError for a file whose share of an epoch is not even one row, because it would never be drawn.
     """
 
     def __init__(self, files: Sequence[Rows], names: Sequence[str], weights: Sequence[float], *, order: _Order) -> None:
         self._files, self._names, self._order = files, names, order
-        self._counts = shares(weights, sum(len(rows) for rows in files))
+        total = sum(len(rows) for rows in files)
+        self._counts = shares(weights, total)
+        for name, weight, count in zip(names, weights, self._counts, strict=True):
+            if not count:
+                least = (sum(weights) - weight) / (total - 1)
+                raise ConfigError(
+                    f"data.files: {name}: its share (weight = {weight:g}) is less than one of an epoch's {total:,} "
+                    f"rows, so it would never be drawn; raise the weight to {least:.3g}, or remove the file"
+                )
         self._pattern: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
 
     @property

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,16 @@ def test_weights_say_what_share_of_an_epoch_each_file_has(tmp_path: Path, shuffl
     ]
     if not shuffle:  # evenly spread
         assert "bb" not in "".join(prompt[0] for prompt in epochs[0])
+
+
+def test_a_file_that_its_weight_would_never_draw_is_refused(tmp_path: Path) -> None:
+    large = config.DataFile(path=write(tmp_path / "a.jsonl", "a", 90), weight=99.0)
+    small = config.DataFile(path=write(tmp_path / "b.jsonl", "b", 10), weight=0.4)
+    with pytest.raises(ConfigError, match="b.jsonl: its share .* never be drawn; raise the weight to 1,") as caught:
+        opened(files=(large, small))
+    assert "\n" not in str(caught.value)
+    drawn = prompts(opened(files=(large, replace(small, weight=1.0))), 0, 100)
+    assert Counter(prompt[0] for prompt in drawn) == {"a": 99, "b": 1}
 
 
 def test_shares_are_whole_and_add_up() -> None:
