@@ -7,6 +7,7 @@ open, so that a malformed line is found before the run starts.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import weakref
@@ -90,6 +91,19 @@ def _opened(path: Path) -> Rows:
     if path.suffix == ".parquet":
         return ParquetRows(path)
     raise ConfigError(f"{path}: data must be .jsonl (one JSON object a line) or .parquet, not {path.suffix!r}")
+
+
+def digest(spec: str) -> str:
+    """Return the SHA-256 of a file, or of the data of a saved data set. Raises ConfigError."""
+    path, _ = require_data(spec)
+    made = hashlib.sha256()
+    try:
+        for file in sorted(path.glob("data-*.arrow")) if path.is_dir() else [path]:
+            with file.open("rb") as stream:
+                made.update(hashlib.file_digest(stream, "sha256").digest())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    return made.hexdigest()
 
 
 class SlicedRows:

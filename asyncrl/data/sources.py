@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl import config
 from asyncrl.config import plugins, tables
-from asyncrl.data.row_files import Check, Rows, open_rows
+from asyncrl.data.row_files import Check, Rows, digest, open_rows, path_and_slice
 from asyncrl.errors import ConfigError
 
 
@@ -51,12 +51,22 @@ def open_positions(data: config.DataSection, *, seed: int, check: Check) -> Posi
     """Open the data of the run file, and call ``check`` once for every row of its files. Raises ConfigError."""
     if data.source:
         return OwnSource(data, check=check)
-    files = data.files or (config.DataFile(path=data.path),)
+    files = _files(data)
     rows = [open_rows(file.path, check=check) for file in files]
     names = [file.name or ("" if not data.files else Path(file.path).name) for file in files]
     weights = [file.weight for file in files]
     order = _Order(data, seed=seed)
     return Mixture(rows, names, weights, order=order) if any(weights) else Joined(rows, names, order=order)
+
+
+def digests(data: config.DataSection) -> dict[str, str]:
+    """Return the SHA-256 of each file by its absolute path; nothing for a user's own source. Raises ConfigError."""
+    paths = [] if data.source else [file.path for file in _files(data)]
+    return {str(path_and_slice(path)[0].absolute()): digest(path) for path in paths}
+
+
+def _files(data: config.DataSection) -> tuple[config.DataFile, ...]:
+    return data.files or (config.DataFile(path=data.path),)
 
 
 class _Order:

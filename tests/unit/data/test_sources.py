@@ -16,7 +16,7 @@ import pytest
 from asyncrl import config
 from asyncrl.data.prompts import PromptDataset
 from asyncrl.data.row_files import SavedRows
-from asyncrl.data.sources import shares, shuffled
+from asyncrl.data.sources import digests, shares, shuffled
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 
@@ -90,6 +90,22 @@ def test_a_file_that_its_weight_would_never_draw_is_refused(tmp_path: Path) -> N
     assert "\n" not in str(caught.value)
     drawn = prompts(opened(files=(large, replace(small, weight=1.0))), 0, 100)
     assert Counter(prompt[0] for prompt in drawn) == {"a": 99, "b": 1}
+
+
+def test_the_digest_of_data_changes_with_the_contents_of_its_files_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "a", 3)
+    folder = saved(tmp_path / "train")
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"rows")
+    data = config.DataSection(files=(config.DataFile(path=f"{path}[1:]"), config.DataFile(path=str(folder))))
+    before = digests(data)
+    assert list(before) == [path, str(folder)]
+    write(Path(path), "a", 3)
+    (folder / "cache-1.arrow").write_bytes(b"")
+    assert digests(data) == before
+    write(Path(path), "a", 4)
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"others")
+    assert not set(digests(data).values()) & set(before.values())
+    assert digests(config.DataSection(source=SQUARES)) == {}
 
 
 def test_shares_are_whole_and_add_up() -> None:
