@@ -45,9 +45,10 @@ class DataSection:
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     label_key: str = "label"
-    """Column with the value that the reward compares with; optional."""
+    """Column with the value that the reward compares with. Rows may lack "label"; a column of another name must be in
+    the first row."""
     metadata_key: str = "metadata"
-    """Column with a table that is passed to the reward; optional."""
+    """Column with a table that is passed to the reward. As for label_key, only "metadata" may be absent."""
     response_key: str = ""
     """Column with an answer to imitate, for rollout.function = "given"; empty: none."""
     conversation_key: str = ""
