@@ -23,8 +23,8 @@ class DataFile:
     name: str = ""
     """Value of Sample.dataset for these prompts; empty: the name of the file."""
     weight: float = 0.0
-    """Share of prompts drawn from this file, relative to the sum of all weights. 0 in all files: every row once per
-    epoch."""
+    """Share of prompts drawn from this file, relative to the sum of all weights, in whole rows of an epoch and at least
+    one. 0 in all files: every row once per epoch."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path is empty; name a file")
@@ -45,9 +45,10 @@ class DataSection:
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     label_key: str = "label"
-    """Column with the value that the reward compares with; optional."""
+    """Column with the value that the reward compares with. Rows may lack "label"; a column of another name must be in
+    the first row."""
     metadata_key: str = "metadata"
-    """Column with a table that is passed to the reward; optional."""
+    """Column with a table that is passed to the reward. As for label_key, only "metadata" may be absent."""
     response_key: str = ""
     """Column with an answer to imitate, for rollout.function = "given"; empty: none."""
     conversation_key: str = ""

@@ -93,14 +93,17 @@ def override(table: dict[str, Any], item: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"--set {item}: {parent} is a value, not a section")
     try:
-        node[key] = tomllib.loads(f"value = {text}")["value"]
+        made = tomllib.loads(f"value = {text}")
     except RecursionError:
         raise ConfigError(f"--set {dotted}: lists and tables are nested too deep to be read") from None
     except tomllib.TOMLDecodeError as error:
         # such a value was meant as TOML; it may be a secret, so the message does not show it
         if text.lstrip()[:1] in ("'", '"', "[", "{"):
             raise ConfigError(f"--set {dotted}: its value begins as a TOML value and is none: {error}") from None
-        node[key] = text  # a bare word is a string: --set engine.kind=sglang
+        made = {"value": text}  # a bare word is a string: --set engine.kind=sglang
+    if len(made) > 1:  # TOML read the lines after the first as settings of their own
+        raise ConfigError(f"--set {dotted}: another setting follows after a line break; give each its own --set")
+    node[key] = made["value"]
 
 
 def override_items(overrides: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:

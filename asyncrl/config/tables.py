@@ -13,6 +13,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
+from datetime import date, time
 from typing import Any, Final, Literal, TypeVar
 
 from asyncrl.config.secret_values import HIDDEN, hidden
@@ -70,6 +71,7 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
         _typed(isinstance(value, dict), where, key, "a table", value)
         if dataclasses.is_dataclass(arguments[-1]):
             return {name: _value(one, arguments[-1], where, f"{key}: {name}") for name, one in value.items()}
+        _require_carried(value, where, key)
         return value
     if hint is float:
         is_right = isinstance(value, int | float) and not isinstance(value, bool)
@@ -83,9 +85,23 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
         _typed(type(value) is hint, where, key, expected, value, is_number=hint in _NUMBERS)
         if type(value) is str:  # paths cannot contain NUL, and texts are passed to programs as C strings
             _typed("\0" not in value, where, key, "text without NUL characters", value)
-        if type(value) is int:  # TOML's range; Python reads larger numbers, but no message can carry them
-            _typed(-(2**63) <= value < 2**63, where, key, "a whole number of 64 bits", value)
+        if type(value) is int:
+            _require_carried(value, where, key)
     return value
+
+
+def _require_carried(value: Any, where: str, key: str) -> None:
+    """Raise ConfigError if TOML can write ``value`` but the run's records and messages cannot, at any depth."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _require_carried(item, where, f"{key}.{name}")
+    elif isinstance(value, list):
+        for item in value:
+            _require_carried(item, where, key)
+    elif isinstance(value, date | time):
+        raise ConfigError(f"{where}: {key} is a date or a time, which no message can carry; write it in quotes")
+    elif type(value) is int:  # TOML's range is 64 bits; Python reads larger numbers
+        _typed(-(2**63) <= value < 2**63, where, key, "a whole number of 64 bits", value)
 
 
 def _named(key: str, item: Any, place: int) -> str:

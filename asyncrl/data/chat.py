@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl import config
+from asyncrl.config import plugins
 from asyncrl.errors import ConfigError
 
 _OURS: Final = ("train",)
@@ -62,8 +63,6 @@ class ChatTemplate:
 
         asks  an answer follows, so the text ends where the assistant's turn begins
         """
-        import jinja2  # comes with transformers, which rendering needs anyway
-
         plain = [
             {name: value for name, value in message.items() if value is not None and name not in _OURS}
             for message in messages
@@ -73,8 +72,10 @@ class ChatTemplate:
             made = self._tokenizer.apply_chat_template(
                 plain, tokenize=False, add_generation_prompt=asks, **more, **self._options
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"{where}: the chat template refuses these messages: {error}") from None
+        except Exception as error:  # the template is the model's code
+            raise ConfigError(
+                f"{where}: the chat template refuses these messages: {plugins.described(error)}"
+            ) from None
         return str(made)
 
     def conversation(

@@ -87,6 +87,7 @@ class PromptDataset:
         self._tokenizer = tokenizer
         self._template = chat.ChatTemplate(tokenizer, data.chat_template_options)
         self._too_long: set[tuple[int, int]] = set()
+        self._has_labels = False
 
     @classmethod
     def open(
@@ -128,6 +129,11 @@ class PromptDataset:
         return len(self._too_long)
 
     @property
+    def has_labels(self) -> bool:
+        """Whether a row that ``look`` saw has a label."""
+        return self._has_labels
+
+    @property
     def most_tokens(self) -> int:
         """Token limit of a prompt: data.max_prompt_tokens, or the context minus an answer, whichever is smaller."""
         return self._most_tokens
@@ -138,7 +144,8 @@ class PromptDataset:
         ``dropped`` then counts those that are too long. Raises ConfigError as ``at`` does, and if all are too long.
         """
         seen = 0
-        while seen < min(self.num_rows or _SAMPLE, _SAMPLE) and self.at(seen) is not None:
+        while seen < min(self.num_rows or _SAMPLE, _SAMPLE) and (row := self.at(seen)) is not None:
+            self._has_labels = self._has_labels or row.label is not None
             seen += 1
         if not seen:
             raise ConfigError(f"{self._data.where}: has no rows")

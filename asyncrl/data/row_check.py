@@ -99,7 +99,8 @@ class RowCheck:
         except ValueError as error:
             raise ConfigError(f"{where}: {data.label_key!r}: {error}") from None
         sampling_of(row, data, where, limits=self._limits)
-        chat.tools_of(row, data, where)
+        if tools := chat.tools_of(row, data, where):
+            _require_text(tools, f"{where}: {data.tools_key!r}")
         parts = {data.label_key: row.get(data.label_key), data.metadata_key: metadata}
         parts |= {data.response_key: row[data.response_key]} if data.response_key else {}
         parts |= {prompt_key: row[prompt_key]} if self._limits.keeps_messages and data.chat_template else {}
@@ -179,6 +180,11 @@ class RowCheck:
                 raise ConfigError(f"{where}: {problem}, got {short(message)}")
         if self._data.conversation_key and not any(map(chat.is_trained, prompt)):
             raise ConfigError(f"{where}: {key!r} has no message of the assistant that is trained")
+        if self._data.conversation_key and chat.is_trained(prompt[0]):
+            raise ConfigError(
+                f"{where}: {key!r} begins with an answer, and nothing asks for it; put a message before it, or mark it "
+                '"train": false'
+            )
 
     def _missing(self, row: dict[str, Any], key: str, name: str, where: str) -> ConfigError:
         near = difflib.get_close_matches(key, row, 1)
@@ -213,6 +219,7 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, li
         raise ConfigError(f"{at}: max_new_tokens {section.max_new_tokens} is over rollout.max_new_tokens ({most})")
     if unknown_ids := [token for token in section.stop_token_ids if not 0 <= token < limits.vocabulary]:
         raise ConfigError(f"{at}: {unknown_ids[0]} is not a token of the model's {limits.vocabulary:,}")
+    _require_text(list(section.stop), f"{at}: stop")
     return {name: getattr(section, name) for name in made}
 
 
@@ -246,15 +253,22 @@ def _size(value: Any, *, depth: int = 0) -> int:
 
 
 def _check_text(value: Any) -> int:
-    """Return the UTF-8 bytes of a text or of chat messages. Raises ValueError for invalid text."""
+    """Return the UTF-8 bytes of a text, or of chat messages or tools. Raises ValueError for invalid text."""
     if isinstance(value, dict | list):
-        return sum(map(_check_text, value.values() if isinstance(value, dict) else value))
+        return sum(map(_check_text, [*value, *value.values()] if isinstance(value, dict) else value))
     if not isinstance(value, str):
         return 9
     try:
         return len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError as error:
         raise ValueError(f"half of a surrogate pair, {value[error.start]!a}, is not text") from None
+
+
+def _require_text(value: Any, at: str) -> None:
+    try:
+        _check_text(value)
+    except ValueError as error:
+        raise ConfigError(f"{at}: {error}") from None
 
 
 _PLAIN = (str, int, float, bool, bytes, type(None))

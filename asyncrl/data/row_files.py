@@ -6,8 +6,11 @@ open, so that a malformed line is found before the run starts.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import re
+import weakref
 from array import array
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
@@ -90,6 +93,19 @@ def _opened(path: Path) -> Rows:
     raise ConfigError(f"{path}: data must be .jsonl (one JSON object a line) or .parquet, not {path.suffix!r}")
 
 
+def digest(spec: str) -> str:
+    """Return the SHA-256 of a file, or of the data of a saved data set. Raises ConfigError."""
+    path, _ = require_data(spec)
+    made = hashlib.sha256()
+    try:
+        for file in sorted(path.glob("data-*.arrow")) if path.is_dir() else [path]:
+            with file.open("rb") as stream:
+                made.update(hashlib.file_digest(stream, "sha256").digest())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    return made.hexdigest()
+
+
 class SlicedRows:
     """A slice of another object's rows."""
 
@@ -137,16 +153,21 @@ class SavedRows:
 
 
 class JsonlRows:
-    """A file with one JSON object per line, UTF-8. Blank lines are skipped."""
+    """A file with one JSON object per line, UTF-8. Blank lines are skipped.
+
+    The file stays open, so that the rows stay those that were checked if another file takes its name, or none does.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offsets = array("q")
         self._lines = array("q")
-        with path.open("rb") as stream:
+        with self._reading():
+            self._stream = path.open("rb")
+            weakref.finalize(self, self._stream.close)
             offset = 0
-            for number, line in enumerate(stream, start=1):
-                if not line.isspace() and line != BOM_UTF8:
+            for number, line in enumerate(self._stream, start=1):
+                if line.removeprefix(BOM_UTF8).strip():
                     self._offsets.append(offset)
                     self._lines.append(number)
                 offset += len(line)
@@ -155,19 +176,23 @@ class JsonlRows:
         return len(self._offsets)
 
     def row(self, index: int) -> dict[str, Any]:
-        with self._path.open("rb") as stream:
-            stream.seek(self._offsets[index])
-            return _parse(stream.readline(), self.where(index))
+        with self._reading():
+            self._stream.seek(self._offsets[index])
+            line = self._stream.readline()
+        return _parse(line, self.where(index))
 
     def where(self, index: int) -> str:
         return f"{self._path}:{self._lines[index]}"
 
     def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
-        with self._path.open("rb") as stream:
-            for index in chosen:
-                stream.seek(self._offsets[index])
-                where = self.where(index)
-                yield _parse(stream.readline(), where), where
+        return ((self.row(index), self.where(index)) for index in chosen)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"{self._path}: cannot be read: {error.strerror}") from None
 
 
 class ParquetRows:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl import config
 from asyncrl.config import plugins, tables
-from asyncrl.data.row_files import Check, Rows, open_rows
+from asyncrl.data.row_files import Check, Rows, digest, open_rows, path_and_slice
 from asyncrl.errors import ConfigError
 
 
@@ -51,12 +51,22 @@ def open_positions(data: config.DataSection, *, seed: int, check: Check) -> Posi
     """Open the data of the run file, and call ``check`` once for every row of its files. Raises ConfigError."""
     if data.source:
         return OwnSource(data, check=check)
-    files = data.files or (config.DataFile(path=data.path),)
+    files = _files(data)
     rows = [open_rows(file.path, check=check) for file in files]
     names = [file.name or ("" if not data.files else Path(file.path).name) for file in files]
     weights = [file.weight for file in files]
     order = _Order(data, seed=seed)
     return Mixture(rows, names, weights, order=order) if any(weights) else Joined(rows, names, order=order)
+
+
+def digests(data: config.DataSection) -> dict[str, str]:
+    """Return the SHA-256 of each file by its absolute path; nothing for a user's own source. Raises ConfigError."""
+    paths = [] if data.source else [file.path for file in _files(data)]
+    return {str(path_and_slice(path)[0].absolute()): digest(path) for path in paths}
+
+
+def _files(data: config.DataSection) -> tuple[config.DataFile, ...]:
+    return data.files or (config.DataFile(path=data.path),)
 
 
 class _Order:
@@ -105,11 +115,21 @@ class Mixture:
 
     Each file's rows come in their own order, and all of them come before any repeats. If a file's share is larger than
     its number of rows, some rows come several times per epoch. If it is smaller, the rest comes in the next epoch.
+
+    Raises ConfigError for a file whose share of an epoch is not even one row, because it would never be drawn.
     """
 
     def __init__(self, files: Sequence[Rows], names: Sequence[str], weights: Sequence[float], *, order: _Order) -> None:
         self._files, self._names, self._order = files, names, order
-        self._counts = shares(weights, sum(len(rows) for rows in files))
+        total = sum(len(rows) for rows in files)
+        self._counts = shares(weights, total)
+        for name, weight, count in zip(names, weights, self._counts, strict=True):
+            if not count:
+                least = (sum(weights) - weight) / (total - 1)
+                raise ConfigError(
+                    f"data.files: {name}: its share (weight = {weight:g}) is less than one of an epoch's {total:,} "
+                    f"rows, so it would never be drawn; raise the weight to {least:.3g}, or remove the file"
+                )
         self._pattern: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
 
     @property

@@ -38,6 +38,7 @@ class Summary:
     num_prompts  prompts in the data
     num_looked_at, num_too_long  number of prompts that were tokenised, and how many of them exceed
                                  ``most_prompt_tokens`` and will be dropped
+    has_labels   whether a prompt that was tokenised has a label
     evaluation   number of prompts of each data set of [evaluation]
     gpus         the GPUs of each process, as text
     routing_replay  whether the learner routes tokens to the experts that the engine chose
@@ -55,6 +56,7 @@ class Summary:
     num_looked_at: int
     num_too_long: int
     most_prompt_tokens: int
+    has_labels: bool
     evaluation: Mapping[str, int]
     gpus: str
     routing_replay: RoutingReplay
@@ -131,6 +133,7 @@ def summarize(run: RunConfig, *, tells: Callable[[str], None] = _silent) -> Summ
         num_looked_at=num_looked_at,
         num_too_long=rows.dropped,
         most_prompt_tokens=rows.most_tokens,
+        has_labels=rows.has_labels,
         evaluation={one.name: len(one.questions) for one in sets},
         gpus=placed,
         routing_replay=registry.routing_replay(run),
@@ -174,6 +177,7 @@ def _consequences(summary: Summary) -> list[str]:
         f"{summary.num_trained_prompts:,} trained",
         f"prompts looked at {summary.num_looked_at:,}, {summary.num_too_long:,} of them over "
         f"{summary.most_prompt_tokens:,} tokens (dropped)",
+        *([] if summary.has_labels else [f"labels            none in {run_config.data.label_key!r} (data.label_key)"]),
         *(f"evaluation        {name}: {count:,} prompts" for name, count in summary.evaluation.items()),
         f"samples per step  {summary.samples_per_step}",
         f"routing replay    {summary.routing_replay}",

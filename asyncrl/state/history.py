@@ -30,6 +30,7 @@ import threading
 import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from asyncrl.config.renamed import translated
@@ -71,11 +72,23 @@ class History:
         """Whether every line is in the file."""
         return not self._pending
 
-    def begin(self, *, step: int, kept: int, max_staleness: int, settings: Mapping[str, Any]) -> None:
-        """Note that an incarnation begins at ``step``, from a checkpoint made when the file had ``kept`` bytes."""
+    def begin(
+        self,
+        *,
+        step: int,
+        kept: int,
+        max_staleness: int,
+        settings: Mapping[str, Any],
+        data: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Note that an incarnation begins at ``step``, from a checkpoint made when the file had ``kept`` bytes.
+
+        settings, data  as in HistoryEntry
+        """
         if (gone := kept - self.position) > 0:
             self._append(b" " * (gone - 1) + b"\n")
-        self._write(BEGUN, step=step, kept=kept, max_staleness=max_staleness, settings=settings)
+        digests = {"data": dict(data)} if data else {}
+        self._write(BEGUN, step=step, kept=kept, max_staleness=max_staleness, settings=settings, **digests)
 
     def trained(
         self,

@@ -41,6 +41,7 @@ class HistoryEntry:
     replayed       "trained": groups that the step trained again, after the new ones, with the log record of each
     kept           "begun": earlier lines from this position on are not in the history of the weights
     settings       "begun": the run file (config/record.py); empty if that line is damaged
+    data           "begun": SHA-256 of each data file, by its path; empty in lines of older versions
     problem        "damaged": the line and what is wrong with it
     cause          "failed": groups.states.SET_ASIDE, or "" for any other cause
     """
@@ -57,6 +58,7 @@ class HistoryEntry:
     replayed: tuple[tuple[int, int], ...] = ()
     kept: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
     cause: str = ""
 

@@ -58,7 +58,7 @@ from asyncrl.run import colocated, learner_models, registry
 from asyncrl.run.assembly import data
 from asyncrl.run.assembly.alarms import alarms_of
 from asyncrl.run.assembly.recorders import recorders_of
-from asyncrl.run.checks import resume_checks
+from asyncrl.run.checks import resume_checks, resume_settings
 from asyncrl.run.keys import signing_keys
 from asyncrl.run.recorded.timeline import OLDER_FILE, TIMELINE_FILE
 from asyncrl.state import checkpoint
@@ -74,6 +74,7 @@ class LearnerPorts:
     """Everything the learner is made of except its run file: adapters, data and destinations of metrics.
 
     admission                   None: as the run file says
+    data                        SHA-256 of each data file by its path, for the history
     samples, answers            recorders of groups and of evaluations; None: nothing is recorded
     evaluation_sets             data sets of [evaluation]; empty: nothing is evaluated
     most_failed, most_filtered  consecutive groups that may fail, or be filtered, before the run ends
@@ -87,6 +88,7 @@ class LearnerPorts:
     rows: Rows
     metrics: MetricsReporter
     validator: Validator
+    data: Mapping[str, str] = field(default_factory=dict)
     filters: Mapping[str, GroupFilter] = field(default_factory=dict)
     samples: SampleRecorder | None = None
     answers: AnswerRecorder | None = None
@@ -105,6 +107,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         run, bus=bus, resume=resume, last_heard=-1 if progress is None else progress.incarnation
     )
     rows = await asyncio.to_thread(data.open_rows, run)
+    digests = await asyncio.to_thread(resume_settings.compared_data, run)
     sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     recorders = recorders_of(run, algorithm=algorithm)
@@ -114,6 +117,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         training=TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run)),
         channel=channel,
         rows=rows,
+        data=digests,
         metrics=MetricsReporter(
             bus,
             open_sinks(run, resume=resume, step=state.step),
@@ -141,7 +145,9 @@ def assemble_learner(
 ) -> tuple[Learner, PromptSource]:
     """Assemble the learner and the prompt source of its process from their parts. ``state``: the starting point"""
     history = History(run.run_directory / HISTORY_FILE, incarnation=state.incarnation)
-    history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
+    history.begin(
+        step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run), data=ports.data
+    )
     table = saved_table.restore(
         state,
         bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness),

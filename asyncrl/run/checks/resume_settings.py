@@ -1,4 +1,4 @@
-"""Refuses to resume a run with another model or backend than it was started with, and logs other changed settings."""
+"""Refuses to resume a run with another model or backend than it was started with, and logs what else has changed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
+from asyncrl.data.sources import digests
 from asyncrl.errors import ConfigError
 from asyncrl.run.recorded.run_folder import RecordedRun
 from asyncrl.state import checkpoint
@@ -49,6 +50,25 @@ def refuse_others(run: RunConfig, *, level: int = logging.WARNING) -> None:
         log.log(level, "resumed with other settings: %s", "; ".join(changed))
     if _order(run) != _order(before):
         log.log(level, "the data has another order now: the run goes on at the same position of the new one")
+
+
+def compared_data(run: RunConfig) -> dict[str, str]:
+    """Return the SHA-256 of each data file by its path. Raises ConfigError for a file that cannot be read.
+
+    Logs a warning if a file is not what it was when the newest incarnation of the learner began, as far as recorded.
+    """
+    data = digests(run.data)
+    try:
+        before = RecordedRun(run.run_directory).newest_begun().data
+    except ConfigError:  # no record, or a damaged one
+        return data
+    if changed := [path for path, digest in data.items() if before.get(path, digest) != digest]:
+        log.warning(
+            "%s changed since this run was last up: the data may have another order now, and the run goes on at the "
+            "same position of the new one",
+            " and ".join(changed),
+        )
+    return data
 
 
 def _adapters(run: RunConfig) -> str:

@@ -131,13 +131,18 @@ class RecordedRun:
 
     def newest_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
         """Return the settings of the last incarnation, with ``section.key=value`` overrides applied."""
+        begun = self.newest_begun()
+        table = copy.deepcopy(dict(begun.settings))
+        for item in overrides:
+            config.override(table, item)
+        return config_record.from_table(table, where=f"{self.history_file}: incarnation {begun.incarnation}")
+
+    def newest_begun(self) -> HistoryEntry:
+        """Return the history line that began the last incarnation."""
         begun = [entry for entry in self.history() if entry.kind == BEGUN]
         if not begun:
             raise NoHistory(f"{self.history_file}: has no line of a learner that began this run")
-        table = copy.deepcopy(dict(begun[-1].settings))
-        for item in overrides:
-            config.override(table, item)
-        return config_record.from_table(table, where=f"{self.history_file}: incarnation {begun[-1].incarnation}")
+        return begun[-1]
 
     def has_trained_all(self) -> bool:
         """Whether the run has trained its last step. False if its settings are not known."""

@@ -66,6 +66,14 @@ def test_what_begins_as_toml_and_is_none_is_refused_without_showing_it(text: str
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("more", ["run.seed=3", "seed = 3", "[data]\npath = 'a'"])
+def test_a_setting_after_a_line_break_is_refused_not_dropped(more: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--set run\.steps: another setting follows after a line break") as error:
+        table_of(f"run.steps=5\n{more}")
+    assert "\n" not in str(error.value)
+    assert table_of("run.steps=5  # a comment\n") == {"run": {"steps": 5}}
+
+
 def test_a_bare_word_is_a_text() -> None:
     assert table_of("engine.kind=sglang", "run.directory=runs/😀") == {
         "engine": {"kind": "sglang"},
@@ -96,3 +104,18 @@ def test_overrides_that_are_no_table_and_no_list_are_refused(overrides: Any) -> 
 def test_a_value_that_no_run_file_can_hold_is_refused(value: Any, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"^overrides: engine\.options\S* is a {kind}, which a run file cannot hold"):
         override_items({"engine.options": value})
+
+
+@pytest.mark.parametrize(
+    ("item", "problem"),
+    [
+        ("data.chat_template_options={today = 2024-07-26}", "chat_template_options.today is a date or a time"),
+        ("rollout.options={a = [{b = 07:32:00}]}", "options.a.b is a date or a time, .*; write it in quotes"),
+        ("learner.megatron={since = 1979-05-27T07:32:00Z}", "megatron.since is a date or a time"),
+        ("engine.options={n = 99999999999999999999}", "options.n must be a whole number of 64 bits"),
+    ],
+)
+def test_a_value_that_no_message_can_carry_is_refused_in_any_table(item: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as error:
+        only_overrides(["data.chat_template=true", item])
+    assert "\n" not in str(error.value)

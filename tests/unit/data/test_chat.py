@@ -117,6 +117,24 @@ def test_a_conversation_that_ends_with_its_end_token_is_one_answer(tmp_path: Pat
     assert (trained(row), len(row.response_mask)) == ("B<EOS>", 0)
 
 
+def test_a_conversation_may_begin_with_an_answer_that_is_not_trained(tmp_path: Path) -> None:
+    talk = [message("assistant", "hi", train=False), *TALK[:2]]
+    (row,) = rows_of(tmp_path, [{"talk": talk}], chat_template=True, conversation_key="talk")
+    assert (row.prompt, trained(row)) == ("<assistant>hi<eos>\n<user>a<assistant>", "B<EOS>\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[0].content.absent.x }}", "UndefinedError: 'str object' has no attribute 'absent'"),
+    ],
+)
+def test_whatever_the_template_raises_is_one_line_that_says_where(tmp_path: Path, template: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=f"data.jsonl:1: the chat template refuses these messages: {error}$"):
+        rows_of(tmp_path, [{"prompt": "a"}], template=template, chat_template=True)
+
+
 def test_a_template_that_forgets_cannot_train_several_turns(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.jsonl:1: the chat template writes message 4 .* otherwise") as caught:
         rows_of(tmp_path, [{"talk": TALK}], template=FORGETFUL, chat_template=True, conversation_key="talk")
@@ -156,13 +174,23 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_p
         ({"how": {"max_new_tokens": 2}}, {"sampling_key": "how"}, r"min_new_tokens must be >= 0 and <= .*\(2\), got 3"),
         ({"how": {"stop_token_ids": [44]}}, {"sampling_key": "how"}, "44 is not a token of the model's 44"),
         ({"how": {"stop": list("abc" * 11)}}, {"sampling_key": "how"}, "stop may hold 32 texts, got 33"),
+        ({"how": {"stop": ["a", "\ud800"]}}, {"sampling_key": "how"}, "'how': stop: half of a surrogate pair"),
         ({"how": 3}, {"sampling_key": "how"}, "must be an object of max_new_tokens"),
         ({"rm": "maths"}, {"reward_key": "rm"}, "names the reward 'maths', which is none of math, style"),
         ({"rm": "math"}, {"reward_key": "rm"}, "reward.kind = 'math' compares with one"),
         ({"tools": "{"}, {"tools_key": "tools", "chat_template": True}, "'tools' is not JSON"),
         ({"tools": ["add"]}, {"tools_key": "tools", "chat_template": True}, "must be a list of tools"),
+        ({"tools": [{"name": "\ud800"}]}, {"tools_key": "tools", "chat_template": True}, "'tools': half of a surr"),
+        ({"tools": [{"\ud800": 1}]}, {"tools_key": "tools", "chat_template": True}, "'tools': half of a surrogate"),
+        ({"tools": r'[{"a": "\ud800"}]'}, {"tools_key": "tools", "chat_template": True}, "'tools': half of a surr"),
+        ({"prompt": [message("user", "a", **{"\ud800": 1})]}, {"chat_template": True}, "half of a surrogate pair"),
         ({"talk": "hi"}, {"conversation_key": "talk", "chat_template": True}, "must be a list of chat messages"),
         ({"talk": TALK[:1]}, {"conversation_key": "talk", "chat_template": True}, "no message of the assistant"),
+        (
+            {"talk": TALK[1:]},
+            {"conversation_key": "talk", "chat_template": True},
+            "'talk' begins with an answer, .* put a message before it, or mark it \"train\": false",
+        ),
         (
             {"talk": [message("user", "a", train=True), *TALK[1:]]},
             {"conversation_key": "talk", "chat_template": True},

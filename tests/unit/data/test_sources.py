@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from asyncrl import config
 from asyncrl.data.prompts import PromptDataset
 from asyncrl.data.row_files import SavedRows
-from asyncrl.data.sources import shares, shuffled
+from asyncrl.data.sources import digests, shares, shuffled
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 
@@ -79,6 +80,32 @@ def test_weights_say_what_share_of_an_epoch_each_file_has(tmp_path: Path, shuffl
     ]
     if not shuffle:  # evenly spread
         assert "bb" not in "".join(prompt[0] for prompt in epochs[0])
+
+
+def test_a_file_that_its_weight_would_never_draw_is_refused(tmp_path: Path) -> None:
+    large = config.DataFile(path=write(tmp_path / "a.jsonl", "a", 90), weight=99.0)
+    small = config.DataFile(path=write(tmp_path / "b.jsonl", "b", 10), weight=0.4)
+    with pytest.raises(ConfigError, match="b.jsonl: its share .* never be drawn; raise the weight to 1,") as caught:
+        opened(files=(large, small))
+    assert "\n" not in str(caught.value)
+    drawn = prompts(opened(files=(large, replace(small, weight=1.0))), 0, 100)
+    assert Counter(prompt[0] for prompt in drawn) == {"a": 99, "b": 1}
+
+
+def test_the_digest_of_data_changes_with_the_contents_of_its_files_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "a", 3)
+    folder = saved(tmp_path / "train")
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"rows")
+    data = config.DataSection(files=(config.DataFile(path=f"{path}[1:]"), config.DataFile(path=str(folder))))
+    before = digests(data)
+    assert list(before) == [path, str(folder)]
+    write(Path(path), "a", 3)
+    (folder / "cache-1.arrow").write_bytes(b"")
+    assert digests(data) == before
+    write(Path(path), "a", 4)
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"others")
+    assert not set(digests(data).values()) & set(before.values())
+    assert digests(config.DataSection(source=SQUARES)) == {}
 
 
 def test_shares_are_whole_and_add_up() -> None:

@@ -19,7 +19,9 @@ def summary_of(run_file: Path, *overrides: str) -> Summary:
 def test_every_row_needs_the_label_that_its_reward_compares_with(run_file: Path, tmp_path: Path) -> None:
     data = tmp_path / "unlabelled.jsonl"
     data.write_text('{"prompt": "12"}\n')
-    summary_of(run_file, f"data.path={data}")  # a user's own reward may need only the prompt
+    summary = summary_of(run_file, f"data.path={data}")  # a user's own reward may need only the prompt
+    assert "labels            none in 'label' (data.label_key)" in str(summary)
+    assert "none in 'label'" not in str(summary_of(run_file))
     for kind in ("exact", "math"):
         with pytest.raises(ConfigError, match=f"unlabelled.jsonl:1: no label .* and reward.kind = '{kind}' compares"):
             summary_of(run_file, f"data.path={data}", f"reward.kind={kind}")

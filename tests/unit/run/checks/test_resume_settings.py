@@ -12,10 +12,13 @@ from asyncrl import config
 from asyncrl.cli import learner
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
+from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
+from asyncrl.run.assembly.build_learner import build_learner
 from asyncrl.run.checks import resume_settings
 from asyncrl.state.history import HISTORY_FILE, History
 from tests import ROOT
+from tests.harness.learning import demo_run, memory_bus
 
 
 @pytest.fixture
@@ -102,6 +105,32 @@ def test_data_in_another_order_is_said(run: RunConfig, caplog: pytest.LogCapture
     resume_settings.refuse_others(set_to(run, change))
     assert change.partition("=")[0] in caplog.messages[0]
     assert "the data has another order now" in caplog.messages[1]
+
+
+async def test_a_learner_says_which_data_file_changed_since_the_one_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    demo_task.write(tmp_path)
+    run, prompts = demo_run(tmp_path), tmp_path / "prompts.jsonl"
+    warnings = []
+    for rows in (32, 32, 20):
+        prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:rows]))
+        learner, _ = await build_learner(run, bus=memory_bus(), resume=False)
+        await learner.stop()
+        warnings.append([record.getMessage() for record in caplog.records if record.name == "asyncrl.check"])
+        caplog.clear()
+    assert [len(said) for said in warnings] == [0, 0, 1]
+    assert warnings[2][0].startswith(f"{prompts} changed since this run was last up: the data may have another order")
+
+
+def test_data_of_a_run_that_an_older_version_began_is_not_compared(
+    run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data.jsonl").write_text("{}")
+    run = set_to(run, f"data.path={tmp_path / 'data.jsonl'}")
+    begin(run)
+    assert list(resume_settings.compared_data(run)) == [f"{tmp_path / 'data.jsonl'}"]
+    assert not caplog.messages
 
 
 def test_a_learner_that_is_started_by_hand_is_refused_too(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

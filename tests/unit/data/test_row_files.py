@@ -1,0 +1,60 @@
+"""Rows of data files by number, whatever happens to the files."""
+
+from __future__ import annotations
+
+import errno
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.data.row_files import open_rows
+from asyncrl.errors import ConfigError
+
+
+def accept(row: dict[str, Any], where: str) -> None:
+    """Check nothing."""
+
+
+@pytest.mark.parametrize("first", [b"\xef\xbb\xbf\n", b"\xef\xbb\xbf \r\n", b"\n"])
+def test_a_first_line_with_only_a_byte_order_mark_is_blank(tmp_path: Path, first: bytes) -> None:
+    (tmp_path / "data.jsonl").write_bytes(first + b'{"prompt": "1"}\n')
+    rows = open_rows(tmp_path / "data.jsonl", check=accept)
+    assert (len(rows), rows.row(0), rows.where(0)) == (1, {"prompt": "1"}, f"{tmp_path}/data.jsonl:2")
+
+
+def write(path: Path, name: str) -> Path:
+    path.write_text("".join(f'{{"prompt": "{name}{i}"}}\n' for i in range(3)))
+    return path
+
+
+def test_rows_stay_those_that_were_checked_when_the_file_is_removed_or_replaced(tmp_path: Path) -> None:
+    rows = open_rows(write(tmp_path / "data.jsonl", "old"), check=accept)
+    write(tmp_path / "new.jsonl", "other").rename(tmp_path / "data.jsonl")
+    assert rows.row(1) == {"prompt": "old1"}
+    (tmp_path / "data.jsonl").unlink()
+    assert rows.row(2) == {"prompt": "old2"}
+
+
+class Failing(io.BytesIO):
+    """A file on a mount that goes away after its lines were counted."""
+
+    def seek(self, *_: int) -> int:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def refused(*_: Any) -> Any:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.parametrize(
+    ("opened", "problem"), [(lambda *_: Failing(b"{}\n"), "Stale file handle"), (refused, "Permission denied")]
+)
+def test_a_data_file_that_cannot_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Any, problem: str
+) -> None:
+    path = write(tmp_path / "data.jsonl", "n")
+    monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(ConfigError, match=f"data.jsonl: cannot be read: {problem}$"):
+        open_rows(path, check=accept)
