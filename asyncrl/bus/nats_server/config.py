@@ -27,6 +27,12 @@ from asyncrl.messages.topics import ROLES
 CONFIG_FILE: Final = "nats-server.conf"
 _CLUSTER: Final = "asyncrl"
 _PORT, _ROUTE_PORT = 4222, 6222
+_LAST_PORT: Final = 65535
+_LISTEN: Final = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^:\[\]\s/@]*):(-1|\d+)")
+"""With port -1 nats-server chooses a free one."""
+_LARGEST_MESSAGE: Final = 2**30
+"""nats-server counts the bytes of a message, including headers, in 31 bits."""
+_LONGEST_SYNC_SECONDS: Final = 86400.0
 SYNC_SECONDS: Final = 1.0
 """nats-server's default is two minutes. A power failure then loses the last two minutes of every stream."""
 
@@ -50,7 +56,10 @@ def node(text: str) -> Node:
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s/@]+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         raise ValueError(f"{text!r} is not HOST[:PORT[:ROUTE_PORT]]")
-    return Node(match[1], int(match[2] or _PORT), int(match[3] or _ROUTE_PORT))
+    made = Node(match[1], int(match[2] or _PORT), int(match[3] or _ROUTE_PORT))
+    if not (0 < made.port <= _LAST_PORT and 0 < made.route_port <= _LAST_PORT):
+        raise ValueError(f"ports must be in 1..{_LAST_PORT}, got {text!r}")
+    return made
 
 
 def server_config(
@@ -127,13 +136,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nodes = [node(text) for text in options.cluster or ()]
     except ValueError as error:
         parser.error(f"--cluster: {error}")
-    if nodes and (len(nodes) not in (3, 5) or len(set(nodes)) < len(nodes)):
+    addresses = {(one.host, port) for one in nodes for port in (one.port, one.route_port)}
+    if nodes and (len(nodes) not in (3, 5) or len(addresses) < 2 * len(nodes)):
         parser.error("--cluster takes three (or five) servers, each at another address")
     if nodes and options.listen:
         parser.error("--listen is for one server; --cluster says where its servers listen")
     _check_tls(parser, options)
-    if not options.sync_seconds >= 0:
-        parser.error(f"--sync-seconds must be 0 or more, got {options.sync_seconds}")
+    if options.listen and not ((found := _LISTEN.fullmatch(options.listen)) and int(found[1]) <= _LAST_PORT):
+        parser.error(f"--listen must be HOST:PORT with a port of at most {_LAST_PORT}, got {options.listen!r}")
+    if not 0 <= options.sync_seconds <= _LONGEST_SYNC_SECONDS:
+        parser.error(f"--sync-seconds must be in 0..{_LONGEST_SYNC_SECONDS:.0f}, got {options.sync_seconds}")
+    if not 0 < options.max_message_bytes <= _LARGEST_MESSAGE:
+        parser.error(f"--max-message-bytes must be in 1..{_LARGEST_MESSAGE}, got {options.max_message_bytes}")
     try:
         _write(options, nodes)
     except ConfigError as error:
@@ -148,6 +162,12 @@ def _check_tls(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             parser.error(f"{option} needs --tls-certificate and --tls-key: without them the server does not use TLS")
     if options.tls_cluster_ca and not options.cluster:
         parser.error("--tls-cluster-ca is for the routes of --cluster")
+    if options.cluster:
+        return  # the files are on the servers' hosts
+    for name in ("tls_certificate", "tls_key", "tls_client_ca"):
+        file: Path | None = getattr(options, name)
+        if file and not file.is_file():
+            parser.error(f"--{name.replace('_', '-')}: {file}: no such file")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -189,7 +209,12 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds between syncs of stored messages; a power failure loses what was stored since; 0: before each "
         "acknowledgement (default: %(default)s)",
     )
-    add("--tls-certificate", type=Path, help="PEM certificate of the server; requires TLS of all clients")
+    add(
+        "--tls-certificate",
+        type=Path,
+        help="PEM certificate of the server; requires TLS of all clients; with --cluster, certificate, key, "
+        "and CAs are paths on the servers' hosts",
+    )
     add("--tls-key", type=Path)
     add("--tls-client-ca", type=Path, help="PEM of a CA; clients must show a certificate that it signed")
     add("--tls-cluster-ca", type=Path, help="PEM of the CA that signed the servers' certificates, for their routes")

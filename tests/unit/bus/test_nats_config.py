@@ -37,6 +37,37 @@ def test_an_authority_of_routes_without_a_cluster_is_refused(
     assert "--tls-cluster-ca is for the routes of --cluster" in refused(capsys, tmp_path, *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--sync-seconds inf", "--sync-seconds must be in 0..86400, got inf"),
+        ("--sync-seconds nan", "--sync-seconds must be in 0..86400, got nan"),
+        ("--sync-seconds 1e10", "--sync-seconds must be in 0..86400, got 10000000000.0"),
+        ("--max-message-bytes -5", "--max-message-bytes must be in 1..1073741824, got -5"),
+        ("--max-message-bytes 1073741825", "--max-message-bytes must be in 1..1073741824, got 1073741825"),
+        ("--listen nonsense", "--listen must be HOST:PORT with a port of at most 65535, got 'nonsense'"),
+        ("--listen ::1:4222", "--listen must be HOST:PORT with a port of at most 65535, got '::1:4222'"),
+        ("--listen a:65536", "--listen must be HOST:PORT with a port of at most 65535, got 'a:65536'"),
+        ("--tls-certificate none.pem --tls-key none.key", "--tls-certificate: none.pem: no such file"),
+        ("--cluster a:99999 b c", "--cluster: ports must be in 1..65535, got 'a:99999'"),
+        ("--cluster a:4222:0 b c", "--cluster: ports must be in 1..65535, got 'a:4222:0'"),
+        ("--cluster a:4222:4222 b c", "--cluster takes three (or five) servers, each at another address"),
+        ("--cluster a a:4222:7000 c", "--cluster takes three (or five) servers, each at another address"),
+    ],
+)
+def test_a_value_with_which_no_server_starts_is_refused(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(capsys, tmp_path / "nats", *words.split()) == f"bin/nats-config: {said}"
+    assert not (tmp_path / "nats").exists()
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:-1", ":4222", "[::1]:4222", "nats.example.org:0"])
+def test_what_nats_server_listens_to_is_taken(listen: str, tmp_path: Path) -> None:
+    write(tmp_path, "--listen", listen)
+    assert json.loads((tmp_path / "nats-server.conf").read_text())["listen"] == listen
+
+
 # -- credentials that are there ----------------------------------------------------------------------------------------
 
 
