@@ -12,9 +12,10 @@ import pytest
 from aiohttp import web
 
 from asyncrl import config
+from asyncrl.config import plugins
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.protocols import Reward, Sample
-from asyncrl.rewards.load import load_reward
+from asyncrl.rewards.load import KINDS, load_reward
 from asyncrl.run.checks.run_file import check
 from tests import ROOT
 from tests.harness.rollouts import load, on_demo, prompt_of, sample_of, saying
@@ -67,6 +68,31 @@ async def test_the_rewards_of_the_page_judge_as_it_says(modules: list[str]) -> N
     assert await rewards("my_rewards:in_parts", [right]) == [Reward(value=1.1, parts={"right": 1, "polite": 0.1})]
     assert await rewards("my_rewards:watched", [right]) == [Reward(value=1, parts={"characters": 9})]
     assert [r.value for r in await rewards("from_verl:score", [sample_of("7", label="7"), wrong])] == [1, 0]
+
+
+def test_the_page_names_all_built_in_rewards_that_check_labels() -> None:
+    (said,) = re.findall(r"check_label\(label, metadata\).*", SHOWN)
+    classes = {kind: plugins.load(kind, where="reward.kind", table=KINDS) for kind in KINDS}
+    assert set(re.findall(r"`(\w+)`", said)) == {kind for kind, one in classes.items() if hasattr(one, "check_label")}
+
+
+THOUGHTS = {
+    "math": "\\boxed{4}",
+    "dapo": "Answer: 4",
+    "deepscaler": "\\boxed{4}",
+    "gpqa": "Answer: B",
+    "f1": "four",
+    "exact": "four",
+}
+
+
+@pytest.mark.parametrize(("kind", "answer"), THOUGHTS.items())
+def test_an_answer_in_the_thoughts_counts_where_the_page_says_so(kind: str, answer: str) -> None:
+    (whole,) = re.findall(r"- \*\*The whole completion:\*\*(.*)", SHOWN)
+    vote = load_reward(config.RewardSection(kind=kind)).function.vote  # type: ignore[attr-defined]
+    assert bool(vote(f"<think>{answer}</think>")) == (f"`{kind}`" in whole)
+    (strict,) = re.findall(r"0 if there is none:\*\*(.*)", SHOWN)
+    assert bool(vote(answer)) == (f"`{kind}`" not in strict)
 
 
 @pytest.fixture
