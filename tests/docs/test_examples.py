@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl import config
 from asyncrl.run.checks.run_file import check
 from tests import ROOT
-from tests.harness.rollouts import on_demo
+from tests.harness.rollouts import on_demo, sample_of
 
 EXAMPLES = ROOT / "examples"
+TUTORIAL = (ROOT / "docs" / "start" / "tutorial.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.toml")))
@@ -37,6 +42,27 @@ def test_the_demo_works_with_sglang_as_its_first_lines_say(demo: Path) -> None:
     run = config.load(EXAMPLES / "demo.toml", [*overrides, *on_demo(demo)])
     check(run)
     assert run.engine.kind == "sglang"
+
+
+def test_the_tutorial_shows_all_that_differs_between_its_run_and_the_example_for_gpus() -> None:
+    ours, shown = (
+        tomllib.loads(re.search(f'```toml\n(\\[run\\]\nname = "{name}".*?)```', TUTORIAL, re.DOTALL)[1])  # type: ignore[index]
+        for name in ("tutorial", "my-run")
+    )
+    theirs = tomllib.loads((EXAMPLES / "gpu.toml").read_text())
+    differs = {
+        name: {key: value for key, value in section.items() if ours.get(name, {}).get(key) != value}
+        for name, section in theirs.items()
+    }
+    assert shown == {name: section for name, section in differs.items() if section}
+
+
+def test_the_reward_of_the_tutorial_takes_any_text() -> None:
+    (module,) = re.findall(r"```python\n(# my_rewards\.py\n.*?)```", TUTORIAL, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(module, names)
+    texts = ["234", "x\u00b2 = 4\u0663", ""]
+    assert [names["counts_on"](dataclasses.replace(sample_of(text), prompt="1")) for text in texts] == [0.75, 0.0, 0.0]
 
 
 @pytest.mark.slow
