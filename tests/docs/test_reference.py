@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,12 @@ def test_every_generated_page_is_current() -> None:
     command = [sys.executable, REFERENCE / "make.py", "--check"]
     made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert (made.returncode, made.stdout) == (0, ""), f"run python docs/reference/make.py\n{made.stderr}"
+
+
+def test_every_environment_variable_of_the_code_is_listed() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "asyncrl").rglob("*.py"))
+    listed = set(re.findall(r"`(ASYNCRL_\w+)`", (REFERENCE / "cli.md").read_text()))
+    assert set(re.findall(r"\"(ASYNCRL_[A-Z_]+)\"", code)) - listed == set()
 
 
 def test_every_key_of_the_run_file_has_a_meaning() -> None:
