@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="source", type=Path, metavar="RUN_DIR", help="train a run file on the batches of this run"
     )
     parser.add_argument(
-        "--batches", default="", metavar="A:B", help="with --from: batches of steps A to B (default: all)"
+        "--batches", default="", metavar="A:B", help="with --from: batches of steps A to B, B included (default: all)"
     )
     parser.add_argument(
         "--times", type=int, default=1, metavar="N", help="with --from: repeat the batches N times (default: 1)"

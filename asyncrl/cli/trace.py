@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run_folder(parser)
-    parser.add_argument("--steps", default="", metavar="A:B", help="steps A to B (default: the last 200)")
+    parser.add_argument("--steps", default="", metavar="A:B", help="steps A to B, B included (default: the last 200)")
     parser.add_argument("--out", type=Path, help="file to write (default: RUN_DIR/trace.json)")
 
 
