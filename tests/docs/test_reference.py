@@ -27,3 +27,17 @@ def test_every_key_of_the_run_file_has_a_meaning() -> None:
     rows = [line for line in (REFERENCE / "configuration.md").read_text().splitlines() if line.startswith("| `")]
     assert len(rows) > 100
     assert [row for row in rows if not row.rsplit(" | ", 1)[1].strip(" |")] == []
+
+
+def test_the_table_of_other_frameworks_names_keys_of_the_run_file_and_those_that_a_recipe_sets() -> None:
+    table = (ROOT / "docs" / "concepts" / "glossary.md").read_text().partition("## From another framework")[2]
+    named = {key for line in table.splitlines() for key in re.findall(r"`([a-z]+\.[a-z_]+)", line.split(" | ")[0])}
+    sections = re.split(r"(?m)^## \[(\w+)\].*$", (REFERENCE / "configuration.md").read_text())[1:]
+    keys = {
+        f"{section}.{key}"
+        for section, text in zip(sections[::2], sections[1::2], strict=True)
+        for key in re.findall(r"(?m)^\| `(\w+)` ", text)
+    }
+    assert named - keys == set()
+    recipe = {"run.steps", "data.max_prompt_tokens", "rollout.max_running", "learner.steps_per_batch"}
+    assert recipe | {"reference.kl_coef", "evaluation.every_steps"} <= named
