@@ -165,9 +165,9 @@ def _check_tls(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     if options.cluster:
         return  # the files are on the servers' hosts
     for name in ("tls_certificate", "tls_key", "tls_client_ca"):
-        path: Path | None = getattr(options, name)
-        if path and not path.is_file():
-            parser.error(f"--{name.replace('_', '-')}: {path}: no such file")
+        file: Path | None = getattr(options, name)
+        if file and not file.is_file():
+            parser.error(f"--{name.replace('_', '-')}: {file}: no such file")
 
 
 class _Parser(argparse.ArgumentParser):
