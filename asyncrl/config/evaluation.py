@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.checks import MOST_WORKERS, positive, require
+from asyncrl.config.checks import MOST_STOPS, MOST_WORKERS, positive, require
 from asyncrl.config.data import require_template
 from asyncrl.config.reward import RewardSection
 
@@ -105,6 +105,7 @@ class EvaluationDataset:
             f"stop_token_ids must be token ids, >= 0, got {list(self.stop_token_ids)}",
         )
         require(all(self.stop), "stop holds an empty text, which every answer contains")
+        require(len(self.stop) <= MOST_STOPS, f"stop may hold {MOST_STOPS} texts, got {len(self.stop)}")
         for k in self.k:
             require(k >= 1, f"k = {k}: pass@k counts from k = 1")
             require(
