@@ -50,7 +50,7 @@ from asyncrl.engines.sglang.server import (
 from asyncrl.engines.sglang.settled import SettledVersion
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
-from asyncrl.engines.validation import check_prompt, check_sampling, check_weights
+from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
 from asyncrl.engines.version_spans import Version, format_version, parse_version
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams, WeightVersion
@@ -209,6 +209,7 @@ class SGLangEngine(EngineAdapter):
             vocabulary_size=self._model.vocabulary_size,
             context_tokens=self._model.context_tokens,
         )
+        check_stop_tokens(sampling, vocabulary_size=self._model.vocabulary_size)  # would kill the server
         async with self._place():
             with (self._adapters or self._loader).in_use() as (version, names):
                 reply = Reply(

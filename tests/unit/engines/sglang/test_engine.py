@@ -16,7 +16,7 @@ from aiohttp import test_utils, web
 
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.engines.sglang.weights import WeightLoader
-from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.errors import ConfigError, EngineDied, EngineError, PromptError, WeightsError
 from asyncrl.messages import SamplingParams
 from tests.harness.engines import PROMPT, Model
 from tests.unit.engines.sglang.test_reply import LENGTH, body, finished
@@ -110,6 +110,19 @@ async def test_an_old_server_is_asked_by_stream(fake: tuple[FakeServer, str], mo
     assert asked["stream"]
     assert asked["input_ids"] == PROMPT.tolist()
     assert engine.stats().tokens_generated == 4
+    await engine.close()
+
+
+async def test_stop_tokens_beyond_the_vocabulary_are_refused_before_they_kill_the_server(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    num_asked = len(server.asked)
+    with pytest.raises(PromptError, match="stop_token_ids holds token 99999"):
+        await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, stop_token_ids=(99999,)), seed=0)
+    assert len(server.asked) == num_asked
     await engine.close()
 
 
