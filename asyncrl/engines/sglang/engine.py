@@ -348,6 +348,7 @@ class SGLangEngine(EngineAdapter):
         return generate_request(
             prompt_tokens,
             sampling,
+            vocabulary_size=self._model.vocabulary_size,
             stream_interval=self._options.stream_interval if stream and self._has_spans else None,
             tells_experts=self._model.experts is not None and sampling.is_trained,
             stream=stream,

@@ -113,6 +113,19 @@ async def test_an_old_server_is_asked_by_stream(fake: tuple[FakeServer, str], mo
     await engine.close()
 
 
+@pytest.mark.parametrize(("top_k", "sent"), [(0, -1), (2, 2), (2**31, -1), (2**40, -1)])
+async def test_a_top_k_that_leaves_out_no_token_is_not_sent(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, top_k: int, sent: int
+) -> None:
+    """SGLang keeps it in 32 bits, and a larger number ends the server."""
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, top_k=top_k, is_trained=False), seed=0)
+    assert server.asked[-1][1]["sampling_params"]["top_k"] == sent
+    await engine.close()
+
+
 async def test_stop_tokens_beyond_the_vocabulary_are_refused_before_they_kill_the_server(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
