@@ -48,8 +48,8 @@ class EvaluationDataset:
     limit: int = 0
     """Evaluate only the first prompts, up to this number; 0: all."""
     max_prompt_tokens: int = 0
-    """Maximum prompt length. A longer prompt is refused, not skipped: an evaluation covers every prompt. 0: the context
-    length of the model."""
+    """Maximum prompt length. A longer prompt is refused, not skipped: an evaluation covers every prompt. 0: what
+    max_new_tokens leaves of the engine's context."""
     samples: int = 1
     """Number of answers per prompt, n."""
     k: tuple[int, ...] = ()

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
-from asyncrl.engines.sglang import memory, rope, served_model
+from asyncrl.engines.sglang import context, memory, rope, served_model
 from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient, lines
@@ -123,6 +123,10 @@ class SGLangEngine(EngineAdapter):
         options: Options = cls.options(run)
         return 0 if options.url or run.engine.device == "cpu" else options.tensor_parallel
 
+    @classmethod
+    def context_tokens(cls, run: RunConfig, *, of_model: int) -> int:
+        return context.before_start(cls.options(run), device=run.engine.device, of_model=of_model)
+
     def __init__(
         self,
         model_path: Path,
@@ -152,7 +156,7 @@ class SGLangEngine(EngineAdapter):
         )
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._tells_experts = tells_experts
-        self._max_running = 2**31
+        self._context_tokens = self._max_running = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
         self._has_spans, self._late_tokens = False, 1
         self._settled = SettledVersion(version, self._ask_for_a_token)
@@ -207,7 +211,7 @@ class SGLangEngine(EngineAdapter):
             prompt_tokens,
             max_new_tokens=sampling.max_new_tokens,
             vocabulary_size=self._model.vocabulary_size,
-            context_tokens=self._model.context_tokens,
+            context_tokens=self._context_tokens,
         )
         check_stop_tokens(sampling, vocabulary_size=self._model.vocabulary_size)  # would kill the server
         async with self._place():
@@ -306,6 +310,9 @@ class SGLangEngine(EngineAdapter):
         model = await self._client.get("/model_info")
         self._late_tokens = 0 if info.get("disable_overlap_schedule") else 1
         self._max_running = int(info.get("max_running_requests") or self._max_running)
+        self._context_tokens = context.of_server(
+            info, self._options, url=self.url, device=self._device, of_model=self._model.context_tokens
+        )
         self._loader.version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
         self._loader.ranks_with_loader = ranks_with_loader(info) if self._server else 0

@@ -34,6 +34,7 @@ class FakeServer:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.version = "0.5.16"
         self.weight_version = "default"
+        self.info: dict[str, Any] = {}
         self.update_status = 200
         self.is_silent = self.is_paused = self.is_proxy = False
         self.ended: list[Any] = []
@@ -52,7 +53,7 @@ class FakeServer:
             request.transport.abort()
         self.callers.setdefault(path, set()).add(request.transport.get_extra_info("peername")[1])
         if path == "/server_info":
-            return web.json_response({"version": self.version, "max_running_requests": 1})
+            return web.json_response({"version": self.version, "max_running_requests": 1} | self.info)
         if path == "/model_info":
             return web.json_response({"weight_version": self.weight_version})
         if path == "/update_weights_from_disk" and self.update_status == 500:
@@ -110,6 +111,19 @@ async def test_an_old_server_is_asked_by_stream(fake: tuple[FakeServer, str], mo
     assert asked["stream"]
     assert asked["input_ids"] == PROMPT.tolist()
     assert engine.stats().tokens_generated == 4
+    await engine.close()
+
+
+async def test_a_request_that_the_server_would_refuse_or_cut_short_is_refused_for_its_prompt(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    server.info = {"max_req_input_len": len(PROMPT) + 4}
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    await engine.generate(PROMPT, SHORT, seed=0)
+    with pytest.raises(PromptError, match=r"5 prompt tokens \+ max_new_tokens=5 exceed the engine's context of 9"):
+        await engine.generate(PROMPT, SamplingParams(max_new_tokens=5), seed=0)
     await engine.close()
 
 
