@@ -14,6 +14,8 @@ MOST_WORKERS: Final = 65_536
 """Default connection limit of a nats-server. Each worker uses at least one connection."""
 MOST_THREADS: Final = 4096
 """Per process; no machine has that many CPUs."""
+MOST_STOPS: Final = 32
+"""Limit of SGLang for the stop texts of a request."""
 
 
 def require(condition: bool, problem: str) -> None:

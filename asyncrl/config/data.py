@@ -71,7 +71,8 @@ class DataSection:
     epochs: int = 0
     """Passes over the data; 0: repeat it until run.steps."""
     max_prompt_tokens: int = 1024
-    """Prompts longer than this many tokens are skipped and counted."""
+    """Prompts longer than this many tokens are skipped and counted. So are prompts that leave less than
+    rollout.max_new_tokens of the engine's context, which is the model's; SGLang's is 6 tokens shorter."""
 
     def __post_init__(self) -> None:
         positive(self, "max_prompt_tokens")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.checks import MOST_WORKERS, positive, require
+from asyncrl.config.checks import MOST_STOPS, MOST_WORKERS, positive, require
 from asyncrl.config.data import require_template
 from asyncrl.config.reward import RewardSection
 
@@ -48,8 +48,8 @@ class EvaluationDataset:
     limit: int = 0
     """Evaluate only the first prompts, up to this number; 0: all."""
     max_prompt_tokens: int = 0
-    """Maximum prompt length. A longer prompt is refused, not skipped: an evaluation covers every prompt. 0: the context
-    length of the model."""
+    """Maximum prompt length. A longer prompt is refused, not skipped: an evaluation covers every prompt. 0: what
+    max_new_tokens leaves of the engine's context."""
     samples: int = 1
     """Number of answers per prompt, n."""
     k: tuple[int, ...] = ()
@@ -105,6 +105,7 @@ class EvaluationDataset:
             f"stop_token_ids must be token ids, >= 0, got {list(self.stop_token_ids)}",
         )
         require(all(self.stop), "stop holds an empty text, which every answer contains")
+        require(len(self.stop) <= MOST_STOPS, f"stop may hold {MOST_STOPS} texts, got {len(self.stop)}")
         for k in self.k:
             require(k >= 1, f"k = {k}: pass@k counts from k = 1")
             require(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl.config.bus import BusSection
-from asyncrl.config.checks import MOST_WORKERS, positive, require
+from asyncrl.config.checks import MOST_STOPS, MOST_WORKERS, positive, require
 from asyncrl.config.curriculum import CurriculumSection
 from asyncrl.config.data import DataSection
 from asyncrl.config.evaluation import EvaluationSection
@@ -24,8 +24,6 @@ from asyncrl.config.reward import RewardSection
 from asyncrl.config.staleness import StalenessSection
 
 _LONGEST_NAME: Final = 128
-_MOST_STOPS: Final = 32
-"""Limit of SGLang."""
 
 Mode = Literal["sync", "one_step_off", "async"]
 
@@ -185,7 +183,7 @@ class RolloutSection:
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
         require(all(self.stop), "stop holds an empty text, which every answer contains")
-        require(len(self.stop) <= _MOST_STOPS, f"stop may hold {_MOST_STOPS} texts, got {len(self.stop)}")
+        require(len(self.stop) <= MOST_STOPS, f"stop may hold {MOST_STOPS} texts, got {len(self.stop)}")
         require(
             0 <= self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens must be >= 0 and <= max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}",

@@ -171,7 +171,7 @@ class PromptDataset:
             return f"all {prompts} have more than data.max_prompt_tokens = {self._most_tokens} tokens"
         return (
             f"all {prompts} have more than {self._most_tokens} tokens, which is what rollout.max_new_tokens leaves of "
-            "the model's context"
+            "the engine's context"
         )
 
     def _made(self, found: Found) -> PromptRow:

@@ -39,6 +39,14 @@ class EngineAdapter(Adapter):
         return False
 
     @classmethod
+    def context_tokens(cls, run: RunConfig, *, of_model: int) -> int:
+        """Return how many tokens a prompt and its answer may have together.
+
+        of_model  context length of the model in tokens, which is the limit unless the engine takes less
+        """
+        return of_model
+
+    @classmethod
     def build(cls, run: RunConfig, *, name: str) -> Engine:
         """Create the engine of rollout worker ``name`` without starting it.
 

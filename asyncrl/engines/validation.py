@@ -30,7 +30,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 def check_prompt(
     prompt_tokens: NDArray[np.int32], *, max_new_tokens: int, vocabulary_size: int, context_tokens: int
 ) -> None:
-    """Refuse a prompt that the model cannot continue. Raises PromptError."""
+    """Refuse a prompt that the engine cannot continue. Raises PromptError."""
     if not len(prompt_tokens):
         raise PromptError("the prompt is empty")
     low, high = int(prompt_tokens.min()), int(prompt_tokens.max())
@@ -40,7 +40,7 @@ def check_prompt(
         )
     if len(prompt_tokens) + max_new_tokens > context_tokens:
         raise PromptError(
-            f"{len(prompt_tokens)} prompt tokens + max_new_tokens={max_new_tokens} exceed the model's context of "
+            f"{len(prompt_tokens)} prompt tokens + max_new_tokens={max_new_tokens} exceed the engine's context of "
             f"{context_tokens} tokens"
         )
 

@@ -84,7 +84,7 @@ class Generate(Protocol):
 
     @property
     def context_tokens(self) -> int:
-        """Context length of the engine's model in tokens: prompt and answer together."""
+        """Tokens that the engine takes in one call, prompt and answer together; at most the model's context."""
         ...
 
     @property

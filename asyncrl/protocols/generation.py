@@ -21,7 +21,8 @@ class Generation:
     """Tokens that an engine sampled after a prompt.
 
     tokens         i32[T]
-    logprobs       f32[T] under the sampling distribution
+    logprobs       f32[T] under the sampling distribution. Where top_p, top_k or temperature 0 truncate it, which only
+                   evaluations do, SGLang reports those of the whole distribution (for temperature 0, of temperature 1)
     finish_reason  empty while the generation is in progress
     experts        routing of the last tokens of prompt and answer (messages/routing.py); empty if the engine does not
                    report it

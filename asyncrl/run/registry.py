@@ -256,6 +256,11 @@ def engine(run: RunConfig, *, name: str) -> Engine:
     return engine_class(run).build(resolved, name=name)
 
 
+def context_tokens(run: RunConfig) -> int:
+    """Return how many tokens a prompt and its answer may have together in the run's engine. Raises ConfigError."""
+    return engine_class(run).context_tokens(run, of_model=check_model(Path(run.model.path)).context_tokens)
+
+
 def routing_replay(run: RunConfig) -> RoutingReplay:
     """Decide on routing replay. Raises ConfigError if it is required but not possible."""
     from asyncrl.run.routing_replay import decide

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 
+from asyncrl.config import EngineSection
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.version_spans import Version
-from asyncrl.errors import ConfigError, EngineError, WeightsError
+from asyncrl.errors import ConfigError, EngineError, PromptError, WeightsError
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.protocols import Engine, Generation, PartialGeneration
+from asyncrl.run import registry
+from tests.harness import contract_adapters
 from tests.harness.engines import (
     LONG,
     PROMPT,
@@ -96,10 +99,39 @@ async def test_many_generations_run_at_once_and_each_is_right(engine: Engine, ol
     assert engine.stats().tokens_generated >= sum(sampling.max_new_tokens for sampling in samplings)
 
 
+async def test_an_answer_has_all_its_tokens_in_what_the_engine_takes_of_the_context(
+    engine: Engine, adapter: tuple[str, Any], old: Model, tmp_path: Path
+) -> None:
+    of_model = old.network.config.max_position_embeddings
+    section = EngineSection(kind=adapter[0].removesuffix("-stream"), device="cpu")
+    run = contract_adapters.run_of(model=old.folder, directory=tmp_path, engine=section)
+    most = registry.engine_class(run).context_tokens(run, of_model=of_model)
+    assert most <= of_model
+    for num_new in (1, 2, 12):
+        prompt, sampling = np.full(most - num_new, 4, np.int32), SamplingParams(max_new_tokens=num_new, ignore_eos=True)
+        for partial in (None, PartialGeneration()):
+            answer = await engine.generate(prompt, sampling, seed=0, partial=partial)
+            assert (len(answer.tokens), answer.finish_reason) == (num_new, "length")
+        with pytest.raises(PromptError):
+            await engine.generate(np.append(prompt, prompt[:1]), sampling, seed=0)
+
+
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}, {"frequency_penalty": 0.5}])
 async def test_truncated_sampling_is_refused(engine: Engine, truncation: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="truncated"):
         await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, **truncation), seed=0)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}])
+async def test_logprobs_of_an_evaluation_are_of_the_tokens_left_and_with_sglang_of_all(
+    engine: Engine, adapter: tuple[str, Any], old: Model, options: dict[str, float]
+) -> None:
+    sampling = SamplingParams(max_new_tokens=20, ignore_eos=True, is_trained=False, **options)
+    answer = await engine.generate(PROMPT, sampling, seed=0)
+    if adapter[0].startswith("sglang"):
+        assert Check(old)(answer) < TOLERANCE
+    else:  # one token is left
+        np.testing.assert_allclose(answer.logprobs, 0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("prompt", [[], [4, 10_000], [4] * 5000])

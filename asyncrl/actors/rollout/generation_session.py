@@ -66,7 +66,7 @@ class GenerationSession:
 
     @property
     def context_tokens(self) -> int:
-        return self._engine.context_tokens
+        return self._engine.request_tokens
 
     @property
     def attempt(self) -> int:

@@ -22,7 +22,8 @@ class SharedEngine:
 
     slots           limits samples in progress over all stages that share them
     waits           wait tracker of the worker and its stages: one list for the process
-    context_tokens  context length of its model in tokens, prompt included
+    context_tokens  context length of its model in tokens: limit of a trajectory with its prompt
+    request_tokens  tokens that a prompt and its answer may have together in a generation: at most context_tokens
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class SharedEngine:
         max_running: int,
         max_ungraded: int = 2**31,
         context_tokens: int = 2**31,
+        request_tokens: int = 2**31,
     ) -> None:
         self.engine = engine
         self.follower = follower
         self.context_tokens = context_tokens
+        self.request_tokens = min(request_tokens, context_tokens)
         self.slots = SampleSlots(max_running, max_ungraded=max_ungraded)
         self.waits = WaitTracker()
         self._activity = Activity()

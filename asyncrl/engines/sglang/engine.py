@@ -26,15 +26,16 @@ from numpy.typing import NDArray
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
-from asyncrl.engines.sglang import memory, rope
+from asyncrl.engines.sglang import context, memory, rope, served_model
 from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient, lines
 from asyncrl.engines.sglang.health import first_answer, until_healthy
 from asyncrl.engines.sglang.options import Options as Options
 from asyncrl.engines.sglang.reply import Reply
-from asyncrl.engines.sglang.routed_experts import OPTION, ExpertShape
+from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.engines.sglang.sampling import generate_request
+from asyncrl.engines.sglang.served_model import ServedModel
 from asyncrl.engines.sglang.server import (
     ServerProcess,
     check_architecture,
@@ -49,15 +50,13 @@ from asyncrl.engines.sglang.server import (
 from asyncrl.engines.sglang.settled import SettledVersion
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
-from asyncrl.engines.validation import check_prompt, check_sampling, check_weights
+from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
 from asyncrl.engines.version_spans import Version, format_version, parse_version
-from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
 from asyncrl.protocols.adapter import RunConfig
-from asyncrl.tensors import fp8
 from asyncrl.tensors.device import resolve_device
-from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +123,10 @@ class SGLangEngine(EngineAdapter):
         options: Options = cls.options(run)
         return 0 if options.url or run.engine.device == "cpu" else options.tensor_parallel
 
+    @classmethod
+    def context_tokens(cls, run: RunConfig, *, of_model: int) -> int:
+        return context.before_start(cls.options(run), device=run.engine.device, of_model=of_model)
+
     def __init__(
         self,
         model_path: Path,
@@ -143,7 +146,7 @@ class SGLangEngine(EngineAdapter):
         quantized      folder for the 8-bit copy of the model; None if weights stay in their trained dtype
         tells_experts  whether to report the experts of each token, for answers to be trained
         """
-        self._model_path, self._quantized = model_path, quantized
+        self._model, self._quantized = ServedModel(path=model_path), quantized  # until the folder is read
         self._device, self._dtype = device, dtype
         self._first_version = version
         self._options, self._log_path = options, log_path
@@ -153,10 +156,7 @@ class SGLangEngine(EngineAdapter):
         )
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._tells_experts = tells_experts
-        self._experts: ExpertShape | None = None  # until config.json is read
-        self._shapes: Shapes = {}
-        self._optional_names: frozenset[str] = frozenset()
-        self._vocabulary_size = self._context_tokens = self._max_running = 2**31
+        self._context_tokens = self._max_running = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
         self._has_spans, self._late_tokens = False, 1
         self._settled = SettledVersion(version, self._ask_for_a_token)
@@ -180,8 +180,10 @@ class SGLangEngine(EngineAdapter):
             raise
 
     async def _start(self) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._reader, self._read_model_folder)
+        read = functools.partial(
+            served_model.read, self._model.path, quantized=self._quantized, tells_experts=self._tells_experts
+        )
+        self._model = await asyncio.get_running_loop().run_in_executor(self._reader, read)
         is_ours = not self.url
         self._client.open(is_ours=is_ours)
         if is_ours:
@@ -208,16 +210,17 @@ class SGLangEngine(EngineAdapter):
         check_prompt(
             prompt_tokens,
             max_new_tokens=sampling.max_new_tokens,
-            vocabulary_size=self._vocabulary_size,
+            vocabulary_size=self._model.vocabulary_size,
             context_tokens=self._context_tokens,
         )
+        check_stop_tokens(sampling, vocabulary_size=self._model.vocabulary_size)  # would kill the server
         async with self._place():
             with (self._adapters or self._loader).in_use() as (version, names):
                 reply = Reply(
                     sent_version=version,
                     first_version=self._first_version,
                     keeps_version=bool(names),
-                    experts=self._experts if sampling.is_trained else None,
+                    experts=self._model.experts if sampling.is_trained else None,
                     num_prompt_tokens=len(prompt_tokens),
                 )
                 partial.follow(reply)
@@ -229,7 +232,9 @@ class SGLangEngine(EngineAdapter):
         self._client.check_open()
         if self._adapters is not None:
             return await self._adapters.load(weights.order, Path(weights.uri))
-        check = functools.partial(check_weights, weights, expected=self._shapes, optional=self._optional_names)
+        check = functools.partial(
+            check_weights, weights, expected=self._model.shapes, optional=self._model.optional_names
+        )
         folder = await asyncio.get_running_loop().run_in_executor(self._reader, check)
         return await self._loader.load(weights, folder)
 
@@ -275,20 +280,6 @@ class SGLangEngine(EngineAdapter):
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
-    def _read_model_folder(self) -> None:
-        try:
-            if self._quantized is not None:
-                self._model_path = fp8.model_folder(self._model_path, self._quantized)
-            config = json.loads((self._model_path / "config.json").read_text())
-            self._shapes = trained_shapes(read_shapes(self._model_path), config)
-        except (OSError, ValueError, WeightsError) as error:
-            raise ConfigError(f"model.path={self._model_path}: {error}") from error
-        self._vocabulary_size = int(config.get("vocab_size", self._vocabulary_size))
-        self._context_tokens = int(config.get("max_position_embeddings", self._context_tokens))
-        if config.get("tie_word_embeddings"):
-            self._optional_names = frozenset({"lm_head.weight"})
-        self._experts = ExpertShape.of(config) if self._tells_experts else None
-
     async def _launch(self) -> None:
         check_installed()
         given = dict(self._options.server_arguments)
@@ -296,7 +287,7 @@ class SGLangEngine(EngineAdapter):
         check_dtype(self._dtype, device=self._device, server_arguments=given)
         port = free_port()
         command = server_command(
-            self._model_path,
+            self._model.path,
             device=self._device,
             dtype=self._dtype,
             port=port,
@@ -304,7 +295,7 @@ class SGLangEngine(EngineAdapter):
             tensor_parallel=self._options.tensor_parallel,
             is_fp8=self._quantized is not None,
             stream_interval=self._options.stream_interval,
-            server_arguments=server_arguments(self._lora, self._shapes, device=self._device) | given,
+            server_arguments=server_arguments(self._lora, self._model.shapes, device=self._device) | given,
             tells_experts=self._tells_experts,
         )
         log.info("starting SGLang, output in %s: %s", self._log_path, " ".join(command))
@@ -319,6 +310,9 @@ class SGLangEngine(EngineAdapter):
         model = await self._client.get("/model_info")
         self._late_tokens = 0 if info.get("disable_overlap_schedule") else 1
         self._max_running = int(info.get("max_running_requests") or self._max_running)
+        self._context_tokens = context.of_server(
+            info, self._options, url=self.url, device=self._device, of_model=self._model.context_tokens
+        )
         self._loader.version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
         self._loader.ranks_with_loader = ranks_with_loader(info) if self._server else 0
@@ -328,8 +322,8 @@ class SGLangEngine(EngineAdapter):
             self._client.order,
             self._loader,
             num_ranks=int(info.get("tp_size") or 1),
-            shapes=self._shapes,
-            optional=self._optional_names,
+            shapes=self._model.shapes,
+            optional=self._model.optional_names,
         )
         check_pause(self._options.pause, url=self.url, version=str(info.get("version", "0")))
         answer = await first_answer(self._client, self._short_request(), seconds=self._options.start_seconds)
@@ -361,8 +355,9 @@ class SGLangEngine(EngineAdapter):
         return generate_request(
             prompt_tokens,
             sampling,
+            vocabulary_size=self._model.vocabulary_size,
             stream_interval=self._options.stream_interval if stream and self._has_spans else None,
-            tells_experts=self._experts is not None and sampling.is_trained,
+            tells_experts=self._model.experts is not None and sampling.is_trained,
             stream=stream,
             # Key of the prefix cache: unique to this engine, and new after every load.
             extra_key=f"{self._cache_owner}:{self._loader.num_loads}",

@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncrl.engines.sglang.routed_experts import ExpertShape
 from asyncrl.engines.version_spans import SpanRecorder, Version, parse_version
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, PromptError
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, last
 from asyncrl.protocols import Generation
 
@@ -101,7 +101,7 @@ class Reply:
         reason = str(self._finish.get("type"))
         if reason not in ("stop", "length", "abort"):
             raise EngineError(f"the server finished a generation with {self._finish}")
-        if not self._tokens or int(self._finish.get("status_code") or 0) >= 400:
+        if not self._tokens:
             raise EngineError(f"the server failed the request: {self._finish.get('message') or reason}")
         generation = self.so_far()
         if not np.isfinite(generation.logprobs).all():
@@ -109,8 +109,7 @@ class Reply:
         return generation
 
     def _take_tokens(self, body: Mapping[str, Any]) -> None:
-        if "error" in body:
-            raise EngineError(f"the server reports: {body['error']}")
+        _raise_failure(body)
         meta = body["meta_info"]
         entries = meta.get("output_token_logprobs") or []
         # Whether a chunk repeats tokens or not, it ends at the number of tokens so far.
@@ -126,3 +125,20 @@ class Reply:
 
     def _version(self, text: str) -> Version:
         return self._sent_version if self._keeps_version else parse_version(text, default=self._first_version)
+
+
+def _raise_failure(body: Mapping[str, Any]) -> None:
+    """Raise what the server reports instead of an answer: PromptError if it refuses the request, else EngineError.
+
+    Such a chunk may count a token that it does not carry, so this comes before its tokens.
+    """
+    if "error" in body:
+        error = body["error"] if isinstance(body["error"], Mapping) else {"message": body["error"]}
+        status, message = error.get("code"), error.get("message")
+    else:
+        finish = body["meta_info"].get("finish_reason") or {}
+        status, message = finish.get("status_code"), finish.get("message")
+        if not isinstance(status, int) or status < 400:
+            return
+    kind = PromptError if status == 400 else EngineError
+    raise kind(f"the server failed the request: {message or status}")

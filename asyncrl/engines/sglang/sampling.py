@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from asyncrl.messages import SamplingParams
 
 
-def sampling_params(sampling: SamplingParams) -> dict[str, Any]:
+def sampling_params(sampling: SamplingParams, *, vocabulary_size: int) -> dict[str, Any]:
     """Set every parameter explicitly: the server may take defaults from the model's generation_config.json."""
+    keeps_all = not 0 < sampling.top_k < vocabulary_size  # a number of more than 32 bits ends the server
     return {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
+        "top_k": -1 if keeps_all else sampling.top_k,
         "min_p": 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": sampling.presence_penalty,
@@ -33,6 +34,7 @@ def generate_request(
     prompt_tokens: NDArray[np.int32],
     sampling: SamplingParams,
     *,
+    vocabulary_size: int,
     stream: bool,
     stream_interval: int | None,
     tells_experts: bool,
@@ -43,7 +45,7 @@ def generate_request(
     return {
         "rid": uuid.uuid4().hex,
         "input_ids": prompt_tokens.tolist(),
-        "sampling_params": sampling_params(sampling) | interval,
+        "sampling_params": sampling_params(sampling, vocabulary_size=vocabulary_size) | interval,
         "return_logprob": True,
         "return_routed_experts": tells_experts,
         "stream": stream,

@@ -41,7 +41,7 @@ INSTALL_HINT = (
     "engine.kind = 'inprocess' needs neither"
 )
 
-_CPU_ARGUMENTS: Mapping[str, Any] = {
+CPU_ARGUMENTS: Mapping[str, Any] = {
     "attention-backend": "torch_native",  # the default needs AMX kernels
     "sampling-backend": "pytorch",
     "mem-fraction-static": 0.1,
@@ -154,7 +154,7 @@ def server_command(
         "skip-server-warmup": True,  # its prompt crashes a GPU server if the tokenizer knows none of its words
         "custom-weight-loader": [LOADER],
         **({OPTION: True} if tells_experts else {}),
-        **(_CPU_ARGUMENTS if device == "cpu" else {}),
+        **(CPU_ARGUMENTS if device == "cpu" else {}),
         **prefill_arguments(model_path, server_arguments, device=device, tensor_parallel=tensor_parallel),
         **({"quantization": "fp8"} if is_fp8 else {}),
         **{option_name(key): value for key, value in server_arguments.items()},

@@ -43,6 +43,7 @@ async def build_worker(
         max_running=run.rollout.max_running,
         max_ungraded=run.reward.max_ungraded,
         context_tokens=model.context_tokens,
+        request_tokens=registry.context_tokens(run),
     )
     partial_rollouts = PartialRollouts(
         bus,

@@ -19,6 +19,7 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.load import label_check, needs_label, rewards_of_rows
 from asyncrl.rollouts import load as rollout_functions
+from asyncrl.run import registry
 from asyncrl.run.assembly.evaluation_sets import (
     look_at_rows,
     open_set,
@@ -62,6 +63,9 @@ def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
     limits = _limits(run)
     rows = index_rows(run) if rows is None else rows
     tokenizer = load_tokenizer(Path(run.model.path))
+    if rollout_functions.traits(run.rollout.function).samples:
+        most = registry.context_tokens(run) - run.rollout.max_new_tokens
+        limits = dataclasses.replace(limits, prompt_tokens=most)
     return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits, rows=rows)
 
 
@@ -76,7 +80,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
             dataset,
             tokenizer=tokenizer,
             max_new_tokens=run.rollout.max_new_tokens,
-            context_tokens=model.context_tokens,
+            context_tokens=registry.context_tokens(run),
             vocabulary=model.vocab_size,
             limits=_limits_of_set(run, reward),
         )
@@ -110,10 +114,8 @@ def _limits_of_set(run: RunConfig, reward: RewardSection) -> RowLimits:
 
 def _limits(run: RunConfig) -> RowLimits:
     model = check_model_at("model.path", Path(run.model.path))
-    context = model.context_tokens
-    samples = rollout_functions.traits(run.rollout.function).samples
     return RowLimits(
-        prompt_tokens=context - run.rollout.max_new_tokens if samples else context,
+        prompt_tokens=model.context_tokens,
         row_bytes=run.bus.max_message_bytes - run.largest_prompt_bytes,
         labelled_for=run.reward.kind if needs_label(run.reward) else "",
         check_label=label_check(run.reward),

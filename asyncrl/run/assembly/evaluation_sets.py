@@ -62,7 +62,7 @@ def open_set(
     """Read and tokenise a data set. Raises ConfigError for the first row that cannot be a prompt.
 
     max_new_tokens  limit for an answer if the data set has none
-    context_tokens  context length of the model, including the answer
+    context_tokens  tokens that a prompt and its answer may have together in the engine
     vocabulary      vocabulary size of the model
     limits          limits of its rows, from ``row_limits``
     """
@@ -71,8 +71,8 @@ def open_set(
     where = f"evaluation.datasets: {dataset.name}"
     if most < 1:
         raise ConfigError(
-            f"{where}: {max_new_tokens:,} new tokens leave no room for a prompt in the model's context of "
-            f"{context_tokens:,}; use fewer"
+            f"{where}: {max_new_tokens:,} new tokens leave no room for a prompt in the engine's context of "
+            f"{context_tokens:,} tokens; use fewer"
         )
     if dataset.min_new_tokens > max_new_tokens:
         raise ConfigError(

@@ -76,6 +76,7 @@ def check_worker(run: RunConfig) -> None:
     """Same as ``check``, for a machine that runs only a rollout worker: no data, no learner."""
     _check_of_worker_before_torch(run)
     _check_engine_and_channel(run)
+    _check_context(run, registry.context_tokens(run))
     registry.engine_class(run).check_machine(run)
     registry.check_reward_machine(run, grades_training=not run.reward.workers)
     rollout_functions.check_machine(run.rollout)
@@ -125,6 +126,7 @@ def _check_settings(run: RunConfig) -> None:
     check_before_torch(run)
     algorithm = registry.algorithm(run)  # imports torch only
     _check_engine_and_channel(run)  # may import transformers
+    _check_context(run, registry.context_tokens(run))
     _check_given(run, algorithm)
     _check_reward(run, algorithm)
     if algorithm.advantage.has_group_baseline and run.rollout.group_size < 2:
@@ -192,7 +194,7 @@ def _check_of_worker_before_torch(run: RunConfig) -> None:
     _check_bus(run)
     model = check_model_at("model.path", Path(run.model.path))
     _check_sampling(run, model)
-    _check_context(run, model)
+    _check_context(run, model.context_tokens)
     registry.load_reward(run)
     registry.load_evaluation_rewards(run)
     evaluation.check_section(run)
@@ -310,12 +312,14 @@ def _check_log(run: RunConfig, largest: int) -> None:
         )
 
 
-def _check_context(run: RunConfig, model: ModelFolder) -> None:
-    new, context = run.rollout.max_new_tokens, model.context_tokens
+def _check_context(run: RunConfig, context: int) -> None:
+    """context: tokens that a prompt and its answer may have together"""
+    new = run.rollout.max_new_tokens
     if new >= context and rollout_functions.traits(run.rollout.function).samples:
         raise ConfigError(
-            f"rollout.max_new_tokens: {new:,} new tokens leave no room for a prompt in the model's context of "
-            f"{context:,} (max_position_embeddings in {model.path / 'config.json'}); use fewer"
+            f"rollout.max_new_tokens: {new:,} new tokens leave no room for a prompt in the {context:,} tokens that "
+            f'engine.kind = "{run.engine.kind}" takes (at most max_position_embeddings in '
+            f"{Path(run.model.path) / 'config.json'}); use fewer"
         )
 
 

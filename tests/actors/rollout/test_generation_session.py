@@ -80,6 +80,15 @@ async def test_each_call_has_a_seed_and_may_have_a_budget_of_its_own() -> None:
     assert setup.entered == ["in", "out", "in", "out"]  # each call asks for the weights again
 
 
+async def test_a_rollout_function_has_the_context_that_the_engine_takes_and_a_trajectory_that_of_the_model() -> None:
+    setup = Setup()
+    setup.shared = SharedEngine(
+        setup.engine, follower=setup.shared.follower, max_running=8, context_tokens=64, request_tokens=58
+    )
+    assert setup.session().context_tokens == 58
+    assert setup.shared.context_tokens == 64
+
+
 async def test_a_session_begins_at_the_version_of_its_first_call() -> None:
     setup = Setup()
     session = setup.session()

@@ -54,6 +54,7 @@ def test_data_sets_are_an_array_of_tables(tmp_path: Path) -> None:
         ({"datasets": [AIME | {"presence_penalty": -3}]}, "aime: presence_penalty must be in [-2, 2], got -3"),
         ({"datasets": [AIME | {"frequency_penalty": 3}]}, "aime: frequency_penalty must be in [-2, 2], got 3"),
         ({"datasets": [AIME | {"stop_token_ids": [-5]}]}, "aime: stop_token_ids must be token ids, >= 0, got [-5]"),
+        ({"datasets": [AIME | {"stop": list("abc" * 11)}]}, "aime: stop may hold 32 texts, got 33"),
         ({"datasets": [AIME | {"samples": 4, "k": [2, 2]}]}, "aime: k = 2 is there twice"),
         (
             {"datasets": [AIME | {"min_new_tokens": 20, "max_new_tokens": 8}]},

@@ -16,7 +16,7 @@ from aiohttp import test_utils, web
 
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.engines.sglang.weights import WeightLoader
-from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.errors import ConfigError, EngineDied, EngineError, PromptError, WeightsError
 from asyncrl.messages import SamplingParams
 from tests.harness.engines import PROMPT, Model
 from tests.unit.engines.sglang.test_reply import LENGTH, body, finished
@@ -34,6 +34,7 @@ class FakeServer:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.version = "0.5.16"
         self.weight_version = "default"
+        self.info: dict[str, Any] = {}
         self.update_status = 200
         self.is_silent = self.is_paused = self.is_proxy = False
         self.ended: list[Any] = []
@@ -52,7 +53,7 @@ class FakeServer:
             request.transport.abort()
         self.callers.setdefault(path, set()).add(request.transport.get_extra_info("peername")[1])
         if path == "/server_info":
-            return web.json_response({"version": self.version, "max_running_requests": 1})
+            return web.json_response({"version": self.version, "max_running_requests": 1} | self.info)
         if path == "/model_info":
             return web.json_response({"weight_version": self.weight_version})
         if path == "/update_weights_from_disk" and self.update_status == 500:
@@ -110,6 +111,45 @@ async def test_an_old_server_is_asked_by_stream(fake: tuple[FakeServer, str], mo
     assert asked["stream"]
     assert asked["input_ids"] == PROMPT.tolist()
     assert engine.stats().tokens_generated == 4
+    await engine.close()
+
+
+async def test_a_request_that_the_server_would_refuse_or_cut_short_is_refused_for_its_prompt(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    server.info = {"max_req_input_len": len(PROMPT) + 4}
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    await engine.generate(PROMPT, SHORT, seed=0)
+    with pytest.raises(PromptError, match=r"5 prompt tokens \+ max_new_tokens=5 exceed the engine's context of 9"):
+        await engine.generate(PROMPT, SamplingParams(max_new_tokens=5), seed=0)
+    await engine.close()
+
+
+@pytest.mark.parametrize(("top_k", "sent"), [(0, -1), (2, 2), (2**31, -1), (2**40, -1)])
+async def test_a_top_k_that_leaves_out_no_token_is_not_sent(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, top_k: int, sent: int
+) -> None:
+    """SGLang keeps it in 32 bits, and a larger number ends the server."""
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, top_k=top_k, is_trained=False), seed=0)
+    assert server.asked[-1][1]["sampling_params"]["top_k"] == sent
+    await engine.close()
+
+
+async def test_stop_tokens_beyond_the_vocabulary_are_refused_before_they_kill_the_server(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    num_asked = len(server.asked)
+    with pytest.raises(PromptError, match="stop_token_ids holds token 99999"):
+        await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, stop_token_ids=(99999,)), seed=0)
+    assert len(server.asked) == num_asked
     await engine.close()
 
 

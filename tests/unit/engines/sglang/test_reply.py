@@ -12,7 +12,7 @@ import pytest
 from asyncrl.engines.sglang.client import lines
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.routed_experts import ExpertShape
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, PromptError
 from asyncrl.protocols import Generation
 
 
@@ -99,7 +99,8 @@ def test_finish_reasons_are_kept(kind: str) -> None:
         (body([5], finish_reason={"type": "abort", "message": "boom", "status_code": 500}), "boom"),
         (body([5], finish_reason={"type": "vanished"}), "vanished"),
         (body([5], total=3, finish_reason=LENGTH), "skipped"),
-        ({"error": {"message": "bad request"}}, "bad request"),
+        ({"error": {"message": "overloaded", "code": 503}}, "the server failed the request: overloaded"),
+        ({"error": "boom"}, "the server failed the request: boom"),
         (
             {
                 "meta_info": {
@@ -117,6 +118,21 @@ def test_a_reply_that_is_no_answer_is_an_error(chunk: dict[str, Any], problem: s
     with pytest.raises(EngineError, match=problem):
         reply.take_chunk(chunk, newest=NEWEST)
         reply.generation()
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        # SGLang counts a token of the refused request, and carries none
+        body([], total=1, finish_reason={"type": "abort", "message": "Input length (9 tokens)", "status_code": 400}),
+        {"error": {"message": "Input length (9 tokens)", "type": "invalid_request_error", "code": 400}},
+    ],
+)
+def test_a_request_that_the_server_refuses_in_a_stream_fails_its_prompt_with_the_servers_words(
+    chunk: dict[str, Any],
+) -> None:
+    with pytest.raises(PromptError, match=r"^the server failed the request: Input length \(9 tokens\)$"):
+        new_reply().take_chunk(chunk, newest=NEWEST)
 
 
 async def test_a_line_may_come_in_any_pieces_and_be_of_any_length() -> None:

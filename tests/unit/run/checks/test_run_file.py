@@ -250,6 +250,24 @@ def test_prompts_have_what_the_answer_leaves_of_the_models_context(make_run: Run
     assert summarize(make_run("data.max_prompt_tokens=20")).most_prompt_tokens == 20
 
 
+SERVER = ("engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}", "data.max_prompt_tokens=5000")
+
+
+def test_prompts_have_what_the_answer_leaves_of_what_sglang_takes(make_run: RunMaker) -> None:
+    assert summarize(make_run(*SERVER)).most_prompt_tokens == 58 - 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [(SERVER[1:2], 58), (["engine.options={server_arguments={context-length=32}}"], 26)],
+)
+def test_an_answer_that_leaves_no_room_for_a_prompt_in_sglang_is_refused(
+    make_run: RunMaker, settings: list[str], most: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"^rollout.max_new_tokens: 58 .* no room for a prompt in the {most} tokens"):
+        check(make_run("engine.kind=sglang", *settings, "rollout.max_new_tokens=58"))
+
+
 def test_a_folder_as_data_is_said_to_be_one(make_run: RunMaker, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data.path: .* is a folder; name one file in it"):
         check(make_run(f"data.path={tmp_path}"))
@@ -328,6 +346,17 @@ def test_data_sets_of_an_evaluation_are_read_too(
     path.write_text(path.read_text() + table)
     with pytest.raises(ConfigError, match=problem):
         summarize(config.load(path))
+
+
+def test_an_evaluation_has_the_context_that_sglang_takes(make_run: RunMaker, tmp_path: Path) -> None:
+    make_run()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12", "label": "3"}\n')
+    table = f'[[evaluation.datasets]]\nname = "held_out"\npath = "{tmp_path}/rows.jsonl"\nmax_new_tokens = 58\n'
+    path = tmp_path / "run.toml"
+    path.write_text(path.read_text() + table)
+    summarize(config.load(path))
+    with pytest.raises(ConfigError, match="held_out: 58 new tokens leave no room .* the engine's context of 58 tokens"):
+        summarize(config.load(path, SERVER))
 
 
 def test_a_data_set_of_an_evaluation_without_a_file_is_refused(make_run: RunMaker) -> None:
