@@ -1,4 +1,7 @@
-"""Log handlers of a process: everything goes to its own file; warnings and errors also go to stderr."""
+"""Log handlers of a process: everything goes to its own file; warnings and errors also go to stderr.
+
+Also prints the lines of a run, which does not end because its output cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import copy
 import logging
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError
+from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError, disk_problem
 
 REASON = "reason"
 """Messages logged with ``extra={REASON: "..."}`` and the same reason are throttled on stderr (``Stderr``)."""
@@ -63,6 +67,22 @@ class LogFile(logging.FileHandler):
             self._lost += 1
         except Exception:
             self.handleError(record)
+
+
+def print_line(text: str, *, out: TextIO | None = None) -> bool:
+    """Print a line on which nothing depends. Return False if nobody gets it: the reader is gone, or a disk is full.
+
+    out  default: stdout
+    """
+    try:
+        print(text, file=out or sys.stdout, flush=True)
+    except BrokenPipeError:  # as after `| head`, or when `| tee` has ended
+        return False
+    except OSError as error:
+        if disk_problem(error) is None:
+            raise
+        return False
+    return True
 
 
 def is_at(path: Path, descriptor: int) -> bool:

@@ -21,7 +21,7 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NoReturn, Protocol, cast
+from typing import Any, Final, NoReturn, Protocol, TextIO, cast
 
 from asyncrl.errors import INTERRUPTED, PIPE_CLOSED, AsyncRLError, ConfigError, exit_code_of, leaves
 from asyncrl.version import VERSION
@@ -139,8 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = exit_code_of(error)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:  # lines of a run whose reader is gone; Python would flush them once more
+            _discard(stream)
     return code
 
 
@@ -159,8 +162,14 @@ def _is_left_by_reader() -> bool:
     pipe.register(stdout, 0)
     is_left = any(events & (select.POLLERR | select.POLLHUP) for _, events in pipe.poll(0))
     if is_left:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+        _discard(sys.stdout)
     return is_left
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is left in the buffer, and all further output, to nowhere."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:

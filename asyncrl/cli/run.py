@@ -11,6 +11,7 @@ from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError
+from asyncrl.logs import print_line
 from asyncrl.run import registry
 from asyncrl.run.checks.run_file import check
 from asyncrl.run.processes.launch import launch
@@ -45,9 +46,9 @@ def run(options: argparse.Namespace) -> int:
         )
     )
     if outcome.exit_code == 0 and (line := _best_model(run_config)):
-        print(line, flush=True)
+        print_line(line)
     if line := _last_line(run_config, options, outcome):
-        print(line, flush=True)
+        print_line(line)
     return outcome.exit_code
 
 

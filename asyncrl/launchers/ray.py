@@ -13,6 +13,7 @@ The only file that imports ray. Tests: tests/integration/ray/test_ray.py, on a c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import itertools
 import logging
@@ -172,10 +173,12 @@ class RayLauncher(LauncherAdapter):
                 with (self._logs / f"{name}.log").open("a") as file:
                     file.write(line + "\n")
             else:
-                print(f"{name}: {line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
+                    print(f"{name}: {line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
 
     # -- places --------------------------------------------------------------------------------------------------------
 

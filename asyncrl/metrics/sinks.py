@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import sys
@@ -17,11 +18,13 @@ from typing import Any, BinaryIO, Final, TextIO
 
 from asyncrl.config import RunConfig, plugins, secret_values
 from asyncrl.errors import ConfigError, HopelessError, disk_problem
-from asyncrl.logs import is_at, put_back
+from asyncrl.logs import is_at, print_line, put_back
 from asyncrl.metrics.background import BackgroundSink
 from asyncrl.metrics.ports import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import GroupSample
+
+log = logging.getLogger("asyncrl.metrics")
 
 
 class OwnSink:
@@ -115,12 +118,13 @@ def _as_json(value: Metric) -> Any:
 
 
 class Console:
-    """Prints one line per step."""
+    """Prints one line per step, as long as somebody reads them. The run goes on without: metrics.jsonl has the rows."""
 
     def __init__(self, steps: int, out: TextIO | None = None) -> None:
         self._width = len(str(steps))
         self._steps = steps
         self._out = out or sys.stdout
+        self._is_lost = False
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         if "evaluation/complete" in metrics:
@@ -145,11 +149,9 @@ class Console:
         self._say(text)
 
     def _say(self, text: str) -> None:
-        try:
-            print(text, file=self._out, flush=True)
-        except OSError as error:  # stdout goes to a full disk; metrics.jsonl has the row
-            if disk_problem(error) is None:
-                raise
+        if not print_line(text, out=self._out) and not self._is_lost:
+            self._is_lost = True
+            log.warning("stdout takes no more lines (its reader is gone, or its disk is full); metrics.jsonl has them")
 
     def close(self) -> None:
         pass

@@ -13,6 +13,7 @@ from asyncrl.actors.supervisor import supervise
 from asyncrl.config import RunConfig
 from asyncrl.config.record import worker_table
 from asyncrl.errors import INTERRUPTED, HopelessError
+from asyncrl.logs import print_line
 from asyncrl.messages.fleet import RunSettings
 from asyncrl.messages.topics import SETTINGS
 from asyncrl.protocols import Bus
@@ -37,7 +38,7 @@ async def train(
     about = await asyncio.to_thread(checksums, run)
     learner, helpers = await build_learner(run, bus=bus, resume=resume)
     if resume:
-        print(f"resumed at step {learner.step}, policy version {learner.policy_version}", flush=True)
+        print_line(f"resumed at step {learner.step}, policy version {learner.policy_version}")
     sections, withheld = worker_table(run)
     await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
     gc.freeze()
@@ -46,7 +47,7 @@ async def train(
     was_drained = learner.draining.is_set() and not learner.is_finished
     if not was_drained and learner.step == 0:
         raise HopelessError("the data ended before one batch was full: nothing was trained; see data.path")
-    print(outcome(run, learner, was_drained=was_drained, seconds=time.monotonic() - started), flush=True)
+    print_line(outcome(run, learner, was_drained=was_drained, seconds=time.monotonic() - started))
     return INTERRUPTED if was_drained else 0
 
 

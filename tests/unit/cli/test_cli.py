@@ -137,6 +137,25 @@ def test_a_reader_that_has_had_enough_ends_a_verb_in_silence() -> None:
     assert (exit_code, problem) == (141, b"")
 
 
+def test_a_run_whose_output_nobody_reads_any_more_ends_with_its_own_exit_code() -> None:
+    code = (
+        "import sys; from asyncrl import logs; from asyncrl.cli import main as cli\n"
+        "class Verb:\n"
+        "    def add_arguments(self, parser): pass\n"
+        "    def run(self, options):\n"
+        "        while logs.print_line('step'): pass\n"
+        "        return 0\n"
+        "cli.load = lambda name: Verb()\n"
+        "sys.exit(cli.main(['run']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        problem, exit_code = process.stderr.read(), process.wait()
+    assert (exit_code, problem) == (0, b"")
+
+
 def test_every_verb_has_a_file_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     for name, summary in cli.VERBS.items():
         code, out, err = asyncrl(name, "--help", capsys=capsys)

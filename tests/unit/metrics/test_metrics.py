@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,21 @@ def test_the_console_shows_a_mismatch() -> None:
     fine, alarmed = out.getvalue().splitlines()
     assert "MISMATCH" not in fine
     assert alarmed.endswith("MISMATCH 0.061")
+
+
+def test_a_console_that_nobody_reads_any_more_is_said_once_and_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as out:
+        console = Console(steps=40, out=out)
+        console.write(7, ROW)
+        assert os.read(reading, 1000).startswith(b"step  7/40")
+        os.close(reading)
+        console.write(8, ROW)
+        console.write(9, ROW)
+        with open(os.devnull, "wb") as nowhere:  # for what is left in the buffer
+            os.dup2(nowhere.fileno(), writing)
+    (warning,) = caplog.messages
+    assert warning.startswith("stdout takes no more lines (its reader is gone, ")
 
 
 def test_workers_are_reported_each_and_together() -> None:
