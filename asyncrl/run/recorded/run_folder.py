@@ -61,6 +61,20 @@ def launcher_pid(directory: Path) -> int:
     return pid if _is_alive(pid) else 0
 
 
+def may_be_up(directory: Path) -> bool:
+    """Return whether `asyncrl run` may be up in ``directory``, here or on another machine that has the folder.
+
+    One that ends removes its file. One that was killed leaves the file behind, and only its own machine can tell.
+    """
+    try:
+        host = json.loads((directory / registry.BUS_FILE).read_text())["host"]
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: `asyncrl run` writes it again while it is up
+        return True
+    return host != socket.gethostname() or launcher_pid(directory) != 0
+
+
 def newest_model(run: RunConfig) -> Path | None:
     """Return the Hugging Face folder of the newest weights; None if there is none on disk."""
     versions = {}
