@@ -22,6 +22,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -63,7 +64,7 @@ class Board:
     @property
     def url(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}/" + (f"?token={self._token}" if self._token else "")
+        return f"http://{host}:{self.port}/" + (f"?token={quote(self._token, safe='')}" if self._token else "")
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Board]:
