@@ -101,7 +101,7 @@ class Streams:
             if refused.code in OTHER_SETTINGS:
                 raise ConfigError(
                     f"{where}: exists with other settings ({refused.description}); use the settings it had "
-                    "(bus.storage, bus.replicas) or choose another run.name"
+                    "(bus.store, bus.replicas) or choose another run.name"
                 ) from None
             raise
         return name
