@@ -1,4 +1,7 @@
-"""This process: ending with its parent (even after SIGKILL), its age, and the work it has done. Linux only."""
+"""This process: ending with its parent (even after SIGKILL), its age, and the work it has done. Linux only.
+
+Also whether another process is alive.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +83,17 @@ def asks_for_signal_on_parent_death(number: int) -> Callable[[], object] | None:
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine has this id."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # the process exists and belongs to another user
+        return True
+    return True
 
 
 def exit_within(seconds: float, code: int) -> None:

@@ -34,6 +34,7 @@ FOLDER: Final = "prometheus"
 
 _EVALUATION: Final = re.compile(r"evaluation/([^/[]+)(?:\[(.*)\])?/(.+)")
 """Data set, tag, metric. They become labels, so a dashboard can draw data sets that it does not know."""
+_NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*")
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -127,9 +128,21 @@ def exposition(run: str, beats: Sequence[Heartbeat], numbers: Mapping[str, float
         for name, value in beat.numbers.items():
             if name not in numbers:
                 add(name, float(value), actor=beat.actor)
-        for wait in beat.waits:
-            add("waiting_seconds", float(wait.seconds), actor=beat.actor, what=wait.what)
+        for what, seconds in _waits(beat).items():
+            add("waiting_seconds", seconds, actor=beat.actor, what=what)
     return "\n".join((*_families(found, helps), ""))
+
+
+def _waits(beat: Heartbeat) -> dict[str, float]:
+    """Return the seconds of the longest wait of each kind.
+
+    Numbers in its description, such as a weight version, become "N": Prometheus keeps a series for every label value.
+    """
+    longest: dict[str, float] = {}
+    for wait in beat.waits:
+        what = _NUMBER.sub("N", wait.what)
+        longest[what] = max(longest.get(what, 0.0), float(wait.seconds))
+    return longest
 
 
 def _families(found: Mapping[str, Iterable[str]], helps: Mapping[str, str]) -> Iterator[str]:

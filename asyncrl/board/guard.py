@@ -12,6 +12,7 @@ Tests: tests/integration/board/test_server.py.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import socket
@@ -20,7 +21,6 @@ from typing import Final
 
 from aiohttp import web
 
-COOKIE: Final = "asyncrl-board"
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -52,16 +52,18 @@ class Guard:
         self._is_local = is_loopback(host)
         self._names = {"localhost"} if self._is_local else {"localhost", socket.gethostname(), socket.getfqdn(), host}
         self._token = token
+        # Browsers keep one set of cookies for all ports of a machine, so each board needs its own name.
+        self.cookie = f"asyncrl-board-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the request before it is handled. Raises HTTPForbidden and HTTPUnauthorized."""
         if not self.is_ours(request.headers.get("Host", "")):
             raise web.HTTPForbidden(text="asyncrl board: open it by its address or this machine's name\n")
-        if self._token and not self._has(request.cookies.get(COOKIE, "")):
+        if self._token and not self._has(request.cookies.get(self.cookie, "")):
             if not self._has(request.query.get("token", "")):
                 raise web.HTTPUnauthorized(text="asyncrl board: open the address that it printed, with its token\n")
             answer = web.HTTPSeeOther("/")
-            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
+            answer.set_cookie(self.cookie, self._token, httponly=True, samesite="Strict")
             raise answer
         return await handler(request)
 

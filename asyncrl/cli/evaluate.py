@@ -1,9 +1,9 @@
 """`asyncrl evaluate RUN_DIR | MODEL_FOLDER --datasets FILE`: evaluates saved models on data sets, without a run.
 
 FILE is a run file, a file with only [evaluation], or the evaluation YAML of slime or Miles. For a run's folder, all
-models in models/ and the newest weights are evaluated, except those evaluated before. Answers to some prompts of each
-data set (metrics.samples_per_evaluation) are written to saved_model_samples.jsonl of the run's folder, for `asyncrl
-samples RUN_DIR --evaluation`.
+models in models/ and the newest weights are evaluated, except those that have a complete result. Answers to some
+prompts of each data set (metrics.samples_per_evaluation) are written to saved_model_samples.jsonl of the run's folder,
+for `asyncrl samples RUN_DIR --evaluation`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def run(options: argparse.Namespace) -> int:
             print(f"asyncrl evaluate: interrupted; nothing is recorded of {model.folder}", file=sys.stderr)
             is_interrupted = True
             break
-        is_complete &= bool(metrics["evaluation/complete"])
+        if not metrics["evaluation/complete"]:
+            is_complete = False
+            again = "; the next call evaluates it again" if is_run else ""
+            print(f"asyncrl evaluate: {model.folder}: some prompts have no answer{again}", file=sys.stderr)
         if is_run:
             results.add(model, run_config, metrics, questions=asked)
         rows.append({"model": str(model.folder), "step": model.step, **metrics})

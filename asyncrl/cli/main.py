@@ -21,6 +21,7 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import TextIOWrapper
 from typing import Any, Final, NoReturn, Protocol, TextIO, cast
 
 from asyncrl.errors import INTERRUPTED, PIPE_CLOSED, AsyncRLError, ConfigError, exit_code_of, leaves
@@ -100,6 +101,10 @@ class Verb(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command as from a shell and return its exit code. ``arguments`` default to those of the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a notebook has others
+            # Answers and paths may have characters that a terminal or pipe cannot show.
+            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = next((word for word in words if not word.startswith("-")), "")
     try:

@@ -68,28 +68,35 @@ def top(run: RunConfig, *, token: str, once: bool, console: Console | None = Non
 
 async def _show(run: RunConfig, *, token: str, once: bool, console: Console) -> None:
     looker = Looker(run, token=token)
+    block = "█" if console.encoding.startswith("utf") else "#"
     try:
         view = await looker.look()
         while once and looker.is_connecting and view.observation.bus_silent < BUS_SECONDS:
             view = await looker.look()
         if once:
-            console.print(screen(view, width=console.width))
+            console.print(screen(view, width=console.width, block=block))
             return
-        with Live(screen(view, width=console.width), console=console, screen=True, auto_refresh=False) as live:
+        with Live(
+            screen(view, width=console.width, block=block), console=console, screen=True, auto_refresh=False
+        ) as live:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
-                live.update(screen(await looker.look(), width=console.width), refresh=True)
+                live.update(screen(await looker.look(), width=console.width, block=block), refresh=True)
     finally:
         await looker.close()
 
 
-def screen(view: View, *, width: int) -> RenderableType:
-    """Return what is shown of a run. ``width``: of the screen, in characters"""
+def screen(view: View, *, width: int, block: str = "█") -> RenderableType:
+    """Return what is shown of a run.
+
+    width   of the screen, in characters
+    block   character of the histogram's bars
+    """
     actors = view.observation.actors
     parts: list[RenderableType] = [
         _headline(view),
         _learner(view.metrics) if view.metrics is not None else Text("no step is trained yet", style="dim"),
-        _staleness(view.metrics.staleness if view.metrics is not None else (), width=width),
+        _staleness(view.metrics.staleness if view.metrics is not None else (), width=width, block=block),
         _workers([seen for seen in actors.values() if seen.beat.role == WORKER], _newest(view), width=width),
         _waits([seen for seen in actors.values() if seen.beat.role != WORKER and seen.beat.waits]),
         _findings(view.findings),
@@ -178,7 +185,7 @@ def _learner(metrics: StepMetrics) -> Table:
     return table
 
 
-def _staleness(counts: Sequence[int], *, width: int) -> RenderableType:
+def _staleness(counts: Sequence[int], *, width: int, block: str) -> RenderableType:
     """Return a histogram bar for each staleness of the trained tokens."""
     if not sum(counts):
         return Text()
@@ -186,7 +193,8 @@ def _staleness(counts: Sequence[int], *, width: int) -> RenderableType:
     largest, longest = max(counts), min(BAR, max(1, width - _BESIDE_BAR))
     for age, count in enumerate(counts):
         title = "[bold]staleness[/]" if age == 0 else ""
-        table.add_row(title, f"{age:2d}", "█" * -(-count * longest // largest), f"[dim]{count / sum(counts):.1%}[/]")
+        bar = block * -(-count * longest // largest)
+        table.add_row(title, f"{age:2d}", bar, f"[dim]{count / sum(counts):.1%}[/]")
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 from asyncrl.policies.groups.sample import GroupSample
@@ -35,8 +36,12 @@ def evaluation_rows(sample: GroupSample) -> list[list[Any]]:
 
 
 def markdown(sample: GroupSample) -> str:
-    """Return the group as Markdown. Its texts are code blocks, so viewers do not interpret them as markup."""
-    lines = [f"**{sample.name}** {sample.fate} at step {sample.step}, {sample.worker} {sample.reason}", ""]
+    """Return the group as Markdown. Its texts are code blocks, so viewers do not interpret them as markup.
+
+    This includes the reason, which may quote an answer, and the worker's name.
+    """
+    lines = [f"**{sample.name}** {sample.fate} at step {sample.step}", ""]
+    lines += _block(f"{sample.worker} {sample.reason}".strip()) if sample.worker or sample.reason else []
     lines += _block(sample.prompt or "")
     lines += ["the right answer:", "", *_block(sample.label)] if sample.label else []
     for answer in sample.answers:
@@ -47,5 +52,5 @@ def markdown(sample: GroupSample) -> str:
 
 
 def _block(text: str) -> list[str]:
-    """Indented code block; the text could close a fenced one."""
-    return [*(f"    {line}" for line in text.split("\n")), ""]
+    """Indented code block; the text could close a fenced one. Markdown also ends lines at carriage returns."""
+    return [*(f"    {line}" for line in re.split(r"\r\n?|\n", text)), ""]

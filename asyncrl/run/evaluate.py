@@ -30,7 +30,7 @@ from asyncrl.run.assembly.build_worker import build_worker
 from asyncrl.run.assembly.recorders import answer_writer
 from asyncrl.run.checks.run_file import check_evaluation
 from asyncrl.run.recorded.run_folder import newest_model
-from asyncrl.state.samples import SampleFile
+from asyncrl.state.samples import RotatedLines, SampleFile, older
 
 RESULTS_FILE: Final = "evaluations.jsonl"
 """File in the run's folder with a line for each evaluated saved model."""
@@ -152,6 +152,7 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / RESULTS_FILE
+        self._lines = RotatedLines(self._file, older=folder / older(RESULTS_FILE), most_bytes=sys.maxsize)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows, without lines that were cut short when a process was killed."""
@@ -164,11 +165,16 @@ class Results:
         return found
 
     def has(self, model: SavedModel, *, questions: str) -> bool:
-        """Whether the model has results for these questions.  questions: their digest"""
-        return any(row.get("model") == model.folder.name and row.get("questions") == questions for row in self.rows())
+        """Whether the model has results for all of these questions.  questions: their digest"""
+        return any(
+            row.get("model") == model.folder.name
+            and row.get("questions") == questions
+            and row.get("evaluation/complete") == 1.0
+            for row in self.rows()
+        )
 
     def add(self, model: SavedModel, run: RunConfig, metrics: Mapping[str, float], *, questions: str) -> None:
+        """Append the result. Raises OSError."""
         names = sorted(one.name for one in run.evaluation.datasets)
         row = {"model": model.folder.name, "step": model.step, "datasets": names, "questions": questions, **metrics}
-        with self._file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        self._lines.write(json.dumps(row))

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.config import RunConfig, plugins
@@ -17,6 +19,7 @@ from asyncrl.config.addresses import without_secrets
 from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.messages.signing import UNSIGNED, Signatures
+from asyncrl.os_process import is_alive
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 from asyncrl.protocols.adapter import Adapter
 from asyncrl.rollouts import load as rollout_functions
@@ -324,24 +327,51 @@ def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
 def own_address(directory: Path) -> tuple[str, str]:
     """Return (url, token) of the server that `asyncrl run` started for ``directory``. Raises NoSuchRun."""
     path = directory / BUS_FILE
+    remedy = (
+        "start that first, or give the address of a nats-server with --set bus.url=nats://HOST:PORT "
+        "(a run that is over: `asyncrl audit`, `samples` and `board` read its folder)"
+    )
     try:
         table = json.loads(path.read_bytes())
         found = (table["url"], table["token"])
         if not all(isinstance(text, str) for text in found):
             raise ValueError("no url and token")
-        if table.get("inode", path.stat().st_ino) == path.stat().st_ino:
+        if table.get("inode", path.stat().st_ino) != path.stat().st_ino:
+            problem = f"{path}: was copied with another run's folder, and no `asyncrl run` is up in {directory}"
+        elif _is_killed(found[0], table.get("pid")):
+            problem = f"{path}: `asyncrl run` (process {table['pid']}) was killed, and its nats-server is gone"
+            remedy = (
+                "continue with `asyncrl run FILE --resume` (until then `asyncrl audit`, `samples` and `board` read its "
+                "folder)"
+            )
+        else:
             return found
-        problem = f"{path}: was copied with another run's folder, and no `asyncrl run` is up in {directory}"
     except FileNotFoundError:
         problem = f"bus.url is empty and no `asyncrl run` is up in {directory}"
     except OSError as error:
         problem = f"{path}: cannot be read: {error.strerror}; `asyncrl run` writes it again"
     except (ValueError, KeyError, TypeError):
         problem = f"{path}: is damaged; `asyncrl run` writes it again"
-    raise NoSuchRun(
-        f"{problem}; start that first, or give the address of a nats-server with --set bus.url=nats://HOST:PORT "
-        "(a run that is over: `asyncrl audit`, `samples` and `board` read its folder)"
-    )
+    raise NoSuchRun(f"{problem}; {remedy}")
+
+
+def _is_killed(url: str, pid: object) -> bool:
+    """Whether the `asyncrl run` that wrote BUS_FILE was killed, and its server with it.
+
+    Only known of a server on this machine: process ids of others mean nothing here.
+    """
+    is_here = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
+    return is_here and isinstance(pid, int) and not is_alive(pid) and not answers(url)
+
+
+def answers(url: str) -> bool:
+    """Whether a server accepts connections at ``url``. Blocks for at most two seconds."""
+    try:
+        parts = urlsplit(url)
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=2.0):
+            return True
+    except (OSError, ValueError):  # no server there, or not an address
+        return False
 
 
 async def _connect(run: RunConfig, url: str, *, token: str, role: str, signatures: Signatures | None = None) -> Bus:

@@ -102,6 +102,19 @@ def test_samples_of_a_metric_stand_together_and_labels_are_escaped() -> None:
     assert 'asyncrl_waiting_seconds{run="r",actor="w1",what="a \\"b\\"\\nc"} 0.0' in lines
 
 
+def test_waits_of_one_kind_are_one_series_whatever_their_versions_and_counts() -> None:
+    waits = [
+        Wait(what="weights of version 14", on="learner", seconds=2.0),
+        Wait(what="weights of version 26", on="learner", seconds=1.0),
+        Wait(what="the next token of 1,067 answers", on="engine", seconds=0.5),
+    ]
+    lines = exposition("r", [Heartbeat(actor="w0", role="rollout-worker", waits=tuple(waits))], {}).splitlines()
+    assert [line for line in lines if line.startswith("asyncrl_waiting_seconds")] == [
+        'asyncrl_waiting_seconds{run="r",actor="w0",what="weights of version N"} 2.0',
+        'asyncrl_waiting_seconds{run="r",actor="w0",what="the next token of N answers"} 0.5',
+    ]
+
+
 def test_data_sets_tags_and_metrics_of_an_evaluation_are_labels() -> None:
     numbers = {
         "evaluation/aime/mean@8": 0.5,

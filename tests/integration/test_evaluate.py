@@ -12,6 +12,8 @@ import pytest
 
 import asyncrl
 from asyncrl.cli import main
+from asyncrl.config import only_overrides
+from asyncrl.run.evaluate import Results, SavedModel
 from asyncrl.state import samples
 from tests import ROOT
 
@@ -170,6 +172,52 @@ def test_a_model_is_evaluated_again_when_the_questions_or_their_reward_have_chan
         assert "evaluated already" in capsys.readouterr().err
     rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert len({row["questions"] for row in rows}) == len(rows) == 3
+
+
+AWAY = """
+import pathlib
+def reward(sample):
+    if pathlib.Path(sample.metadata["away"]).exists():
+        raise OSError("the judge is away")
+    return 1.0
+"""
+
+
+def test_a_model_is_evaluated_again_until_every_prompt_has_an_answer(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "away_reward.py").write_text(AWAY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    prompts, datasets, run = tmp_path / "prompts.jsonl", tmp_path / "datasets.toml", tmp_path / "my-run"
+    away = tmp_path / "away"
+    rows = [{"prompt": "01", "metadata": {"away": str(path)}} for path in (away, tmp_path / "never")]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.write_text(f'{FILE}[[evaluation.datasets]]\nname = "counts"\npath = "{prompts}"\n')
+    shutil.copytree(demo / "model", run / "models" / "0-2")
+    (run / "checkpoints").mkdir()
+    command = (run, "--datasets", datasets, "--set", "reward.kind=away_reward:reward")
+    away.touch()
+    for _ in range(2):
+        assert evaluate(*command) == 1
+        told = capsys.readouterr()
+        assert f"{run / 'models' / '0-2'}: some prompts have no answer; the next call evaluates it again" in told.err
+        assert "INCOMPLETE" in told.out
+    away.unlink()
+    assert evaluate(*command) == 0
+    assert "evaluated already" not in capsys.readouterr().err
+    assert evaluate(*command) == 0
+    assert "evaluated already" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["evaluation/complete"] for row in rows] == [0.0, 0.0, 1.0]
+
+
+def test_a_result_that_a_kill_cut_short_does_not_damage_the_next_one(demo: Path, tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    (tmp_path / "evaluations.jsonl").write_text('{"model": "0-1", "ques')
+    settings = only_overrides([f"model.path={demo / 'model'}"])
+    results.add(SavedModel(folder=tmp_path / "1-16"), settings, {"evaluation/complete": 1.0}, questions="q")
+    assert [row["model"] for row in results.rows()] == ["1-16"]
+    assert results.has(SavedModel(folder=tmp_path / "1-16"), questions="q")
 
 
 @pytest.mark.sglang

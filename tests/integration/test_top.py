@@ -125,13 +125,14 @@ def test_before_the_first_step_it_says_so() -> None:
 def show(nats_server: EmbeddedServer) -> Show:
     """``show(run)``: the text that it prints for a run on the session's server, or for one at another ``url``."""
 
-    def call(run: str, *, url: str = "") -> str:
+    def call(run: str, *, url: str = "", encoding: str = "utf-8") -> str:
         settings = config.only_overrides(
             [f"bus.url={url or nats_server.url}", f"run.name={run}", "bus.connect_seconds=3.0"]
         )
-        out = io.StringIO()
+        out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         top.top(settings, token=nats_server.token, once=True, console=Console(file=out, width=120))
-        return out.getvalue()
+        out.seek(0)
+        return out.read()
 
     return call
 
@@ -156,6 +157,10 @@ def test_it_reads_everything_from_the_bus(show: Show, run: str) -> None:
     assert f"run {run} on nats://" in text
     assert "mean 0.750" in text
     assert "w0" in text
+
+
+def test_a_terminal_without_blocks_gets_other_bars(show: Show, run: str) -> None:
+    assert " 1 ########" in show(run, encoding="ascii")
 
 
 def test_it_goes_on_where_a_run_comes_back(nats_server: EmbeddedServer, run: str, tmp_path: Path) -> None:

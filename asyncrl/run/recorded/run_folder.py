@@ -12,13 +12,11 @@ import contextlib
 import copy
 import dataclasses
 import json
-import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 from asyncrl import config
 from asyncrl.config import RunConfig
@@ -26,6 +24,7 @@ from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory, NoSuchRun
 from asyncrl.messages.topics import Topic
+from asyncrl.os_process import is_alive
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.protocols import Bus, Record
@@ -58,7 +57,7 @@ def launcher_pid(directory: Path) -> int:
         pid = int(json.loads((directory / registry.BUS_FILE).read_text())["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-    return pid if _is_alive(pid) else 0
+    return pid if is_alive(pid) else 0
 
 
 def may_be_up(directory: Path) -> bool:
@@ -272,7 +271,7 @@ class RecordedRun:
             found = Address(*registry.own_address(self.directory))
         except ConfigError:
             return None
-        if _answers(found):
+        if registry.answers(found.url):
             return found
         if launcher := launcher_pid(self.directory):
             raise ConfigError(
@@ -280,25 +279,6 @@ class RecordedRun:
                 "it may just be starting again, so try again in a moment"
             )
         return None
-
-
-def _answers(address: Address) -> bool:
-    try:
-        parts = urlsplit(address.url)
-        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=2.0):
-            return True
-    except (OSError, ValueError):  # no server there, or not an address
-        return False
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # the process exists and belongs to another user
-        return True
-    return True
 
 
 @contextlib.asynccontextmanager

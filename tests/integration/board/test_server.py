@@ -177,10 +177,31 @@ async def test_others_need_the_token_once(recorded: Path, open_board: OpenBoard)
     assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
 
 
+async def test_an_address_is_opened_whatever_characters_its_token_has(recorded: Path, open_board: OpenBoard) -> None:
+    async with (
+        open_board(recorded, host="0.0.0.0", token="a&b#c d+e%41/;?=") as board,
+        asked(board, board.url.partition(str(board.port))[2]) as answer,
+    ):
+        assert answer.status == 200
+
+
+async def test_boards_side_by_side_do_not_log_each_other_out(recorded: Path, open_board: OpenBoard) -> None:
+    """Browsers send the cookies of one port to all ports."""
+    async with (
+        open_board(recorded, host="0.0.0.0", token="one") as one,
+        open_board(recorded, host="0.0.0.0", token="other") as other,
+        aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as browser,
+    ):
+        for path in (f"{one.port}/?token=one", f"{other.port}/?token=other", f"{one.port}/", f"{other.port}/"):
+            async with browser.get(f"http://127.0.0.1:{path}") as answer:
+                assert answer.status == 200, path
+
+
 async def test_a_cookie_that_is_no_text_is_a_wrong_one(recorded: Path, open_board: OpenBoard) -> None:
     async with open_board(recorded, host="0.0.0.0", token="s3cret") as board:
         reader, writer = await asyncio.open_connection("127.0.0.1", board.port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nCookie: asyncrl-board=\xff\xfe\r\n\r\n")
+        cookie = board._guard.cookie.encode()
+        writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nCookie: " + cookie + b"=\xff\xfe\r\n\r\n")
         status = await reader.readline()
         writer.close()
     assert b" 401 " in status

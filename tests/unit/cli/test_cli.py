@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,22 @@ def test_a_run_whose_output_nobody_reads_any_more_ends_with_its_own_exit_code() 
         process.stdout.close()
         problem, exit_code = process.stderr.read(), process.wait()
     assert (exit_code, problem) == (0, b"")
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"r\xfcns \u7b54"), ("latin-1", r"rüns \u7b54")])
+def test_characters_that_the_output_cannot_show_end_no_verb(encoding: str, shown: str) -> None:
+    code = (
+        "import sys; from asyncrl.cli import main as cli\n"
+        "class Verb:\n"
+        "    def add_arguments(self, parser): pass\n"
+        "    def run(self, options):\n"
+        "        print('r\\xfcns \\u7b54'); return 0\n"
+        "cli.load = lambda name: Verb()\n"
+        "sys.exit(cli.main(['samples']))"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, env=environment)
+    assert (done.returncode, done.stdout.decode(encoding), done.stderr) == (0, f"{shown}\n", b"")
 
 
 def test_every_verb_has_a_file_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -264,3 +264,13 @@ def test_a_row_has_a_value_for_each_column() -> None:
     assert len(failed) == len(COLUMNS) and failed[3] == "no reward"
     assert json.dumps(rows(SAMPLE))
     assert all(line.startswith("    ") for line in markdown(SAMPLE).splitlines() if "12" in line)
+
+
+def test_no_text_of_a_sample_leaves_its_code_block() -> None:
+    markup = "a\r# <img>\r\r\n<img>\n<img>"
+    answers = (Answer(reward=0.0, tokens=(1,), turns=(("policy", markup),), finish_reason="stop"),)
+    names = {"worker": "<img>", "reason": f"no answer in {markup}"}
+    text = markdown(GroupSample(group_id=1, fate="failed", prompt=markup, label=markup, answers=answers, **names))
+    lines = [line for line in text.splitlines() if "<img>" in line]
+    assert len(lines) == 3 * 4 + 1  # the worker is on a line of the reason
+    assert all(line.startswith("    ") for line in lines)

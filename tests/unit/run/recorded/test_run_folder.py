@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,3 +63,28 @@ def test_a_renamed_folder_is_opened_where_it_is(folder: Path) -> None:
 
 def test_a_folder_that_was_renamed_is_where_its_own_address_says(folder: Path) -> None:
     assert address(folder.rename(folder.parent / "renamed")) == (HERE.url, HERE.token)
+
+
+def test_a_run_that_was_killed_is_not_up_and_its_remedy_is_to_resume_it(folder: Path) -> None:
+    """A killed `asyncrl run` leaves its address behind."""
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    file = folder / registry.BUS_FILE
+
+    def left_by(pid: int, url: str = HERE.url) -> None:
+        file.write_text(json.dumps({"url": url, "token": HERE.token, "pid": pid}))
+
+    left_by(ended.pid)
+    with pytest.raises(NoSuchRun) as refused:
+        address(folder)
+    assert str(refused.value) == (
+        f"{file}: `asyncrl run` (process {ended.pid}) was killed, and its nats-server is gone; continue with "
+        "`asyncrl run FILE --resume` (until then `asyncrl audit`, `samples` and `board` read its folder)"
+    )
+    left_by(os.getpid())  # up, with a server that is starting again
+    assert address(folder) == (HERE.url, HERE.token)
+    left_by(ended.pid, "nats://elsewhere:1")  # a process of another machine
+    assert address(folder) == ("nats://elsewhere:1", HERE.token)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a process of another container
+        left_by(ended.pid, url := f"nats://127.0.0.1:{server.getsockname()[1]}")
+        assert address(folder) == (url, HERE.token)
