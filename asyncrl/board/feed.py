@@ -39,6 +39,7 @@ class RunFeed:
         self._groups = run.groups()
         self._refreshing = asyncio.Lock()
         self._newest: dict[str, int] = {}
+        self._incarnation = 0.0  # newest incarnation of the learner in the rows
 
     async def begin(self) -> None:
         """Read what is already recorded."""
@@ -73,10 +74,16 @@ class RunFeed:
         if self._tail is None:
             return False
         rows, has_more = await asyncio.to_thread(self._tail.read)
-        if rows and not self.state.steps:
-            self.state.steps = await asyncio.to_thread(self.watched.steps)
+        incarnation = max((row.get("learner/incarnation", 0) for row in rows), default=0)
+        if rows and (not self.state.steps or incarnation > self._incarnation):
+            self._incarnation = incarnation
+            await self._read_steps()
         self._say(self.state.add_rows(rows))
         return has_more
+
+    async def _read_steps(self) -> None:
+        """Read after how many steps the run is done, which a resumed learner may have changed."""
+        self.state.steps = await asyncio.to_thread(self.watched.steps) or self.state.steps
 
     async def _follow_bus(self) -> None:
         while True:
@@ -84,6 +91,7 @@ class RunFeed:
                 looker = self.watched.looker() if await asyncio.to_thread(self.watched.is_up) else None
                 if looker is not None:
                     await self._look(looker)
+                    await self._read_steps()  # its learner may have ended before its first row
                 why = ""
             except NoSuchRun:
                 why = ""

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -37,6 +38,12 @@ MOST_ROWS = 32
 """Maximum number of worker rows. Silent workers and those furthest behind are shown first."""
 BAR = 40
 """Length of the longest bar of the histogram, in characters."""
+_BESIDE_BAR = 22
+"""Width of what is before and after a bar."""
+LEAST_WAIT = 16
+"""Minimum width of the column that says what a worker waits for, in characters."""
+LEFT_OUT = ("pause s", "queued", "version", "running", "idle")
+"""Columns of workers that a narrow screen leaves out, in this order, before it cuts any."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,24 +74,30 @@ async def _show(run: RunConfig, *, token: str, once: bool, console: Console) -> 
         while once and looker.is_connecting and view.observation.bus_silent < BUS_SECONDS:
             view = await looker.look()
         if once:
-            console.print(screen(view, block=block))
+            console.print(screen(view, width=console.width, block=block))
             return
-        with Live(screen(view, block=block), console=console, screen=True, auto_refresh=False) as live:
+        with Live(
+            screen(view, width=console.width, block=block), console=console, screen=True, auto_refresh=False
+        ) as live:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
-                live.update(screen(await looker.look(), block=block), refresh=True)
+                live.update(screen(await looker.look(), width=console.width, block=block), refresh=True)
     finally:
         await looker.close()
 
 
-def screen(view: View, *, block: str = "█") -> RenderableType:
-    """block: character of the histogram's bars"""
+def screen(view: View, *, width: int, block: str = "█") -> RenderableType:
+    """Return what is shown of a run.
+
+    width   of the screen, in characters
+    block   character of the histogram's bars
+    """
     actors = view.observation.actors
     parts: list[RenderableType] = [
         _headline(view),
         _learner(view.metrics) if view.metrics is not None else Text("no step is trained yet", style="dim"),
-        _staleness(view.metrics.staleness if view.metrics is not None else (), block=block),
-        _workers([seen for seen in actors.values() if seen.beat.role == WORKER], _newest(view)),
+        _staleness(view.metrics.staleness if view.metrics is not None else (), width=width, block=block),
+        _workers([seen for seen in actors.values() if seen.beat.role == WORKER], _newest(view), width=width),
         _waits([seen for seen in actors.values() if seen.beat.role != WORKER and seen.beat.waits]),
         _findings(view.findings),
     ]
@@ -172,43 +185,55 @@ def _learner(metrics: StepMetrics) -> Table:
     return table
 
 
-def _staleness(counts: Sequence[int], *, block: str) -> RenderableType:
+def _staleness(counts: Sequence[int], *, width: int, block: str) -> RenderableType:
     """Return a histogram bar for each staleness of the trained tokens."""
     if not sum(counts):
         return Text()
     table = Table.grid(padding=(0, 1))
-    largest = max(counts)
+    largest, longest = max(counts), min(BAR, max(1, width - _BESIDE_BAR))
     for age, count in enumerate(counts):
         title = "[bold]staleness[/]" if age == 0 else ""
-        table.add_row(title, f"{age:2d}", block * -(-count * BAR // largest), f"[dim]{count / sum(counts):.1%}[/]")
+        bar = block * -(-count * longest // largest)
+        table.add_row(title, f"{age:2d}", bar, f"[dim]{count / sum(counts):.1%}[/]")
     return table
 
 
-def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), header_style="dim", expand=True)
-    table.add_column("worker", no_wrap=True)
-    for name in ("tok/s", "running", "queued", "idle", "version", "lag", "pause s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("waits for", no_wrap=True, ratio=1)
-    shown = sorted(workers, key=_is_looked_for)[:MOST_ROWS]
-    for seen in sorted(shown, key=lambda seen: seen.beat.actor):
-        numbers, beat = seen.beat.numbers, seen.beat
-        table.add_row(
-            escape(printable(beat.actor)),
-            f"{numbers.get('rollout/tokens_per_second', 0):,.0f}",
-            f"{numbers.get('rollout/running', 0):,.0f}",
-            f"{numbers.get('rollout/queued', 0):,.0f}",
-            f"{numbers.get('rollout/idle_ratio', 0):.0%}",
-            str(beat.policy_version),
-            str(max(0, newest - beat.policy_version)),
-            f"{numbers.get('weights/pause_seconds', 0):.3f}",
-            escape(printable(_state(seen))),
-            style="red" if seen.seconds > SILENT_SECONDS else "",
-        )
+def _workers(workers: Sequence[Seen], newest: int, *, width: int) -> RenderableType:
     if not workers:
         return Text("no rollout worker", style="dim")
-    left_out = len(workers) - len(shown)
-    return Group(table, Text(f"and {left_out:,} more, no further behind", style="dim")) if left_out else table
+    shown = sorted(sorted(workers, key=_is_looked_for)[:MOST_ROWS], key=lambda seen: seen.beat.actor)
+    rows = [_cells(seen, newest) for seen in shown]
+    widths = {name: 2 + max(len(name), *(cell_len(row[name]) for row in rows)) for name in rows[0]}
+    too_wide = []
+    for name in LEFT_OUT:
+        if sum(widths.values()) + LEAST_WAIT > width:
+            too_wide.append(name)
+            del widths[name]
+    table = Table(box=None, padding=(0, 1), header_style="dim", expand=True)
+    for name in widths:
+        table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
+    table.add_column("waits for", no_wrap=True, ratio=1)
+    for seen, row in zip(shown, rows, strict=True):
+        style = "red" if seen.seconds > SILENT_SECONDS else ""
+        table.add_row(*(escape(row[name]) for name in widths), escape(printable(_state(seen))), style=style)
+    notes = [f"too narrow for: {', '.join(too_wide)}"] if too_wide else []
+    notes += [f"and {left_out:,} more, no further behind"] if (left_out := len(workers) - len(shown)) else []
+    return Group(table, *(Text(note, style="dim") for note in notes))
+
+
+def _cells(seen: Seen, newest: int) -> dict[str, str]:
+    """Return the cells of a worker's row by the names of their columns."""
+    numbers, beat = seen.beat.numbers, seen.beat
+    return {
+        "worker": printable(beat.actor),
+        "tok/s": f"{numbers.get('rollout/tokens_per_second', 0):,.0f}",
+        "running": f"{numbers.get('rollout/running', 0):,.0f}",
+        "queued": f"{numbers.get('rollout/queued', 0):,.0f}",
+        "idle": f"{numbers.get('rollout/idle_ratio', 0):.0%}",
+        "version": str(beat.policy_version),
+        "lag": str(max(0, newest - beat.policy_version)),
+        "pause s": f"{numbers.get('weights/pause_seconds', 0):.3f}",
+    }
 
 
 def _is_looked_for(seen: Seen) -> tuple[bool, int, str]:

@@ -27,6 +27,7 @@ def serve(run: RunConfig, *, host: str = "") -> None:
     """
     options = options_of(run)
     address = urlsplit(options.url)
+    where = f"port {address.port} of --host {host}" if host else options.url
     entry = Entry(host=host or address.hostname or "", port=address.port or 0, key=key_of(Path(options.key_file)))
 
     async def forever() -> None:
@@ -38,7 +39,7 @@ def serve(run: RunConfig, *, host: str = "") -> None:
                 )
                 await asyncio.Event().wait()
         except OSError as error:
-            raise ConfigError(f"cannot listen on {options.url}: {error.strerror or error}") from error
+            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
 
     asyncio.run(forever())
 

@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +314,19 @@ def test_a_file_is_followed_until_its_run_is_over(tmp_path: Path, monkeypatch: p
     file.write(row(1, "b", step=2))  # after the step, as it is decoded in the background
     assert [sample.group_id for sample in growing] == [1]
     assert list(source.growing()) == []
+
+
+def test_a_run_whose_processes_were_killed_is_over_on_its_machine_and_not_known_to_be_elsewhere(tmp_path: Path) -> None:
+    source = RunSamples(config.only_overrides([]), tmp_path, token="")
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    for host, pid, is_over in (
+        (socket.gethostname(), os.getpid(), False),
+        (socket.gethostname(), killed.pid, True),
+        ("elsewhere", killed.pid, False),
+    ):
+        (tmp_path / "bus.json").write_text(json.dumps({"url": "", "token": "", "pid": pid, "host": host}))
+        assert source.is_over() == is_over
 
 
 def test_nothing_is_followed_of_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,9 +46,9 @@ def worker(name: str, *, version: int, seconds: float = 0.0) -> Seen:
     return Seen(beat=beat, seconds=seconds)
 
 
-def shown(view: top.View) -> str:
+def shown(view: top.View, *, width: int = 120) -> str:
     out = io.StringIO()
-    Console(file=out, width=120).print(top.screen(view))
+    Console(file=out, width=width).print(top.screen(view, width=width))
     return out.getvalue()
 
 
@@ -73,6 +73,22 @@ def test_the_histogram_of_staleness_has_a_bar_for_each_age() -> None:
 def test_every_worker_says_how_far_behind_it_is_and_what_it_waits_for() -> None:
     (line,) = [line for line in shown(view(worker("w0", version=5))).splitlines() if "w0" in line]
     assert line.split() == ["w0", "1,500", "32", "0", "0%", "5", "2", "0.000", "prompts", "(4", "s)"]
+
+
+@pytest.mark.parametrize(
+    ("width", "columns", "row"),
+    [
+        (40, "worker tok/s lag waits for", "w0 1,500 3 prompts (4 s)"),
+        (60, "worker tok/s running idle version lag waits for", "w0 1,500 32 0% 4 3 prompts (4 s)"),
+    ],
+)
+def test_a_narrow_screen_leaves_out_whole_columns_and_says_so(width: int, columns: str, row: str) -> None:
+    lines = [" ".join(line.split()) for line in shown(view(worker("w0", version=4)), width=width).splitlines()]
+    assert columns in lines
+    assert row in lines
+    assert any(line.startswith("too narrow for: pause s, queued") for line in lines)
+    assert not any("…" in line for line in lines)
+    assert "too narrow" not in shown(view(worker("w0", version=4)))
 
 
 def test_a_silent_worker_is_said_to_be_silent() -> None:

@@ -35,9 +35,9 @@ export class Charts {
     });
   }
 
-  // runs: overviews of /api/runs
+  // runs: overviews of /api/runs, with isShown
   async begin(runs) {
-    this.runs = runs.map((run) => ({ name: run.name, names: new Set(run.curves), curves: {}, isHidden: false }));
+    this.runs = runs.map((run) => ({ name: run.name, names: new Set(run.curves), curves: {}, isHidden: !run.isShown }));
     const names = new Set(runs.flatMap((run) => run.curves));
     for (const [title, metrics] of CHARTS) {
       if (metrics.some((name) => names.has(name)) || !names.size) this.place(title, metrics);

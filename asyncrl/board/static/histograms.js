@@ -11,6 +11,7 @@ export class Histograms {
     window.setInterval(() => this.draw(), 1000);
   }
 
+  // runs: overviews of /api/runs, with isShown
   begin(runs) {
     this.runs = runs.map((run, index) => {
       const map = el("canvas", { "aria-label": `staleness of ${run.name} over steps` });
@@ -19,7 +20,8 @@ export class Histograms {
       const box = el("div", {},
         el("h2", {}, el("i", { class: "dot", colour: colour(index) }), `${run.name}: staleness of trained tokens, in versions, over steps`), map, shares,
         el("h2", {}, "Length of answers, in tokens: trained (filled) and dropped as too stale (outlined), share of each"), bars);
-      const made = { box, map, bars, shares, columns: structuredClone(run.histograms), isHidden: false };
+      const made = { box, map, bars, shares, columns: structuredClone(run.histograms) };
+      box.hidden = !run.isShown;
       map.addEventListener("mousemove", (event) => showTip(event, this.tip(made, event)));
       map.addEventListener("mouseleave", (event) => showTip(event, ""));
       return made;

@@ -16,10 +16,10 @@ async function begin() {
   const found = await fetched("/api/runs");
   runs = found.runs.map((run, index) => ({ ...run, isShown: runs[index]?.isShown ?? true }));
   lanes ??= new Lanes(found.states);
-  histograms.begin(found.runs);
-  lanes.begin(found.runs);
+  histograms.begin(runs);
+  lanes.begin(runs);
   drawRuns();
-  await charts.begin(found.runs);
+  await charts.begin(runs);
   document.body.dataset.ready = "yes";
 }
 

@@ -65,7 +65,7 @@ class NatsAdapter(BusAdapter):
         store = directory / "nats"
         if run.bus.store == "memory" or not (store / "jetstream").is_dir():
             return None
-        return EmbeddedServer(store, max_message_bytes=run.bus.max_message_bytes)
+        return EmbeddedServer(store, max_message_bytes=run.bus.max_message_bytes, is_reader=True)
 
 
 def _credentials(run: RunConfig, *, role: str, token: str = "") -> Credentials:

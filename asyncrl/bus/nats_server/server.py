@@ -3,7 +3,8 @@ machines see this one. It has a random token, and its store is in the run's fold
 
 1. The token is in a file only its owner can read, never on a command line (test_the_token_is_not_on_the_command_line).
 2. Two servers never share a store. The server process itself holds the lock, so the lock outlives a killed launcher
-   (test_two_servers_never_share_a_store).
+   (test_two_servers_never_share_a_store). Commands that read a run wait for each other
+   (test_who_reads_a_run_waits_for_another_reader).
 3. The server ends with the thread that started it, however that thread ends
    (test_a_server_ends_with_its_launcher; Linux only).
 4. A stopped server starts again on the same port and store (test_a_restarted_server_is_transparent).
@@ -33,6 +34,9 @@ from asyncrl.os_process import asks_for_signal_on_parent_death
 
 _LOOK_SECONDS = 0.01
 _STOP_SECONDS = 10.0
+READERS_SECONDS = 20.0
+"""How long to wait for a store that another command reads."""
+_READER = "reader"
 _ROOM_MESSAGES = 4
 _BROKEN = ("Critical write error", "[ERR] JetStream failed to store", "will be DISABLED")
 """In the server's log: a stream, or all of JetStream, rejects messages until the server is restarted."""
@@ -52,6 +56,7 @@ class EmbeddedServer:
     max_message_bytes   largest message asyncrl may send; the server's max_payload adds room for headers
     sync_seconds        how often the server syncs its store; 0: before each acknowledgement
     start_seconds       how long a server may take until it answers; reading back a large store takes a while
+    is_reader           for a command that reads the store of a finished run, and waits for others that use it
     """
 
     name = "nats-server"
@@ -65,6 +70,7 @@ class EmbeddedServer:
         max_message_bytes: int = 8 * 2**20,
         sync_seconds: float = SYNC_SECONDS,
         start_seconds: float = 60.0,
+        is_reader: bool = False,
     ) -> None:
         self.directory = directory.absolute()
         self.host = host
@@ -73,6 +79,7 @@ class EmbeddedServer:
         self._max_message_bytes = max_message_bytes
         self._sync = sync_interval(sync_seconds)
         self._start_seconds = start_seconds
+        self._is_reader = is_reader
         self._process: subprocess.Popen[bytes] | None = None
         self._log_read = 0
         """Bytes of the server's log that ``failure`` has read."""
@@ -122,10 +129,10 @@ class EmbeddedServer:
             raise ConfigError(
                 f"bus.port {self.port}: another program listens there; choose another or 0 for a free one"
             )
-        config = self._write_config()
-        for old in self.directory.glob("*.ports"):
-            old.unlink()
-        with self._lock() as lock:
+        with self._lock() as lock:  # also of the files here: another server may be about to read them
+            config = self._write_config()
+            for old in self.directory.glob("*.ports"):
+                old.unlink()
             self._process = subprocess.Popen(
                 [binary, "--config", config],
                 stdin=subprocess.DEVNULL,
@@ -137,7 +144,7 @@ class EmbeddedServer:
             )
             lock.seek(0)
             lock.truncate()
-            lock.write(str(self._process.pid))
+            lock.write(f"{self._process.pid} {_READER}" if self._is_reader else str(self._process.pid))
         self.port = self._wait_until_ready(self._process)
 
     def stop(self) -> None:
@@ -187,18 +194,30 @@ class EmbeddedServer:
         return self.directory / "nats-server.log"
 
     def _lock(self) -> Any:
+        """Lock the store. Raises ConfigError if another server still uses it, after a wait if that one may soon end."""
         path = self.directory / "nats-server.lock"
         lock = open(path, "a+")  # noqa: SIM115 - the caller closes it once the server has its own copy
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            pid = path.read_text().strip() or "unknown"
+        deadline = time.monotonic() + READERS_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except OSError:
+                pid, _, role = path.read_text().partition(" ")
+            if (not self._is_reader and role != _READER) or time.monotonic() >= deadline:
+                break
+            time.sleep(_LOOK_SECONDS)
+        lock.close()
+        if role == _READER:
             raise ConfigError(
-                f"{self.directory}: a nats-server (process {pid}) of an earlier start still uses this store; "
-                f"end it with `kill {pid}` or choose another run.name"
-            ) from None
-        return lock
+                f"{self.directory.parent}: another command is reading this run (nats-server, process {pid}); try again "
+                "when it has ended"
+            )
+        pid, other = pid or "unknown", "try again in a moment" if self._is_reader else "choose another run.name"
+        raise ConfigError(
+            f"{self.directory}: a nats-server (process {pid}) of an earlier start still uses this store; "
+            f"end it with `kill {pid}` or {other}"
+        )
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> int:
         """Return the port. The server writes its ports file last, so the file means that the server is ready."""

@@ -26,6 +26,8 @@ SILENT_SECONDS: Final = 6.0
 BUS_SECONDS: Final = 5.0
 MANY_FAILED: Final = 3
 """This many failed groups in a row are not an accident of one prompt."""
+_REORDERING: Final = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+"""Unicode's classes of characters that reorder the text after them."""
 LEARNER: Final = "learner"
 LEARNER_RANK: Final = "learner-rank"
 """Another rank of the learner, in its own process. It is not an actor: the learner speaks for all ranks."""

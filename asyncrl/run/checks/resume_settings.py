@@ -13,6 +13,8 @@ from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
 from asyncrl.data.sources import digests
 from asyncrl.errors import ConfigError
+from asyncrl.policies.audit.entries import BEGUN
+from asyncrl.run import registry
 from asyncrl.run.recorded.run_folder import RecordedRun
 from asyncrl.state import checkpoint
 
@@ -22,11 +24,12 @@ log = logging.getLogger("asyncrl.check")
 def refuse_others(run: RunConfig, *, level: int = logging.WARNING) -> None:
     """Raise ConfigError if the run's checkpoints do not fit its settings, and log all other changes at ``level``.
 
-    The settings are compared with those recorded by the newest incarnation of the learner. Without a record nothing is
-    compared.
+    The settings are compared with those recorded by the newest incarnation of the learner; whether there is a critic,
+    with those of the incarnation that wrote the newest checkpoint. Without a record nothing is compared.
     """
+    recorded = RecordedRun(run.run_directory)
     try:
-        before = RecordedRun(run.run_directory).newest_settings()
+        before = recorded.newest_settings()
     except ConfigError:  # no record, or a damaged one
         return
     if run.learner.backend != before.learner.backend and checkpoint.complete(run.run_directory / "checkpoints"):
@@ -38,6 +41,11 @@ def refuse_others(run: RunConfig, *, level: int = logging.WARNING) -> None:
         raise ConfigError(
             f"learner.lora: the checkpoints of this run are of {_adapters(before)}, not of {_adapters(run)}; resume "
             "with those, or start another run.name from a model in its weights folder"
+        )
+    if "critic" in registry.algorithm(run).models and not _may_have_critic(recorded):
+        raise ConfigError(
+            f'algorithm: "{run.algorithm.name}" trains a critic, and the newest checkpoint of this run has none; '
+            "resume with the [algorithm] that wrote it, or start another run.name from a model in its weights folder"
         )
     if _absolute(run.model.path) != _absolute(before.model.path):
         old, new = _model_config(before), _model_config(run)
@@ -77,6 +85,17 @@ def _adapters(run: RunConfig) -> str:
     if not lora.rank:
         return "the whole model"
     return f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(sorted(lora.modules))}"
+
+
+def _may_have_critic(recorded: RecordedRun) -> bool:
+    """Whether the newest checkpoint has a critic, by the algorithm that wrote it. True without one, or if unknown."""
+    try:
+        if (found := recorded.checkpoint()) is None:
+            return True
+        begun = {entry.incarnation: entry for entry in recorded.history() if entry.kind == BEGUN}
+        return "critic" in registry.algorithm(recorded.settings(begun[found[0].incarnation])).models
+    except (ConfigError, KeyError):  # the learner refuses a checkpoint without one, if later
+        return True
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of: str = "") -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -42,7 +43,7 @@ class AddressFile:
 
     def __init__(self, path: Path, *, url: str, token: str) -> None:
         self.path = path
-        self._table = {"url": url, "token": token, "pid": os.getpid()}
+        self._table = {"url": url, "token": token, "pid": os.getpid(), "host": socket.gethostname()}
 
     @classmethod
     def of(cls, directory: Path, server: BusServer) -> AddressFile:

@@ -20,6 +20,7 @@ from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.logs import print_line
 from asyncrl.messages.fleet import FleetSize
 from asyncrl.messages.topics import FLEET, PROGRESS
 from asyncrl.os_process import PYTHON_PATH
@@ -158,7 +159,7 @@ def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
     try:
         address.write()
         where = server.url.partition("://")[2]
-        print(f"{server.name} on {where}   run {run_config.run.name}   logs in {directory}/logs", flush=True)
+        print_line(f"{server.name} on {where}   run {run_config.run.name}   logs in {directory}/logs")
         yield server
     finally:
         address.path.unlink(missing_ok=True)

@@ -39,7 +39,7 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
             "--set run.name=NAME"
         )
     with _logging(run, owns_process=owns_process):
-        print(f"one process   run {run.run.name}   logs in {run.run_directory}/logs", flush=True)
+        logs.print_line(f"one process   run {run.run.name}   logs in {run.run_directory}/logs")
         bus = await registry.own_bus(run)
         try:
             with single_learner.in_folder(run.run_directory):

@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.errors import NoRoom
 from asyncrl.launchers.placement import Gpus, Placement, free, numbers
+from asyncrl.logs import print_line
 from asyncrl.messages.fleet import FleetSize
 from asyncrl.os_process import LEARNER_SECRET
 from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, REWARD_WORKER, WORKER
@@ -55,9 +56,9 @@ class ProcessSpecs:
         gpus = placement(run) if not self._places else _nowhere(run.rollout.workers, evaluating)
         for name, its in gpus.processes.items():
             if its:
-                print(f"{name:10s}GPU {numbers(its)}", flush=True)
+                print_line(f"{name:10s}GPU {numbers(its)}")
         if sys.dont_write_bytecode and any(gpus.workers):  # SGLang imports 7,000 modules in each of two processes
-            print("PYTHONDONTWRITEBYTECODE is set: a start on GPUs takes twice as long; unset it", flush=True)
+            print_line("PYTHONDONTWRITEBYTECODE is set: a start on GPUs takes twice as long; unset it")
         return [
             *self._learner(gpus.learner, resume=resume),
             *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
@@ -146,7 +147,7 @@ def _scaled(kind: str, configured: int, scaled: int | None) -> int:
     if scaled is None or scaled == configured:
         return configured
     said = f"the last size set by `asyncrl scale`; {kind}.workers is {configured}"
-    print(f"{kind} workers: {scaled}, {said}", flush=True)
+    print_line(f"{kind} workers: {scaled}, {said}")
     return scaled
 
 

@@ -1,15 +1,19 @@
-"""Parses lines of metrics.jsonl defensively: the file may have been edited or damaged on disk."""
+"""Rows of metrics.jsonl. Lines are parsed defensively: the file may have been edited or damaged on disk."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any, Final
 
 from asyncrl.errors import MessageError
 from asyncrl.messages import upgrade
 
 Row = dict[str, Any]
+
+_OF_EVERY_ROW: Final = ("step", "learner/incarnation")
 
 
 def parsed(line: bytes) -> Row | None:
@@ -21,6 +25,28 @@ def parsed(line: bytes) -> Row | None:
         return row if is_whole and all(map(_is_finite, row.values())) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MessageError):
         return None
+
+
+def of_newest_history(rows: Mapping[tuple[int, int], Row]) -> list[Row]:
+    """Return one row per step, in order, of all rows by (incarnation, step).
+
+    A resumed learner that trains a step replaces that row and all later ones of earlier learners. One that only
+    evaluates the version from which it resumes trains nothing again: its metrics are added to the row of the step.
+    """
+    found: list[Row] = []
+    for (_, step), row in sorted(rows.items()):
+        place = bisect_left(found, step, key=lambda one: int(one["step"]))
+        if not _is_only_evaluated(row):
+            found[place:] = [row]
+        elif place < len(found) and found[place]["step"] == step:
+            found[place] = found[place] | {name: row[name] for name in row if name not in _OF_EVERY_ROW}
+        else:
+            found.insert(place, row)
+    return found
+
+
+def _is_only_evaluated(row: Row) -> bool:
+    return all(name.startswith("evaluation/") or name in _OF_EVERY_ROW for name in row) and "evaluation/complete" in row
 
 
 def _is_finite(value: Any) -> bool:

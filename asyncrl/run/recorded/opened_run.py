@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.config.toml_text import toml_text
@@ -25,9 +24,8 @@ from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.audit.entries import BEGUN, present
 from asyncrl.protocols import Record
 from asyncrl.run.recorded import run_folder
+from asyncrl.run.recorded.metric_rows import Row, of_newest_history
 from asyncrl.run.recorded.run_folder import RecordedRun
-
-Row = dict[str, Any]
 
 READ_AHEAD = 16
 """Maximum number of groups that are read from the log in advance."""
@@ -125,12 +123,7 @@ class OpenedRun:
 
 def metric_rows(recorded: RecordedRun) -> Iterator[Row]:
     """See ``OpenedRun.metrics``; empty for a run whose learner has not begun."""
-    rows: list[Row] = []
-    for _, row in sorted(recorded.metrics().items()):
-        while rows and rows[-1]["step"] >= row["step"]:
-            rows.pop()
-        rows.append(row)
-    yield from map(_flat, rows)
+    yield from map(_flat, of_newest_history(recorded.metrics()))
 
 
 def _flat(row: Row) -> Row:

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,20 @@ def launcher_pid(directory: Path) -> int:
     except (OSError, ValueError, KeyError, TypeError):
         return 0
     return pid if is_alive(pid) else 0
+
+
+def may_be_up(directory: Path) -> bool:
+    """Return whether `asyncrl run` may be up in ``directory``, here or on another machine that has the folder.
+
+    One that ends removes its file. One that was killed leaves the file behind, and only its own machine can tell.
+    """
+    try:
+        host = json.loads((directory / registry.BUS_FILE).read_text())["host"]
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: `asyncrl run` writes it again while it is up
+        return True
+    return host != socket.gethostname() or launcher_pid(directory) != 0
 
 
 def newest_model(run: RunConfig) -> Path | None:

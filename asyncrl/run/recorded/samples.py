@@ -31,7 +31,7 @@ from asyncrl.policies.groups.states import FATES
 from asyncrl.policies.staleness.staleness import Forks
 from asyncrl.protocols import Bus, Record
 from asyncrl.run import registry
-from asyncrl.run.recorded.run_folder import RecordedRun, log_records
+from asyncrl.run.recorded.run_folder import RecordedRun, log_records, may_be_up
 from asyncrl.state import samples as sample_file
 
 MOST_HELD: Final = 4096
@@ -288,7 +288,7 @@ class RunSamples:
         """Whether nothing is added to the folder any more. False if the folder does not tell."""
         assert self.directory is not None
         if registry.bus_class(self.run).is_shared and not self.run.bus.url:
-            return not (self.directory / registry.BUS_FILE).exists()  # `asyncrl run` removes it at its end
+            return not may_be_up(self.directory)
         return self.has_written_all()
 
     def has_written_all(self) -> bool:

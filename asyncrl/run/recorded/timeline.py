@@ -13,6 +13,7 @@ from asyncrl.actors.learner.timeline import SECONDS
 from asyncrl.errors import ConfigError
 from asyncrl.messages.validation import MOST_SECONDS
 from asyncrl.metrics.trace import from_metrics
+from asyncrl.run.recorded.metric_rows import of_newest_history
 from asyncrl.run.recorded.run_folder import RecordedRun
 
 TIMELINE_FILE: Final = "timeline.jsonl"
@@ -44,10 +45,10 @@ def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
     if rows:
         return [rows[step] for step in sorted(rows)], TIMELINE_FILE
     said: list[str] = []
-    metrics = {step: row for (_, step), row in sorted(recorded.metrics(say=said.append).items())}
+    metrics = of_newest_history(recorded.metrics(say=said.append))
     if said and not metrics:
         raise ConfigError(f"{directory}: {said[0]}")
-    return [from_metrics(metrics[step], SECONDS) for step in sorted(metrics)], "metrics.jsonl"
+    return [from_metrics(row, SECONDS) for row in metrics], "metrics.jsonl"
 
 
 def evaluations_of(directory: Path) -> list[dict[str, Any]]:

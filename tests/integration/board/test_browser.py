@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.board.run_state import MOST_ROWS
 from asyncrl.board.server import Board
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
@@ -76,6 +77,24 @@ async def test_two_runs_are_shown_side_by_side_and_a_new_step_appears(
         assert "reward 0.77" in await page.locator('[data-run="0"]').text_content()
         await page.locator('[data-run="1"] input').click()
         await expect(reward.locator(".u-series")).to_have_count(2)
+
+
+async def test_a_run_that_is_hidden_stays_so_when_the_curves_are_read_again(
+    recorded: Path, tmp_path: Path, open_board: OpenBoard, browse: Browse
+) -> None:
+    other = write_rows(tmp_path / "two", row(1))
+    async with open_board(recorded, other) as board:
+        page = await browse(board.url)
+        reward = page.locator('[data-title="Reward"]')
+        await expect(reward.locator(".u-series")).to_have_count(3)
+        await page.locator('[data-run="1"] input').click()
+        await expect(reward.locator(".u-series")).to_have_count(2)
+        write_rows(recorded, *(row(step) for step in range(31, 32 + MOST_ROWS)))
+        await expect(reward.locator(".u-value").first).to_have_text(str(31 + MOST_ROWS))
+        assert await reward.locator(".u-series").count() == 2
+        await page.click("[data-tab=staleness]")
+        await page.get_by_text("one: staleness of trained tokens").wait_for()
+        await expect(page.get_by_text("two: staleness of trained tokens")).to_be_hidden()
 
 
 async def test_staleness_and_recorded_lanes_are_drawn(recorded: Path, open_board: OpenBoard, browse: Browse) -> None:

@@ -15,18 +15,22 @@ from typing import Any
 import aiohttp
 import pytest
 
+from asyncrl import config
 from asyncrl.board import server
+from asyncrl.board.feed import RunFeed
 from asyncrl.board.hub import MOST_WAITING
 from asyncrl.board.readers import MOST_ASKED
 from asyncrl.board.server import Board
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.cli.main import main
+from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Event, Heartbeat, StepMetrics, Wait
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, EVENTS, METRICS
 from asyncrl.run.watched.group_index import GroupIndex
 from asyncrl.run.watched.watched_run import WatchedRun
+from asyncrl.state.history import HISTORY_FILE, History
 from tests.integration.board.conftest import OpenBoard, row, write_rows
 
 Connect = Callable[..., Awaitable[JetStreamBus]]
@@ -80,6 +84,27 @@ async def test_rows_that_are_written_now_are_told(recorded: Path, open_board: Op
         told = await the_first(answer, lambda change: change["kind"] == "rows")
     assert told["run"] == 0
     assert (told["rows"][0]["step"], told["rows"][0]["evaluation/sums/mean@2"]) == (31, 0.5)
+
+
+async def test_a_run_that_is_resumed_for_more_steps_is_not_done_before_their_end(tmp_path: Path) -> None:
+    folder = write_rows(tmp_path / "one", *(row(step) for step in (1, 2, 3)))
+    _begin(folder, incarnation=0, step=0, steps=3)
+    feed = RunFeed(WatchedRun(folder, [], token="", verb="board"), tell=lambda change: None)
+    await feed.begin()
+    feed.state.is_away("", now=0.0)
+    assert (feed.state.steps, feed.state.status) == (3, "done")
+    _begin(folder, incarnation=1, step=3, steps=60)
+    write_rows(folder, row(4, **{"learner/incarnation": 1.0}))
+    await feed.begin()
+    feed.state.is_away("", now=1.0)
+    assert (feed.state.steps, feed.state.status) == (60, "not up")
+
+
+def _begin(folder: Path, *, incarnation: int, step: int, steps: int) -> None:
+    history = History(folder / HISTORY_FILE, incarnation=incarnation)
+    settings = config_record.as_table(config.only_overrides([f"run.steps={steps}"]))
+    history.begin(step=step, kept=0, max_staleness=4, settings=settings)
+    history.close()
 
 
 async def test_what_is_not_there_is_not_found(recorded: Path, open_board: OpenBoard) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import json
 import os
 import stat
@@ -117,6 +118,15 @@ def test_a_learner_that_somebody_else_drained_is_no_success(stage: Stage, capsys
     assert stage.run('[ "$3" = rollout-worker ] || exit 130', placement=ON_THE_CPU) == 130
     assert stage.starts == ["learner"]
     assert "continue with --resume" in capsys.readouterr().err
+
+
+def test_a_run_whose_output_is_read_by_nobody_starts_and_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unread(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Unread())
+    assert stage.run('[ "$3" = learner ] || sleep 0.1', placement=Placement(learner=(0,), workers=((1,),))) == 0
 
 
 def test_a_run_that_is_cancelled_drains_what_it_started(stage: Stage) -> None:

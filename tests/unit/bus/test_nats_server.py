@@ -6,10 +6,13 @@ import fcntl
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.bus.nats_server import server
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import BusError, ConfigError
 
@@ -51,6 +54,29 @@ def test_two_servers_never_share_a_store(tmp_path: Path) -> None:
         EmbeddedServer(tmp_path).start()
     with EmbeddedServer(tmp_path):
         pass  # the folder is free again
+
+
+@pytest.mark.parametrize("is_reader", [True, False], ids=["reader", "run"])
+def test_who_reads_a_run_waits_for_another_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_reader: bool
+) -> None:
+    """And so does a run that is resumed: a reader ends soon."""
+    first = EmbeddedServer(tmp_path, is_reader=True)
+    first.start()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: first.stop())
+    monkeypatch.setattr(server, "time", clock)  # the first one ends while the next one waits
+    with EmbeddedServer(tmp_path, is_reader=is_reader) as second:
+        assert second.pid
+    assert not first.pid
+
+
+def test_a_command_that_reads_a_run_for_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "READERS_SECONDS", 0.0)
+    with (
+        EmbeddedServer(tmp_path, is_reader=True) as first,
+        pytest.raises(ConfigError, match=rf"another command is reading this run \(nats-server, process {first.pid}\)"),
+    ):
+        EmbeddedServer(tmp_path, is_reader=True).start()
 
 
 def test_the_token_is_not_on_the_command_line(nats_server: EmbeddedServer) -> None:

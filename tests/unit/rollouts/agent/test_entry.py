@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 
+from asyncrl import config
 from asyncrl.actors.rollout.rollout_parts import RolloutLimits, parts_of
 from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
 from asyncrl.rollouts.agent.entry import Entry
 from asyncrl.rollouts.agent.function import Agent, Options
-from asyncrl.run.serve import key_of
+from asyncrl.run.serve import key_of, serve
+from tests import ROOT
 from tests.harness.agents import TOKENIZER, Scripted
 
 KEY = "a-key"
@@ -232,6 +235,18 @@ def test_the_key_is_its_owners_alone_and_stays(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(ConfigError, match="has no key"):
         key_of(file)
+
+
+def test_an_address_that_cannot_be_listened_on_is_the_one_that_was_given(tmp_path: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        url = f"http://127.0.0.1:{(port := taken.getsockname()[1])}"
+        harness = f'{{url = "{url}", key_file = "{tmp_path / "key"}"}}'
+        options = f'rollout.options={{harness = "outside", harness_options = {harness}}}'
+        run = config.load(ROOT / "examples" / "demo.toml", ["rollout.function=agent", options])
+        with pytest.raises(ConfigError, match=f"^cannot listen on {url}: "):
+            serve(run)
+        with pytest.raises(ConfigError, match=f"^cannot listen on port {port} of --host 127.0.0.2: "):
+            serve(run, host="127.0.0.2")
 
 
 async def outcome(agent: Agent, prompt: PromptGroup) -> str:

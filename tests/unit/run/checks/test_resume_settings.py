@@ -14,8 +14,10 @@ from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
+from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.run.assembly.build_learner import build_learner
 from asyncrl.run.checks import resume_settings
+from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History
 from tests import ROOT
 from tests.harness.learning import demo_run, memory_bus
@@ -30,8 +32,8 @@ def set_to(run: RunConfig, *overrides: str) -> RunConfig:
     return config.load(ROOT / "examples" / "demo.toml", [f"run.directory={run.run.directory}", *overrides])
 
 
-def begin(run: RunConfig) -> None:
-    history = History(run.run_directory / HISTORY_FILE, incarnation=0)
+def begin(run: RunConfig, *, incarnation: int = 0) -> None:
+    history = History(run.run_directory / HISTORY_FILE, incarnation=incarnation)
     history.begin(step=0, kept=0, max_staleness=4, settings=config_record.as_table(run))
     history.close()
 
@@ -58,6 +60,33 @@ def test_checkpoints_of_other_adapters_are_refused_at_once(run: RunConfig) -> No
     ):
         with pytest.raises(ConfigError, match=f"learner.lora: the checkpoints .* of adapters of rank 8.*{is_now}"):
             resume_settings.refuse_others(set_to(run, "learner.lora.rank=8", f"learner.lora.{change}"))
+
+
+def test_an_algorithm_with_a_critic_is_refused_where_the_newest_checkpoint_has_none(run: RunConfig) -> None:
+    ppo = set_to(run, "algorithm.name=ppo")
+    begin(run)
+    resume_settings.refuse_others(ppo)  # no checkpoint yet
+    save_checkpoint(run, incarnation=0)
+    with pytest.raises(ConfigError, match='algorithm: "ppo" trains a critic, and the newest checkpoint .* has none'):
+        resume_settings.refuse_others(ppo)
+
+
+def test_a_run_with_a_critic_is_resumed_with_it_even_after_a_start_without(run: RunConfig) -> None:
+    ppo = set_to(run, "algorithm.name=ppo")
+    begin(ppo)
+    save_checkpoint(run, incarnation=0)
+    resume_settings.refuse_others(run)
+    begin(run, incarnation=1)  # it ended before its first checkpoint
+    resume_settings.refuse_others(ppo)
+
+
+def save_checkpoint(run: RunConfig, *, incarnation: int) -> None:
+    ledger = {"watermark": 0, "beyond": []}
+    state = LearnerState(
+        incarnation=incarnation, step=0, policy_version=0, groups=ledger, consumed=ledger, prompts=PromptState()
+    )
+    folder = run.run_directory / "checkpoints"
+    checkpoint.write(folder, state, save_backend=lambda folder: (folder / "backend.json").touch(), keep=1)
 
 
 def test_another_model_is_refused_and_a_moved_one_is_not(
