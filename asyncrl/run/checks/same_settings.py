@@ -1,0 +1,54 @@
+"""Ensures that a worker that joins by itself has the settings without which it could not work for the run's learner.
+
+A worker with a run file of its own may have other sizes, devices and paths than the learner, but not another weight
+channel: it would take prompts and never load the weights to answer them.
+"""
+
+from __future__ import annotations
+
+from asyncrl.actors.base import Actor
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.messages.fleet import RunSettings
+from asyncrl.messages.topics import SETTINGS
+from asyncrl.protocols import Bus
+
+
+class SettingsWatch(Actor):
+    """Ends its worker once a learner starts whose settings the worker cannot follow: the worker may have started first,
+    or the run may have been resumed with other settings.
+
+    consumes: settings    waits for: other settings    woken by: the learner
+    """
+
+    role = "settings-watch"
+
+    def __init__(self, name: str, bus: Bus, *, run: RunConfig) -> None:
+        super().__init__(name, bus)
+        self._run = run
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises ConfigError."""
+        async with self.bus.watch(SETTINGS) as published:
+            async for settings in published:
+                _refuse(self._run, settings)
+
+
+async def refuse_others(bus: Bus, run: RunConfig) -> None:
+    """Raise ConfigError if the learner that started last has another weights.channel.
+
+    Workers that `asyncrl run` starts must not call this: a resumed run may have settings that its learner, which starts
+    at the same time, has not published yet.
+    """
+    if (settings := (await bus.states(SETTINGS)).get("")) is not None:
+        _refuse(run, settings)
+
+
+def _refuse(run: RunConfig, settings: RunSettings) -> None:
+    section = settings.sections.get("weights")
+    theirs = section.get("channel") if isinstance(section, dict) else None
+    if theirs not in (None, run.weights.channel):
+        raise ConfigError(
+            f'weights.channel: this worker has "{run.weights.channel}" and the run\'s learner "{str(theirs)[:100]}", '
+            "so the worker could load no weights; set the same for all processes of the run"
+        )
