@@ -18,8 +18,11 @@ from asyncrl.messages.topics import SETTINGS
 from asyncrl.protocols import Bus
 from asyncrl.run.checks import same_settings
 from asyncrl.run.keys.worker_keys import Identity
+from tests import ROOT
+from tests.harness.joining import joins_by
 
 FILES, OBJECTS = config.only_overrides([]), config.only_overrides(["weights.channel=objects"])
+LOG = "asyncrl.far.settings"
 REFUSAL = (
     'weights.channel: this worker has "objects" and the run\'s learner "files", so the worker could load no weights; '
     "set the same for all processes of the run"
@@ -68,3 +71,46 @@ async def test_a_worker_ends_once_a_learner_starts_with_another_weight_channel(b
     await publish(bus, FILES)
     with pytest.raises(ConfigError, match="could load no weights"):
         await asyncio.wait_for(watch, 60)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["rollout.max_running=3", "rollout.workers=0", "engine.device=cpu", "run.directory=/mine"], []),
+        (
+            ["staleness.max_staleness=7", "staleness.stragglers=partial"],
+            ["staleness.max_staleness", "staleness.stragglers"],
+        ),
+        (["reward.kind=regex", 'reward.options={pattern="a"}'], ["reward.kind", "reward.options"]),
+        (["bus.ack_seconds=300"], ["bus.ack_seconds"]),
+        (['evaluation.datasets=[{name = "sums", path = "a.jsonl"}]'], ["evaluation.place", "evaluation.datasets"]),
+    ],
+)
+async def test_other_settings_of_the_run_than_the_learners_are_named_in_one_line(
+    overrides: list[str], names: list[str], bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = config.only_overrides(overrides)
+    watch = asyncio.create_task(same_settings.SettingsWatch("far.settings", bus, run=run).run())
+    await publish(bus, FILES)
+    await publish(bus, OBJECTS)
+    with pytest.raises(ConfigError):
+        await asyncio.wait_for(watch, 60)
+    found = {record.getMessage().partition(": not as in")[0] for record in caplog.records if record.name == LOG}
+    assert found == ({", ".join(names)} if names else set())
+
+
+def test_options_that_are_not_on_the_bus_are_not_compared() -> None:
+    secret = 'reward.options={headers={Authorization="hidden"}}'
+    sections, withheld = worker_table(config.only_overrides(["reward.kind=remote", secret]))
+    settings = RunSettings(sections=sections, withheld=withheld)
+    assert same_settings.different(config.only_overrides(["reward.kind=remote"]), settings) == []
+
+
+def test_a_worker_that_joins_by_the_bus_has_the_learners_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = '{name = "sums", path = "a.jsonl", reward = {kind = "regex", options = {pattern = "a"}}}'
+    run = config.load(
+        ROOT / "examples" / "demo.toml", [f"evaluation.datasets=[{dataset}]", "staleness.max_staleness=3"]
+    )
+    sections, withheld = worker_table(run)
+    joined = joins_by(monkeypatch)(sections, withheld=withheld, allow=("examples",))
+    assert same_settings.different(joined, RunSettings(sections=sections, withheld=withheld)) == []
