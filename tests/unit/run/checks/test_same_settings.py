@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from asyncrl import config
+from asyncrl.actors.base import Actor
 from asyncrl.cli import rollout_worker, worker_process
 from asyncrl.config.record import worker_table
 from asyncrl.errors import ConfigError
@@ -35,19 +36,49 @@ async def publish(bus: Bus, run: config.RunConfig) -> None:
     await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
 
 
-async def test_a_worker_with_another_weight_channel_than_the_learner_ends_before_it_starts_an_engine(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def starts(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[list[Actor]]]:
+    """Start a worker whose channel is "objects" on ``bus``, without an engine, and return the actors of its process."""
+    actors: list[Actor] = []
+
     @contextlib.asynccontextmanager
     async def bus_of_worker(*_: Any, **__: Any) -> AsyncIterator[Bus]:
         yield bus
 
+    async def build_worker(run: config.RunConfig, *, bus: Bus, name: str, **_: Any) -> tuple[Actor, Actor]:
+        return same_settings.SettingsWatch(name, bus, run=run), same_settings.SettingsWatch(name, bus, run=run)
+
+    async def supervised(*given: Actor) -> None:
+        actors.extend(given)
+
+    async def start(*, has_own_key: bool) -> list[Actor]:
+        own = Identity(name="far", key=None, has_own_key=has_own_key)
+        await rollout_worker._sample(OBJECTS, own, token="", has_joined=False, is_dedicated=False)
+        return actors
+
     monkeypatch.setattr(worker_process, "bus_of_worker", bus_of_worker)
+    monkeypatch.setattr("asyncrl.run.assembly.build_worker.build_worker", build_worker)
+    monkeypatch.setattr(rollout_worker, "supervised", supervised)
+    return start
+
+
+async def test_a_worker_that_joins_with_another_weight_channel_than_the_learner_ends_at_its_start(
+    bus: Bus, starts: Callable[..., Awaitable[list[Actor]]]
+) -> None:
     await publish(bus, FILES)
     with pytest.raises(ConfigError) as refused:
-        own = Identity(name="far", key=None, has_own_key=True)
-        await rollout_worker._sample(OBJECTS, own, token="", has_joined=False, is_dedicated=False)
+        await starts(has_own_key=True)
     assert str(refused.value) == REFUSAL
+
+
+async def test_a_worker_that_joins_watches_for_another_learner_and_one_of_the_runs_launcher_does_not(
+    bus: Bus, starts: Callable[..., Awaitable[list[Actor]]]
+) -> None:
+    """The launcher's workers have the learner's run file, and may start before a resumed learner publishes it."""
+    await publish(bus, FILES)
+    assert "far.settings" not in [actor.name for actor in await starts(has_own_key=False)]
+    await publish(bus, OBJECTS)
+    assert "far.settings" in [actor.name for actor in await starts(has_own_key=True)]
 
 
 @pytest.mark.parametrize("run", [FILES, None])
