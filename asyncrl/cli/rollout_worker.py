@@ -6,12 +6,13 @@ import argparse
 import asyncio
 import gc
 
-from asyncrl.actors.base import HeartbeatSender
+from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.cli import arguments, joining, worker_process
 from asyncrl.cli.actor_process import in_event_loop, supervised
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.os_process import end_with_parent
+from asyncrl.run.checks import same_settings
 from asyncrl.run.checks.own_code import checksums
 from asyncrl.run.checks.run_file import check_worker
 from asyncrl.run.keys.worker_keys import Identity
@@ -53,9 +54,13 @@ async def _sample(
     from asyncrl.run.assembly.build_worker import build_worker
 
     async with worker_process.bus_of_worker(run_config, identity, token=token, has_joined=has_joined) as bus:
+        beside: list[Actor] = []
+        if identity.has_own_key:  # it joins by itself, maybe with another run file
+            await same_settings.refuse_others(bus, run_config)
+            beside.append(same_settings.SettingsWatch(f"{identity.name}.settings", bus, run=run_config))
         worker, follower = await build_worker(run_config, bus=bus, name=identity.name, is_dedicated=is_dedicated)
         gc.freeze()  # a collection over all imported objects would stop every answer for a tenth of a second
-        endpoint = prometheus(run_config, bus, worker)
+        beside += prometheus(run_config, bus, worker)
         about = await asyncio.to_thread(checksums, run_config)
-        await supervised(worker, follower, HeartbeatSender(worker, about=about), *endpoint)
+        await supervised(worker, follower, HeartbeatSender(worker, about=about), *beside)
     return 0

@@ -45,10 +45,13 @@ class DataSection:
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     label_key: str = "label"
-    """Column with the value that the reward compares with. Rows may lack "label"; a column of another name must be in
-    the first row."""
+    """Column with the value that the reward compares with, or a key in a column's table: "reward_model.ground_truth".
+    Rows may lack "label"; a column of another name must be in the first row."""
     metadata_key: str = "metadata"
-    """Column with a table that is passed to the reward. As for label_key, only "metadata" may be absent."""
+    """Column (or key in a column's table) with a table that is passed to the reward. As for label_key, only "metadata"
+    may be absent."""
+    metadata_columns: tuple[str, ...] = ()
+    """Further columns for the reward. Each is added to the metadata under its name and takes precedence there."""
     response_key: str = ""
     """Column with an answer to imitate, for rollout.function = "given"; empty: none."""
     conversation_key: str = ""

@@ -30,9 +30,13 @@ class EvaluationDataset:
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     label_key: str = "label"
-    """Column with the value that the reward compares with; optional."""
+    """Column with the value that the reward compares with, or a key in a column's table: "reward_model.ground_truth".
+    Rows may lack "label"; a column of another name must be in the first row."""
     metadata_key: str = "metadata"
-    """Column with a table that is passed to the reward; optional."""
+    """Column (or key in a column's table) with a table that is passed to the reward. As for label_key, only "metadata"
+    may be absent."""
+    metadata_columns: tuple[str, ...] = ()
+    """Further columns for the reward. Each is added to the metadata under its name and takes precedence there."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Added to the metadata of every row; takes precedence over the row's own values."""
     tools_key: str = ""

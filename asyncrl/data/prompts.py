@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl import config
 from asyncrl.data import chat
-from asyncrl.data.row_check import RowCheck, RowLimits, plain, sampling_of, short
+from asyncrl.data.row_check import RowCheck, RowLimits, metadata_of, plain, sampling_of, short, value_at
 from asyncrl.data.sources import Found, Positions, open_positions
 from asyncrl.errors import ConfigError
 
@@ -197,8 +197,8 @@ class PromptDataset:
             epoch=found.epoch,
             prompt=text,
             tokens=np.asarray(tokens, dtype=np.int32),
-            label=plain(row.get(data.label_key), where, data.label_key),
-            metadata=plain(row.get(data.metadata_key) or {}, where, data.metadata_key),
+            label=plain(value_at(row, data.label_key), where, data.label_key),
+            metadata=plain(metadata_of(row, data), where, data.metadata_key),
             response=answer,
             response_mask=mask,
             sampling=sampling_of(row, data, where, limits=self._limits),

@@ -80,28 +80,30 @@ class RowCheck:
             raise self._missing(row, prompt_key, name, where)
         if not self._seen_first:
             default = config.DataSection()
-            for name in ("label_key", "metadata_key"):
-                key = getattr(data, name)
-                if key != getattr(default, name) and key not in row:  # set in the run file, so required
+            named = [(name, getattr(data, name)) for name in ("label_key", "metadata_key")]
+            named = [(name, key) for name, key in named if key != getattr(default, name)]
+            for name, key in (*named, *(("metadata_columns", key) for key in data.metadata_columns)):
+                if value_at(row, key, _ABSENT) is _ABSENT:  # set in the run file, so required
                     raise self._missing(row, key, name, where)
             self._seen_first, self._columns = True, tuple(row)
         self._unseen -= {name for name in self._unseen if getattr(data, name) in row}
         self._check_prompt(row[prompt_key], where, key=prompt_key)
         if data.response_key:
             self._check_response(row, where)
-        metadata = row.get(data.metadata_key)
+        metadata, label = value_at(row, data.metadata_key), value_at(row, data.label_key)
         if metadata is not None and not isinstance(metadata, dict):
             raise ConfigError(f"{where}: {data.metadata_key!r} must be an object, got {short(metadata)}")
         name, reward = self._reward_of(row, where)
-        self._check_label(row.get(data.label_key), where, reward=name if reward.needs_label else "")
+        self._check_label(label, where, reward=name if reward.needs_label else "")
         try:
-            reward.check_label(row.get(data.label_key), metadata or {})
+            reward.check_label(label, metadata_of(row, data))
         except ValueError as error:
             raise ConfigError(f"{where}: {data.label_key!r}: {error}") from None
         sampling_of(row, data, where, limits=self._limits)
         if tools := chat.tools_of(row, data, where):
             _require_text(tools, f"{where}: {data.tools_key!r}")
-        parts = {data.label_key: row.get(data.label_key), data.metadata_key: metadata}
+        parts = {data.label_key: label, data.metadata_key: metadata}
+        parts |= {key: value_at(row, key) for key in data.metadata_columns}
         parts |= {data.response_key: row[data.response_key]} if data.response_key else {}
         parts |= {prompt_key: row[prompt_key]} if self._limits.keeps_messages and data.chat_template else {}
         try:
@@ -187,10 +189,32 @@ class RowCheck:
             )
 
     def _missing(self, row: dict[str, Any], key: str, name: str, where: str) -> ConfigError:
-        near = difflib.get_close_matches(key, row, 1)
+        inner = [f"{column}.{name}" for column, table in row.items() if isinstance(table, dict) for name in table]
+        near = difflib.get_close_matches(key, [*row, *inner], 1)
         hint = f"; did you mean {near[0]!r}" if near else ""
         there = ", ".join(repr(k) for k in row) or "none"
         return ConfigError(f"{where}: no column {key!r} ({self._limits.keys}{name}){hint}; there is {there}")
+
+
+_ABSENT: Final = object()
+
+
+def value_at(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return the value of a column, or of a key in its table ("reward_model.ground_truth"); ``default`` if the row has
+    neither."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
+
+
+def metadata_of(row: Mapping[str, Any], data: config.DataSection) -> dict[str, Any]:
+    """Return the row's metadata: its table and the further columns, under their names."""
+    return {**(value_at(row, data.metadata_key) or {}), **{key: value_at(row, key) for key in data.metadata_columns}}
 
 
 SAMPLING: Final = ("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids")

@@ -65,5 +65,8 @@ def check_weights(weights: WeightVersion, *, expected: Shapes, optional: frozens
         raise WeightsError(f"{where}: {error}") from error
     if num_bytes != weights.num_bytes:
         raise WeightsError(f"{where}: has {num_bytes} bytes of weights, but {weights.num_bytes} were published")
-    check_layout(read_shapes(folder), expected=expected, optional=optional, where=where)
+    try:
+        check_layout(read_shapes(folder), expected=expected, optional=optional, where=where)
+    except WeightsError as error:
+        raise WeightsError(f"{error}; is this worker's model.path the model that the learner trains?") from None
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from asyncrl import config
 from asyncrl.config import plugins
+from asyncrl.data.prompts import PromptDataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.load import KINDS, load_reward
@@ -31,7 +33,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
     for name, code in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", SHOWN, re.DOTALL):
         (tmp_path / f"{name}.py").write_text(code)
         names.append(name)
-    verls = "def compute_score(source, solution, truth, extra=None):\n    return float(solution == truth)\n"
+    verls = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    verls += "    assert data_source == 'openai/gsm8k' and extra_info['split'] == 'train'\n"
+    verls += "    return float(solution_str == ground_truth)\n"
     (tmp_path / "my_verl_rewards.py").write_text(verls)
     monkeypatch.syspath_prepend(tmp_path)
     yield names
@@ -67,7 +71,28 @@ async def test_the_rewards_of_the_page_judge_as_it_says(modules: list[str]) -> N
     assert [r.value for r in await rewards("my_rewards:shortest", [right, wrong])] == [1, 0.25]
     assert await rewards("my_rewards:in_parts", [right]) == [Reward(value=1.1, parts={"right": 1, "polite": 0.1})]
     assert await rewards("my_rewards:watched", [right]) == [Reward(value=1, parts={"characters": 9})]
-    assert [r.value for r in await rewards("from_verl:score", [sample_of("7", label="7"), wrong])] == [1, 0]
+
+
+async def test_a_file_in_verls_layout_and_verls_reward_work_with_the_settings_of_the_page(
+    modules: list[str], tmp_path: Path
+) -> None:
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    row: dict[str, Any] = {  # as verl's examples/data_preprocess/gsm8k.py writes it
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "7+1"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "8"},
+        "extra_info": {"split": "train", "index": 0, "answer": "#### 8", "question": "7+1"},
+    }
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    page = (ROOT / "docs" / "guides" / "data.md").read_text()
+    (found,) = re.findall(r"## Files of verl.*?```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "run.toml").write_text(found)
+    run = config.load(tmp_path / "run.toml", ["model.path=any", f"data.path={tmp_path / 'train.parquet'}"])
+    made = PromptDataset.open(run.data, tokenizer=make_tokenizer(), seed=0).at(0)
+    assert made is not None and made.metadata == {"data_source": "openai/gsm8k", **row["extra_info"]}
+    samples = [replace(sample_of(answer), label=made.label, metadata=made.metadata) for answer in ("8", "9")]
+    assert [r.value for r in await rewards("from_verl:score", samples)] == [1, 0]
 
 
 def test_the_page_names_all_built_in_rewards_that_check_labels() -> None:

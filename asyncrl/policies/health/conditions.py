@@ -98,8 +98,9 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "unreadable",
         4,
         "cannot read the newest weights, tried {value:.0f} times ({problem})",
-        'mount weights.directory under the same path as on the learner, or set weights.channel = "objects"; until then '
-        "it samples with older weights, if it has any",
+        'mount weights.directory under the same path as on the learner, or set weights.channel = "objects" for the '
+        "whole run; if the tensors are others, correct model.path; until then it samples with older weights, if it has "
+        "any",
     ),
     "learner/disk_need": Condition(
         "little room",

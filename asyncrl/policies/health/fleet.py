@@ -1,6 +1,6 @@
-"""Findings about processes that work but do not fit together: other code, other functions, other clocks.
+"""Findings about processes that work but do not fit together: other code, functions, tokenizers, clocks.
 
-Every process reports two checksums of what it runs (run/checks/own_code.py) and its wall-clock time. They are compared
+Every process reports checksums of what it runs (run/checks/own_code.py) and its wall-clock time. They are compared
 with the learner's. Tests: tests/unit/policies/health/test_fleet.py.
 """
 
@@ -22,9 +22,10 @@ from asyncrl.policies.health.faults import (
 
 CODE: Final = "process/code"
 FUNCTIONS: Final = "process/functions"
+TOKENIZER: Final = "process/tokenizer"
 CLOCK: Final = "process/clock"
-"""Numbers in the heartbeat of a process's first actor: checksum of asyncrl's own code; checksum of the names of the
-reward and rollout functions; Unix seconds."""
+"""Numbers in the heartbeat of a process's first actor: checksum of asyncrl's own code; of the names of the reward and
+rollout functions; of the model's vocabulary and end tokens; Unix seconds."""
 JUMP_SECONDS: Final = 5.0
 APART_SECONDS: Final = 60.0
 """Longer than a heartbeat can be in transit or wait on the bus."""
@@ -39,6 +40,11 @@ SAYS: Final = {
         "other functions",
         "was started with another reward or rollout function than the learner",
         "restart it with the run file of the learner (reward.kind, reward.rows, data.reward_key, rollout.function)",
+    ),
+    TOKENIZER: (
+        "other tokenizer",
+        "has another tokenizer or other end tokens at its model.path than the learner",
+        "restart it with the learner's model folder; until then its rewards and the ends of its answers are wrong",
     ),
 }
 

@@ -122,6 +122,7 @@ def _section(dataset: EvaluationDataset) -> config.DataSection:
         prompt_key=dataset.prompt_key,
         label_key=dataset.label_key,
         metadata_key=dataset.metadata_key,
+        metadata_columns=dataset.metadata_columns,
         tools_key=dataset.tools_key,
         chat_template=dataset.chat_template,
         chat_template_options=dataset.chat_template_options,

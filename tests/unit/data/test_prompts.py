@@ -146,6 +146,19 @@ def test_a_row_carries_text_tokens_label_and_metadata(open_rows: Open) -> None:
     assert row.tokens.tolist() == [4 + CHARACTERS.index(c) for c in "7+1"]
 
 
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
+def test_label_and_metadata_may_be_keys_in_the_table_of_a_column_and_further_columns(
+    open_rows: Open, name: str
+) -> None:
+    rows = [{"prompt": "a", "model": {"truth": "8", "of": {"level": 2, "x": 0}}, "x": "y"}]
+    row = at(open_rows(rows, name=name, label_key="model.truth", metadata_key="model.of", metadata_columns=("x",)), 0)
+    assert (row.label, row.metadata) == ("8", {"level": 2, "x": "y"})
+
+
+def test_a_column_whose_name_has_a_dot_is_that_column(open_rows: Open) -> None:
+    assert at(open_rows([{"prompt": "a", "a.b": 1, "a": {"b": 2}}], label_key="a.b"), 0).label == 1
+
+
 def test_label_and_metadata_may_be_absent(open_rows: Open) -> None:
     row = at(open_rows([{"prompt": "a"}, {"prompt": "b", "metadata": None}]), 0)
     assert (row.label, row.metadata) == (None, {})
@@ -241,6 +254,17 @@ def test_parquets_tools_have_no_keys_of_other_rows_tools(tmp_path: Path) -> None
             {"label_key": "anser"},
             "no column 'anser' .data.label_key.; did you mean 'answer'",
         ),
+        (
+            b'{"prompt": "a", "model": {"truth": 1}}\n',
+            {"label_key": "model.thruth"},
+            "no column 'model.thruth' .data.label_key.; did you mean 'model.truth'",
+        ),
+        (
+            b'{"prompt": "a", "source": 1}\n',
+            {"metadata_columns": ("sorce",)},
+            "no column 'sorce' .data.metadata_columns.; did you mean 'source'",
+        ),
+        (b'{"prompt": "a", "m": "\\ud800"}\n', {"metadata_columns": ("m",)}, "data.jsonl:1: half of a surrogate pair"),
         (
             b'{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n',
             {"response_key": "answer"},

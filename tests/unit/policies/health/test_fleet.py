@@ -9,14 +9,20 @@ import pytest
 from asyncrl.messages import Heartbeat
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, SILENT_SECONDS, WORKER, Observation, Seen
-from asyncrl.policies.health.fleet import APART_SECONDS, CODE, FUNCTIONS
+from asyncrl.policies.health.fleet import APART_SECONDS, CODE, FUNCTIONS, TOKENIZER
 
 
 def process(
-    name: str, *, role: str = WORKER, code: float = 1.0, functions: float = 2.0, clock: float | None = 0.0
+    name: str,
+    *,
+    role: str = WORKER,
+    code: float = 1.0,
+    functions: float = 2.0,
+    tokenizer: float = 4.0,
+    clock: float | None = 0.0,
 ) -> Seen:
     """A process on a machine with the same name."""
-    numbers = {CODE: code, FUNCTIONS: functions}
+    numbers = {CODE: code, FUNCTIONS: functions, TOKENIZER: tokenizer}
     return Seen(beat=Heartbeat(actor=name, role=role, host=name, pid=7, numbers=numbers), clock=clock)
 
 
@@ -31,12 +37,15 @@ def test_a_fleet_of_one_kind_is_well() -> None:
 
 
 @pytest.mark.parametrize("role", [WORKER, EVALUATION_WORKER])
-def test_a_worker_that_runs_other_code_or_other_functions_is_named(role: str) -> None:
+def test_a_worker_that_runs_other_code_functions_or_tokenizer_is_named(role: str) -> None:
     assert named(process("w0"), process("w1", role=role, code=3.0)) == [
         ("other code", "worker w1 runs another version of asyncrl than the learner")
     ]
     assert named(process("w0", role=role, functions=3.0), process("w1")) == [
         ("other functions", "worker w0 was started with another reward or rollout function than the learner")
+    ]
+    assert named(process("w0"), process("w1", role=role, tokenizer=5.0)) == [
+        ("other tokenizer", "worker w1 has another tokenizer or other end tokens at its model.path than the learner")
     ]
 
 

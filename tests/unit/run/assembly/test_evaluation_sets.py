@@ -119,6 +119,11 @@ def test_the_rows_of_a_slice_keep_their_tags(tmp_path: Path) -> None:
     assert [(one.prompt, one.tags) for one in made.questions] == [("1234", ("hard",)), ("7", ())]
 
 
+def test_metadata_columns_are_part_of_the_metadata(tmp_path: Path) -> None:
+    made = opened(tmp_path, [{"prompt": "1", "label": "2", "source": "a"}], metadata_columns=("source",))
+    assert [one.metadata for one in made.questions] == [{"source": "a"}]
+
+
 def test_a_tag_is_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a tag or a list of tags, got 3"):
         opened(tmp_path, [{"prompt": "1", "label": "2", "topic": 3}], tag_key="topic")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl import config
-from asyncrl.policies.health.fleet import CODE, FUNCTIONS
+from asyncrl.policies.health.fleet import CODE, FUNCTIONS, TOKENIZER
 from asyncrl.run.checks.own_code import checksums
 
 RUN = config.only_overrides([])
@@ -57,6 +59,31 @@ def test_functions_differ_by_their_names_and_not_by_what_a_machine_may_have_of_i
 ) -> None:
     there = checksums(config.only_overrides([override]), package=package)[FUNCTIONS]
     assert (there != checksums(RUN, package=package)[FUNCTIONS]) == is_other
+
+
+def tokenizer(folder: Path, *, vocabulary: dict[str, int], end: int = 1, **form: Any) -> float | None:
+    """The checksum of a model folder with this tokenizer.  form: of json.dumps"""
+    folder.mkdir(exist_ok=True)
+    table = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 1, "content": "<eos>"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(table, **form))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    return checksums(config.only_overrides([f"model.path={folder}"]), package=folder).get(TOKENIZER)
+
+
+def test_a_tokenizer_differs_by_its_tokens_and_what_ends_an_answer_but_not_by_its_folder_or_form(
+    tmp_path: Path,
+) -> None:
+    ours = tokenizer(tmp_path / "ours", vocabulary={"a": 2, "b": 3})
+    assert ours is not None
+    assert tokenizer(tmp_path / "same", vocabulary={"b": 3, "a": 2}, indent=1) == ours
+    assert tokenizer(tmp_path / "other", vocabulary={"a": 3, "b": 2}) != ours
+    assert tokenizer(tmp_path / "longer", vocabulary={"a": 2, "b": 3}, end=0) != ours
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": 1}'])
+def test_of_a_tokenizer_that_cannot_be_read_nothing_is_said(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    assert TOKENIZER not in checksums(config.only_overrides([f"model.path={tmp_path}"]), package=tmp_path)
 
 
 def test_of_code_that_cannot_be_read_nothing_is_said(package: Path) -> None:
