@@ -13,16 +13,11 @@ import numpy as np
 import pytest
 
 from asyncrl import config
-from asyncrl.data import demo_task
-from asyncrl.data.model_folder import check_model
 from asyncrl.data.prompts import PromptDataset, PromptRow
 from asyncrl.data.row_check import RowLimits
-from asyncrl.data.row_files import open_rows as open_rows_of
 from asyncrl.data.sources import shuffled
 from asyncrl.data.tiny_model import CHARACTERS, make_tokenizer
-from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
-from tests import ROOT
 
 Open = Callable[..., PromptDataset]
 
@@ -208,18 +203,6 @@ def test_parquet_rows_are_like_jsonl_rows(open_rows: Open) -> None:
     assert (row.prompt, row.label, row.metadata) == ("<user>5<assistant>", "x", {"k": [1, 2]})
 
 
-def test_parquets_tools_have_no_keys_of_other_rows_tools(tmp_path: Path) -> None:
-    """If one row's tool has a and another's has b, Arrow gives {"a": .., "b": null}; a template would show both."""
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    written = [{"tools": [{"name": name, "properties": {name: {"type": "int"}}}]} for name in "ab"]
-    table = pyarrow.Table.from_pylist([row | {"metadata": {"k": None}} for row in written])
-    assert table.column("tools")[0].as_py()[0]["properties"] == {"a": {"type": "int"}, "b": None}
-    parquet.write_table(table, tmp_path / "data.parquet")
-    rows = open_rows_of(tmp_path / "data.parquet", check=lambda row, where: None)
-    assert [rows.row(index)["tools"] for index in range(2)] == [row["tools"] for row in written]
-    assert rows.row(0)["metadata"] == {"k": None}
-
-
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
@@ -400,22 +383,6 @@ def test_messages_the_template_refuses_are_named(open_rows: Open, tmp_path: Path
     )
     with pytest.raises(ConfigError, match="data.jsonl:1: the chat template refuses .*no system messages"):
         dataset.at(0)
-
-
-# -- the demo ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_demo_makes_what_its_run_file_names(tmp_path: Path) -> None:
-    demo_task.write(tmp_path)
-    run = config.load(
-        ROOT / "examples" / "demo.toml",
-        [f"model.path={tmp_path / 'model'}", f"data.path={tmp_path / 'prompts.jsonl'}"],
-    )
-    check_model(Path(run.model.path))
-    dataset = PromptDataset.open(run.data, tokenizer=load_tokenizer(Path(run.model.path)), seed=run.run.seed)
-    rows = [at(dataset, position) for position in range(dataset.num_rows)]
-    assert {(row.prompt, row.label) for row in rows} >= {("7", "0123"), ("67", "0123"), ("4567", "0123")}
-    assert all(len(row.tokens) == len(row.prompt) for row in rows)
 
 
 def test_a_prompt_with_a_token_that_the_model_has_not_is_refused(open_rows: Open) -> None:

@@ -58,3 +58,15 @@ def test_a_data_file_that_cannot_be_read_is_one_line(
     monkeypatch.setattr(Path, "open", opened)
     with pytest.raises(ConfigError, match=f"data.jsonl: cannot be read: {problem}$"):
         open_rows(path, check=accept)
+
+
+def test_parquets_tools_have_no_keys_of_other_rows_tools(tmp_path: Path) -> None:
+    """If one row's tool has a and another's has b, Arrow gives {"a": .., "b": null}; a template would show both."""
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    written = [{"tools": [{"name": name, "properties": {name: {"type": "int"}}}]} for name in "ab"]
+    table = pyarrow.Table.from_pylist([row | {"metadata": {"k": None}} for row in written])
+    assert table.column("tools")[0].as_py()[0]["properties"] == {"a": {"type": "int"}, "b": None}
+    parquet.write_table(table, tmp_path / "data.parquet")
+    rows = open_rows(tmp_path / "data.parquet", check=lambda row, where: None)
+    assert [rows.row(index)["tools"] for index in range(2)] == [row["tools"] for row in written]
+    assert rows.row(0)["metadata"] == {"k": None}
