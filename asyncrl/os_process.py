@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import os
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -85,15 +86,29 @@ def asks_for_signal_on_parent_death(number: int) -> Callable[[], object] | None:
     return lambda: prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
+def process_space() -> str:
+    """Return where a process id means what it means here: the host, since its boot, and the container's PID namespace.
+
+    Off Linux only the host is known.
+    """
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine has this id."""
+    """Whether a process of this machine has this id and has not ended. One that its parent has not reaped has ended."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # the process exists and belongs to another user
+        pass
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (OSError, IndexError):  # off Linux, or hidden
         return True
-    return True
 
 
 def exit_within(seconds: float, code: int) -> None:

@@ -24,7 +24,7 @@ def keys(path: str, *, role: str) -> dict[str, str]:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return {}  # connecting with this file reports the error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines[1:], 2):  # the first is USER:PASSWORD
         name = next((one for one in _NAMES if line.lower().startswith(one)), "")
         if name and not KEY_LINE.fullmatch(line):
             raise ConfigError(

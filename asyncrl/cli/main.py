@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import difflib
 import errno
 import importlib
@@ -104,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a notebook has others
             # Answers and paths may have characters that a terminal or pipe cannot show.
-            stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # it was redirected after Python opened it, from a file to a pipe
+                stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = next((word for word in words if not word.startswith("-")), "")
     try:

@@ -102,19 +102,18 @@ class RowCheck:
         sampling_of(row, data, where, limits=self._limits)
         if tools := chat.tools_of(row, data, where):
             _require_text(tools, f"{where}: {data.tools_key!r}")
-        parts = {data.label_key: label, data.metadata_key: metadata}
-        parts |= {key: value_at(row, key) for key in data.metadata_columns}
-        parts |= {data.response_key: row[data.response_key]} if data.response_key else {}
-        parts |= {prompt_key: row[prompt_key]} if self._limits.keeps_messages and data.chat_template else {}
+        parts = [(data.label_key, label), (data.metadata_key, metadata_of(row, data) or None)]
+        parts += [(data.response_key, row[data.response_key])] if data.response_key else []
+        parts += [(prompt_key, row[prompt_key])] if self._limits.keeps_messages and data.chat_template else []
         try:
             _check_text(row[prompt_key])
-            size = sum(map(_size, parts.values()))
+            size = sum(map(_size, (value for _, value in parts)))
         except ValueError as error:
             raise ConfigError(f"{where}: {error}; no message can carry it") from None
-        for key, value in parts.items():  # after _size, which bounds the depth
+        for key, value in parts:  # after _size, which bounds the depth
             plain(value, where, key)
         if size > self._limits.row_bytes:
-            names = " and ".join(repr(name) for name, value in parts.items() if value is not None)
+            names = " and ".join(repr(name) for name, value in parts if value is not None)
             raise ConfigError(
                 f"{where}: {names} take {size:,} bytes, and a message of the bus has room for "
                 f"{self._limits.row_bytes:,} of them; shorten them or raise bus.max_message_bytes"
@@ -213,8 +212,10 @@ def value_at(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def metadata_of(row: Mapping[str, Any], data: config.DataSection) -> dict[str, Any]:
-    """Return the row's metadata: its table and the further columns, under their names."""
-    return {**(value_at(row, data.metadata_key) or {}), **{key: value_at(row, key) for key in data.metadata_columns}}
+    """Return the row's metadata: its table, and the further columns that it has, under their names."""
+    columns = {key: value_at(row, key, _ABSENT) for key in data.metadata_columns}
+    found = {key: value for key, value in columns.items() if value is not _ABSENT}
+    return {**(value_at(row, data.metadata_key) or {}), **found}
 
 
 SAMPLING: Final = ("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids")

@@ -6,9 +6,9 @@ open, so that a malformed line is found before the run starts.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import os
 import re
 import weakref
 from array import array
@@ -93,17 +93,17 @@ def _opened(path: Path) -> Rows:
     raise ConfigError(f"{path}: data must be .jsonl (one JSON object a line) or .parquet, not {path.suffix!r}")
 
 
-def digest(spec: str) -> str:
-    """Return the SHA-256 of a file, or of the data of a saved data set. Raises ConfigError."""
-    path, _ = require_data(spec)
-    made = hashlib.sha256()
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file. Raises ConfigError.
+
+    Of a saved data set, it is that of state.json, where datasets keeps a fingerprint of the content.
+    """
+    file = path / _SAVED if path.is_dir() else path
     try:
-        for file in sorted(path.glob("data-*.arrow")) if path.is_dir() else [path]:
-            with file.open("rb") as stream:
-                made.update(hashlib.file_digest(stream, "sha256").digest())
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    return made.hexdigest()
 
 
 class SlicedRows:
@@ -153,7 +153,7 @@ class SavedRows:
 
 
 class JsonlRows:
-    """A file with one JSON object per line, UTF-8. Blank lines are skipped.
+    """A file with one JSON object per line, UTF-8. Blank lines are skipped. Several threads may read rows at once.
 
     The file stays open, so that the rows stay those that were checked if another file takes its name, or none does.
     """
@@ -161,24 +161,29 @@ class JsonlRows:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offsets = array("q")
+        self._sizes = array("q")
         self._lines = array("q")
-        with self._reading():
+        try:
             self._stream = path.open("rb")
             weakref.finalize(self, self._stream.close)
             offset = 0
             for number, line in enumerate(self._stream, start=1):
                 if line.removeprefix(BOM_UTF8).strip():
                     self._offsets.append(offset)
+                    self._sizes.append(len(line))
                     self._lines.append(number)
                 offset += len(line)
+        except OSError as error:
+            raise self._unreadable(error) from None
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def row(self, index: int) -> dict[str, Any]:
-        with self._reading():
-            self._stream.seek(self._offsets[index])
-            line = self._stream.readline()
+        try:
+            line = os.pread(self._stream.fileno(), self._sizes[index], self._offsets[index])
+        except OSError as error:
+            raise self._unreadable(error) from None
         return _parse(line, self.where(index))
 
     def where(self, index: int) -> str:
@@ -187,12 +192,8 @@ class JsonlRows:
     def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
         return ((self.row(index), self.where(index)) for index in chosen)
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(f"{self._path}: cannot be read: {error.strerror}") from None
+    def _unreadable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"{self._path}: cannot be read: {error.strerror}")
 
 
 class ParquetRows:

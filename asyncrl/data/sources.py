@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl import config
 from asyncrl.config import plugins, tables
-from asyncrl.data.row_files import Check, Rows, digest, open_rows, path_and_slice
+from asyncrl.data.row_files import Check, Rows, digest, open_rows, require_data
 from asyncrl.errors import ConfigError
 
 
@@ -61,8 +61,8 @@ def open_positions(data: config.DataSection, *, seed: int, check: Check) -> Posi
 
 def digests(data: config.DataSection) -> dict[str, str]:
     """Return the SHA-256 of each file by its absolute path; nothing for a user's own source. Raises ConfigError."""
-    paths = [] if data.source else [file.path for file in _files(data)]
-    return {str(path_and_slice(path)[0].absolute()): digest(path) for path in paths}
+    paths = set() if data.source else {require_data(file.path)[0].absolute() for file in _files(data)}
+    return {str(path): digest(path) for path in sorted(paths)}
 
 
 def _files(data: config.DataSection) -> tuple[config.DataFile, ...]:

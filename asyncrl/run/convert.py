@@ -55,7 +55,7 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        raise ConfigError(f"{destination}: cannot be written: {error}") from error
+        raise ConfigError(f"{source} to {destination}: {error}") from error
     return done
 
 

@@ -19,7 +19,7 @@ from asyncrl.config.addresses import without_secrets
 from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.messages.signing import UNSIGNED, Signatures
-from asyncrl.os_process import is_alive
+from asyncrl.os_process import is_alive, process_space
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 from asyncrl.protocols.adapter import Adapter
 from asyncrl.rollouts import load as rollout_functions
@@ -343,7 +343,7 @@ def own_address(directory: Path) -> tuple[str, str]:
             raise ValueError("no url and token")
         if table.get("inode", path.stat().st_ino) != path.stat().st_ino:
             problem = f"{path}: was copied with another run's folder, and no `asyncrl run` is up in {directory}"
-        elif _is_killed(found[0], table.get("pid")):
+        elif _is_killed(found[0], pid=table.get("pid"), host=table.get("host")):
             problem = f"{path}: `asyncrl run` (process {table['pid']}) was killed, and its nats-server is gone"
             remedy = (
                 "continue with `asyncrl run FILE --resume` (until then `asyncrl audit`, `samples` and `board` read its "
@@ -360,13 +360,12 @@ def own_address(directory: Path) -> tuple[str, str]:
     raise NoSuchRun(f"{problem}; {remedy}")
 
 
-def _is_killed(url: str, pid: object) -> bool:
+def _is_killed(url: str, *, pid: object, host: object) -> bool:
     """Whether the `asyncrl run` that wrote BUS_FILE was killed, and its server with it.
 
-    Only known of a server on this machine: process ids of others mean nothing here.
+    Only known of one on this machine and in this container: process ids of others mean nothing here.
     """
-    is_here = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
-    return is_here and isinstance(pid, int) and not is_alive(pid) and not answers(url)
+    return host == process_space() and isinstance(pid, int) and not is_alive(pid) and not answers(url)
 
 
 def answers(url: str) -> bool:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.messages.topics import TRAJECTORIES
+from asyncrl.os_process import process_space
 from asyncrl.policies.groups.sample import Answer, GroupSample
 from asyncrl.protocols import Bus
 from asyncrl.run.recorded import samples
@@ -321,8 +321,8 @@ def test_a_run_whose_processes_were_killed_is_over_on_its_machine_and_not_known_
     killed = subprocess.Popen(["true"])
     killed.wait()
     for host, pid, is_over in (
-        (socket.gethostname(), os.getpid(), False),
-        (socket.gethostname(), killed.pid, True),
+        (process_space(), os.getpid(), False),
+        (process_space(), killed.pid, True),
         ("elsewhere", killed.pid, False),
     ):
         (tmp_path / "bus.json").write_text(json.dumps({"url": "", "token": "", "pid": pid, "host": host}))

@@ -344,6 +344,11 @@ class PromptSource(Actor):
                     f"data.path: row {position} of group {group_id} is gone: the data changed since the checkpoint; "
                     "resume with the same file, or start another run"
                 )
+            if len(row.tokens) == 0:
+                raise HopelessError(
+                    f"data.path: row {position} of group {group_id} is longer than prompts may be now; resume with the "
+                    "data.max_prompt_tokens and rollout.max_new_tokens that the run had, or with fewer new tokens"
+                )
             found.append(_Numbered(group_id=group_id, position=position, overlong=self._overlong, row=row))
         return found
 

@@ -317,7 +317,12 @@ def _text(path: Path) -> str | None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, completely or not at all. Raises ConfigError."""
+    """Write a file that only its owner can read, completely or not at all. Raises ConfigError.
+
+    A file that has this text already stays as it is, with its owner and mode.
+    """
+    if _text(path) == text:
+        return
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -48,7 +48,7 @@ _MAX_PENDING_BYTES = 256 * 2**20
 
 
 class EmbeddedServer:
-    """A nats-server process. ``start`` and ``stop`` block briefly: call them before and after the event loop runs.
+    """A nats-server process. ``start`` and ``stop`` block: call them before and after the event loop runs.
 
     directory           folder for nats-server.conf (0600), nats-server.log and the JetStream store
     host                only address to listen on
@@ -130,6 +130,7 @@ class EmbeddedServer:
                 f"bus.port {self.port}: another program listens there; choose another or 0 for a free one"
             )
         with self._lock() as lock:  # also of the files here: another server may be about to read them
+            self._sign(lock, os.getpid())  # until the server has a process id
             config = self._write_config()
             for old in self.directory.glob("*.ports"):
                 old.unlink()
@@ -142,9 +143,7 @@ class EmbeddedServer:
                 start_new_session=True,  # Ctrl-C is meant for the actors, which still need the bus to drain
                 preexec_fn=asks_for_signal_on_parent_death(signal.SIGTERM),
             )
-            lock.seek(0)
-            lock.truncate()
-            lock.write(f"{self._process.pid} {_READER}" if self._is_reader else str(self._process.pid))
+            self._sign(lock, self._process.pid)
         self.port = self._wait_until_ready(self._process)
 
     def stop(self) -> None:
@@ -218,6 +217,13 @@ class EmbeddedServer:
             f"{self.directory}: a nats-server (process {pid}) of an earlier start still uses this store; "
             f"end it with `kill {pid}` or {other}"
         )
+
+    def _sign(self, lock: Any, pid: int) -> None:
+        """Write who holds the lock, for messages of others."""
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"{pid} {_READER}" if self._is_reader else str(pid))
+        lock.flush()
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> int:
         """Return the port. The server writes its ports file last, so the file means that the server is ready."""

@@ -7,6 +7,7 @@ row of PARTS), a rule there, and a row of the table in tests/unit/policies/healt
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -363,8 +364,17 @@ def printable(text: str) -> str:
 
 
 def printable_text(text: str) -> str:
-    """Replace unprintable characters in the text of a model; keep newlines and tabs."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+    """Replace characters in the text of a model that would control a terminal or reorder the text after them."""
+    return "".join(letter if _is_text(letter) else "?" for letter in text)
+
+
+def _is_text(letter: str) -> bool:
+    """Whether the letter is shown: printable, a newline or tab, or a space or joiner of another script."""
+    return (
+        letter.isprintable()
+        or letter in "\n\t"
+        or (unicodedata.category(letter) in ("Zs", "Cf") and unicodedata.bidirectional(letter) not in _REORDERING)
+    )
 
 
 def in_words(seconds: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,13 @@ def _of_tokenizer(model: Path) -> float:
         table = json.loads(file.read_bytes())
         content = [table["model"]["vocab"], [[one["id"], one["content"]] for one in table.get("added_tokens", ())]]
     configs = [model / name for name in ("config.json", "generation_config.json")]
-    ends = [json.loads(one.read_bytes()).get("eos_token_id") for one in configs if one.exists()]
-    return _checksum([content, ends])
+    ends = {token for one in configs if one.exists() for token in _ends(json.loads(one.read_bytes()))}
+    return _checksum([content, sorted(ends)])
+
+
+def _ends(table: Mapping[str, Any]) -> list[int]:
+    found = table.get("eos_token_id")
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def _checksum(value: Any) -> float:

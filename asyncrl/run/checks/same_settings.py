@@ -20,14 +20,14 @@ from asyncrl.protocols import Bus
 _SHARED: Final = {
     "run": ("mode",),
     "model": ("dtype",),
-    "reward": ("kind", "rows", "options", "parts", "workers"),
+    "reward": ("kind", "rows", "parts"),
     "rollout": ("function", "options", "min_group", "extra_samples", "group_seconds", "max_parts", "max_attempts"),
     "staleness": ("max_staleness", "eviction", "stragglers", "parts", "min_group"),
     "bus": ("ack_seconds",),
     "evaluation": ("place", "datasets"),
 }
-"""Settings of a worker that belong to the run, not to the machine. Those that may hold secrets are compared only if
-they are on the bus, and no values are printed."""
+"""Settings of a worker that belong to the run, not to the machine. Options of rewards may be the machine's own, such as
+addresses. What may hold secrets is compared only if it is on the bus, and no values are printed."""
 
 
 class SettingsWatch(Actor):
@@ -72,7 +72,7 @@ def different(run: RunConfig, settings: RunSettings) -> list[str]:
     found = []
     for name, keys in _SHARED.items():
         section: Any = settings.sections.get(name)
-        if isinstance(section, dict):
+        if isinstance(section, dict) and section and ours[name]:  # empty: it holds a secret
             found += [f"{name}.{key}" for key in keys if section.get(key) != ours[name].get(key)]
     return [key for key in found if key not in withheld and key not in settings.withheld]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from asyncrl.bus.adapter import BusServer
+from asyncrl.os_process import process_space
 from asyncrl.run.keys import key_files
 from asyncrl.run.keys.signing_keys import KEY_FILES
 from asyncrl.run.registry import BUS_FILE
@@ -43,7 +43,7 @@ class AddressFile:
 
     def __init__(self, path: Path, *, url: str, token: str) -> None:
         self.path = path
-        self._table = {"url": url, "token": token, "pid": os.getpid(), "host": socket.gethostname()}
+        self._table = {"url": url, "token": token, "pid": os.getpid(), "host": process_space()}
 
     @classmethod
     def of(cls, directory: Path, server: BusServer) -> AddressFile:

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import json
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory, NoSuchRun
 from asyncrl.messages.topics import Topic
-from asyncrl.os_process import is_alive
+from asyncrl.os_process import is_alive, process_space
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.protocols import Bus, Record
@@ -61,7 +60,7 @@ def launcher_pid(directory: Path) -> int:
 
 
 def may_be_up(directory: Path) -> bool:
-    """Return whether `asyncrl run` may be up in ``directory``, here or on another machine that has the folder.
+    """Return whether `asyncrl run` may be up in ``directory``, here or where else the folder is.
 
     One that ends removes its file. One that was killed leaves the file behind, and only its own machine can tell.
     """
@@ -71,7 +70,7 @@ def may_be_up(directory: Path) -> bool:
         return False
     except (OSError, ValueError, KeyError, TypeError):  # damaged: `asyncrl run` writes it again while it is up
         return True
-    return host != socket.gethostname() or launcher_pid(directory) != 0
+    return host != process_space() or launcher_pid(directory) != 0
 
 
 def newest_model(run: RunConfig) -> Path | None:

@@ -188,14 +188,14 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path, capsys: pytest.
     assert "MB of weights were in memory" in capsys.readouterr().out
 
 
-def test_a_full_disk_is_reported_as_the_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_reported_as_a_damaged_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, destination = make_tiny_model(tmp_path / "model"), tmp_path / "out"
 
     def full(path: Path, chunks: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch_dist, "write_chunks", full)
-    with pytest.raises(ConfigError, match=f"{destination}: cannot be written: .*No space left on device"):
+    with pytest.raises(ConfigError, match=f"{source} to {destination}: .*No space left on device"):
         convert(source, destination)
     assert not destination.exists()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.bus.credentials_file import keys
 from asyncrl.bus.nats_server import config as nats_config
 
 
@@ -149,3 +150,20 @@ def test_a_role_gets_its_damaged_learner_key_again(tmp_path: Path) -> None:
     before = write(tmp_path)
     (tmp_path / "demo" / "observer").write_text(before["observer"].splitlines()[0] + "\nlearner-key: zz\n")
     assert write(tmp_path) == before
+
+
+def test_files_that_stay_keep_their_owner_and_mode_when_a_run_is_added(tmp_path: Path) -> None:
+    """Whoever adds a run may be another user than those who run the first one."""
+    write(tmp_path)
+    kept = tmp_path / "demo" / "rollout-worker"
+    kept.chmod(0o640)
+    before = kept.stat()
+    nats_config.main(["demo", "more", "--directory", str(tmp_path)])
+    assert (kept.stat().st_ino, kept.stat().st_mode) == (before.st_ino, before.st_mode)
+
+
+@pytest.mark.parametrize("run", ["signing-key", "learner-key-2"])
+def test_a_run_may_have_the_name_of_a_key(run: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        nats_config.main([run, "--directory", str(tmp_path)])
+    assert "signing-key" in keys(str(tmp_path / run / "learner"), role="learner")

@@ -150,6 +150,12 @@ def test_label_and_metadata_may_be_keys_in_the_table_of_a_column_and_further_col
     assert (row.label, row.metadata) == ("8", {"level": 2, "x": "y"})
 
 
+def test_a_column_that_a_row_lacks_leaves_its_metadata_as_it_is(open_rows: Open) -> None:
+    rows = [{"prompt": "a", "level": 1}, {"prompt": "b", "metadata": {"level": 3}}]
+    found = open_rows(rows, metadata_columns=("level",), shuffle=False)
+    assert [at(found, position).metadata for position in range(2)] == [{"level": 1}, {"level": 3}]
+
+
 def test_a_column_whose_name_has_a_dot_is_that_column(open_rows: Open) -> None:
     assert at(open_rows([{"prompt": "a", "a.b": 1, "a": {"b": 2}}], label_key="a.b"), 0).label == 1
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
-import io
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +39,17 @@ def test_rows_stay_those_that_were_checked_when_the_file_is_removed_or_replaced(
     assert rows.row(2) == {"prompt": "old2"}
 
 
-class Failing(io.BytesIO):
-    """A file on a mount that goes away after its lines were counted."""
-
-    def seek(self, *_: int) -> int:
-        raise OSError(errno.ESTALE, "Stale file handle")
+def stale(*_: Any) -> Any:
+    raise OSError(errno.ESTALE, "Stale file handle")
 
 
-def refused(*_: Any) -> Any:
-    raise PermissionError(errno.EACCES, "Permission denied")
-
-
-@pytest.mark.parametrize(
-    ("opened", "problem"), [(lambda *_: Failing(b"{}\n"), "Stale file handle"), (refused, "Permission denied")]
-)
+@pytest.mark.parametrize("failing", [(Path, "open"), (os, "pread")], ids=["when opened", "later"])
 def test_a_data_file_that_cannot_be_read_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Any, problem: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[Any, str]
 ) -> None:
     path = write(tmp_path / "data.jsonl", "n")
-    monkeypatch.setattr(Path, "open", opened)
-    with pytest.raises(ConfigError, match=f"data.jsonl: cannot be read: {problem}$"):
+    monkeypatch.setattr(*failing, stale)
+    with pytest.raises(ConfigError, match="data.jsonl: cannot be read: Stale file handle$"):
         open_rows(path, check=accept)
 
 
@@ -70,3 +63,13 @@ def test_parquets_tools_have_no_keys_of_other_rows_tools(tmp_path: Path) -> None
     rows = open_rows(tmp_path / "data.parquet", check=lambda row, where: None)
     assert [rows.row(index)["tools"] for index in range(2)] == [row["tools"] for row in written]
     assert rows.row(0)["metadata"] == {"k": None}
+
+
+def test_rows_are_read_by_several_threads_at_once(tmp_path: Path) -> None:
+    """The learner reads new rows, and those of lost prompts, at the same time. Long rows do not fit one buffer."""
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{number} " + "x" * 9000}) + "\n" for number in range(50)))
+    rows = open_rows(str(path), check=accept)
+    with ThreadPoolExecutor(4) as pool:
+        read = list(pool.map(lambda index: rows.row(index % 50)["prompt"].split()[0], range(4000)))
+    assert read == [str(index % 50) for index in range(4000)]

@@ -95,7 +95,6 @@ def test_a_file_that_its_weight_would_never_draw_is_refused(tmp_path: Path) -> N
 def test_the_digest_of_data_changes_with_the_contents_of_its_files_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "a", 3)
     folder = saved(tmp_path / "train")
-    (folder / "data-00000-of-00001.arrow").write_bytes(b"rows")
     data = config.DataSection(files=(config.DataFile(path=f"{path}[1:]"), config.DataFile(path=str(folder))))
     before = digests(data)
     assert list(before) == [path, str(folder)]
@@ -103,7 +102,7 @@ def test_the_digest_of_data_changes_with_the_contents_of_its_files_alone(tmp_pat
     (folder / "cache-1.arrow").write_bytes(b"")
     assert digests(data) == before
     write(Path(path), "a", 4)
-    (folder / "data-00000-of-00001.arrow").write_bytes(b"others")
+    (folder / "state.json").write_text('{"_fingerprint": "b"}')
     assert not set(digests(data).values()) & set(before.values())
     assert digests(config.DataSection(source=SQUARES)) == {}
 

@@ -61,7 +61,7 @@ def test_functions_differ_by_their_names_and_not_by_what_a_machine_may_have_of_i
     assert (there != checksums(RUN, package=package)[FUNCTIONS]) == is_other
 
 
-def tokenizer(folder: Path, *, vocabulary: dict[str, int], end: int = 1, **form: Any) -> float | None:
+def tokenizer(folder: Path, *, vocabulary: dict[str, int], end: int | list[int] = 1, **form: Any) -> float | None:
     """The checksum of a model folder with this tokenizer.  form: of json.dumps"""
     folder.mkdir(exist_ok=True)
     table = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 1, "content": "<eos>"}]}
@@ -76,6 +76,10 @@ def test_a_tokenizer_differs_by_its_tokens_and_what_ends_an_answer_but_not_by_it
     ours = tokenizer(tmp_path / "ours", vocabulary={"a": 2, "b": 3})
     assert ours is not None
     assert tokenizer(tmp_path / "same", vocabulary={"b": 3, "a": 2}, indent=1) == ours
+    assert tokenizer(tmp_path / "listed", vocabulary={"a": 2, "b": 3}, end=[1]) == ours
+    (tmp_path / "both").mkdir()
+    (tmp_path / "both" / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    assert tokenizer(tmp_path / "both", vocabulary={"a": 2, "b": 3}) == ours
     assert tokenizer(tmp_path / "other", vocabulary={"a": 3, "b": 2}) != ours
     assert tokenizer(tmp_path / "longer", vocabulary={"a": 2, "b": 3}, end=0) != ours
 

@@ -24,6 +24,7 @@ from tests.harness.joining import joins_by
 
 FILES, OBJECTS = config.only_overrides([]), config.only_overrides(["weights.channel=objects"])
 LOG = "asyncrl.far.settings"
+DIFFERENT = same_settings.different
 REFUSAL = (
     'weights.channel: this worker has "objects" and the run\'s learner "files", so the worker could load no weights; '
     "set the same for all processes of the run"
@@ -112,17 +113,27 @@ async def test_a_worker_ends_once_a_learner_starts_with_another_weight_channel(b
             ["staleness.max_staleness=7", "staleness.stragglers=partial"],
             ["staleness.max_staleness", "staleness.stragglers"],
         ),
-        (["reward.kind=regex", 'reward.options={pattern="a"}'], ["reward.kind", "reward.options"]),
+        (["reward.kind=regex", 'reward.options={pattern="a"}', "reward.workers=2"], ["reward.kind"]),
         (["bus.ack_seconds=300"], ["bus.ack_seconds"]),
-        (['evaluation.datasets=[{name = "sums", path = "a.jsonl"}]'], ["evaluation.place", "evaluation.datasets"]),
     ],
 )
 async def test_other_settings_of_the_run_than_the_learners_are_named_in_one_line(
-    overrides: list[str], names: list[str], bus: Bus, caplog: pytest.LogCaptureFixture
+    overrides: list[str],
+    names: list[str],
+    bus: Bus,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = config.only_overrides(overrides)
+    run, compared = config.only_overrides(overrides), asyncio.Event()
+
+    def different(*of: Any) -> list[str]:
+        compared.set()
+        return DIFFERENT(*of)
+
+    monkeypatch.setattr(same_settings, "different", different)
     watch = asyncio.create_task(same_settings.SettingsWatch("far.settings", bus, run=run).run())
     await publish(bus, FILES)
+    await asyncio.wait_for(compared.wait(), 60)  # a watch sees only the newest of two settings
     await publish(bus, OBJECTS)
     with pytest.raises(ConfigError):
         await asyncio.wait_for(watch, 60)
@@ -130,7 +141,7 @@ async def test_other_settings_of_the_run_than_the_learners_are_named_in_one_line
     assert found == ({", ".join(names)} if names else set())
 
 
-def test_options_that_are_not_on_the_bus_are_not_compared() -> None:
+def test_options_of_a_reward_are_not_compared_because_machines_have_their_own_addresses() -> None:
     secret = 'reward.options={headers={Authorization="hidden"}}'
     sections, withheld = worker_table(config.only_overrides(["reward.kind=remote", secret]))
     settings = RunSettings(sections=sections, withheld=withheld)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import NoSuchRun
+from asyncrl.os_process import process_space
 from asyncrl.run import registry
 from asyncrl.run.processes.kept_files import AddressFile
 from asyncrl.run.recorded.opened_run import open_run
@@ -71,8 +72,8 @@ def test_a_run_that_was_killed_is_not_up_and_its_remedy_is_to_resume_it(folder: 
         pass
     file = folder / registry.BUS_FILE
 
-    def left_by(pid: int, url: str = HERE.url) -> None:
-        file.write_text(json.dumps({"url": url, "token": HERE.token, "pid": pid}))
+    def left_by(pid: int, url: str = HERE.url, *, host: str = process_space()) -> None:
+        file.write_text(json.dumps({"url": url, "token": HERE.token, "pid": pid, "host": host}))
 
     left_by(ended.pid)
     with pytest.raises(NoSuchRun) as refused:
@@ -83,8 +84,8 @@ def test_a_run_that_was_killed_is_not_up_and_its_remedy_is_to_resume_it(folder: 
     )
     left_by(os.getpid())  # up, with a server that is starting again
     assert address(folder) == (HERE.url, HERE.token)
-    left_by(ended.pid, "nats://elsewhere:1")  # a process of another machine
-    assert address(folder) == ("nats://elsewhere:1", HERE.token)
+    left_by(ended.pid, host="node-7")  # a process of another machine that has the folder
+    assert address(folder) == (HERE.url, HERE.token)
     with socket.create_server(("127.0.0.1", 0)) as server:  # a process of another container
         left_by(ended.pid, url := f"nats://127.0.0.1:{server.getsockname()[1]}")
         assert address(folder) == (url, HERE.token)
