@@ -97,6 +97,14 @@ def process_space() -> str:
     return " ".join(parts)
 
 
+def state_letter(pid: int) -> str:
+    """Return the state of a process on this machine as in proc(5); "" if it is gone or hidden, and off Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process of this machine has this id and has not ended. One that its parent has not reaped has ended."""
     try:
@@ -105,10 +113,7 @@ def is_alive(pid: int) -> bool:
         return False
     except PermissionError:  # the process exists and belongs to another user
         pass
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (OSError, IndexError):  # off Linux, or hidden
-        return True
+    return state_letter(pid) not in ("Z", "X")
 
 
 def exit_within(seconds: float, code: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.topics import ACTORS
+from asyncrl.os_process import state_letter
 from asyncrl.policies.health.faults import (
     BEAT_SECONDS,
     FIRST_SECONDS,
@@ -215,9 +216,5 @@ def process_state(pid: int) -> Process:
     """Return the state of a process on this machine; "" for pid 0 and off Linux."""
     if not pid or not os.path.isdir("/proc/self"):
         return ""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            letter = file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"
-    return "stopped" if letter in "Tt" else "gone" if letter in "ZX" else "running"
+    letter = state_letter(pid)
+    return "stopped" if letter in ("T", "t") else "gone" if letter in ("", "Z", "X") else "running"

@@ -45,3 +45,14 @@ def test_a_process_whose_new_thread_finds_no_memory_ends() -> None:
     done = subprocess.run([sys.executable, "-c", STILLBORN], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (70, "runs\n")
     assert "a new thread died before its first step: no memory was left for it; exiting\n" in done.stderr
+
+
+def test_a_process_that_its_parent_has_not_reaped_is_not_alive() -> None:
+    """Containers without an init leave such processes behind."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert os_process.is_alive(child.pid)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is not reaped
+        os.kill(child.pid, 0)
+        assert not os_process.is_alive(child.pid)
+    assert not os_process.is_alive(child.pid)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 from asyncrl.actors.learner.lost_prompts import LostPrompts
 from asyncrl.actors.learner.prompt_link import PromptLink
+from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.data.prompts import PromptRow
+from asyncrl.errors import HopelessError
 from asyncrl.messages import PromptGroup, SamplingParams
 from asyncrl.messages.topics import PROMPTS
+from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.protocols import Bus
 from asyncrl.state import history
@@ -87,3 +96,27 @@ async def test_a_prompt_that_its_server_forgot_to_remove_hides_none_that_is_lost
     await lost.look()
     await lost.look()
     assert link.lost.get_nowait() == {2: 2}
+
+
+async def test_a_prompt_of_the_checkpoint_that_is_too_long_by_now_ends_the_run_with_the_remedy() -> None:
+    """It was not when it was published: the limits of the run file, or what the engine takes, have changed."""
+
+    class Rows:
+        def at(self, position: int) -> PromptRow:
+            return PromptRow(epoch=0, prompt="long", tokens=np.array([], np.int32))
+
+    fresh = LearnerState.fresh()
+    state = dataclasses.replace(
+        fresh, incarnation=1, prompts=PromptState(next_group_id=4, position=4, outstanding={3: 2})
+    )
+    source = PromptSource(
+        *("prompts", MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)),
+        rows=Rows(),  # type: ignore[arg-type]
+        admission=Admission(mode="async", groups_per_batch=4, max_staleness=1, total_groups=100),
+        sampling=SamplingParams(max_new_tokens=4),
+        group_size=2,
+        state=state,
+        link=PromptLink(),
+    )
+    with pytest.raises(HopelessError, match="row 2 of group 3 is longer than prompts may be now; resume with"):
+        await asyncio.wait_for(source.run(), 60)
