@@ -14,7 +14,7 @@ from asyncrl.protocols.adapter import Adapter
 
 
 class BusServer(Protocol):
-    """The bus server of one run. ``start`` and ``stop`` block briefly: call them before and after the event loop runs.
+    """The bus server of one run. ``start`` and ``stop`` block: call them before and after the event loop runs.
 
     The server is killed when the thread that started it ends.
     """
