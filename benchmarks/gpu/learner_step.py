@@ -254,32 +254,34 @@ def profiled(
         learner.step(share, learning_rate=LEARNING_RATE)
     key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
     averages = profile.key_averages()
-    fused = [e for e in profile.events() if e.device_type.name == "CUDA"]
-    labels = [e for e in fused if e.name.startswith("learner:")]
-    fused = [e for e in fused if not e.name.startswith(("learner:", "ProfilerStep"))]
     result = {}
     for event in averages:
         if event.key.startswith("learner:"):
             result[f"{event.key[9:]}_host_seconds"] = event.cpu_time_total / 1e6
-    for event in labels:
-        name = f"{event.name[9:]}_gpu_seconds"
-        result[name] = result.get(name, 0.0) + event.time_range.elapsed_us() / 1e6
-    if fused:
-        spans = sorted((e.time_range.start, e.time_range.end) for e in fused)
-        busy, until = 0.0, spans[0][0]
-        for start, end in spans:
-            busy += max(0.0, end - max(start, until))
-            until = max(until, end)
-        result["gpu_busy"] = busy / (until - spans[0][0])
-        result["num_kernels"] = float(len(fused))
+    for event in profile.events():
+        if event.device_type.name == "CUDA" and event.name.startswith("learner:"):
+            name = f"{event.name[9:]}_gpu_seconds"
+            result[name] = result.get(name, 0.0) + event.time_range.elapsed_us() / 1e6
+    kernels, waits = [], []
+    if device == "cuda":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:  # the host is faster
+            learner.step(share, learning_rate=LEARNING_RATE)
+        kernels = sorted(
+            (e.time_range.start, e.time_range.end, e.name)
+            for e in profile.events()
+            if e.device_type.name == "CUDA" and not e.name.startswith("learner:")
+        )
+        waits = gaps(kernels)
+        whole = max(end for _, end, _ in kernels) - kernels[0][0]
+        result |= {"gpu_busy": 1 - sum(us for us, _ in waits) / whole, "num_kernels": float(len(kernels))}
     folder.mkdir(parents=True, exist_ok=True)
     table = averages.table(sort_by=key, row_limit=25, max_name_column_width=90)
-    by_kernel: dict[str, list[float]] = {}
-    for e in fused:
-        by_kernel.setdefault(e.name, []).append(e.time_range.elapsed_us())
-    total = sum(map(sum, by_kernel.values())) or 1.0
-    rows = sorted(by_kernel.items(), key=lambda item: -sum(item[1]))[:25]
-    lines = [f"{sum(us) / 1e3:9.2f} ms {sum(us) / total:6.1%} {len(us):6d} x  {name[:150]}" for name, us in rows]
+    by_kernel, by_wait = dict[str, list[float]](), dict[str, list[float]]()
+    for start, end, name in kernels:
+        by_kernel.setdefault(name, []).append(end - start)
+    for us, where in waits:
+        by_wait.setdefault(where, []).append(us)
+    lines = [*largest(by_kernel, 25), "", "The GPU waits for kernels:", *largest(by_wait, 15)]
     text = "\n".join([variant.name, json.dumps(result), "", "GPU time by kernel:", *lines, "", table])
     (folder / f"{variant.name}.txt").write_text(text)
     print(
@@ -288,6 +290,29 @@ def profiled(
         flush=True,
     )
     return result
+
+
+def gaps(kernels: Sequence[tuple[float, float, str]]) -> list[tuple[float, str]]:
+    """Return microseconds without any kernel, with the part of the step and the kernels before and after.
+
+    kernels  start, end and name of each, in order of their starts
+    """
+    begin, found = kernels[0][0], []
+    whole = max(end for _, end, _ in kernels) - begin
+    until, before = kernels[0][1], kernels[0][2]
+    for start, end, name in kernels:
+        if start > until:
+            found.append((start - until, f"at {(start - begin) / whole:.1f}: {before[:60]} -> {name[:60]}"))
+        if end > until:
+            until, before = end, name
+    return found
+
+
+def largest(by_name: Mapping[str, Sequence[float]], rows: int) -> list[str]:
+    """Return a line for each name with the largest sum of microseconds."""
+    total = sum(map(sum, by_name.values())) or 1.0
+    ordered = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:rows]
+    return [f"{sum(us) / 1e3:9.2f} ms {sum(us) / total:6.1%} {len(us):6d} x  {name[:150]}" for name, us in ordered]
 
 
 # -- agreement of layouts ----------------------------------------------------------------------------------------------

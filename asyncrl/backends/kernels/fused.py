@@ -243,17 +243,21 @@ def logits_gradient_with_entropy(
 
 @contextmanager
 def remade(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """Operations inside save ``make`` for the backward pass instead of ``tensor``, which is then recomputed."""
-    address, shape = tensor.data_ptr(), tensor.shape
+    """Operations inside save ``make`` for the backward pass instead of ``tensor``, which is then recomputed.
+
+    A matrix product saves its input as a matrix, so the shape may differ.
+    """
+    address, numbers = tensor.data_ptr(), tensor.numel()
 
     def keep(saved: torch.Tensor) -> Any:
-        return make if saved.data_ptr() == address and saved.shape == shape else saved
+        is_same = saved.data_ptr() == address and saved.numel() == numbers and saved.is_contiguous()
+        return saved.shape if is_same else saved
 
     def give_back(kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
         with torch.no_grad():
-            return make()
+            return make().view(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(keep, give_back):
         yield

@@ -75,14 +75,14 @@ class Adapter(torch.nn.Module):
 
 
 class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron's column-parallel layer with an optional adapter."""
+    """Megatron's column-parallel layer with an optional adapter. With one rank it is torch's linear layer."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.weight_adapter: Adapter | None = None
 
-    def forward(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        output, bias = super().forward(x, *arguments, **options)
+    def forward(self, x: torch.Tensor) -> Any:
+        output, bias = _alone(self, x) if self.config.tensor_model_parallel_size == 1 else super().forward(x)
         if self.weight_adapter is not None and self.weight_adapter.is_on:
             output = output + self.weight_adapter(x, self._share)
         return output, bias
@@ -95,14 +95,14 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class RowLinear(RowParallelLinear):  # type: ignore[misc]
-    """Megatron's row-parallel layer with an optional adapter."""
+    """Megatron's row-parallel layer with an optional adapter. With one rank it is torch's linear layer."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.weight_adapter: Adapter | None = None
 
     def forward(self, x: torch.Tensor) -> Any:
-        output, bias = super().forward(x)
+        output, bias = _alone(self, x) if self.config.tensor_model_parallel_size == 1 else super().forward(x)
         if self.weight_adapter is not None and self.weight_adapter.is_on:
             output = output + self.weight_adapter(x, self._share)
         return output, bias
@@ -112,6 +112,15 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(narrow)  # type: ignore[no-any-return]
         return reduce_from_tensor_model_parallel_region(narrow)  # type: ignore[no-any-return]
+
+
+def _alone(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return output and bias of a linear layer that no other rank has a part of.
+
+    Megatron's function for it takes more of the host's time, which limits the forward pass of small models.
+    """
+    added, returned = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
+    return F.linear(x, layer.weight, added), returned
 
 
 class WholeLinear(torch.nn.Linear):

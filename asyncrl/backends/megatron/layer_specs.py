@@ -12,6 +12,7 @@ from asyncrl.backends.megatron.latent_attention import PackedLatentAttention
 from asyncrl.backends.megatron.layers import (
     GatedLinear,
     GatedLinearNormBehind,
+    Layer,
     Norm,
     NormBehind,
     NormedLinear,
@@ -29,12 +30,7 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-
-def _add(_training: bool, _fused: bool) -> Any:
-    """Megatron's bias_dropout_add without bias and dropout."""
-    return lambda output_and_bias, residual, _probability: output_and_bias[0] + residual
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 
 def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
@@ -43,12 +39,11 @@ def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubm
     Transformer Engine's layers would need another function like this one: its modules take cu_seqlens instead of a
     PackedRow, and it fuses norms into linears under the same parameter names. This is untested, so it is not offered.
     """
-    common: dict[str, Any] = {"self_attn_bda": _add, "mlp_bda": _add}
     if shape.latent:
         spec = ModuleSpec(module=PackedLatentAttention, params={"latent": shape.latent})
-        common |= {"input_layernorm": Norm, "self_attention": spec}
+        common = {"input_layernorm": Norm, "self_attention": spec}
     else:
-        common |= {"self_attention": _attention(config, shape)}
+        common = {"self_attention": _attention(config, shape)}
     dense = TransformerLayerSubmodules(
         **common, mlp=_feed_forward(GatedLinearNormBehind if shape.has_norms_behind else GatedLinear)
     )
@@ -56,7 +51,7 @@ def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubm
         **common, pre_mlp_layernorm=Norm, mlp=mixture(_swiglu(ColumnLinear, GatedLinear))
     )
     with_experts = ModuleSpec(module=SparseLayer, submodules=sparse)
-    without = ModuleSpec(module=TransformerLayer, submodules=dense)
+    without = ModuleSpec(module=Layer, submodules=dense)
     specs = [with_experts if shape.has_experts(layer) else without for layer in range(shape.num_layers)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 

@@ -24,6 +24,7 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 @dataclass
@@ -62,10 +63,10 @@ class NormedLinear(ColumnLinear):
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    def forward(self, x: torch.Tensor) -> Any:
         normed = rms_norm(x, self.layer_norm_weight, self.config)
         with forgetting(self.config, normed, rms_norm, x, self.layer_norm_weight, self.config):
-            return super().forward(normed, *arguments, **options)
+            return super().forward(normed)
 
 
 class GatedLinear(RowLinear):
@@ -93,6 +94,16 @@ class NormBehind(RowLinear):
 
 class GatedLinearNormBehind(NormBehind, GatedLinear):
     """SwiGLU or GEGLU, then a row-parallel linear layer, then a norm."""
+
+
+class Layer(TransformerLayer):  # type: ignore[misc]
+    """Megatron's layer. Its own forward pass serves features that we do not have, at the cost of the host's time."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: RowParameters, **__: Any) -> Any:
+        attended, _bias = self.self_attention(self.input_layernorm(hidden_states), packed_seq_params=packed_seq_params)
+        hidden_states = hidden_states + attended
+        mixed, _bias = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        return hidden_states + mixed, None
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]

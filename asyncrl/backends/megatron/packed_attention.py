@@ -1,26 +1,23 @@
 """Causal attention within each document of a packed row. A rank may hold only a part of the row.
 
-In 16 bits on CUDA this uses torch's variable-length FlashAttention. Otherwise it uses scaled_dot_product_attention,
+In 16 bits on CUDA this uses FlashAttention (kernels/flash.py). Otherwise it uses scaled_dot_product_attention,
 over a few rectangles of documents (micro_batches.Rectangles) or document by document. Never synchronises with the
 device.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from asyncrl.backends.kernels import flash
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.process_groups import context_parallel_group
 from asyncrl.backends.micro_batches import Rectangles
-from asyncrl.errors import BackendError
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -128,68 +125,13 @@ def _rectangular(
 
 
 def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, window: int) -> torch.Tensor:
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1 and not _takes_fewer_key_heads(query.dtype):
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    return _flash(query, key, value, piece, window)
-
-
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, window: int) -> torch.Tensor:
-    """Call varlen_attn. Its options differ: torch 2.10 has is_causal, 2.11 window_size, 2.12 enable_gqa."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = _parameters()
-    if window and "window_size" not in known:
-        raise BackendError("attention within a window needs torch 2.11 or newer on a GPU")
-    options: dict[str, Any] = {"window_size": (window - 1, 0)} if "window_size" in known else {"is_causal": True}
-    if query.shape[1] != key.shape[1] and "enable_gqa" in known:
-        options["enable_gqa"] = True
-    attended: Any = varlen_attn(
+    return flash.attention(
         query,
         key,
         value,
-        piece.query_boundaries,
-        piece.key_boundaries,
-        piece.longest_query,
-        piece.longest_key,
-        **options,
+        query_boundaries=piece.query_boundaries,
+        key_boundaries=piece.key_boundaries,
+        longest_query=piece.longest_query,
+        longest_key=piece.longest_key,
+        window=window,
     )
-    return attended  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _parameters() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-@functools.cache
-def _takes_fewer_key_heads(dtype: torch.dtype) -> bool:
-    """Return whether FlashAttention supports grouped-query attention, forward and backward.
-
-    The kernel does, but torch before 2.12 does not tell whether it exposes this. So compare with repeated heads.
-    """
-    random = torch.Generator("cuda").manual_seed(0)
-    boundaries = torch.tensor([0, 48, 64], dtype=torch.int32, device="cuda")
-    whole = Piece(
-        queries=slice(0, 64),
-        keys=slice(0, 64),
-        query_boundaries=boundaries,
-        key_boundaries=boundaries,
-        longest_query=48,
-        longest_key=48,
-    )
-    query, key, value = (
-        torch.randn(64, heads, 64, device="cuda", dtype=dtype, generator=random).requires_grad_() for heads in (4, 2, 2)
-    )
-    results = []
-    for repeats in (1, 2):
-        with torch.enable_grad():
-            try:
-                keys, values = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-                out = _flash(query, keys, values, whole, 0)
-                results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
-            except (RuntimeError, ValueError):
-                return False
-    return all(torch.allclose(a, b, atol=5e-2, rtol=5e-2) for a, b in zip(*results, strict=True))

@@ -14,13 +14,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.backends.megatron import cpu_shim
-from asyncrl.backends.megatron.layers import RowParameters
-from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.layers import Layer, RowParameters
 from asyncrl.backends.megatron.process_groups import tensor_parallel_group
-
-with quiet(), cpu_shim.without_compilation():
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class Chosen:
@@ -44,8 +39,8 @@ class Chosen:
         return scores.gather(1, experts), experts
 
 
-class SparseLayer(TransformerLayer):  # type: ignore[misc]
-    """Megatron's layer with a mixture of experts."""
+class SparseLayer(Layer):
+    """A layer with a mixture of experts."""
 
     def forward(self, *arguments: Any, packed_seq_params: RowParameters, **options: Any) -> Any:
         row = packed_seq_params.row

@@ -97,7 +97,7 @@ class TrainedModel(LoadedModel):
                 part.megatron.prepare_grads()
             if (scale := self._objective.gradient_scale(totals)) is not None:
                 self._scale_gradients(scale)
-            failed = torch.tensor(float(problem is not None), dtype=torch.float64, device=self._device)
+            failed = torch.full((), float(problem is not None), dtype=torch.float64, device=self._device)
             _reduce(failed, dist.group.WORLD, dist.ReduceOp.MAX)
             loss, grad_norm, is_failed = torch.stack([totals.sums[0].double(), self._grad_norm(), failed]).tolist()
         if is_failed:

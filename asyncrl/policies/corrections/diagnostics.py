@@ -97,14 +97,14 @@ class Sums:
 
 
 def zero(device: torch.device | str = "cpu") -> Sums:
-    return Sums(
-        sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device),
-        maxima=torch.tensor([_LOWEST.get(name, 0.0) for name in MAXIMA], dtype=torch.float64, device=device),
-    )
+    return _of({}, {}, device)
 
 
-def _of(sums: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor], device: torch.device) -> Sums:
-    """Put the scalars under their names and fill the other entries as ``zero`` does."""
+def _of(sums: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor], device: torch.device | str) -> Sums:
+    """Put the scalars under their names; the other entries are 0, or the lowest value of a maximum.
+
+    Copies nothing from the host, because the host would wait for the device.
+    """
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     return Sums(
         sums=torch.stack([sums[name].double() if name in sums else nothing for name in SUMS]),
@@ -229,8 +229,8 @@ def sequence_sums(
 def version_sums(*, log_ratio: Array, weights: Array, clipped: Array, staleness: Array) -> Sums:
     """Sum over M tokens by staleness, in versions behind the trained one.  f32[M], f32[M], bool[M], i32[M]"""
     log_ratio, weights = as_floats(log_ratio).detach().double(), as_floats(weights).double()
-    edges = torch.tensor(BUCKETS[1:], device=log_ratio.device)
-    bucket = torch.bucketize(torch.as_tensor(staleness), edges, right=True)
+    behind = torch.as_tensor(staleness)
+    bucket = torch.stack([behind >= low for low in BUCKETS[1:]]).sum(0)  # no edges to copy
     columns = {
         "tokens": torch.ones_like(weights),
         "weight": weights,

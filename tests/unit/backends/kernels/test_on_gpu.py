@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.backends.kernels import fused
+from asyncrl.backends.kernels import flash, fused
 from asyncrl.backends.kernels.expert_rows import sums_of_rows
 from asyncrl.backends.kernels.token_logprobs import linear_logprobs
 
@@ -79,3 +79,44 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_cpu(dtype: torch.dtype,
     for expected, got in zip(results["cpu"], results["cuda"], strict=True):
         scale = float(expected.detach().abs().max())
         torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("query_lengths", "key_lengths"), [((200, 56, 1), (200, 56, 1)), ((7, 120), (300, 120))])
+def test_attention_within_documents_and_its_gradients_are_those_of_the_cpu(
+    query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int
+) -> None:
+    """Of whichever kernels are installed: flash-attn-4's or torch's."""
+    dtype, size = torch.bfloat16, 128
+    inputs = [
+        random(sum(lengths), heads, size, seed=seed).to(dtype)
+        for seed, (lengths, heads) in enumerate([(query_lengths, 4), (key_lengths, 2), (key_lengths, 2)])
+    ]
+    ends = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (query_lengths, key_lengths)]
+    slopes = random(sum(query_lengths), 4, size)
+    on_gpu = [one.cuda().requires_grad_() for one in inputs]
+    got = flash.attention(
+        *on_gpu,
+        query_boundaries=ends[0].cuda(),
+        key_boundaries=ends[1].cuda(),
+        longest_query=max(query_lengths),
+        longest_key=max(key_lengths),
+        window=window,
+    )
+    gradients = torch.autograd.grad(got, on_gpu, slopes.cuda().to(dtype))
+    plain = [one.float().requires_grad_() for one in inputs]
+    rows = []
+    for (begin, end), (first, last) in zip(*(pairs(each.tolist()) for each in ends), strict=True):
+        query, key, value = plain[0][begin:end], plain[1][first:last], plain[2][first:last]
+        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, dim=1)) / size**0.5
+        behind = torch.arange(last - first - (end - begin), last - first)[:, None] - torch.arange(last - first)
+        is_seen = (behind >= 0) & (behind < (window or last))
+        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        rows.append(torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, dim=1)))
+    expected = torch.cat(rows)
+    for theirs, ours in zip([expected, *torch.autograd.grad(expected, plain, slopes)], [got, *gradients], strict=True):
+        torch.testing.assert_close(ours.float().cpu(), theirs, rtol=3e-2, atol=3e-2)
+
+
+def pairs(ends: list[int]) -> list[tuple[int, int]]:
+    return list(zip(ends[:-1], ends[1:], strict=True))

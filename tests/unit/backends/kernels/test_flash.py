@@ -1,0 +1,65 @@
+"""Which FlashAttention kernels are used. The kernels themselves need a GPU: test_on_gpu.py."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from asyncrl.backends.kernels import flash
+
+HEADS = (torch.bfloat16, 128, 2)
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    flash._has_newer.cache_clear()
+    yield
+    flash._has_newer.cache_clear()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.0.0b36")
+
+
+def test_without_the_package_torchs_kernels_are_used_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    assert not flash._has_newer(*HEADS)
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_that_agrees_with_torch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_agrees", lambda *_, **__: True)
+    assert flash._has_newer(*HEADS)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_with_other_results_is_named_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flash, "_agrees", lambda *_, **__: False)
+    with caplog.at_level(logging.WARNING):
+        assert not flash._has_newer(*HEADS)
+        assert not flash._has_newer(*HEADS)
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "flash-attn-4 cannot be used with heads of 128, so torch's FlashAttention is: its results differ"
+    )
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_that_does_not_work_here_is_named_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> bool:
+        raise ModuleNotFoundError("No module named 'cutlass'")
+
+    monkeypatch.setattr(flash, "_agrees", fails)
+    with caplog.at_level(logging.WARNING):
+        assert not flash._has_newer(*HEADS)
+    [record] = caplog.records
+    assert "ModuleNotFoundError: No module named 'cutlass'" in record.getMessage()
