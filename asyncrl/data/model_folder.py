@@ -18,6 +18,7 @@ SUPPORTED_ARCHITECTURES = (
     "MistralForCausalLM",
     "Glm4ForCausalLM",
     "Gemma3ForCausalLM",
+    "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -29,7 +30,6 @@ REFUSED_ARCHITECTURES = {
     "Gemma2ForCausalLM": "its scores and logits have soft caps, every second layer a window",
     "Gemma3ForConditionalGeneration": "it reads images, too; save its text part as a Gemma3ForCausalLM",
     "GptOssForCausalLM": "its attention has sinks and windows, its experts have biases and a clamped gate",
-    "MixtralForCausalLM": "its experts have other names",
     "Qwen2MoeForCausalLM": "its shared expert has a gate",
     "Qwen3NextForCausalLM": "most of its layers have linear attention",
 }
