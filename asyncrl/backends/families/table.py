@@ -10,6 +10,7 @@ from asyncrl.backends.families import (
     gemma3,
     glm4,
     glm4_moe,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -30,6 +31,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     qwen3_moe,
     glm4_moe,
     deepseek_v3,
+    gpt_oss,
 )
 
 FAMILIES: Final[dict[str, Family]] = {module.FAMILY.architecture: module.FAMILY for module in MODULES}

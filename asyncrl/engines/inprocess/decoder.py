@@ -256,9 +256,7 @@ def _other_attention(model: Any) -> str:
         return ", ".join(others)
     if getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
         return "a sliding window in every layer"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "attn_logit_softcapping"
-    return "attention sinks" if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else ""
+    return "attn_logit_softcapping" if getattr(config, "attn_logit_softcapping", None) else ""
 
 
 def _kinds(config: Any) -> set[str]:

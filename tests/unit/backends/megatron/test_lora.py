@@ -81,7 +81,7 @@ def gradients(folder: Path, number: int) -> Tensors:
         )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"])
 def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "base", architecture=architecture)
     base = load_file(folder / "model.safetensors")
