@@ -214,13 +214,13 @@ class LoadedModel:
         """Return the rank of the stage that exports each parameter: the eligible rank with the fewest bytes so far.
 
         Experts go to one of the ranks that hold the same experts as this rank. Ranks with other experts assign theirs
-        in the same way.
+        in the same way. Fused experts go to one rank, which gets those of the other ranks.
         """
         tensor_parallel, experts = self._tensor_parallel.size(), self._layout.expert
         own = self._rank - self._first_of_stage
         loads = [0] * self._layout.exporters_of_stage
         gathering = range(len(loads) - len(loads) % tensor_parallel)  # ranks whose tensor-parallel peers all export
-        sharing = range(len(loads) - len(loads) % experts)
+        sharing = range(len(loads) - len(loads) % experts)  # the same for expert-parallel peers
         maps = {name: entry for name, entry in self._maps.items() if self._is_exported(entry)}
         found: dict[str, int] = {}
         for name, entry in sorted(maps.items(), key=lambda one: not one[1].is_of_experts):  # experts have less choice
@@ -259,16 +259,16 @@ class LoadedModel:
         group, own = self._tensor_parallel, self._rank - self._first_of_stage
         if entry.is_fused:
             group = self._expert_parallel
-        elif entry.is_of_experts or entry.is_replicated:
-            return [self._own_shard(entry, name)] if own == exporter else []
-        if group.size() == 1:
+        is_whole = entry.is_replicated or (entry.is_of_experts and not entry.is_fused)
+        if is_whole or group.size() == 1:
             return [self._own_shard(entry, name)] if own == exporter else []
         if exporter < 0 or own // group.size() != exporter // group.size():
             return []
         shard = self._own_shard(entry, name).contiguous()
-        shards = [torch.empty_like(shard) for _ in range(group.size())] if own == exporter else []
+        gathered = shard.new_empty(group.size(), *shard.shape) if own == exporter else None
+        shards = [] if gathered is None else list(gathered.unbind())
         dist.gather(shard, shards or None, group=group, group_dst=exporter % group.size())
-        return [torch.cat(shards)] if shards and entry.is_fused else shards
+        return shards if gathered is None or not entry.is_fused else [gathered.flatten(0, 1)]
 
 
 def _in_model(name: str, first_layer: int) -> str:
