@@ -41,7 +41,7 @@ hypothesis.settings.load_profile("asyncrl")  # the Makefile takes "quick": a qua
 
 BUS_SIZES = {"max_prompts": 8, "max_log_bytes": 4 * 2**20, "ack_seconds": 30.0}
 MAX_MESSAGE_BYTES = 2**20
-SGLANG_MODELS = {"glm4_moe", "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+SGLANG_MODELS = {"glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 """Files of ``sglang.srt.models`` that an SGLang server of the tests may need."""
 
 BusFactory = Callable[..., Awaitable[Bus]]

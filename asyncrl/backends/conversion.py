@@ -94,7 +94,7 @@ def _parameters(shape: ModelShape) -> Iterator[_Parameter]:
                 has_output=False,
             )
             for entry in weight_map(shape, part=one):
-                if entry.is_of_experts or expert == 0:
+                if expert == 0 or (entry.is_of_experts and not entry.is_fused):
                     name = entry.megatron.replace("decoder.layers.0.", f"decoder.layers.{layer}.")
                     yield _Parameter(entry=replace(entry, megatron=name), layer=layer, expert=expert)
 
@@ -226,7 +226,7 @@ class _Found:
                 f"{saved.folder}: {key} has the size {list(whole)}, the model's num_hidden_layers is {model}; is it a "
                 "checkpoint of another model?"
             )
-        if entry.is_of_experts:
+        if entry.is_of_experts and not entry.is_fused:
             start[0], sizes[0] = parameter.expert, 1
         elif entry.cut == "vocabulary":  # padding may follow it
             padding, sizes[0] = max(0, sizes[0] - shape.vocabulary_size), shape.vocabulary_size

@@ -1,7 +1,8 @@
-"""Converts a Hugging Face folder with 8-bit matrices to bfloat16.
+"""Converts a Hugging Face folder with 8-bit or 4-bit matrices to bfloat16.
 
-DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published with such matrices. The new folder gets the model type that
-transformers reads without the model's own code. One matrix is in memory at a time.
+DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published with 8-bit matrices, gpt-oss with 4-bit experts (MXFP4). The
+new folder gets the model type that transformers reads without the model's own code. One matrix is in memory at a time,
+or one tensor with a layer's 4-bit experts.
 Test: tests/unit/backends/test_dequantize.py.
 """
 
@@ -10,18 +11,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
 from asyncrl.backends.huggingface import SAME_ARCHITECTURE, open_weights
 from asyncrl.errors import ConfigError
-from asyncrl.tensors import fp8, safetensors_file
+from asyncrl.tensors import fp8, mxfp4, safetensors_file
 from asyncrl.tensors.snapshot import TensorEntry
 
 _INDEX: Final = "model.safetensors.index.json"
 _OF_OWN_CODE: Final = ("auto_map", "quantization_config")
+_Read = Callable[[str], torch.Tensor]
 
 
 def is_needed(config: dict[str, Any]) -> bool:
@@ -37,16 +40,17 @@ def to_bfloat16(source: Path, destination: Path, *, note: Callable[[str], None])
     Raises ConfigError, also for scales that are missing or do not fit their matrix.
     """
     config = json.loads((source / "config.json").read_text())
-    block = _block_size(source, config)
+    kind = _kind(source, config)
     num_parameters, weight_map = 0, dict[str, str]()
     with open_weights(source, where=str(source)) as read:
         for file in _weight_files(source):
             try:
                 with file.open("rb") as stream:
                     stored, _ = safetensors_file.entries_of(stream)
-                entries = [_whole(entry) for entry in stored if not fp8.is_scale(entry.name)]
+                found = [entry for entry in stored if not kind.is_scale(entry.name)]
+                entries = [kind.whole(entry) for entry in found]
                 with (destination / file.name).open("wb") as stream:
-                    safetensors_file.write(stream, _blocks(entries, read, block))
+                    safetensors_file.write(stream, _blocks(found, entries, read, kind))
             except ValueError as error:
                 raise ConfigError(f"{file}: {error}") from None
             num_parameters += sum(torch.Size(entry.shape).numel() for entry in entries)
@@ -56,7 +60,8 @@ def to_bfloat16(source: Path, destination: Path, *, note: Callable[[str], None])
         (destination / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
     kept = {key: value for key, value in config.items() if key not in _OF_OWN_CODE}
     model_type = SAME_ARCHITECTURE.get(config.get("model_type", ""), config.get("model_type"))
-    (destination / "config.json").write_text(json.dumps(kept | {"model_type": model_type}, indent=2))
+    dtype = {} if kept.get("dtype") or kept.get("torch_dtype") else {"torch_dtype": "bfloat16"}  # gpt-oss names none
+    (destination / "config.json").write_text(json.dumps(kept | {"model_type": model_type, **dtype}, indent=2))
     return num_parameters
 
 
@@ -67,18 +72,71 @@ def _weight_files(source: Path) -> list[Path]:
     return [source / "model.safetensors"]
 
 
-def _block_size(source: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns that share a scale. Raises ConfigError for other kinds of quantization."""
+class _Kind(Protocol):
+    """How weights are quantized."""
+
+    def is_scale(self, name: str) -> bool:
+        """Return whether a tensor holds the scales of another."""
+
+    def whole(self, entry: TensorEntry) -> TensorEntry:
+        """Return the entry in bfloat16 of a tensor that is no scale. Raises ValueError for an impossible shape."""
+
+    def read(self, entry: TensorEntry, read: _Read) -> torch.Tensor:
+        """Return the tensor of ``whole(entry)``. Raises ValueError for scales of another matrix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fp8:
+    """e4m3 matrices.  block: the rows and columns that share a scale"""
+
+    block: tuple[int, int]
+
+    def is_scale(self, name: str) -> bool:
+        return fp8.is_scale(name)
+
+    def whole(self, entry: TensorEntry) -> TensorEntry:
+        return dataclasses.replace(entry, dtype=torch.bfloat16) if entry.dtype == torch.float8_e4m3fn else entry
+
+    def read(self, entry: TensorEntry, read: _Read) -> torch.Tensor:
+        tensor = read(entry.name)
+        if tensor.dtype != torch.float8_e4m3fn:
+            return tensor
+        return fp8.dequantize(tensor, read(fp8.scale_of(entry.name)), block=self.block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mxfp4:
+    """Experts in 4 bits."""
+
+    def is_scale(self, name: str) -> bool:
+        return mxfp4.is_scale(name)
+
+    def whole(self, entry: TensorEntry) -> TensorEntry:
+        if not mxfp4.is_quantized(entry.name):
+            return entry
+        shape = mxfp4.whole_shape(entry.shape)
+        return TensorEntry(name=mxfp4.whole_of(entry.name), dtype=torch.bfloat16, shape=shape)
+
+    def read(self, entry: TensorEntry, read: _Read) -> torch.Tensor:
+        if not mxfp4.is_quantized(entry.name):
+            return read(entry.name)
+        return mxfp4.dequantize(read(entry.name), read(mxfp4.scale_of(entry.name)))
+
+
+def _kind(source: Path, config: dict[str, Any]) -> _Kind:
+    """Return how the weights are quantized. Raises ConfigError for kinds that cannot be read."""
     about = config.get("quantization_config")
     if not about:
-        return (fp8.BLOCK, fp8.BLOCK)
+        return _Fp8(block=(fp8.BLOCK, fp8.BLOCK))
     table = about if isinstance(about, dict) else {"quant_method": about}
     method, size = table.get("quant_method"), table.get("weight_block_size")
+    if method == "mxfp4":
+        return _Mxfp4()
     if method == "fp8" and isinstance(size, list) and len(size) == 2 and all(map(_is_size, size)):
-        return (size[0], size[1])
+        return _Fp8(block=(size[0], size[1]))
     raise ConfigError(
-        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks can be "
-        "read; use the unquantized model"
+        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks and MXFP4 can "
+        "be read; use the unquantized model"
     )
 
 
@@ -86,21 +144,14 @@ def _is_size(number: Any) -> bool:
     return type(number) is int and number > 0
 
 
-def _whole(entry: TensorEntry) -> TensorEntry:
-    return dataclasses.replace(entry, dtype=torch.bfloat16) if entry.dtype == torch.float8_e4m3fn else entry
-
-
 def _blocks(
-    entries: Sequence[TensorEntry], read: Callable[[str], torch.Tensor], block: tuple[int, int]
+    stored: Sequence[TensorEntry], entries: Sequence[TensorEntry], read: _Read, kind: _Kind
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file."""
+    """Yield the bytes of a safetensors file with ``entries``, made of the tensors ``stored``."""
     yield safetensors_file.header(entries)
-    for entry in entries:
-        tensor = read(entry.name)
-        if tensor.dtype == torch.float8_e4m3fn:
-            scale = read(fp8.scale_of(entry.name))
-            try:
-                tensor = fp8.dequantize(tensor, scale, block=block)
-            except ValueError as error:
-                raise ValueError(f"{entry.name}: {error}") from None
+    for entry in stored:
+        try:
+            tensor = kind.read(entry, read)
+        except ValueError as error:
+            raise ValueError(f"{entry.name}: {error}") from None
         yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -32,7 +32,10 @@ def padded_vocabulary(shape: ModelShape, tensor_parallel: int) -> int:
 
 
 def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_parallel: int) -> list[torch.Tensor]:
-    """Convert Hugging Face tensors to one Megatron shard per tensor-parallel rank."""
+    """Convert Hugging Face tensors to one Megatron shard per tensor-parallel rank.
+
+    Fused experts are never cut: give the rows of the experts that a rank holds.
+    """
     if cut == "whole":
         return [parts[0]] * tensor_parallel
     if cut == "vocabulary":
@@ -54,6 +57,11 @@ def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_p
         experts = [parts[first : first + size] for first in range(0, len(parts), size)]
         shards = zip(*(fuse(expert, one, shape, tensor_parallel=tensor_parallel) for expert in experts), strict=True)
         return [torch.stack(shard) for shard in shards]
+    if cut == "expert_fused_rows":
+        return [_transposed(parts[0])]
+    if cut == "expert_fused_gate_up":
+        mixed = _transposed(parts[0])
+        return [torch.cat([mixed[:, ::2], mixed[:, 1::2]], dim=1)]
     groups = shape.num_key_value_heads
     grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     return list(torch.cat(grouped, dim=1).flatten(0, 1).chunk(tensor_parallel))
@@ -84,11 +92,20 @@ def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[
     if cut in ("expert_rows", "expert_gate_up"):
         one: Cut = "rows" if cut == "expert_rows" else "gate_up"
         return [tensor for expert in zip(*shards, strict=True) for tensor in unfuse(expert, one, shape)]
+    if cut == "expert_fused_rows":
+        return [_transposed(shards[0])]
+    if cut == "expert_fused_gate_up":
+        return [_transposed(torch.stack(shards[0].chunk(2, dim=1), dim=2).flatten(1, 2))]
     whole = _joined(shards)
     queries = shape.num_heads // shape.num_key_value_heads * shape.head_size
     grouped = whole.reshape(shape.num_key_value_heads, -1, *whole.shape[1:])
     parts = torch.split(grouped, [queries, shape.head_size, shape.head_size], dim=1)
     return [part.flatten(0, 1) for part in parts]
+
+
+def _transposed(experts: torch.Tensor) -> torch.Tensor:
+    """Swap input and output of every expert's matrix; biases have only an output."""
+    return experts.transpose(1, 2) if experts.ndim == 3 else experts
 
 
 def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:

@@ -32,6 +32,11 @@ class Mapping:
         return self.cut.startswith("expert_")
 
     @property
+    def is_fused(self) -> bool:
+        """Whether each of its Hugging Face tensors holds all experts of the layer, also those of other ranks."""
+        return self.cut.startswith("expert_fused_")
+
+    @property
     def is_replicated(self) -> bool:
         """Whether all tensor-parallel ranks hold the same values."""
         return self.cut in ("whole", "stacked")

@@ -142,6 +142,9 @@ _KEYS: Final = {
     "self_attention.key_value_up.weight": "self_attention.linear_kv_up_proj.weight",
     "self_attention.linear_proj.norm_behind": "post_self_attn_layernorm.weight",
     "mlp.linear_fc2.norm_behind": "post_mlp_layernorm.weight",
+    "self_attention.sinks": "self_attention.core_attention.softmax_offset",
+    "mlp.experts.gate_up_bias": "mlp.experts.experts.linear_fc1.bias",
+    "mlp.experts.down_bias": "mlp.experts.experts.linear_fc2.bias",
     "mlp.experts.gate_up": "mlp.experts.experts.linear_fc1.weight",
     "mlp.experts.down": "mlp.experts.experts.linear_fc2.weight",
 }

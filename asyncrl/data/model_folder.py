@@ -18,9 +18,11 @@ SUPPORTED_ARCHITECTURES = (
     "MistralForCausalLM",
     "Glm4ForCausalLM",
     "Gemma3ForCausalLM",
+    "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
 )
 """The architectures of backends/families. Repeated here because that package imports torch."""
 
@@ -28,8 +30,6 @@ REFUSED_ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "its router's scores are grouped in another way than DeepSeek-V3's",
     "Gemma2ForCausalLM": "its scores and logits have soft caps, every second layer a window",
     "Gemma3ForConditionalGeneration": "it reads images, too; save its text part as a Gemma3ForCausalLM",
-    "GptOssForCausalLM": "its attention has sinks and windows, its experts have biases and a clamped gate",
-    "MixtralForCausalLM": "its experts have other names",
     "Qwen2MoeForCausalLM": "its shared expert has a gate",
     "Qwen3NextForCausalLM": "most of its layers have linear attention",
 }

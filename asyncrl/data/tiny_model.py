@@ -15,7 +15,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.core_model_loading import revert_weight_conversion
 
-Architecture = Literal["qwen3", "qwen2", "llama", "mistral", "glm4", "gemma3", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+Architecture = Literal[
+    "qwen3", "qwen2", "llama", "mistral", "glm4", "gemma3", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"
+]
 
 DIGITS = "0123456789"
 CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
@@ -31,9 +33,11 @@ _CONFIGS: Final[dict[Architecture, str]] = {
     "mistral": "MistralConfig",
     "glm4": "Glm4Config",
     "gemma3": "Gemma3TextConfig",
+    "mixtral": "MixtralConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "glm4_moe": "Glm4MoeConfig",
     "deepseek_v3": "DeepseekV3Config",
+    "gpt_oss": "GptOssConfig",
 }
 """Class names. Importing the classes here would load the code of all these models, which takes three seconds."""
 
@@ -108,9 +112,26 @@ def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> 
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 2, "norm_topk_prob": True}
     if architecture == "qwen3_moe":
         return {**experts, "num_experts": 8}
+    if architecture == "mixtral":
+        return {"num_experts_per_tok": 2, "num_local_experts": 8, "intermediate_size": hidden_size // 2}
     shared = {**experts, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
     if architecture == "mistral":
         return {"sliding_window": None}
+    if architecture == "gpt_oss":  # every second layer sees 8 tokens; SGLang reads swiglu_limit, transformers has 7
+        return {
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "intermediate_size": hidden_size // 2,
+            "sliding_window": 8,
+            "swiglu_limit": 7.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 16,
+                "truncate": False,
+            },
+        }
     if architecture == "gemma3":  # every second layer sees 8 tokens
         return {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": hidden_size}
     if architecture == "glm4":

@@ -1,6 +1,6 @@
 """Creates a trainable model folder (`asyncrl import-model FOLDER NEW_FOLDER`).
 
-The source has 8-bit weights or needs the model's own code. The destination is created completely or not at all.
+The source is quantized or needs the model's own code. The destination is created completely or not at all.
 """
 
 from __future__ import annotations

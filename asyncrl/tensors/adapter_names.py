@@ -15,8 +15,8 @@ from asyncrl.tensors.snapshot import TensorEntry
 CONFIG_FILE: Final = "adapter_config.json"
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
-_MODULE: Final = re.compile(r"\.(\w*_proj\w*)(\.lora_[AB])?\.weight$")
-"""Matrices of layers. Embeddings, the output layer and routers have no adapters."""
+_MODULE: Final = re.compile(r"\.(\w*_proj\w*|w[123])(\.lora_[AB])?\.weight$")
+"""Matrices of layers; Mixtral's experts have w1 to w3. Embeddings, the output layer and routers have no adapters."""
 
 
 def module_of(name: str) -> str:

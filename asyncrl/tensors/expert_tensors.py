@@ -1,31 +1,53 @@
-"""Split the fused expert tensors of transformers into one tensor per expert, as weight files and engines name them.
+"""Name the tensors of a mixture as weight files and engines do: transformers' own names differ from these.
 
 transformers keeps all experts of a layer in two tensors:
 gate_up_proj [experts, 2 F, H]  becomes ``0.gate_proj.weight`` [F, H], ``0.up_proj.weight`` [F, H], ``1.gate_proj...``
 down_proj [experts, H, F]       becomes ``0.down_proj.weight`` [H, F], ...
-Experts with biases (gpt-oss) stay fused, because they are fused in weight files.
+In files, Mixtral has other words for a mixture and for the matrices of an expert. gpt-oss has fused tensors there, too.
 Test: test_experts_have_the_names_of_the_folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """Words in a family's weight files: for the mixture, and for gate, up and down of an expert."""
+
+    mixture: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
-def by_names_in_files(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a transformers model by their names in weight files; expert tensors are views."""
+_OTHERS: Final[Mapping[str, _Words]] = {"mixtral": _Words(mixture="block_sparse_moe", gate="w1", up="w3", down="w2")}
+_FUSED_IN_FILES: Final = ("gpt_oss",)
+
+
+def by_names_in_files(tensors: Mapping[str, torch.Tensor], *, model_type: str) -> dict[str, torch.Tensor]:
+    """Return tensors of a transformers model by their names in weight files; expert tensors are views.
+
+    model_type: as in config.json
+    """
+    if model_type in _FUSED_IN_FILES:
+        return dict(tensors)
+    words = _OTHERS.get(model_type, _Words())
+    fused = {"gate_up_proj": (words.gate, words.up), "down_proj": (words.down,)}
     found = {}
     for name, tensor in tensors.items():
-        prefix, _, last = name.rpartition(".")
-        if prefix.endswith("mlp.experts") and last in _FUSED and f"{prefix}.{last}_bias" not in tensors:
-            parts = _FUSED[last]
+        in_file = name.replace(".mlp.", f".{words.mixture}.")
+        prefix, _, last = in_file.rpartition(".")
+        if prefix.endswith(".experts") and last in fused:
+            parts = fused[last]
             for expert, whole in enumerate(tensor):
                 named = zip(parts, whole.chunk(len(parts)), strict=True)
                 found.update({f"{prefix}.{expert}.{part}.weight": view for part, view in named})
         else:
-            found[name] = tensor
+            found[in_file] = tensor
     return found

@@ -96,8 +96,8 @@ def tiny_model(
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight
         embedding[0] = 0.15 * torch.randn(embedding.shape[1], generator=generator)
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):  # gpt-oss has a bias for each expert
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

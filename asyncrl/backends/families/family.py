@@ -84,7 +84,7 @@ def decoder_shape(
 def sigmoid_experts(config: Any) -> Experts:
     """Return experts like DeepSeek-V3's, from its keys in config.json. Raises Unsupported."""
     chosen, groups, best_groups = config.num_experts_per_tok, config.n_group, config.topk_group
-    refuse_one_expert(chosen)
+    refuse_one_expert(chosen, key=" and norm_topk_prob = true")
     has_groups = groups > best_groups
     if has_groups and chosen != 2 * best_groups:  # transformers always scores a group by its best two experts
         raise Unsupported(
@@ -106,14 +106,15 @@ def sigmoid_experts(config: Any) -> Experts:
     )
 
 
-def refuse_one_expert(experts_per_token: int) -> None:
+def refuse_one_expert(experts_per_token: int, *, key: str = "") -> None:
     """Raise Unsupported for one expert per token with a normalised score, which is 1 for every token.
 
     Megatron does not normalise the score of a single expert, or refuses such a router.
+    key: what config.json says of normalised scores, if it has a key for that
     """
     if experts_per_token == 1:
         raise Unsupported(
-            "num_experts_per_tok = 1 and norm_topk_prob = true: Megatron does not normalise a single score; "
+            f"num_experts_per_tok = 1{key}: Megatron does not normalise a single score; "
             'learner.backend = "reference" does'
         )
 

@@ -8,7 +8,17 @@ from typing import Literal, Protocol
 from asyncrl.backends.families.shape import Experts, LatentAttention, ModelShape
 
 _OfWeights = Literal[
-    "whole", "vocabulary", "rows", "heads", "qkv", "gate_up", "gate_then_up", "expert_rows", "expert_gate_up"
+    "whole",
+    "vocabulary",
+    "rows",
+    "heads",
+    "qkv",
+    "gate_up",
+    "gate_then_up",
+    "expert_rows",
+    "expert_gate_up",
+    "expert_fused_rows",
+    "expert_fused_gate_up",
 ]
 Cut = _OfWeights | Literal["stacked", "stacked_rows", "expert_stacked"]
 """How a parameter is split over tensor-parallel ranks (experts: over expert-tensor-parallel ranks).
@@ -22,6 +32,9 @@ gate_up         gate and up by rows; a shard is its gate rows, then its up rows
 gate_then_up    like gate_up, from one tensor that holds gate, then up
 expert_rows     rows of every expert, stacked: [experts, H, F]
 expert_gate_up  gate_up of every expert, stacked: [experts, 2 F, H]; its tensors are gate, up, gate, up, ...
+expert_fused_rows     expert_rows, or biases [experts, H], from one tensor of all experts: [all experts, F, H]
+expert_fused_gate_up  expert_gate_up, or biases [experts, 2 F], from one tensor of all experts: [all experts, H, 2 F],
+                      where gate and up alternate in the last dimension
 stacked         adapter tensors of one shape, stacked; replicated
 stacked_rows    the same, split by their last dimension
 expert_stacked  the same for every expert

@@ -10,7 +10,7 @@ from asyncrl.backends.families.shape import Experts, ModelShape
 
 def shape(config: Any) -> ModelShape:
     if config.norm_topk_prob:
-        refuse_one_expert(config.num_experts_per_tok)
+        refuse_one_expert(config.num_experts_per_tok, key=" and norm_topk_prob = true")
     layers = range(config.num_hidden_layers)
     is_dense = {layer for layer in layers if (layer + 1) % config.decoder_sparse_step}
     experts = Experts(

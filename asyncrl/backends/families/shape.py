@@ -18,6 +18,7 @@ class Experts:
     is_normalized      whether the chosen scores are divided by their sum
     scale              factor for the chosen scores, applied last
     has_bias           whether a bias is added for the choice but not for the score (arXiv:2408.15664)
+    are_biased         whether the router's product and the experts' have biases, and experts a clamped gate, as gpt-oss
     num_groups, groups_per_token  experts are chosen from the best groups; 1: no groups
     dense_layers       layers that have a plain feed-forward part instead
     """
@@ -30,6 +31,7 @@ class Experts:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scale: float = 1.0
     has_bias: bool = False
+    are_biased: bool = False
     num_groups: int = 1
     groups_per_token: int = 1
     dense_layers: frozenset[int] = frozenset()
@@ -59,12 +61,12 @@ class LocalAttention:
     """Sliding-window attention in some ``layers`` (arXiv:2004.05150).
 
     window            tokens that a query sees: itself and those before it
-    rope_frequencies  frequencies of these layers; see ModelShape
+    rope_frequencies  frequencies of these layers, which have no scale; None: frequencies and scale of the other layers
     """
 
     layers: frozenset[int]
     window: int
-    rope_frequencies: torch.Tensor
+    rope_frequencies: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,10 @@ class ModelShape:
     """Activation of the gate."""
     embedding_scale: float = 1.0
     """Factor for embeddings. The model rounds it to the dtype of its weights, as transformers does."""
+    has_output_bias: bool = False
+    """Whether attention's last linear layer has a bias."""
+    has_sinks: bool = False
+    """Whether every head has one learned score without a value, besides those of the keys (arXiv:2309.17453)."""
     query_scale: float = 1.0
     """Scores are multiplied by this / sqrt(head_size). Latent attention has its own scale."""
     local: LocalAttention | None = None

@@ -122,6 +122,17 @@ def scored_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up * scores[:, None]).to(x.dtype)
 
 
+@fused
+def scored_clamped_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's gate, with each row multiplied by its score f32[N]: [N, 2 F] -> [N, F].
+
+    With gate at most 7 and up within [-7, 7]: gate x sigmoid(1.702 gate) x (up + 1)
+    """
+    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + 1) * scores[:, None]).to(x.dtype)
+
+
 def rotary(positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """positions [N], radians per position f32[d / 2] -> cosines and sines f32[N, d / 2] for ``heads``."""
     angles = positions[:, None] * frequencies

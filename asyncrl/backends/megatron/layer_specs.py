@@ -8,8 +8,10 @@ from typing import Any
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear
+from asyncrl.backends.megatron.biased_mixture import BiasedExperts, BiasedRouter
 from asyncrl.backends.megatron.latent_attention import PackedLatentAttention
 from asyncrl.backends.megatron.layers import (
+    BiasedRowLinear,
     GatedLinear,
     GatedLinearNormBehind,
     Layer,
@@ -47,9 +49,7 @@ def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubm
     dense = TransformerLayerSubmodules(
         **common, mlp=_feed_forward(GatedLinearNormBehind if shape.has_norms_behind else GatedLinear)
     )
-    sparse = TransformerLayerSubmodules(
-        **common, pre_mlp_layernorm=Norm, mlp=mixture(_swiglu(ColumnLinear, GatedLinear))
-    )
+    sparse = TransformerLayerSubmodules(**common, pre_mlp_layernorm=Norm, mlp=_mixture(shape))
     with_experts = ModuleSpec(module=SparseLayer, submodules=sparse)
     without = ModuleSpec(module=Layer, submodules=dense)
     specs = [with_experts if shape.has_experts(layer) else without for layer in range(shape.num_layers)]
@@ -64,11 +64,24 @@ def _attention(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
         submodules=SelfAttentionSubmodules(
             linear_qkv=NormedLinear,
             core_attention=IdentityOp,
-            linear_proj=NormBehind if shape.has_norms_behind else RowLinear,
+            linear_proj=_last_of_attention(shape),
             q_layernorm=Norm if config.qk_layernorm else None,
             k_layernorm=Norm if config.qk_layernorm else None,
         ),
     )
+
+
+def _mixture(shape: ModelShape) -> ModuleSpec:
+    shared = _swiglu(ColumnLinear, GatedLinear)
+    if shape.experts and shape.experts.are_biased:
+        return mixture(shared, router=BiasedRouter, experts=BiasedExperts)
+    return mixture(shared)
+
+
+def _last_of_attention(shape: ModelShape) -> type[RowLinear]:
+    if shape.has_norms_behind:
+        return NormBehind
+    return BiasedRowLinear if shape.has_output_bias else RowLinear
 
 
 def _feed_forward(last: type) -> Any:

@@ -19,6 +19,7 @@ from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.packed_attention import attention
 from asyncrl.backends.megatron.recompute import forgetting
 from asyncrl.backends.megatron.row_part import RowPart
+from asyncrl.backends.megatron.sink_attention import attention_with_sinks
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -34,7 +35,7 @@ class RowParameters(PackedSeqParams):  # type: ignore[misc]
     row: RowPart | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Rotary embeddings of layers with local attention."""
+    """Rotary embeddings of layers with local attention, if they have their own."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
@@ -79,6 +80,19 @@ class GatedLinear(RowLinear):
             return super().forward(gated)
 
 
+class BiasedRowLinear(RowLinear):
+    """A row-parallel linear layer that adds a bias."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype))
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output, bias = super().forward(x)
+        return output + bias, None
+
+
 class NormBehind(RowLinear):
     """A row-parallel linear layer with a norm after it."""
 
@@ -113,9 +127,15 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
         super().__init__(config, *arguments, **options)
         self._window = shape.window(self.layer_number - 1)
         self._query_scale = shape.query_scale
+        self.sinks: torch.nn.Parameter | None = None
+        if shape.has_sinks:
+            self.sinks = torch.nn.Parameter(
+                torch.zeros(self.num_attention_heads_per_partition, dtype=config.params_dtype)
+            )
 
     def forward(self, hidden: torch.Tensor, *_: Any, packed_seq_params: RowParameters, **__: Any) -> Any:
-        rotary = packed_seq_params.local_rotary if self._window else packed_seq_params.rotary
+        own = packed_seq_params.local_rotary if self._window else None
+        rotary = own or packed_seq_params.rotary
         assert packed_seq_params.row is not None
         assert rotary is not None
         mixed, _bias = self.linear_qkv(hidden)
@@ -131,5 +151,9 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
             self.config.layernorm_zero_centered_gamma,
             self._query_scale,
         )
-        attended = attention(query, key, value, packed_seq_params.row.attention, window=self._window)
+        how = packed_seq_params.row.attention
+        if self.sinks is None:
+            attended = attention(query, key, value, how, window=self._window)
+        else:
+            attended = attention_with_sinks(query, key, value, self.sinks, how, window=self._window)
         return self.linear_proj(attended.flatten(1)[:, None])

@@ -20,7 +20,7 @@ from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
 from asyncrl.backends.megatron.passes import Passes
-from asyncrl.backends.megatron.process_groups import pipeline_group, tensor_parallel_group
+from asyncrl.backends.megatron.process_groups import expert_parallel_group, pipeline_group, tensor_parallel_group
 from asyncrl.backends.megatron.rank_commands import Job, Scores
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.optimizer_settings import Lora
@@ -47,6 +47,7 @@ class LoadedModel:
         self._rank = dist.get_rank()
         self._device, self._dtype = device, job.torch_dtype
         self._tensor_parallel = tensor_parallel_group()
+        self._expert_parallel = expert_parallel_group()
         self._pipeline = pipeline_group()
         self._first_of_stage = self._pipeline.rank() * (job.layout.ranks // job.layout.pipeline)
         self._shape = huggingface.read_shape(self._model.path, where=self._where)
@@ -112,12 +113,17 @@ class LoadedModel:
                 if entry.is_adapter:
                     adapters.initialise(parameter, entry, shards=ranks, shard=rank)
                 else:
-                    parts = [read(tensor) for tensor in entry.huggingface]
+                    parts = [self._of_own_experts(entry, read(tensor)) for tensor in entry.huggingface]
                     shards = weight_cuts.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)
                     self._require_shape(entry, shards[rank], parameter)
                     parameter.copy_(shards[rank])
                 # The gradient norm counts replicated parameters once; older Megatron marks only those it initialises.
                 parameter.tensor_model_parallel = not entry.is_replicated
+
+    def _of_own_experts(self, entry: Mapping, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a fused tensor that are of this rank's experts; other tensors as they are."""
+        held = self._stages[0].part.experts
+        return tensor[held.start : held.stop] if entry.is_fused else tensor
 
     def _require_shape(self, entry: Mapping, found: torch.Tensor, parameter: torch.Tensor) -> None:
         """Raise ConfigError if the shapes differ: copy_ would broadcast a smaller tensor."""
@@ -192,8 +198,8 @@ class LoadedModel:
         """Yield (Hugging Face name, tensor in the folder's dtype) of what this rank exports, one parameter at a time.
 
         One rank of a stage exports each of its parameters. Experts are exported by a rank that has them. Other
-        parameters are exported by the rank in ``_exporters``, which gathers them from its tensor-parallel ranks. Stages
-        do not communicate.
+        parameters are exported by the rank in ``_exporters``, which gathers them from its tensor-parallel ranks, and
+        fused experts from its expert-parallel ranks. Stages do not communicate.
         """
         exporters = self._exporters()
         for name, entry in self._maps.items():
@@ -208,17 +214,21 @@ class LoadedModel:
         """Return the rank of the stage that exports each parameter: the eligible rank with the fewest bytes so far.
 
         Experts go to one of the ranks that hold the same experts as this rank. Ranks with other experts assign theirs
-        in the same way.
+        in the same way. Fused experts go to one rank, which gets those of the other ranks.
         """
         tensor_parallel, experts = self._tensor_parallel.size(), self._layout.expert
         own = self._rank - self._first_of_stage
         loads = [0] * self._layout.exporters_of_stage
         gathering = range(len(loads) - len(loads) % tensor_parallel)  # ranks whose tensor-parallel peers all export
+        sharing = range(len(loads) - len(loads) % experts)  # the same for expert-parallel peers
         maps = {name: entry for name, entry in self._maps.items() if self._is_exported(entry)}
         found: dict[str, int] = {}
         for name, entry in sorted(maps.items(), key=lambda one: not one[1].is_of_experts):  # experts have less choice
             num_bytes = self._parameters[name].nbytes
-            if entry.is_of_experts:
+            if entry.is_fused:
+                rank = found[name] = min(sharing, key=loads.__getitem__)
+                loads[rank] += num_bytes * experts
+            elif entry.is_of_experts:
                 first = min(range(0, len(loads) - experts + 1, experts), key=loads.__getitem__)
                 found[name] = first + own % experts
                 for rank in range(first, first + experts):
@@ -247,14 +257,18 @@ class LoadedModel:
     def _gathered(self, entry: Mapping, name: str, exporter: int) -> list[torch.Tensor]:
         """Return all shards of a parameter on the rank of the stage that exports it; [] on other ranks."""
         group, own = self._tensor_parallel, self._rank - self._first_of_stage
-        if entry.is_of_experts or entry.is_replicated or group.size() == 1:
+        if entry.is_fused:
+            group = self._expert_parallel
+        is_whole = entry.is_replicated or (entry.is_of_experts and not entry.is_fused)
+        if is_whole or group.size() == 1:
             return [self._own_shard(entry, name)] if own == exporter else []
         if exporter < 0 or own // group.size() != exporter // group.size():
             return []
         shard = self._own_shard(entry, name).contiguous()
-        shards = [torch.empty_like(shard) for _ in range(group.size())] if own == exporter else []
+        gathered = shard.new_empty(group.size(), *shard.shape) if own == exporter else None
+        shards = [] if gathered is None else list(gathered.unbind())
         dist.gather(shard, shards or None, group=group, group_dst=exporter % group.size())
-        return shards
+        return shards if gathered is None or not entry.is_fused else [gathered.flatten(0, 1)]
 
 
 def _in_model(name: str, first_layer: int) -> str:

@@ -71,13 +71,14 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         The router's scores are applied between the two products, where a token has fewer numbers.
         """
         ends = tokens_per_expert.cumsum(0).to(torch.int32).to(hidden.device)
-        mixed = _through(hidden, self.gate_up, self.gate_up_adapter, ends)
+        mixed = through(hidden, self.gate_up, self.gate_up_adapter, ends)
         gated = fused.scored_swiglu(mixed, scores)
         with forgetting(self.config, gated, fused.scored_swiglu, mixed, scores):
-            return _through(gated, self.down, self.down_adapter, ends), None
+            return through(gated, self.down, self.down_adapter, ends), None
 
 
-def _through(x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, ends: torch.Tensor) -> torch.Tensor:
+def through(x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, ends: torch.Tensor) -> torch.Tensor:
+    """x [N, in], sorted by expert; weights [experts, out, in]; rows of expert i end at ends[i] -> [N, out]"""
     output = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
     return output if adapter is None or not adapter.is_on else output + adapter.of_experts(x, ends)
 
@@ -100,11 +101,13 @@ class Mixture(MoELayer):  # type: ignore[misc]
         return result
 
 
-def mixture(of_shared_expert: MLPSubmodules) -> ModuleSpec:
+def mixture(
+    of_shared_expert: MLPSubmodules, *, router: type[Router] = Router, experts: type[GroupedExperts] = GroupedExperts
+) -> ModuleSpec:
     """Return the specification of a layer's feed-forward part."""
     shared = ModuleSpec(module=SharedExpertMLP, submodules=of_shared_expert)
-    experts = ModuleSpec(module=GroupedExperts)
-    return ModuleSpec(module=Mixture, submodules=MoESubmodules(router=Router, experts=experts, shared_experts=shared))
+    submodules = MoESubmodules(router=router, experts=ModuleSpec(module=experts), shared_experts=shared)
+    return ModuleSpec(module=Mixture, submodules=submodules)
 
 
 def biases(network: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -59,7 +59,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             vp_stage=chunk,
         )
         self._frequencies, self._rope_scale = shape.rope_frequencies.to(device), shape.rope_scale
-        self._local_frequencies = shape.local.rope_frequencies.to(device) if shape.local else None
+        of_local = shape.local.rope_frequencies if shape.local else None
+        self._local_frequencies = None if of_local is None else of_local.to(device)
         self._embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))
         self._vocabulary_size = shape.vocabulary_size
         if head == "values" and self.post_process:

@@ -72,13 +72,13 @@ def attention(
     if isinstance(how, Rectangles):
         return _rectangular(query, key, value, how, window)
     if how.order is not None:
-        key, value = _of_the_row(key, value, how.order)
+        key, value = of_the_row(key, value, how.order)
     attend = _varlen if uses_varlen(query.device, query.dtype) else _by_run
     attended = [attend(query[p.queries], key[p.keys], value[p.keys], p, window) for p in how.pieces]
     return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
-def _of_the_row(key: torch.Tensor, value: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def of_the_row(key: torch.Tensor, value: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather keys and values of the whole row in one collective. The backward pass sums the gradients of all ranks."""
     size = key[0].numel()
     both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
@@ -93,7 +93,7 @@ def _by_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: 
     attended = []
     for queries, keys in piece.runs:
         q, k, v = (x.transpose(0, 1)[None] for x in (query[queries], key[keys], value[keys]))
-        mask = _mask(q.shape[2], k.shape[2], window, q.device)
+        mask = visible(q.shape[2], k.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -101,7 +101,7 @@ def _by_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: 
     return torch.cat(attended)
 
 
-def _mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor | None:
+def visible(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor | None:
     """Return bool[queries, keys], what each of the last queries sees; None for plain causal attention in a square."""
     earlier = keys - queries
     is_local = 0 < window < keys
@@ -118,7 +118,7 @@ def _rectangular(
     for indices in layout.indices:
         q, k, v = (x[indices].transpose(1, 2) for x in (query, key, value))
         is_grouped = q.shape[1] != k.shape[1]
-        mask = _mask(q.shape[2], k.shape[2], window, q.device)
+        mask = visible(q.shape[2], k.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
         attended.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(attended)[layout.order]

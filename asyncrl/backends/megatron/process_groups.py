@@ -64,6 +64,12 @@ def expert_replicas_group() -> dist.ProcessGroup:
     return group
 
 
+def expert_parallel_group() -> dist.ProcessGroup:
+    """The ranks that share the experts of a layer."""
+    group: dist.ProcessGroup = parallel_state.get_expert_model_parallel_group()
+    return group
+
+
 def pipeline_group() -> dist.ProcessGroup:
     """The ranks that share the layers of one copy of the model."""
     group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()

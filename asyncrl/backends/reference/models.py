@@ -48,6 +48,7 @@ class LoadedModel:
             raise ConfigError(f"{models.where(name)}: transformers cannot load {model.path}: {error}") from None
         causal.get_input_embeddings().padding_idx = None  # transformers does not train the pad token's embedding
         causal.eval()  # no dropout: trainer logprobs must be the policy's
+        self.model_type: str = causal.config.model_type
         self._decoder = causal.base_model
         self._output_layer = causal.get_output_embeddings() if model.head == "logprobs" else None
         self._value_head: torch.nn.Parameter | None = None
@@ -124,7 +125,9 @@ class TrainedModel(LoadedModel):
         self._settings: OptimizerSettings = model.optimizer
         for name, parameter in self.parameters.items():
             settings = self._settings
-            in_file = next(iter(by_names_in_files({name: parameter})))  # fused experts are all trained, or none
+            in_file = next(
+                iter(by_names_in_files({name: parameter}, model_type=self.model_type))
+            )  # fused experts are all trained, or none
             parameter.requires_grad_(is_trained(in_file, freeze=settings.freeze, train_only=settings.train_only))
         self._trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         # AdamW updates these. In a float32 model they are the parameters; bfloat16 would round away small updates.

@@ -72,7 +72,9 @@ class Decoder:
         self.device = torch.device(device)
         self._model = _read_model(model_path, dtype=dtype).to(self.device).eval().requires_grad_(False)
         # Tied tensors are one parameter under several names. A checkpoint holds at least one of the names.
-        self._parameters: dict[str, torch.Tensor] = by_names_in_files(self._model.state_dict(keep_vars=True))
+        self._parameters: dict[str, torch.Tensor] = by_names_in_files(
+            self._model.state_dict(keep_vars=True), model_type=self._model.config.model_type
+        )
         self.memory = HostMemory(lambda: [*self._model.parameters(), *self._model.buffers()])
         self.end_tokens = _end_tokens(self._model)
         self.vocabulary_size = int(self._model.get_input_embeddings().weight.shape[0])
@@ -254,9 +256,7 @@ def _other_attention(model: Any) -> str:
         return ", ".join(others)
     if getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
         return "a sliding window in every layer"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "attn_logit_softcapping"
-    return "attention sinks" if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else ""
+    return "attn_logit_softcapping" if getattr(config, "attn_logit_softcapping", None) else ""
 
 
 def _kinds(config: Any) -> set[str]:

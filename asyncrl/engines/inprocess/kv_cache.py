@@ -97,20 +97,40 @@ def attention(
     attention_mask: torch.Tensor,
     *,
     scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of ``query`` [n, heads, tokens, size] over ``key`` and ``value`` [n, fewer heads, columns, size].
 
     One-token passes fold the query heads that share a key head into the token axis, so that keys are never repeated.
+
+    s_aux  attention sinks of gpt-oss [heads]: scores without a value
     """
     n, heads, num_tokens, size = query.shape
     groups = key.shape[1]
     if num_tokens == 1:
         folded = query.view(n, groups, heads // groups, size)
         mask = attention_mask.expand(n, groups, heads // groups, key.shape[2])
+        if s_aux is not None:
+            key, value, mask = _with_sinks(key, value, mask, s_aux.view(groups, -1, 1))
         result = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
         return result.reshape(n, 1, heads, value.shape[-1]), None
     key = key.repeat_interleave(heads // groups, dim=1)
     value = value.repeat_interleave(heads // groups, dim=1)
+    if s_aux is not None:
+        mask = attention_mask.expand(n, heads, num_tokens, key.shape[2])
+        key, value, attention_mask = _with_sinks(key, value, mask, s_aux.view(heads, 1, 1))
     result = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return result.transpose(1, 2), None
+
+
+def _with_sinks(
+    key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Append a key and a value of zeros, and add a sink to every query's score of that key.
+
+    mask: bool[n, heads, tokens, columns].  sinks: broadcast to [heads, tokens, 1]
+    """
+    scores = torch.zeros_like(mask, dtype=key.dtype).masked_fill(~mask, -torch.inf)
+    column = sinks.to(key.dtype).expand(*mask.shape[:-1], 1)
+    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), torch.cat([scores, column], dim=-1)

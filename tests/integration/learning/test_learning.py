@@ -11,6 +11,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
+from asyncrl.data.tiny_model import Architecture
 from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -95,10 +96,14 @@ async def test_the_reward_rises_over_a_real_bus(base: RunConfig, connect: Any, n
     assert max(row["mismatch/fresh_mean"] for row in rows if "mismatch/fresh_mean" in row) < 1e-3
 
 
-@pytest.mark.parametrize("backend", ["reference", "megatron"])
-async def test_engines_of_a_mixture_sample_from_the_weights_that_are_trained(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "architecture"), [("reference", "qwen3_moe"), ("megatron", "qwen3_moe"), ("megatron", "gpt_oss")]
+)
+async def test_engines_of_a_mixture_sample_from_the_weights_that_are_trained(
+    tmp_path: Path, backend: str, architecture: Architecture
+) -> None:
     """Four steps of each backend: the engine's logprobs equal the trainer's, up to rounding."""
-    demo_task.write(tmp_path, architecture="qwen3_moe")
+    demo_task.write(tmp_path, architecture=architecture)
     run = demo_run(tmp_path)
     synchronous = changed(changed(run, "run", mode="sync", name="mixture"), "learner", backend=backend)
     rows = await train(synchronous, memory_bus())

@@ -1,4 +1,4 @@
-"""Convert a folder in FP8, or with a model type that needs its own code, into a folder that can be trained."""
+"""Convert a folder in FP8 or MXFP4, or with a model type that needs its own code, into a folder that can be trained."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from asyncrl.backends import huggingface
 from asyncrl.cli.main import main
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.run.import_folder import import_folder
-from asyncrl.tensors import fp8
+from asyncrl.tensors import fp8, mxfp4
 
 KIMI_K2 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -67,6 +69,42 @@ KIMI_K2 = {
     "vocab_size": 163840,
 }
 """As published, without entries that no model code reads."""
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "pad_token_id": 199999,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+"""gpt-oss-20b as published, without its quantization_config and entries that no model code reads. It names no dtype."""
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +176,62 @@ def test_kimi_k2_has_the_shape_that_is_published(tmp_path: Path) -> None:
     assert (shape.num_layers, shape.hidden_size, shape.vocabulary_size) == (61, 7168, 163840)
     assert (shape.experts.num_experts, shape.experts.experts_per_token) == (384, 8)
     assert shape.latent.score_scale == pytest.approx(1.8133, abs=1e-4)  # (0.1 ln 32 + 1)^2
+
+
+def test_gpt_oss_has_the_shape_that_is_published(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    shape = huggingface.read_shape(tmp_path)
+    assert shape.experts is not None and shape.local is not None
+    assert (shape.num_layers, shape.hidden_size, shape.vocabulary_size) == (24, 2880, 201088)
+    assert (shape.experts.num_experts, shape.experts.experts_per_token) == (32, 4)
+    assert [shape.window(layer) for layer in range(4)] == [128, 0, 128, 0]
+    assert shape.rope_scale == pytest.approx(1.3466, abs=1e-4)  # 0.1 ln 32 + 1
+
+
+@pytest.fixture
+def in_four_bits(tmp_path: Path) -> Path:
+    """A tiny gpt-oss as it is published: 4-bit experts, no dtype in config.json, scales in a file of their own."""
+    folder = make_tiny_model(tmp_path / "gpt-oss", architecture="gpt_oss")
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    random, files = torch.Generator().manual_seed(0), {"model-1-of-2": {}, "model-2-of-2": {}}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            files["model-1-of-2"][name] = tensor.bfloat16()
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = (experts, outputs, inputs // mxfp4.GROUP, mxfp4.GROUP // 2)
+        files["model-1-of-2"][f"{name}_blocks"] = torch.randint(0, 256, blocks, generator=random, dtype=torch.uint8)
+        scales = torch.randint(118, 126, blocks[:3], generator=random, dtype=torch.uint8)
+        files["model-2-of-2"][f"{name}_scales"] = scales
+    (folder / "model.safetensors").unlink()
+    index = {name: f"{file}.safetensors" for file, tensors in files.items() for name in tensors}
+    for file, tensors in files.items():
+        save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def test_a_folder_with_experts_in_four_bits_is_imported_as_transformers_reads_it(
+    in_four_bits: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"quantized weights .*mxfp4.*`asyncrl import-model .* NEW_FOLDER`"):
+        huggingface.read_shape(in_four_bits)
+    import_folder(in_four_bits, tmp_path / "imported")
+    published = {k: v for n in (1, 2) for k, v in load_file(in_four_bits / f"model-{n}-of-2.safetensors").items()}
+    imported = load_file(tmp_path / "imported" / "model-1-of-2.safetensors")
+    assert {one.dtype for one in imported.values()} == {torch.bfloat16}
+    for name, tensor in imported.items():
+        blocks = published.get(f"{name}_blocks")
+        if blocks is None:
+            assert torch.equal(tensor, published[name])
+        else:
+            assert torch.equal(tensor, convert_moe_packed_tensors(blocks, published[f"{name}_scales"]))
+    assert huggingface.read_shape(tmp_path / "imported").dtype == torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "imported")
+    loaded = {name for name in model.state_dict() if not name.endswith("inv_freq")}
+    assert loaded == imported.keys()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def shape_of(folder: Path, architecture: str) -> ModelShape:
     return huggingface.read_shape(folder)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "glm4", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["qwen2", "glm4", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_parts_of_all_ranks_make_the_whole_and_the_whole_makes_them(tmp_path: Path, architecture: str) -> None:
     """For every kind of cut, any number of cuts, and any split of the elements among copies of the model."""
     shape = shape_of(tmp_path, architecture)
@@ -61,12 +61,13 @@ def shards_of_two_ranks(folder: Path, shape: ModelShape) -> Iterator[tuple[weigh
             for entry in weight_map(shape, part=Part(layers=range(shape.num_layers), experts=held)):
                 ranks = 1 if entry.is_of_experts else 2
                 parts = [read(name) for name in entry.huggingface]
+                parts = [part[held.start : held.stop] for part in parts] if entry.is_fused else parts
                 shard = weight_cuts.fuse(parts, entry.cut, shape, tensor_parallel=ranks)[rank % ranks]
                 first = held.start
                 place = weight_places.place(
                     entry.megatron, entry.cut, shard.shape, shape, ranks=ranks, rank=rank % ranks, first_expert=first
                 )
-                yield place, shard
+                yield place, shard.contiguous()
 
 
 def slices(corner: Sequence[int], view: torch.Tensor) -> tuple[slice, ...]:

@@ -105,7 +105,7 @@ def _second_copy(folder: Path) -> None:
         (lambda f: (f / "config.json").unlink(), "no config.json.*there is .*model.safetensors"),
         (lambda f: (f / "config.json").write_text("{"), "config.json: Expecting"),
         (lambda f: _rewrite(f, architectures=["GPT2LMHeadModel"]), "trains Qwen2ForCausalLM.*this is GPT2LMHeadModel"),
-        (lambda f: _rewrite(f, architectures=["GptOssForCausalLM"]), "does not train GptOssForCausalLM: .*sinks"),
+        (lambda f: _rewrite(f, architectures=["Gemma2ForCausalLM"]), "does not train Gemma2ForCausalLM: .*soft caps"),
         (lambda f: _rewrite(f, architectures=["Qwen3VLForCausalLM"]), "Qwen3ForCausalLM is near"),
         (lambda f: _rewrite(f, architectures=None), "names no architecture"),
         (lambda f: _rewrite(f, vocab_size="many"), "vocab_size must be a whole number"),

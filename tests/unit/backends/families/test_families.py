@@ -124,10 +124,25 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
             ["num_experts_per_tok = 1 and norm_topk_prob = true"],
         ),
         ("qwen3_moe", {"num_experts_per_tok": 1}, ["num_experts_per_tok = 1 and norm_topk_prob = true"]),
+        ("mixtral", {"num_experts_per_tok": 1}, ["num_experts_per_tok = 1: Megatron"]),
+        ("mixtral", {"sliding_window": 4096}, ["sliding_window = 4096"]),
         ("deepseek_v3", {"v_head_dim": 25}, ["v_head_dim = 25, more than qk_nope_head_dim + qk_rope_head_dim = 24"]),
         ("gemma3", {"sliding_window": None}, ["sliding_window = None and layers of sliding_attention"]),
     ],
-    ids=["groups", "eps", "part", "window", "scores", "glm-one", "deepseek-one", "qwen-one", "values", "no window"],
+    ids=[
+        "groups",
+        "eps",
+        "part",
+        "window",
+        "scores",
+        "glm-one",
+        "deepseek-one",
+        "qwen-one",
+        "mixtral-one",
+        "mixtral-window",
+        "values",
+        "no window",
+    ],
 )
 def test_what_would_be_silently_wrong_is_refused(
     tmp_path: Path, architecture: str, changes: dict[str, Any], words: list[str]
@@ -147,14 +162,14 @@ def test_groups_that_are_all_chosen_are_none(tmp_path: Path) -> None:
 
 
 def test_experts_have_the_names_of_the_folder() -> None:
-    """The tensors are views: a write to them changes the model. Experts with biases are fused in the files as well."""
+    """The tensors are views: a write to them changes the model. gpt-oss has fused experts in its files."""
     gate_up = torch.arange(2 * 6 * 3.0).view(2, 6, 3)
     model = {
         "a.mlp.experts.gate_up_proj": gate_up,
         "a.mlp.experts.down_proj": torch.zeros(2, 3, 3),
         "a.norm": torch.ones(3),
     }
-    named = by_names_in_files(model)
+    named = by_names_in_files(model, model_type="qwen3_moe")
     assert list(named) == [
         *(f"a.mlp.experts.{expert}.{x}_proj.weight" for expert in (0, 1) for x in ("gate", "up")),
         *(f"a.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1)),
@@ -163,8 +178,12 @@ def test_experts_have_the_names_of_the_folder() -> None:
     assert torch.equal(named["a.mlp.experts.1.up_proj.weight"], gate_up[1, 3:])
     named["a.mlp.experts.0.gate_proj.weight"].zero_()
     assert not gate_up[0, :3].any()
-    biased = {"a.mlp.experts.gate_up_proj": gate_up, "a.mlp.experts.gate_up_proj_bias": torch.zeros(2, 6)}
-    assert list(by_names_in_files(biased)) == list(biased)
+    assert list(by_names_in_files(model, model_type="gpt_oss")) == list(model)
+    assert list(by_names_in_files(model, model_type="mixtral")) == [
+        *(f"a.block_sparse_moe.experts.{expert}.{x}.weight" for expert in (0, 1) for x in ("w1", "w3")),
+        *(f"a.block_sparse_moe.experts.{expert}.w2.weight" for expert in (0, 1)),
+        "a.norm",
+    ]
 
 
 def test_a_shared_expert_is_cut_by_tensor_parallelism(tmp_path: Path) -> None:

@@ -41,6 +41,14 @@ def test_each_row_of_a_scored_swiglu_is_multiplied_by_its_score() -> None:
     torch.testing.assert_close(fused.scored_swiglu(x, scores), fused.swiglu(x) * scores[:, None])
 
 
+def test_a_clamped_swiglu_is_that_of_gpt_oss() -> None:
+    """Gate 9 counts as 7 and -9 as itself, up 8 as 7 and -8 as -7; sigmoid(1.702 x 7) is 0.999993, of -9: 2.2e-7."""
+    x, scores = torch.tensor([[9.0, -9.0, 8.0, -8.0], [1.0, 0.0, 1.0, 5.0]]), torch.tensor([2.0, 3.0])
+    of_seven, of_minus_nine, of_one = (float(torch.sigmoid(torch.tensor(1.702 * gate))) for gate in (7.0, -9.0, 1.0))
+    expected = torch.tensor([[2 * 7 * of_seven * 8, 2 * -9 * of_minus_nine * -6], [3 * of_one * 2, 0.0]])
+    torch.testing.assert_close(fused.scored_clamped_swiglu(x, scores), expected)
+
+
 def test_a_rotation_turns_each_pair_by_its_angle() -> None:
     """Pairs are (i, i + size / 2), as in Hugging Face models; row 4 is position 1."""
     mixed = random(ROWS, GROUPS * (QUERIES + 2) * SIZE)

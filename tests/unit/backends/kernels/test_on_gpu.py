@@ -29,6 +29,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "swiglu": (random(ROWS, 2 * HIDDEN),),
         "heads": (mixed, *angles, random(HEAD), random(HEAD, seed=1), GROUPS, HEAD, EPS),
         "scored_swiglu": (random(ROWS, 2 * HIDDEN), random(ROWS)),
+        "scored_clamped_swiglu": (random(ROWS, 2 * HIDDEN) * 4, random(ROWS)),
     }
 
 

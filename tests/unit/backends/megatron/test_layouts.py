@@ -72,6 +72,10 @@ SLOW = (
     ("megatron-ep2-dp2", "glm4_moe", {}),
     ("megatron-pp2-ep2", "deepseek_v3", {}),
     ("megatron-tp2-ep4", "qwen3_moe", {}),
+    ("megatron-tp2", "gpt_oss", {}),
+    ("megatron-cp2-ep2", "gpt_oss", {}),
+    ("megatron-pp2-ep2", "gpt_oss", {}),
+    ("megatron-tp2-ep4", "gpt_oss", {"recompute": "selective"}),
 )
 
 
@@ -217,6 +221,7 @@ def test_a_step_from_the_checkpoint_is_the_step_that_was_taken(case: Case) -> No
         ("megatron-pp2-ep2", "qwen3_moe", "megatron-tp2-ep2"),
         ("megatron-tp2", "deepseek_v3", "megatron-ep2"),
         ("megatron-vpp2", "qwen3_moe", "megatron-1"),
+        ("megatron-tp2-ep2", "gpt_oss", "megatron-cp2"),
     ],
 )
 def test_a_checkpoint_goes_to_another_layout_and_back(tmp_path: Path, kind: str, architecture: str, other: str) -> None:

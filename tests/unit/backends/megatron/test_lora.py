@@ -74,10 +74,14 @@ def gradients(folder: Path, number: int) -> Tensors:
     with started("reference", folder, optimizer=GENTLE) as plain:
         plain.rehearse(shares("reference", documents(number)))  # type: ignore[attr-defined]
         model = plain._trained["policy"]  # type: ignore[attr-defined]
-        return dict(by_names_in_files({name: weight.grad for name, weight in model._weights.items()}))
+        return dict(
+            by_names_in_files(
+                {name: weight.grad for name, weight in model._weights.items()}, model_type=model.model_type
+            )
+        )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"])
 def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "base", architecture=architecture)
     base = load_file(folder / "model.safetensors")
