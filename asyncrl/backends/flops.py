@@ -52,7 +52,7 @@ def _feed_forward(shape: ModelShape, layer: int) -> int:
     if experts is None:
         return 3 * shape.hidden_size * shape.feed_forward_size
     visited = experts.experts_per_token * experts.feed_forward_size + experts.shared_size
-    return shape.hidden_size * (experts.num_experts + 3 * visited)
+    return shape.hidden_size * (experts.num_experts + 3 * visited + int(experts.has_shared_gate))
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int], *, has_adapters: bool = False) -> float:

@@ -18,6 +18,7 @@ SUPPORTED_ARCHITECTURES = (
     "MistralForCausalLM",
     "Glm4ForCausalLM",
     "Gemma3ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -30,7 +31,6 @@ REFUSED_ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "it reads images, too; save its text part as a Gemma3ForCausalLM",
     "GptOssForCausalLM": "its attention has sinks and windows, its experts have biases and a clamped gate",
     "MixtralForCausalLM": "its experts have other names",
-    "Qwen2MoeForCausalLM": "its shared expert has a gate",
     "Qwen3NextForCausalLM": "most of its layers have linear attention",
 }
 """Known architectures that are not supported, and why."""

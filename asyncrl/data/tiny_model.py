@@ -15,7 +15,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.core_model_loading import revert_weight_conversion
 
-Architecture = Literal["qwen3", "qwen2", "llama", "mistral", "glm4", "gemma3", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+Architecture = Literal[
+    "qwen3", "qwen2", "llama", "mistral", "glm4", "gemma3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"
+]
 
 DIGITS = "0123456789"
 CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
@@ -31,6 +33,7 @@ _CONFIGS: Final[dict[Architecture, str]] = {
     "mistral": "MistralConfig",
     "glm4": "Glm4Config",
     "gemma3": "Gemma3TextConfig",
+    "qwen2_moe": "Qwen2MoeConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "glm4_moe": "Glm4MoeConfig",
     "deepseek_v3": "DeepseekV3Config",
@@ -108,6 +111,8 @@ def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> 
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 2, "norm_topk_prob": True}
     if architecture == "qwen3_moe":
         return {**experts, "num_experts": 8}
+    if architecture == "qwen2_moe":
+        return {**experts, "num_experts": 8, "shared_expert_intermediate_size": hidden_size, "norm_topk_prob": False}
     shared = {**experts, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
     if architecture == "mistral":
         return {"sliding_window": None}

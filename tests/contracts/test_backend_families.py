@@ -38,7 +38,7 @@ from tests.harness.backends import (
 )
 from tests.harness.packing import pack
 
-MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", *MIXTURES)
 KINDS = ("reference", "megatron-1")
 

@@ -72,10 +72,11 @@ def latent_attention(latent: LatentAttention) -> Iterator[Row]:
     yield ("self_attention.linear_proj.weight", "rows", ("self_attn.o_proj.weight",))
 
 
-def feed_forward(name: str) -> Iterator[Row]:
-    """Yield the weights of a SwiGLU; ``name`` is the same in both naming schemes."""
-    yield (f"{name}.linear_fc1.weight", "gate_up", (f"{name}.gate_proj.weight", f"{name}.up_proj.weight"))
-    yield (f"{name}.linear_fc2.weight", "rows", (f"{name}.down_proj.weight",))
+def feed_forward(name: str, *, theirs: str = "") -> Iterator[Row]:
+    """Yield the weights of a SwiGLU.  theirs: its Hugging Face name, if that is not ``name``"""
+    theirs = theirs or name
+    yield (f"{name}.linear_fc1.weight", "gate_up", (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"))
+    yield (f"{name}.linear_fc2.weight", "rows", (f"{theirs}.down_proj.weight",))
 
 
 def mixture(experts: Experts, held: range) -> Iterator[Row]:
@@ -83,7 +84,10 @@ def mixture(experts: Experts, held: range) -> Iterator[Row]:
     yield ("mlp.router.weight", "whole", ("mlp.gate.weight",))
     if experts.has_bias:
         yield ("mlp.router.expert_bias", "whole", ("mlp.gate.e_score_correction_bias",))
-    if experts.shared_size:
+    if experts.has_shared_gate:
+        yield ("mlp.shared_experts.gate_weight", "whole", ("mlp.shared_expert_gate.weight",))
+        yield from feed_forward("mlp.shared_experts", theirs="mlp.shared_expert")
+    elif experts.shared_size:
         yield from feed_forward("mlp.shared_experts")
     gate_up = tuple(f"mlp.experts.{expert}.{x}_proj.weight" for expert in held for x in ("gate", "up"))
     yield ("mlp.experts.gate_up", "expert_gate_up", gate_up)

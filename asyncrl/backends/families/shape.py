@@ -14,6 +14,7 @@ class Experts:
 
     feed_forward_size  intermediate size of one expert
     shared_size        intermediate size of the shared expert that also sees every token; 0 if there is none
+    has_shared_gate    whether a sigmoid of one number per token scales the shared expert's output
     scores             scores of the experts for a token: a softmax over all experts, or a sigmoid of each
     is_normalized      whether the chosen scores are divided by their sum
     scale              factor for the chosen scores, applied last
@@ -27,6 +28,7 @@ class Experts:
     feed_forward_size: int
     is_normalized: bool
     shared_size: int = 0
+    has_shared_gate: bool = False
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scale: float = 1.0
     has_bias: bool = False

@@ -5,9 +5,31 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Final
 
-from asyncrl.backends.families import deepseek_v3, gemma3, glm4, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
+from asyncrl.backends.families import (
+    deepseek_v3,
+    gemma3,
+    glm4,
+    glm4_moe,
+    llama,
+    mistral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from asyncrl.backends.families.family import Family
 
-MODULES: Final[tuple[ModuleType, ...]] = (qwen2, qwen3, llama, mistral, glm4, gemma3, qwen3_moe, glm4_moe, deepseek_v3)
+MODULES: Final[tuple[ModuleType, ...]] = (
+    qwen2,
+    qwen3,
+    llama,
+    mistral,
+    glm4,
+    gemma3,
+    qwen2_moe,
+    qwen3_moe,
+    glm4_moe,
+    deepseek_v3,
+)
 
 FAMILIES: Final[dict[str, Family]] = {module.FAMILY.architecture: module.FAMILY for module in MODULES}

@@ -83,6 +83,7 @@ def _mixture_fields(shape: ModelShape, experts: Experts) -> dict[str, Any]:
         moe_router_num_groups=experts.num_groups if experts.num_groups > 1 else None,
         moe_router_group_topk=experts.groups_per_token if experts.num_groups > 1 else None,
         moe_shared_expert_intermediate_size=experts.shared_size or None,
+        moe_shared_expert_gate=experts.has_shared_gate,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",  # Megatron's balancing losses are for pretraining
     )

@@ -45,7 +45,9 @@ async def test_the_batch_does_not_change_what_a_seed_samples(old: Model) -> None
     await batched.close()
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "llama", "glm4", "gemma3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen2", "llama", "glm4", "gemma3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+)
 @pytest.mark.parametrize("tied", [False, True])
 async def test_other_architectures_and_tied_embeddings_sample_right(
     tmp_path: Path, architecture: str, tied: bool

@@ -87,6 +87,13 @@ def test_a_token_s_flops_are_those_of_the_experts_that_it_visits(tmp_path: Path)
     assert flops.matrix_parameters(shape) == 2 * per_layer + 64 * shape.vocabulary_size
 
 
+def test_a_token_s_flops_include_the_shared_expert_and_its_gate(tmp_path: Path) -> None:
+    """Per layer: attention, a router of 64 x 8, two experts of 64 x 32, a shared one of 64 x 64, its gate of 64."""
+    shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen2_moe"))
+    per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 64 * 8 + 2 * 3 * 64 * 32 + 3 * 64 * 64 + 64
+    assert flops.matrix_parameters(shape) == 2 * per_layer + 64 * shape.vocabulary_size
+
+
 def test_scores_outside_of_a_window_are_no_flops(tmp_path: Path) -> None:
     """For 10 tokens, a full layer has 2 x 50 scores per head; with a window of 8, it has 2 x (10 x 8 - 8 x 8 / 2)."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="gemma3"))

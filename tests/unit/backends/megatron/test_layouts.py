@@ -65,6 +65,7 @@ SLOW = (
     ("megatron-ep2", "qwen3_moe", {}),
     ("megatron-ep2", "qwen3_moe", {"distributed_optimizer": False}),
     ("megatron-tp2", "qwen3_moe", {}),
+    ("megatron-tp2-ep2", "qwen2_moe", {}),
     ("megatron-tp2", "glm4", {}),
     ("megatron-tp2", "deepseek_v3", {}),
     ("megatron-tp2-ep2", "glm4_moe", {}),
