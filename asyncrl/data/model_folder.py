@@ -20,6 +20,7 @@ SUPPORTED_ARCHITECTURES = (
     "Gemma3ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
 )
@@ -31,7 +32,6 @@ REFUSED_ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "it reads images, too; save its text part as a Gemma3ForCausalLM",
     "GptOssForCausalLM": "its attention has sinks and windows, its experts have biases and a clamped gate",
     "MixtralForCausalLM": "its experts have other names",
-    "Qwen3NextForCausalLM": "most of its layers have linear attention",
 }
 """Known architectures that are not supported, and why."""
 

@@ -8,7 +8,18 @@ from typing import Literal, Protocol
 from asyncrl.backends.families.shape import Experts, LatentAttention, ModelShape
 
 _OfWeights = Literal[
-    "whole", "vocabulary", "rows", "heads", "qkv", "gate_up", "gate_then_up", "expert_rows", "expert_gate_up"
+    "whole",
+    "vocabulary",
+    "rows",
+    "heads",
+    "qkv",
+    "gated_qkv",
+    "delta_heads",
+    "delta_kernels",
+    "gate_up",
+    "gate_then_up",
+    "expert_rows",
+    "expert_gate_up",
 ]
 Cut = _OfWeights | Literal["stacked", "stacked_rows", "expert_stacked"]
 """How a parameter is split over tensor-parallel ranks (experts: over expert-tensor-parallel ranks).
@@ -18,6 +29,9 @@ vocabulary      by rows, with the vocabulary padded to a multiple of the ranks
 rows            by columns (Megatron's row-parallel)
 heads           by rows, which are grouped by head
 qkv             by key-value groups; each group is its queries, its key, its value
+gated_qkv       like qkv, with the gates of a group's queries behind them; in files a gate is behind its own query
+delta_heads     by key heads of linear attention, from two tensors that are grouped by key head
+delta_kernels   the same, from one tensor that holds those of all queries, all keys, all values
 gate_up         gate and up by rows; a shard is its gate rows, then its up rows
 gate_then_up    like gate_up, from one tensor that holds gate, then up
 expert_rows     rows of every expert, stacked: [experts, H, F]
@@ -38,7 +52,10 @@ class LayerWeights(Protocol):
 
 def decoder_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
     """Yield the parameters of a layer under the names that most families use."""
-    yield from latent_attention(shape.latent) if shape.latent else attention(shape)
+    if shape.has_linear_attention(layer):
+        yield from linear_attention()
+    else:
+        yield from latent_attention(shape.latent) if shape.latent else attention(shape)
     if shape.experts and shape.has_experts(layer):
         yield ("pre_mlp_layernorm.weight", "whole", ("post_attention_layernorm.weight",))
         yield from mixture(shape.experts, experts)
@@ -49,10 +66,11 @@ def decoder_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row
 
 def attention(shape: ModelShape) -> Iterator[Row]:
     yield ("self_attention.linear_qkv.layer_norm_weight", "whole", ("input_layernorm.weight",))
-    yield ("self_attention.linear_qkv.weight", "qkv", tuple(f"self_attn.{x}_proj.weight" for x in "qkv"))
+    qkv: Cut = "gated_qkv" if shape.has_output_gate else "qkv"
+    yield ("self_attention.linear_qkv.weight", qkv, tuple(f"self_attn.{x}_proj.weight" for x in "qkv"))
     yield ("self_attention.linear_proj.weight", "rows", ("self_attn.o_proj.weight",))
     if shape.has_qkv_bias:
-        yield ("self_attention.linear_qkv.bias", "qkv", tuple(f"self_attn.{x}_proj.bias" for x in "qkv"))
+        yield ("self_attention.linear_qkv.bias", qkv, tuple(f"self_attn.{x}_proj.bias" for x in "qkv"))
     if shape.has_qk_norm:
         yield ("self_attention.q_layernorm.weight", "whole", ("self_attn.q_norm.weight",))
         yield ("self_attention.k_layernorm.weight", "whole", ("self_attn.k_norm.weight",))
@@ -70,6 +88,18 @@ def latent_attention(latent: LatentAttention) -> Iterator[Row]:
     yield ("self_attention.key_value_norm.weight", "whole", ("self_attn.kv_a_layernorm.weight",))
     yield ("self_attention.key_value_up.weight", "heads", ("self_attn.kv_b_proj.weight",))
     yield ("self_attention.linear_proj.weight", "rows", ("self_attn.o_proj.weight",))
+
+
+def linear_attention() -> Iterator[Row]:
+    """Yield the weights of a gated DeltaNet. Its two input projections are one parameter."""
+    ours, inputs = "self_attention.heads_in", ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight")
+    yield (f"{ours}.layer_norm_weight", "whole", ("input_layernorm.weight",))
+    yield (f"{ours}.weight", "delta_heads", inputs)
+    yield ("self_attention.kernels", "delta_kernels", ("linear_attn.conv1d.weight",))
+    yield ("self_attention.log_rates", "heads", ("linear_attn.A_log",))
+    yield ("self_attention.rate_bias", "heads", ("linear_attn.dt_bias",))
+    yield ("self_attention.norm", "whole", ("linear_attn.norm.weight",))
+    yield ("self_attention.linear_proj.weight", "rows", ("linear_attn.out_proj.weight",))
 
 
 def feed_forward(name: str, *, theirs: str = "") -> Iterator[Row]:

@@ -16,6 +16,7 @@ from asyncrl.backends.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from asyncrl.backends.families.family import Family
 
@@ -28,6 +29,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     gemma3,
     qwen2_moe,
     qwen3_moe,
+    qwen3_next,
     glm4_moe,
     deepseek_v3,
 )

@@ -44,6 +44,7 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         normalization="RMSNorm",
         layernorm_zero_centered_gamma=shape.has_zero_centered_norms,
         qk_layernorm=shape.has_qk_norm,
+        attention_output_gate=shape.has_output_gate,
         rotary_interleaved=shape.is_interleaved,
         add_qkv_bias=shape.has_qkv_bias,
         add_bias_linear=False,

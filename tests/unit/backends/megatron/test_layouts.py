@@ -66,6 +66,8 @@ SLOW = (
     ("megatron-ep2", "qwen3_moe", {"distributed_optimizer": False}),
     ("megatron-tp2", "qwen3_moe", {}),
     ("megatron-tp2-ep2", "qwen2_moe", {}),
+    ("megatron-tp2-ep2", "qwen3_next", {}),
+    ("megatron-pp2-ep2", "qwen3_next", {"recompute": "full"}),
     ("megatron-tp2", "glm4", {}),
     ("megatron-tp2", "deepseek_v3", {}),
     ("megatron-tp2-ep2", "glm4_moe", {}),
@@ -217,6 +219,7 @@ def test_a_step_from_the_checkpoint_is_the_step_that_was_taken(case: Case) -> No
         ("megatron-cp2", "qwen3", "megatron-tp2"),
         ("megatron-pp2-ep2", "qwen3_moe", "megatron-tp2-ep2"),
         ("megatron-tp2", "deepseek_v3", "megatron-ep2"),
+        ("megatron-tp2-ep2", "qwen3_next", "megatron-vpp2"),
         ("megatron-vpp2", "qwen3_moe", "megatron-1"),
     ],
 )

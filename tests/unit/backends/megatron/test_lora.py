@@ -77,7 +77,7 @@ def gradients(folder: Path, number: int) -> Tensors:
         return dict(by_names_in_files({name: weight.grad for name, weight in model._weights.items()}))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "gemma3"])
 def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "base", architecture=architecture)
     base = load_file(folder / "model.safetensors")
