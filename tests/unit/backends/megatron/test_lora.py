@@ -160,6 +160,7 @@ def test_adapters_are_not_restored_on_other_weights(tmp_path: Path) -> None:
     ("kind", "architecture"),
     [
         pytest.param("megatron-tp2-ep2", "qwen3_moe", id="tp2-ep2", marks=LAYOUT_RANKS),
+        pytest.param("megatron-tp2-ep2", "qwen3_next", id="tp2-ep2-linear", marks=LAYOUT_RANKS),
         pytest.param("megatron-cp2-dp2", "qwen3", id="cp2-dp2", marks=LAYOUT_RANKS),
         pytest.param("megatron-pp2-dp2", "gemma3", id="pp2-dp2", marks=LAYOUT_RANKS),
     ],

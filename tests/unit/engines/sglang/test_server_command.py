@@ -212,6 +212,9 @@ def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_pa
     sglang_server.check_architecture(tmp_path, device="cuda")
     with pytest.raises(ConfigError, match=r"with a Gemma3ForCausalLM SGLang's CPU server samples .* use a GPU or"):
         sglang_server.check_architecture(tmp_path, device="cpu")
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3NextForCausalLM"]}')
+    with pytest.raises(ConfigError, match=r"with a Qwen3NextForCausalLM SGLang's .* does not start; use a GPU$"):
+        sglang_server.check_architecture(tmp_path, device="cpu")
     sglang_server.check_architecture(tmp_path / "none", device="cpu")
 
 
