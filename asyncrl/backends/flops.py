@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.families.shape import LinearAttention, ModelShape
 
 PEAK_BF16: Final = {
     "H200": 989e12,
@@ -29,21 +29,34 @@ reaches 700e12 to 790e12 on large matrices.
 
 def matrix_parameters(shape: ModelShape) -> int:
     """Return the number of parameters in the matrix products of every token."""
-    attention = _attention(shape)
-    feed_forward = sum(_feed_forward(shape, layer) for layer in range(shape.num_layers))
-    return shape.num_layers * attention + feed_forward + shape.hidden_size * shape.vocabulary_size
+    layers = range(shape.num_layers)
+    in_layers = sum(_attention(shape, layer) + _feed_forward(shape, layer) for layer in layers)
+    return in_layers + shape.hidden_size * shape.vocabulary_size
 
 
-def _attention(shape: ModelShape) -> int:
-    """Return the attention parameters of one layer."""
+def _attention(shape: ModelShape, layer: int) -> int:
+    """Return the attention parameters of a layer."""
+    if shape.linear and shape.has_linear_attention(layer):
+        return _linear_attention(shape.linear, shape.hidden_size)
     if shape.latent is None:
         queries, keys = shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size
-        return shape.hidden_size * (2 * queries + 2 * keys)
+        return shape.hidden_size * ((3 if shape.has_output_gate else 2) * queries + 2 * keys)
     latent, queries = shape.latent, shape.num_heads * shape.head_size
     of_queries = latent.query_rank * (shape.hidden_size + queries) or shape.hidden_size * queries
     up = latent.key_value_rank * shape.num_heads * (latent.plain_size + latent.value_size)
     down = shape.hidden_size * (latent.key_value_rank + latent.rotary_size)
     return of_queries + down + up + shape.num_heads * latent.value_size * shape.hidden_size
+
+
+def _linear_attention(linear: LinearAttention, hidden_size: int) -> int:
+    """Return the parameters of a gated DeltaNet, with the numbers of its states.
+
+    A token multiplies each number of a state three times: by its key to read, by its key to write, and by its query.
+    Chunks of tokens take more, which does not count, like recomputation.
+    """
+    values, convolved = linear.num_value_heads * linear.value_size, linear.num_key_heads * sum(linear.convolved_sizes)
+    projections = hidden_size * (convolved + values + 2 * linear.num_value_heads + values)
+    return projections + linear.convolved * convolved + 3 * values * linear.key_size
 
 
 def _feed_forward(shape: ModelShape, layer: int) -> int:
@@ -52,7 +65,7 @@ def _feed_forward(shape: ModelShape, layer: int) -> int:
     if experts is None:
         return 3 * shape.hidden_size * shape.feed_forward_size
     visited = experts.experts_per_token * experts.feed_forward_size + experts.shared_size
-    return shape.hidden_size * (experts.num_experts + 3 * visited)
+    return shape.hidden_size * (experts.num_experts + 3 * visited + int(experts.has_shared_gate))
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int], *, has_adapters: bool = False) -> float:
@@ -61,10 +74,11 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], *, has_adapters: b
     has_adapters  matrices have no gradients; the products of the adapters are not counted
     """
     num_local = len(shape.local.layers) if shape.local else 0
+    num_linear = len(shape.linear.layers) if shape.linear else 0
     tokens, scores = 0, 0
     for length in lengths:
         tokens += length
-        scores += (shape.num_layers - num_local) * length * length
+        scores += (shape.num_layers - num_local - num_linear) * length * length
         if shape.local:
             window = min(shape.local.window, length)
             scores += num_local * window * (2 * length - window)

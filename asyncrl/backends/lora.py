@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from asyncrl.backends import huggingface, optimizer_state
+from asyncrl.backends import huggingface, optimizer_state, weight_cuts
 from asyncrl.backends.families.layer_weights import Cut
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.models import AuxiliaryModel
@@ -100,11 +100,9 @@ def require_base(saved: Path, model: AuxiliaryModel) -> None:
 
 def matrix_of_rows(entry: Mapping, shape: ModelShape, *, rows: int) -> torch.Tensor:
     """Return i64[rows]: for each of a rank's rows of a parameter or expert, the Hugging Face matrix it belongs to."""
-    if entry.cut == "qkv":
-        groups = rows // (shape.head_size * (shape.num_heads // shape.num_key_value_heads + 2))
-        queries = shape.num_heads // shape.num_key_value_heads * shape.head_size
-        one = torch.cat([torch.zeros(queries), torch.ones(shape.head_size), torch.full((shape.head_size,), 2.0)])
-        return one.long().repeat(groups)
+    if entry.cut in ("qkv", "gated_qkv", "delta_heads"):
+        _, sizes = weight_cuts.groups_of(entry.cut, shape)
+        return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).repeat(rows // sum(sizes))
     if entry.cut in ("gate_up", "expert_gate_up"):
         return torch.arange(2).repeat_interleave(rows // 2)
     return torch.zeros(rows, dtype=torch.int64)

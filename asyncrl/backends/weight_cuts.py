@@ -19,6 +19,7 @@ def require_divisible(shape: ModelShape, tensor_parallel: int, *, where: str = "
     whose = "the model" if where == "model.path" else f"the {where.removesuffix('.path')}"
     for what, number in (
         ("num_key_value_heads", shape.num_key_value_heads),
+        ("linear_num_key_heads", shape.linear.num_key_heads if shape.linear else 0),
         ("intermediate_size", shape.feed_forward_size),
         ("shared expert's size", shape.experts.shared_size if shape.experts else 0),
     ):
@@ -62,7 +63,11 @@ def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_p
     if cut == "expert_fused_gate_up":
         mixed = _transposed(parts[0])
         return [torch.cat([mixed[:, ::2], mixed[:, 1::2]], dim=1)]
-    groups = shape.num_key_value_heads
+    groups, sizes = groups_of(cut, shape)
+    if cut == "gated_qkv":
+        parts = [_swapped(parts[0], shape, (-1, 2)), *parts[1:]]
+    elif cut == "delta_kernels":
+        parts = torch.split(parts[0], [groups * size for size in sizes])
     grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     return list(torch.cat(grouped, dim=1).flatten(0, 1).chunk(tensor_parallel))
 
@@ -96,11 +101,30 @@ def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[
         return [_transposed(shards[0])]
     if cut == "expert_fused_gate_up":
         return [_transposed(torch.stack(shards[0].chunk(2, dim=1), dim=2).flatten(1, 2))]
-    whole = _joined(shards)
+    whole, (groups, sizes) = _joined(shards), groups_of(cut, shape)
+    parts = torch.split(whole.reshape(groups, -1, *whole.shape[1:]), sizes, dim=1)
+    tensors = [part.flatten(0, 1) for part in parts]
+    if cut == "gated_qkv":
+        return [_swapped(tensors[0], shape, (2, -1)), *tensors[1:]]
+    return [torch.cat(tensors)] if cut == "delta_kernels" else tensors
+
+
+def groups_of(cut: Cut, shape: ModelShape) -> tuple[int, list[int]]:
+    """Return how many groups of heads a parameter has, and how many rows of each tensor there are in a group."""
+    if cut in ("delta_heads", "delta_kernels"):
+        assert shape.linear is not None
+        query, key, values = shape.linear.convolved_sizes
+        of_inputs = [query + key + 2 * values, 2 * shape.linear.values_per_key]
+        return shape.linear.num_key_heads, of_inputs if cut == "delta_heads" else [query, key, values]
     queries = shape.num_heads // shape.num_key_value_heads * shape.head_size
-    grouped = whole.reshape(shape.num_key_value_heads, -1, *whole.shape[1:])
-    parts = torch.split(grouped, [queries, shape.head_size, shape.head_size], dim=1)
-    return [part.flatten(0, 1) for part in parts]
+    queries *= 2 if cut == "gated_qkv" else 1
+    return shape.num_key_value_heads, [queries, shape.head_size, shape.head_size]
+
+
+def _swapped(queries: torch.Tensor, shape: ModelShape, order: tuple[int, int]) -> torch.Tensor:
+    """Swap the order of queries and gates within each group: (-1, 2) by head, (2, -1) all queries before all gates."""
+    by_group = queries.view(shape.num_key_value_heads, *order, shape.head_size, *queries.shape[1:])
+    return by_group.transpose(1, 2).reshape(queries.shape)
 
 
 def _transposed(experts: torch.Tensor) -> torch.Tensor:

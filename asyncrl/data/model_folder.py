@@ -19,7 +19,9 @@ SUPPORTED_ARCHITECTURES = (
     "Glm4ForCausalLM",
     "Gemma3ForCausalLM",
     "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
@@ -30,8 +32,6 @@ REFUSED_ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "its router's scores are grouped in another way than DeepSeek-V3's",
     "Gemma2ForCausalLM": "its scores and logits have soft caps, every second layer a window",
     "Gemma3ForConditionalGeneration": "it reads images, too; save its text part as a Gemma3ForCausalLM",
-    "Qwen2MoeForCausalLM": "its shared expert has a gate",
-    "Qwen3NextForCausalLM": "most of its layers have linear attention",
 }
 """Known architectures that are not supported, and why."""
 

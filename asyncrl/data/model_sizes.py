@@ -63,7 +63,8 @@ def _of_end(config: Mapping[str, Any]) -> str:
 
 
 def _of_heads(config: Mapping[str, Any], shapes: Shapes) -> str:
-    if config.get("kv_lora_rank"):  # latent attention: head_dim is the size of the rotated part
+    if config.get("kv_lora_rank") or config.get("linear_num_key_heads"):
+        # latent attention: head_dim is the size of the rotated part; Qwen3-Next: q_proj has gates, too
         return ""
     for key, name in (("num_attention_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
         heads, shape = config.get(key), shapes.get(f"{_ATTENTION}.{name}.weight")

@@ -16,7 +16,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.core_model_loading import revert_weight_conversion
 
 Architecture = Literal[
-    "qwen3", "qwen2", "llama", "mistral", "glm4", "gemma3", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"
+    "qwen3",
+    "qwen2",
+    "llama",
+    "mistral",
+    "glm4",
+    "gemma3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "glm4_moe",
+    "deepseek_v3",
+    "gpt_oss",
 ]
 
 DIGITS = "0123456789"
@@ -34,7 +46,9 @@ _CONFIGS: Final[dict[Architecture, str]] = {
     "glm4": "Glm4Config",
     "gemma3": "Gemma3TextConfig",
     "mixtral": "MixtralConfig",
+    "qwen2_moe": "Qwen2MoeConfig",
     "qwen3_moe": "Qwen3MoeConfig",
+    "qwen3_next": "Qwen3NextConfig",
     "glm4_moe": "Glm4MoeConfig",
     "deepseek_v3": "DeepseekV3Config",
     "gpt_oss": "GptOssConfig",
@@ -114,6 +128,20 @@ def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> 
         return {**experts, "num_experts": 8}
     if architecture == "mixtral":
         return {"num_experts_per_tok": 2, "num_local_experts": 8, "intermediate_size": hidden_size // 2}
+    if architecture == "qwen2_moe":
+        return {**experts, "num_experts": 8, "shared_expert_intermediate_size": hidden_size, "norm_topk_prob": False}
+    if architecture == "qwen3_next":  # every second layer has linear attention, with two values for each of two keys
+        return {
+            **experts,
+            "rms_norm_eps": 1e-4,  # the DeltaNet's norm amplifies rounding errors where a token reads next to nothing
+            "num_experts": 8,
+            "shared_expert_intermediate_size": hidden_size,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": hidden_size // 4,
+            "linear_value_head_dim": hidden_size // 2,
+        }
     shared = {**experts, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
     if architecture == "mistral":
         return {"sliding_window": None}

@@ -15,6 +15,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Tensor shapes of a checkpoint by tensor name."""
 
 _FREQUENCIES: Final = ".rotary_emb.inv_freq"
+_MULTI_TOKEN: Final = "mtp."
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -30,16 +31,21 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def trained_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Shapes:
-    """Drop what no learner exports: multi-token-prediction layers after ``num_hidden_layers``, and rotary frequencies.
+    """Drop what no learner exports: multi-token-prediction layers, and rotary frequencies.
 
-    Older conversions of Llama have the frequencies; transformers and engines compute them and skip these tensors.
+    Multi-token prediction is in layers after ``num_hidden_layers``, or under a name of its own (Qwen3-Next). Older
+    conversions of Llama have the frequencies; transformers and engines compute them and skip these tensors.
     """
-    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(_FREQUENCIES)}
+    shapes = {name: shape for name, shape in shapes.items() if not _is_ignored(name)}
     num_layers = config.get("num_hidden_layers", 0)
     if not isinstance(num_layers, int) or not config.get("num_nextn_predict_layers"):
         return shapes
     further = tuple(f"model.layers.{num_layers + extra}." for extra in range(config["num_nextn_predict_layers"]))
     return {name: shape for name, shape in shapes.items() if not name.startswith(further)}
+
+
+def _is_ignored(name: str) -> bool:
+    return name.endswith(_FREQUENCIES) or name.startswith(_MULTI_TOKEN)
 
 
 def check_layout(found: Shapes, *, expected: Shapes, optional: frozenset[str], where: str) -> None:

@@ -81,6 +81,26 @@ def decoder_shape(
     )
 
 
+def softmax_experts(config: Any, *, gated_size: int = 0) -> Experts:
+    """Return experts like Qwen's, from its keys in config.json. Raises Unsupported.
+
+    gated_size  intermediate size of a shared expert with a gate; 0 if there is none
+    """
+    if config.norm_topk_prob:
+        refuse_one_expert(config.num_experts_per_tok, key=" and norm_topk_prob = true")
+    layers = range(config.num_hidden_layers)
+    is_dense = {layer for layer in layers if (layer + 1) % config.decoder_sparse_step}
+    return Experts(
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts_per_tok,
+        feed_forward_size=config.moe_intermediate_size,
+        shared_size=gated_size,
+        has_shared_gate=gated_size > 0,
+        is_normalized=config.norm_topk_prob,
+        dense_layers=frozenset(is_dense | set(config.mlp_only_layers)),
+    )
+
+
 def sigmoid_experts(config: Any) -> Experts:
     """Return experts like DeepSeek-V3's, from its keys in config.json. Raises Unsupported."""
     chosen, groups, best_groups = config.num_experts_per_tok, config.n_group, config.topk_group

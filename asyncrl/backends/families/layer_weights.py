@@ -13,6 +13,9 @@ _OfWeights = Literal[
     "rows",
     "heads",
     "qkv",
+    "gated_qkv",
+    "delta_heads",
+    "delta_kernels",
     "gate_up",
     "gate_then_up",
     "expert_rows",
@@ -28,6 +31,9 @@ vocabulary      by rows, with the vocabulary padded to a multiple of the ranks
 rows            by columns (Megatron's row-parallel)
 heads           by rows, which are grouped by head
 qkv             by key-value groups; each group is its queries, its key, its value
+gated_qkv       like qkv, with the gates of a group's queries behind them; in files a gate is behind its own query
+delta_heads     by key heads of linear attention, from two tensors that are grouped by key head
+delta_kernels   the same, from one tensor that holds those of all queries, all keys, all values
 gate_up         gate and up by rows; a shard is its gate rows, then its up rows
 gate_then_up    like gate_up, from one tensor that holds gate, then up
 expert_rows     rows of every expert, stacked: [experts, H, F]
@@ -51,7 +57,10 @@ class LayerWeights(Protocol):
 
 def decoder_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
     """Yield the parameters of a layer under the names that most families use."""
-    yield from latent_attention(shape.latent) if shape.latent else attention(shape)
+    if shape.has_linear_attention(layer):
+        yield from linear_attention()
+    else:
+        yield from latent_attention(shape.latent) if shape.latent else attention(shape)
     if shape.experts and shape.has_experts(layer):
         yield ("pre_mlp_layernorm.weight", "whole", ("post_attention_layernorm.weight",))
         yield from mixture(shape.experts, experts)
@@ -62,10 +71,11 @@ def decoder_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row
 
 def attention(shape: ModelShape) -> Iterator[Row]:
     yield ("self_attention.linear_qkv.layer_norm_weight", "whole", ("input_layernorm.weight",))
-    yield ("self_attention.linear_qkv.weight", "qkv", tuple(f"self_attn.{x}_proj.weight" for x in "qkv"))
+    qkv: Cut = "gated_qkv" if shape.has_output_gate else "qkv"
+    yield ("self_attention.linear_qkv.weight", qkv, tuple(f"self_attn.{x}_proj.weight" for x in "qkv"))
     yield ("self_attention.linear_proj.weight", "rows", ("self_attn.o_proj.weight",))
     if shape.has_qkv_bias:
-        yield ("self_attention.linear_qkv.bias", "qkv", tuple(f"self_attn.{x}_proj.bias" for x in "qkv"))
+        yield ("self_attention.linear_qkv.bias", qkv, tuple(f"self_attn.{x}_proj.bias" for x in "qkv"))
     if shape.has_qk_norm:
         yield ("self_attention.q_layernorm.weight", "whole", ("self_attn.q_norm.weight",))
         yield ("self_attention.k_layernorm.weight", "whole", ("self_attn.k_norm.weight",))
@@ -85,10 +95,23 @@ def latent_attention(latent: LatentAttention) -> Iterator[Row]:
     yield ("self_attention.linear_proj.weight", "rows", ("self_attn.o_proj.weight",))
 
 
-def feed_forward(name: str) -> Iterator[Row]:
-    """Yield the weights of a SwiGLU; ``name`` is the same in both naming schemes."""
-    yield (f"{name}.linear_fc1.weight", "gate_up", (f"{name}.gate_proj.weight", f"{name}.up_proj.weight"))
-    yield (f"{name}.linear_fc2.weight", "rows", (f"{name}.down_proj.weight",))
+def linear_attention() -> Iterator[Row]:
+    """Yield the weights of a gated DeltaNet. Its two input projections are one parameter."""
+    ours, inputs = "self_attention.heads_in", ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight")
+    yield (f"{ours}.layer_norm_weight", "whole", ("input_layernorm.weight",))
+    yield (f"{ours}.weight", "delta_heads", inputs)
+    yield ("self_attention.kernels", "delta_kernels", ("linear_attn.conv1d.weight",))
+    yield ("self_attention.log_rates", "heads", ("linear_attn.A_log",))
+    yield ("self_attention.rate_bias", "heads", ("linear_attn.dt_bias",))
+    yield ("self_attention.norm", "whole", ("linear_attn.norm.weight",))
+    yield ("self_attention.linear_proj.weight", "rows", ("linear_attn.out_proj.weight",))
+
+
+def feed_forward(name: str, *, theirs: str = "") -> Iterator[Row]:
+    """Yield the weights of a SwiGLU.  theirs: its Hugging Face name, if that is not ``name``"""
+    theirs = theirs or name
+    yield (f"{name}.linear_fc1.weight", "gate_up", (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"))
+    yield (f"{name}.linear_fc2.weight", "rows", (f"{theirs}.down_proj.weight",))
 
 
 def mixture(experts: Experts, held: range) -> Iterator[Row]:
@@ -96,7 +119,10 @@ def mixture(experts: Experts, held: range) -> Iterator[Row]:
     yield ("mlp.router.weight", "whole", ("mlp.gate.weight",))
     if experts.has_bias:
         yield ("mlp.router.expert_bias", "whole", ("mlp.gate.e_score_correction_bias",))
-    if experts.shared_size:
+    if experts.has_shared_gate:
+        yield ("mlp.shared_experts.gate_weight", "whole", ("mlp.shared_expert_gate.weight",))
+        yield from feed_forward("mlp.shared_experts", theirs="mlp.shared_expert")
+    elif experts.shared_size:
         yield from feed_forward("mlp.shared_experts")
     gate_up = tuple(f"mlp.experts.{expert}.{x}_proj.weight" for expert in held for x in ("gate", "up"))
     yield ("mlp.experts.gate_up", "expert_gate_up", gate_up)

@@ -14,6 +14,7 @@ class Experts:
 
     feed_forward_size  intermediate size of one expert
     shared_size        intermediate size of the shared expert that also sees every token; 0 if there is none
+    has_shared_gate    whether a sigmoid of one number per token scales the shared expert's output
     scores             scores of the experts for a token: a softmax over all experts, or a sigmoid of each
     is_normalized      whether the chosen scores are divided by their sum
     scale              factor for the chosen scores, applied last
@@ -28,6 +29,7 @@ class Experts:
     feed_forward_size: int
     is_normalized: bool
     shared_size: int = 0
+    has_shared_gate: bool = False
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scale: float = 1.0
     has_bias: bool = False
@@ -70,6 +72,32 @@ class LocalAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Gated DeltaNet in some ``layers`` (arXiv:2412.06464): a head has a state of fixed size instead of past keys.
+
+    num_key_heads, num_value_heads  the values of several heads may share a query and a key
+    key_size, value_size            sizes of a head's key and value
+    convolved                       tokens that a convolution over queries, keys and values sees
+    """
+
+    layers: frozenset[int]
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    convolved: int
+
+    @property
+    def values_per_key(self) -> int:
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def convolved_sizes(self) -> tuple[int, int, int]:
+        """Sizes of a key head's query, key and values, which are convolved."""
+        return self.key_size, self.key_size, self.values_per_key * self.value_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """config.json of a decoder with rotary positions and a gated feed-forward part."""
 
@@ -97,6 +125,8 @@ class ModelShape:
     """Whether attention and feed-forward part also have a norm after them."""
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""
+    has_output_gate: bool = False
+    """Whether a sigmoid scales what attention returns. The gate is part of the query projection."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation of the gate."""
     embedding_scale: float = 1.0
@@ -108,12 +138,16 @@ class ModelShape:
     query_scale: float = 1.0
     """Scores are multiplied by this / sqrt(head_size). Latent attention has its own scale."""
     local: LocalAttention | None = None
+    linear: LinearAttention | None = None
     experts: Experts | None = None
     latent: LatentAttention | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the feed-forward part of ``layer`` is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
+
+    def has_linear_attention(self, layer: int) -> bool:
+        return self.linear is not None and layer in self.linear.layers
 
     def window(self, layer: int) -> int:
         """Return how many tokens a query of ``layer`` sees at most; 0 if it sees all tokens before it."""

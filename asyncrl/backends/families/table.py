@@ -15,8 +15,10 @@ from asyncrl.backends.families import (
     mistral,
     mixtral,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from asyncrl.backends.families.family import Family
 
@@ -28,7 +30,9 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     glm4,
     gemma3,
     mixtral,
+    qwen2_moe,
     qwen3_moe,
+    qwen3_next,
     glm4_moe,
     deepseek_v3,
     gpt_oss,

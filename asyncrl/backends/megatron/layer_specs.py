@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from asyncrl.backends.megatron.layers import (
     NormedLinear,
     PackedSelfAttention,
 )
+from asyncrl.backends.megatron.linear_attention import GatedDeltaNet
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.mixture import mixture
 from asyncrl.backends.megatron.routing import SparseLayer
@@ -53,7 +55,15 @@ def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubm
     with_experts = ModuleSpec(module=SparseLayer, submodules=sparse)
     without = ModuleSpec(module=Layer, submodules=dense)
     specs = [with_experts if shape.has_experts(layer) else without for layer in range(shape.num_layers)]
+    if shape.linear:
+        linear = ModuleSpec(module=GatedDeltaNet, params={"linear": shape.linear})
+        specs = [_mixed_by(linear, spec) if layer in shape.linear.layers else spec for layer, spec in enumerate(specs)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def _mixed_by(attention: ModuleSpec, layer: ModuleSpec) -> ModuleSpec:
+    """Return the specification of a layer with another attention."""
+    return ModuleSpec(module=layer.module, submodules=dataclasses.replace(layer.submodules, self_attention=attention))
 
 
 def _attention(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.kernels import fused
+from asyncrl.backends.kernels.delta_rule import Chunks
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear
 from asyncrl.backends.megatron.log_filter import quiet
@@ -36,6 +37,8 @@ class RowParameters(PackedSeqParams):  # type: ignore[misc]
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     """Rotary embeddings of layers with local attention, if they have their own."""
+    chunks: Chunks | None = None
+    """The documents of the row, for layers with linear attention."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
@@ -139,8 +142,9 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
         assert packed_seq_params.row is not None
         assert rotary is not None
         mixed, _bias = self.linear_qkv(hidden)
+        mixed, gate = self._without_gate(mixed.flatten(0, 1))
         query, key, value = fused.heads(
-            mixed.flatten(0, 1),
+            mixed,
             *rotary,
             self.q_layernorm.weight if self.config.qk_layernorm else None,
             self.k_layernorm.weight if self.config.qk_layernorm else None,
@@ -153,7 +157,16 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
         )
         how = packed_seq_params.row.attention
         if self.sinks is None:
-            attended = attention(query, key, value, how, window=self._window)
+            attended = attention(query, key, value, how, window=self._window).flatten(1)
         else:
-            attended = attention_with_sinks(query, key, value, self.sinks, how, window=self._window)
-        return self.linear_proj(attended.flatten(1)[:, None])
+            attended = attention_with_sinks(query, key, value, self.sinks, how, window=self._window).flatten(1)
+        return self.linear_proj((attended if gate is None else attended * gate.sigmoid())[:, None])
+
+    def _without_gate(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Split the gates [N, heads x d] from each group's queries, gates, key and value; None if there are none."""
+        if not self.config.attention_output_gate:
+            return mixed, None
+        groups = self.num_query_groups_per_partition
+        size = self.num_attention_heads_per_partition // groups * self.config.kv_channels
+        query, gate, rest = mixed.view(len(mixed), groups, -1).tensor_split([size, 2 * size], dim=2)
+        return torch.cat([query, rest], dim=2).flatten(1), gate.flatten(1)

@@ -6,6 +6,7 @@ import torch
 
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.kernels import fused
+from asyncrl.backends.kernels.delta_rule import Chunks
 from asyncrl.backends.kernels.token_logprobs import linear_logprobs
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.layer_specs import layers
@@ -62,6 +63,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         of_local = shape.local.rope_frequencies if shape.local else None
         self._local_frequencies = None if of_local is None else of_local.to(device)
         self._embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))
+        self._has_linear_attention = any(map(shape.has_linear_attention, self.part.layers))
         self._vocabulary_size = shape.vocabulary_size
         if head == "values" and self.post_process:
             del self.output_layer
@@ -93,10 +95,13 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
                 hidden.requires_grad_()  # frozen embeddings: recomputed layers need a gradient at their input
         rotary = fused.rotary(row.positions, self._frequencies, self._rope_scale)
         local = None if self._local_frequencies is None else fused.rotary(row.positions, self._local_frequencies)
+        chunks = Chunks.of(row.boundaries, row.tokens.device) if self._has_linear_attention else None
         after: torch.Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            packed_seq_params=RowParameters(qkv_format="sbhd", row=row, rotary=rotary, local_rotary=local),
+            packed_seq_params=RowParameters(
+                qkv_format="sbhd", row=row, rotary=rotary, local_rotary=local, chunks=chunks
+            ),
         )
         return after
 

@@ -39,6 +39,11 @@ def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: 
             f"learner.{keys}: {parts} does not divide {whose}'s num_hidden_layers, {shape.num_layers}; for stages of "
             f"different lengths set learner.megatron = {{ {_UNEVEN[1]} = n }}"
         )
+    if shape.linear and layout.context > 1:
+        raise ConfigError(
+            f"learner.context_parallel: {whose} has linear attention, whose state runs through the whole row, so "
+            f"{layout.context} ranks cannot share a row; remove the key"
+        )
     _require_experts(shape, layout, whose)
     return shape
 

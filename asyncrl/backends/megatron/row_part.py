@@ -74,7 +74,7 @@ class RowPart:
             return _whole(micro_batch, row, None if chosen is None else torch.from_numpy(chosen).to(device))
         length = -(-micro_batch.num_tokens // layout.row_multiple) * layout.row_multiple
         tokens = np.pad(micro_batch.tokens.astype(np.int64), (0, length - micro_batch.num_tokens))
-        boundaries = np.unique(np.append(micro_batch.boundaries, length)).astype(np.int32)
+        boundaries = _padded(micro_batch, length)
         positions = np.arange(length) - np.repeat(boundaries[:-1], np.diff(boundaries)).astype(np.int64)
         kept = kept_by(context_rank, length=length, ranks=layout.context)
         at = np.full(length, -1)
@@ -113,6 +113,15 @@ class RowPart:
             row=PackedRow.of(micro_batch, rows, device=device, in_rectangles=False),
             micro_batch=micro_batch,
         )
+
+    @property
+    def boundaries(self) -> NDArray[np.int32]:
+        """i32[documents + 1] of the padded row; the padding is a document."""
+        return _padded(self.micro_batch, self.length)
+
+
+def _padded(micro_batch: MicroBatch, length: int) -> NDArray[np.int32]:
+    return np.unique(np.append(micro_batch.boundaries, length)).astype(np.int32)
 
 
 def _by_layers(experts: ExpertArray) -> NDArray[np.int16]:

@@ -44,6 +44,7 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         normalization="RMSNorm",
         layernorm_zero_centered_gamma=shape.has_zero_centered_norms,
         qk_layernorm=shape.has_qk_norm,
+        attention_output_gate=shape.has_output_gate,
         rotary_interleaved=shape.is_interleaved,
         add_qkv_bias=shape.has_qkv_bias,
         add_bias_linear=False,
@@ -83,6 +84,7 @@ def _mixture_fields(shape: ModelShape, experts: Experts) -> dict[str, Any]:
         moe_router_num_groups=experts.num_groups if experts.num_groups > 1 else None,
         moe_router_group_topk=experts.groups_per_token if experts.num_groups > 1 else None,
         moe_shared_expert_intermediate_size=experts.shared_size or None,
+        moe_shared_expert_gate=experts.has_shared_gate,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",  # Megatron's balancing losses are for pretraining
     )

@@ -87,8 +87,11 @@ _NOT_ON_A_CPU: Final = {
     "Gemma3ForCausalLM": "samples from another distribution than the model's",
     "DeepseekV3ForCausalLM": "does not start",
     "GptOssForCausalLM": "has no attention with sinks",
+    "Qwen3NextForCausalLM": "does not start",
 }
 """Failures of SGLang 0.5.23's CPU server with tiny models, by architecture. GPUs have kernels for these models."""
+_ON_GPUS_ALONE: Final = "Qwen3NextForCausalLM"
+"""The in-process engine does not support it, either."""
 
 
 def check_architecture(model_path: Path, *, device: str, quantization: str = "", tensor_parallel: int = 1) -> None:
@@ -103,10 +106,8 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
     if device != "cpu":  # the CPU server splits any number of heads
         _check_heads(config, tensor_parallel=tensor_parallel)
     elif problem := _NOT_ON_A_CPU.get(architectures[0]):
-        raise ConfigError(
-            f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU or "
-            'engine.kind = "inprocess"'
-        )
+        other = "" if architectures[0] == _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
+        raise ConfigError(f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU{other}")
 
 
 def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
@@ -114,7 +115,8 @@ def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
 
     Key-value heads may also be replicated, if there are fewer of them than GPUs.
     """
-    for name, may_be_copied in (("num_attention_heads", False), ("num_key_value_heads", True)):
+    names = (("num_attention_heads", False), ("num_key_value_heads", True), ("linear_num_key_heads", False))
+    for name, may_be_copied in names:
         heads = config.get(name)
         if not isinstance(heads, int) or heads < 1 or heads % tensor_parallel == 0:
             continue

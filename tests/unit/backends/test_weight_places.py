@@ -33,7 +33,9 @@ def shape_of(folder: Path, architecture: str) -> ModelShape:
     return huggingface.read_shape(folder)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "glm4", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen2", "glm4", "mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss"]
+)
 def test_parts_of_all_ranks_make_the_whole_and_the_whole_makes_them(tmp_path: Path, architecture: str) -> None:
     """For every kind of cut, any number of cuts, and any split of the elements among copies of the model."""
     shape = shape_of(tmp_path, architecture)

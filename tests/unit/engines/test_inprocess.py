@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl.engines.inprocess.decoder import Decoder
-from asyncrl.errors import EngineDied, PromptError
+from asyncrl.errors import ConfigError, EngineDied, PromptError
 from asyncrl.messages import SamplingParams
 from tests.harness.engines import LONG, PROMPT, SHORT, TOLERANCE, Check, Model, start_inprocess
 
@@ -46,7 +46,8 @@ async def test_the_batch_does_not_change_what_a_seed_samples(old: Model) -> None
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen2", "llama", "glm4", "gemma3", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"]
+    "architecture",
+    ["qwen2", "llama", "glm4", "gemma3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"],
 )
 @pytest.mark.parametrize("tied", [False, True])
 async def test_other_architectures_and_tied_embeddings_sample_right(
@@ -59,6 +60,12 @@ async def test_other_architectures_and_tied_embeddings_sample_right(
     await engine.load(other.version(2))
     assert Check(other)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
     await engine.close()
+
+
+async def test_linear_attention_is_refused(tmp_path: Path) -> None:
+    model = Model(tmp_path, seed=0, architecture="qwen3_next")
+    with pytest.raises(ConfigError, match=r"does not support linear_attention, .* use engine.kind = 'sglang'"):
+        await start_inprocess(model)
 
 
 async def test_a_crash_of_the_decode_thread_wakes_everybody(old: Model, monkeypatch: pytest.MonkeyPatch) -> None:

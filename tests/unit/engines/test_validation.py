@@ -26,11 +26,15 @@ def test_weights_of_another_model_than_the_workers_point_to_its_model_path(tmp_p
 
 
 def test_layers_that_predict_further_tokens_are_not_waited_for() -> None:
-    """DeepSeek-V3's folder has layers 0..60 and an additional layer 61; the learner trains and exports 0..60."""
+    """DeepSeek-V3's folder has layers 0..60 and an additional layer 61; the learner trains and exports 0..60.
+
+    Qwen3-Next's has them under another name."""
     folder = {"model.layers.1.norm": (2,), "model.layers.2.norm": (2,), "model.layers.21.norm": (2,), "lm_head": (2,)}
     config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     assert list(trained_shapes(folder, config)) == ["model.layers.1.norm", "model.layers.21.norm", "lm_head"]
     assert trained_shapes(folder, {"num_hidden_layers": 2}) == folder
+    of_qwen = {"model.layers.1.norm": (2,), "mtp.layers.0.norm": (2,), "mtp.fc.weight": (2, 4)}
+    assert list(trained_shapes(of_qwen, {"num_hidden_layers": 2})) == ["model.layers.1.norm"]
 
 
 def test_rotary_frequencies_of_older_conversions_are_not_waited_for() -> None:

@@ -9,6 +9,8 @@ process cannot use CUDA. Each takes ten seconds to import what the server has al
 forked, provided the server has a single thread: a fork copies no other threads, and a lock held by one would stay
 locked.
 
+Gates: the gate of a shared expert (Qwen2-MoE) is a Triton kernel, which needs a GPU.
+
 This folder is on PYTHONPATH of a CPU server. The dist-info folder next to this file registers the plugin with SGLang.
 Tests: tests/integration/sglang/test_transfers.py, tests/unit/engines/sglang/test_server_command.py.
 """
@@ -22,6 +24,7 @@ from typing import Any
 
 _SETTLED = "sglang.srt.entrypoints.engine._set_envs_and_config"
 """The function that SGLang calls before it starts processes. Among other things it sets how processes are started."""
+_GATE = "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul"
 _THREADS = "/proc/self/task"
 """Has one folder per thread, including threads that Python does not know of. Linux only."""
 
@@ -31,10 +34,17 @@ def register() -> None:
     table["cpu"] = _pageable
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     hooks.HookRegistry.register(_SETTLED, fork_if_alone, hooks.HookType.AFTER)
+    hooks.HookRegistry.register(_GATE, gated, hooks.HookType.REPLACE)
 
 
 def _pageable(dims: tuple[int, ...], *, dtype: Any, device: str, allocator: Any, **_: Any) -> Any:
     return allocator.allocate(dims, dtype=dtype, device=device)
+
+
+def gated(hidden: Any, gate: Any, shared: Any, output: Any, *, do_add: bool) -> None:
+    """Write sigmoid(hidden . gate) x shared to ``output``, or add it.  hidden, shared, output [n, H]; gate [H]"""
+    added = (hidden.float() @ gate.float()).sigmoid()[:, None] * shared.float()
+    output.copy_(output.float() + added if do_add else added)
 
 
 def fork_if_alone(_result: None, *_: Any) -> None:

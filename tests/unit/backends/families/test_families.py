@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 
 from asyncrl.backends import flops, huggingface, weight_cuts
 from asyncrl.backends.families.table import FAMILIES
+from asyncrl.backends.megatron import refusals
 from asyncrl.backends.weight_map import Part, weight_map
+from asyncrl.config.layout import Layout
 from asyncrl.data import model_folder
 from asyncrl.errors import ConfigError
 from asyncrl.tensors.expert_tensors import by_names_in_files
@@ -38,8 +40,9 @@ def test_a_mixture_says_which_of_its_layers_are_dense(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_experts_survive_being_cut_into_shards(tmp_path: Path, shards: int) -> None:
-    tiny_model(tmp_path, architecture="qwen3_moe")
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+def test_weights_of_a_mixture_survive_being_cut_into_shards(tmp_path: Path, shards: int, architecture: str) -> None:
+    tiny_model(tmp_path, architecture=architecture)
     shape, original = huggingface.read_shape(tmp_path), load_file(tmp_path / "model.safetensors")
     seen = set()
     for entry in weight_map(shape):
@@ -87,6 +90,27 @@ def test_a_token_s_flops_are_those_of_the_experts_that_it_visits(tmp_path: Path)
     assert flops.matrix_parameters(shape) == 2 * per_layer + 64 * shape.vocabulary_size
 
 
+def test_a_token_s_flops_include_the_shared_expert_and_its_gate(tmp_path: Path) -> None:
+    """Per layer: attention, a router of 64 x 8, two experts of 64 x 32, a shared one of 64 x 64, its gate of 64."""
+    shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen2_moe"))
+    per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 64 * 8 + 2 * 3 * 64 * 32 + 3 * 64 * 64 + 64
+    assert flops.matrix_parameters(shape) == 2 * per_layer + 64 * shape.vocabulary_size
+
+
+def test_a_token_s_flops_in_linear_attention_are_those_of_its_products_and_states(tmp_path: Path) -> None:
+    """Two key heads of 16 and four value heads of 32: inputs 64 x (32 + 32 + 2 x 128 + 8), outputs 128 x 64, a
+    convolution of 4 x 192, and three times four states of 16 x 32. The other layer's queries have gates.
+    """
+    shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen3_next"))
+    linear = 64 * (32 + 32 + 2 * 128 + 8) + 128 * 64 + 4 * 192 + 3 * 4 * 16 * 32
+    full = 3 * 64 * 64 + 2 * 64 * 32
+    feed_forward = 64 * 8 + 2 * 3 * 64 * 32 + 3 * 64 * 64 + 64
+    assert [shape.has_linear_attention(layer) for layer in range(2)] == [True, False]
+    assert flops.matrix_parameters(shape) == linear + full + 2 * feed_forward + 64 * shape.vocabulary_size
+    scores = 3 * 10 * 10 * 2 * 4 * 16  # in one layer of two
+    assert flops.training_flops(shape, [10]) == 6 * flops.matrix_parameters(shape) * 10 + scores
+
+
 def test_scores_outside_of_a_window_are_no_flops(tmp_path: Path) -> None:
     """For 10 tokens, a full layer has 2 x 50 scores per head; with a window of 8, it has 2 x (10 x 8 - 8 x 8 / 2)."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="gemma3"))
@@ -126,6 +150,8 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
         ("qwen3_moe", {"num_experts_per_tok": 1}, ["num_experts_per_tok = 1 and norm_topk_prob = true"]),
         ("mixtral", {"num_experts_per_tok": 1}, ["num_experts_per_tok = 1: Megatron"]),
         ("mixtral", {"sliding_window": 4096}, ["sliding_window = 4096"]),
+        ("qwen3_next", {"linear_num_value_heads": 3}, ["linear_num_value_heads = 3, no multiple of"]),
+        ("qwen3_next", {"output_gate_type": "sigmoid"}, ["output_gate_type = 'sigmoid'"]),
         ("deepseek_v3", {"v_head_dim": 25}, ["v_head_dim = 25, more than qk_nope_head_dim + qk_rope_head_dim = 24"]),
         ("gemma3", {"sliding_window": None}, ["sliding_window = None and layers of sliding_attention"]),
     ],
@@ -140,6 +166,8 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
         "qwen-one",
         "mixtral-one",
         "mixtral-window",
+        "heads",
+        "gate",
         "values",
         "no window",
     ],
@@ -184,6 +212,18 @@ def test_experts_have_the_names_of_the_folder() -> None:
         *(f"a.block_sparse_moe.experts.{expert}.w2.weight" for expert in (0, 1)),
         "a.norm",
     ]
+
+
+def test_linear_attention_is_cut_by_its_key_heads(tmp_path: Path) -> None:
+    shape = huggingface.read_shape(edited(tiny_model(tmp_path, architecture="qwen3_next"), linear_num_key_heads=1))
+    with pytest.raises(ConfigError, match="2 does not divide the model's linear_num_key_heads, 1"):
+        weight_cuts.require_divisible(shape, 2)
+
+
+def test_linear_attention_needs_whole_rows(tmp_path: Path) -> None:
+    tiny_model(tmp_path, architecture="qwen3_next")
+    with pytest.raises(ConfigError, match=r"^learner.context_parallel: the model has linear attention, whose state"):
+        refusals.require_trainable(tmp_path, where="model.path", layout=Layout(ranks=2, context=2), transformer={})
 
 
 def test_a_shared_expert_is_cut_by_tensor_parallelism(tmp_path: Path) -> None:

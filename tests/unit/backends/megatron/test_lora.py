@@ -81,7 +81,9 @@ def gradients(folder: Path, number: int) -> Tensors:
         )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", "qwen3_moe", "qwen3_next", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"]
+)
 def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "base", architecture=architecture)
     base = load_file(folder / "model.safetensors")
@@ -164,6 +166,7 @@ def test_adapters_are_not_restored_on_other_weights(tmp_path: Path) -> None:
     ("kind", "architecture"),
     [
         pytest.param("megatron-tp2-ep2", "qwen3_moe", id="tp2-ep2", marks=LAYOUT_RANKS),
+        pytest.param("megatron-tp2-ep2", "qwen3_next", id="tp2-ep2-linear", marks=LAYOUT_RANKS),
         pytest.param("megatron-cp2-dp2", "qwen3", id="cp2-dp2", marks=LAYOUT_RANKS),
         pytest.param("megatron-pp2-dp2", "gemma3", id="pp2-dp2", marks=LAYOUT_RANKS),
     ],

@@ -304,7 +304,7 @@ def test_recomputation_changes_memory_and_not_numbers(folder: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3"])
 def test_a_closed_backend_leaves_nothing_behind(architecture: str, recompute: str, tmp_path: Path) -> None:
     """A model that stays alive holds its process groups: fifty threads and seventy sockets."""
     folder = tiny_model(tmp_path, architecture=architecture)

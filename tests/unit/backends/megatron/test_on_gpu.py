@@ -26,7 +26,9 @@ from tests.harness.packing import pack
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma3", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"])
+@pytest.fixture(
+    scope="module", params=["qwen3", "gemma3", "qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "gpt_oss"]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), architecture=request.param)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import socket
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.engines.sglang.options import Options
@@ -163,6 +165,16 @@ def test_a_server_on_a_cpu_forks_its_processes_unless_it_has_threads(
     assert methods == ["fork"]
 
 
+def test_a_server_on_a_cpu_gates_shared_experts_without_a_gpu(plugin: Any) -> None:
+    """Two tokens of two numbers: sigmoid(0) = 0.5, and sigmoid(ln 3) = 0.75."""
+    hidden, gate = torch.tensor([[1.0, -1.0], [math.log(3), 0.0]]), torch.ones(2)
+    shared, output = torch.tensor([[2.0, 4.0], [4.0, 8.0]]), torch.ones(2, 2)
+    plugin.gated(hidden, gate, shared, output, do_add=True)
+    torch.testing.assert_close(output, torch.tensor([[2.0, 3.0], [4.0, 7.0]]))
+    plugin.gated(hidden, gate, shared, output, do_add=False)
+    torch.testing.assert_close(output, torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+
+
 def test_a_servers_port_is_free_and_none_that_a_connection_may_get_until_the_server_has_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -199,6 +211,9 @@ def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_pa
     (tmp_path / "config.json").write_text('{"architectures": ["Gemma3ForCausalLM"]}')
     sglang_server.check_architecture(tmp_path, device="cuda")
     with pytest.raises(ConfigError, match=r"with a Gemma3ForCausalLM SGLang's CPU server samples .* use a GPU or"):
+        sglang_server.check_architecture(tmp_path, device="cpu")
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3NextForCausalLM"]}')
+    with pytest.raises(ConfigError, match=r"with a Qwen3NextForCausalLM SGLang's .* does not start; use a GPU$"):
         sglang_server.check_architecture(tmp_path, device="cpu")
     sglang_server.check_architecture(tmp_path / "none", device="cpu")
 

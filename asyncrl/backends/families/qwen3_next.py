@@ -1,0 +1,45 @@
+"""Qwen3-Next: most layers have linear attention, a gated DeltaNet; every fourth has attention with a gate.
+
+A quarter of every head is rotated. Norms are zero-centred, except the one within the DeltaNet. Experts are chosen as in
+Qwen3-MoE, and a shared expert has a gate. Multi-token-prediction layers are ignored: neither trained nor exported.
+
+Tensor-parallel ranks share the key heads of linear attention. Its state runs through the row, so context_parallel is
+refused. On GPUs in 16 bits, kernels of the package flash-linear-attention compute it, if that is installed. None of
+this was run on a GPU yet. Nor was it run with an engine: the in-process engine refuses linear attention, and SGLang
+refuses it without a GPU. The exported names and shapes are those of the published folder, which SGLang loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from asyncrl.backends.families.family import DENSE_ONLY, Family, Unsupported, decoder_shape, softmax_experts
+from asyncrl.backends.families.shape import LinearAttention, ModelShape
+
+
+def shape(config: Any) -> ModelShape:
+    linear = LinearAttention(
+        layers=frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"),
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_size=config.linear_key_head_dim,
+        value_size=config.linear_value_head_dim,
+        convolved=config.linear_conv_kernel_dim,
+    )
+    if linear.num_value_heads % linear.num_key_heads:
+        raise Unsupported(
+            f"linear_num_value_heads = {linear.num_value_heads}, no multiple of linear_num_key_heads = "
+            f"{linear.num_key_heads}"
+        )
+    experts = softmax_experts(config, gated_size=config.shared_expert_intermediate_size)
+    made = decoder_shape(config, has_qk_norm=True, is_partly_rotated=True, experts=experts)
+    return dataclasses.replace(made, linear=linear, has_zero_centered_norms=True, has_output_gate=True)
+
+
+FAMILY = Family(
+    architecture="Qwen3NextForCausalLM",
+    models="Qwen3-Next-80B-A3B",
+    shape=shape,
+    only={**DENSE_ONLY, "output_gate_type": (None, "silu")},
+)

@@ -1,0 +1,97 @@
+"""The gated delta rule in chunks, and the convolution before it, are what a loop over the tokens of a document does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from asyncrl.backends.kernels import delta_rule
+from asyncrl.backends.kernels.delta_rule import Chunks
+
+CPU = torch.device("cpu")
+LENGTHS = [(1,), (64,), (65, 3, 130, 64, 1)]
+KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, WIDTH = 2, 6, 8, 12, 4
+
+
+def boundaries(lengths: Sequence[int]) -> NDArray[np.int32]:
+    return np.cumsum([0, *lengths]).astype(np.int32)
+
+
+def inputs(num_tokens: int) -> list[torch.Tensor]:
+    """Queries, keys, values, decays and steps; decays from next to 1 to next to 0."""
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(num_tokens, *sizes, generator=random)
+
+    decays = -torch.rand(num_tokens, VALUE_HEADS, generator=random).pow(4) * 20
+    heads = normal(KEY_HEADS, KEY_SIZE), normal(KEY_HEADS, KEY_SIZE), normal(VALUE_HEADS, VALUE_SIZE)
+    return [x.requires_grad_() for x in (*heads, decays, normal(VALUE_HEADS).sigmoid())]
+
+
+def token_by_token(tensors: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """The recurrence of the paper, in float64."""
+    query, key, value, log_decay, step = (x.double() for x in tensors)
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    query, key = (x.repeat_interleave(VALUE_HEADS // KEY_HEADS, dim=1) for x in (query, key))
+    outputs, begin = [], 0
+    for length in lengths:
+        state = torch.zeros(VALUE_HEADS, KEY_SIZE, VALUE_SIZE, dtype=torch.float64)
+        for t in range(begin, begin + length):
+            state = log_decay[t].exp()[:, None, None] * state
+            known = (state * key[t][:, :, None]).sum(1)
+            state = state + key[t][:, :, None] * (step[t][:, None] * (value[t] - known))[:, None]
+            outputs.append((state * query[t][:, :, None]).sum(1) / KEY_SIZE**0.5)
+        begin += length
+    return torch.stack(outputs)
+
+
+def assert_same(
+    made: Callable[[], torch.Tensor], expected: Callable[[], torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Compare values, and the gradients of all inputs for a random gradient of the output."""
+    results = []
+    for function in (made, expected):
+        output = function()
+        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+        results.append([output, *torch.autograd.grad((output * direction).sum(), tensors)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_chunks_write_and_read_what_single_tokens_do(lengths: tuple[int, ...]) -> None:
+    tensors, chunks = inputs(sum(lengths)), Chunks.of(boundaries(lengths), CPU)
+    assert_same(
+        lambda: delta_rule.gated_delta_rule(*tensors, chunks),
+        lambda: token_by_token(tensors, lengths),
+        tensors,
+    )
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_a_convolution_sees_no_other_document(lengths: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(lengths), 10, generator=random).requires_grad_()
+    kernels = torch.randn(10, 1, WIDTH, generator=random).requires_grad_()
+    chunks = Chunks.of(boundaries(lengths), CPU)
+
+    def one_by_one() -> torch.Tensor:
+        documents = [F.pad(document.T, (WIDTH - 1, 0)) for document in x.split(lengths)]
+        return torch.cat([F.silu(F.conv1d(one[None], kernels, groups=10))[0].T for one in documents])
+
+    assert_same(lambda: delta_rule.short_convolution(x, kernels, chunks), one_by_one, [x, kernels])
+
+
+def test_the_loop_has_a_step_for_each_chunk_of_the_longest_document_alone() -> None:
+    """Documents of 65, 3 and 200 tokens have 2, 1 and 4 chunks."""
+    chunks = Chunks.of(boundaries([65, 3, 200]), CPU)
+    assert chunks.runs == [3, 2, 1, 1]
+    assert chunks.indices[:, 0].tolist() == [68, 0, 65, 132, 64, 196, 260]
+    assert torch.equal(chunks.indices.flatten()[chunks.order], torch.arange(268))
+    assert chunks.positions[[0, 64, 65, 68, 267]].tolist() == [0, 64, 0, 0, 199]
