@@ -7,9 +7,9 @@ Orders for a follower's part of the weights use the second lane, so they run whi
 A collective with a rank that is gone may never return, so a thread waits for the end of each link, and ends the leader.
 A link ends when its follower dies, and when a follower that is stopped or hangs is silent for too long.
 
-The leader may start its followers itself (ChildRanks). They exit when their parent dies. On a CPU they are forked from
-a server that has imported Megatron once. Alternatively, each rank is started as its own process on any machine, and
-joins the leader over TCP (joined_ranks.py).
+The leader may start its followers itself (ChildRanks). They exit with the leader. On a CPU they are forked from a
+server that has imported Megatron once. Alternatively, each rank is started as its own process on any machine, and joins
+the leader over TCP (joined_ranks.py).
 """
 
 from __future__ import annotations
@@ -169,7 +169,14 @@ class ChildRanks(Followers):
             self._processes.append((place, process))
             name = f"learner rank {place.rank} (pid {process.pid})"
             members.append((name, place, RankLink(ours, patience=place.timeout_seconds)))
-        super().__init__(members, end=end)
+        self._end_process = end
+        super().__init__(members, end=self._kill_and_end)
+
+    def _kill_and_end(self, code: int) -> None:
+        """End with all followers: one that is stopped, and its fork server, would stay."""
+        for _, process in self._processes:
+            process.kill()
+        self._end_process(code)
 
     def obituary(self) -> str:
         """Prefer exit codes: the link of a process that has ended knows none."""
@@ -246,7 +253,8 @@ def _silent(link: RankLink, seconds: float) -> Iterator[None]:
 def _die_with_parent() -> None:
     """On Linux, arrange for SIGKILL when our parent dies.
 
-    The parent is the fork server, which dies with the leader, or the leader's thread that called start.
+    The parent is the leader's thread that called start, or the fork server. The fork server ends after the leader and
+    the last of its processes; there the closed link ends us.
     """
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):  # no such libc, or not Linux: the closed link ends us instead

@@ -21,7 +21,6 @@ from asyncrl.backends import huggingface, optimizer_state, weight_cuts
 from asyncrl.backends.megatron.followers import ChildRanks
 from asyncrl.backends.megatron.rank_commands import Place
 from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFailed
-from asyncrl.os_process import is_alive
 from tests import ROOT
 from tests.harness.backends import LEARNING_RATE, critic, distance, documents, shares, started, tiny_model, weights
 
@@ -194,7 +193,7 @@ def test_a_dead_follower_is_an_error_and_not_a_hang(folder: Path, tmp_path: Path
     """The follower is killed while it waits for a command."""
     with started("megatron-2", folder) as backend:
         own: Any = backend
-        own._followers._end = Ends()
+        own._followers._end_process = Ends()
         if moment == "waiting":
             os.kill(follower_pid(backend), signal.SIGKILL)
             with pytest.raises(BackendError, match="rank 1.*exit code -9"):
@@ -218,15 +217,15 @@ def test_a_stopped_follower_ends_the_leader_in_one_line_that_names_it(
     ends = Ends()
     with started("megatron-2", folder) as backend:
         own: Any = backend
-        own._followers._end = ends
+        own._followers._end_process = ends
         backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)  # it has started
         pid = follower_pid(backend)
         os.kill(pid, signal.SIGSTOP)
         assert ends.ended.wait(300)
+        own._followers._processes[0][1].join()
     assert ends.codes == [1]
     line = f"asyncrl learner: learner rank 1 (pid {pid}) is gone: it hangs: no sign of life for 6 s"
     assert line in capfd.readouterr().err.splitlines()
-    assert not is_alive(pid)
 
 
 @pytest.mark.slow
