@@ -45,11 +45,8 @@ from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
 
 RANK: Final = ("-m", "benchmarks.gpu.machines_rank")
-SOCKETS_ONLY: Final = {
-    **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1"),
-    **{"NCCL_NET": "Socket", "NCCL_NVLS_ENABLE": "0"},
-}
-EAGER: Final = {"TORCHDYNAMO_DISABLE": "1"}
+EVERYWHERE: Final = {"TORCHDYNAMO_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+SOCKETS_ONLY: Final = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
 KILL_STEP: Final = SAVED_STEP + 1
 HEADER: Final = (
     f"{'variant':28} {'tree step s':>11} {'machines':>9} {'worst metric':>14} {'off by':>8} "
@@ -104,7 +101,7 @@ class Agents:
 
 def in_one_tree(task: Mapping[str, Any], folder: Path, *, limit: float) -> list[dict[str, Any]]:
     """Return the steps of a learner that starts its second rank itself."""
-    environment = EAGER | logged(folder / "tree")
+    environment = EVERYWHERE | logged(folder / "tree")
     agents = Agents([([sys.executable, *RANK, json.dumps(task)], environment)], folder / "tree", limit=limit)
     try:
         return [message for message in agents.messages() if "step" in message]
@@ -129,7 +126,8 @@ def as_machines(task: Mapping[str, Any], folder: Path, *, limit: float) -> dict[
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     words += [*RANK, json.dumps(task)]
-    shared = EAGER | SOCKETS_ONLY | logged(folder / "machine") | {os_process.LEARNER_SECRET: secrets.token_hex(16)}
+    secret = {os_process.LEARNER_SECRET: secrets.token_hex(16)}
+    shared = EVERYWHERE | SOCKETS_ONLY | secret | logged(folder / "machine")
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
     commands = [(words, shared | {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus]
     agents = Agents(commands, folder / "machine", limit=limit)
@@ -147,19 +145,21 @@ def as_machines(task: Mapping[str, Any], folder: Path, *, limit: float) -> dict[
                     found.setdefault("trained_seconds", time.monotonic() - killed)
                 elif task["is_killed"] and message["step"] == KILL_STEP:
                     killed, killed_learner = time.monotonic(), pids[0]
-                    kill(pids[1], then=pids[0])
+                    kill(pids[1], then=pids[0], limit=limit)
                     found["noticed_seconds"] = time.monotonic() - killed
     finally:
         found["exit_code"] = agents.end()
     return found | {"steps": [steps[step] for step in sorted(steps)]}
 
 
-def kill(pid: int, *, then: int) -> None:
-    """Kill a process, and wait until another one has ended."""
+def kill(pid: int, *, then: int, limit: float) -> None:
+    """Kill a process, and wait until another one has ended. Raises TimeoutError."""
     ended = os.pidfd_open(then)
     os.kill(pid, signal.SIGKILL)
-    select.select([ended], [], [])
+    is_over = select.select([ended], [], [], limit)[0]
     os.close(ended)
+    if not is_over:
+        raise TimeoutError("one rank was killed, and the other one does not end")
 
 
 def compared(variant: Variant, tree: Sequence[Mapping[str, Any]], machines: Mapping[str, Any]) -> dict[str, Any]:
