@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from asyncrl.backends import flops, huggingface
+from asyncrl.backends.megatron import torchrun
 from asyncrl.backends.megatron.backend import MegatronBackend, Options
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.config.layout import Layout
@@ -28,6 +29,8 @@ from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ran
 PEAKS: Final = (790e12, 989e12)
 LEARNING_RATE: Final = 1e-6
 TIMEOUT_SECONDS: Final = 120.0
+METRICS: Final = ("loss", "grad_norm", "entropy", "offpolicy/ess")
+"""Metrics of a step in which layouts should agree."""
 
 
 class Sizes(TypedDict, total=False):
@@ -121,9 +124,11 @@ def shares(variant: Variant, batch: Sequence[Document]) -> list[list[MicroBatch]
     return pack_for_ranks(batch, ranks=variant.data_parallel, max_tokens=variant.tokens)
 
 
-@contextlib.contextmanager
-def backend(variant: Variant, folder: Path, *, device: str, dtype: str) -> Iterator[MegatronBackend]:
-    made = MegatronBackend(
+def made(
+    variant: Variant, folder: Path, *, device: str, dtype: str, seat: torchrun.Seat | None = None
+) -> MegatronBackend:
+    """Return the backend, not started.  seat: place of this process if the other ranks are started separately"""
+    return MegatronBackend(
         folder,
         algorithm=resolve(ALGORITHMS["grpo"]),
         optimizer=OptimizerSettings(),
@@ -138,13 +143,21 @@ def backend(variant: Variant, folder: Path, *, device: str, dtype: str) -> Itera
             timeout_seconds=TIMEOUT_SECONDS,
         ),
         layout=variant.layout,
+        seat=seat,
     )
+
+
+@contextlib.contextmanager
+def backend(
+    variant: Variant, folder: Path, *, device: str, dtype: str, seat: torchrun.Seat | None = None
+) -> Iterator[MegatronBackend]:
+    learner = made(variant, folder, device=device, dtype=dtype, seat=seat)
     try:
-        made.start()
-        yield made
+        learner.start()
+        yield learner
     finally:
-        made.close()
-        del made
+        learner.close()
+        del learner
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -339,11 +352,7 @@ def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequen
     first = results[0]
     rows = []
     for other in results[1:]:
-        worst = max(
-            (abs(b[name] - a[name]) / max(1e-6, abs(a[name])), name)
-            for a, b in zip(first["metrics"], other["metrics"], strict=True)
-            for name in ("loss", "grad_norm", "entropy", "offpolicy/ess")
-        )
+        worst = worst_metric(first["metrics"], other["metrics"])
         rows.append(
             {
                 "layout": other["layout"],
@@ -356,6 +365,15 @@ def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequen
             }
         )
     return {"agree": rows, "dtype": dtype, "moved_mean": moved, "grad_norm": [m["grad_norm"] for m in first["metrics"]]}
+
+
+def worst_metric(first: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> tuple[float, str]:
+    """Return the largest relative difference between metrics of the same steps, and the metric's name."""
+    return max(
+        (abs(b[name] - a[name]) / max(1e-6, abs(a[name])), name)
+        for a, b in zip(first, other, strict=True)
+        for name in METRICS
+    )
 
 
 def cpu_weights(learner: MegatronBackend) -> dict[str, torch.Tensor]:

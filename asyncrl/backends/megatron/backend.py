@@ -333,7 +333,7 @@ class MegatronBackend(BackendAdapter):
 
     def close(self) -> None:
         if self._followers:
-            self._followers.close_channels()
+            self._followers.close_links()
         if self._own:
             self._own.close()
             self._own = None

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Channel(Protocol):
-    """Implemented by the end of a pipe, and by tcp_link.TcpLink."""
+    """Implemented by both lanes of a rank_link.RankLink."""
 
     def send_bytes(self, data: bytes, /) -> None:
         """Raises OSError."""

@@ -1,14 +1,15 @@
 """Processes of a Megatron learner: rank 0 leads, the other ranks follow.
 
-The leader sends a command, encoded by our codec, over the channel of each follower. All ranks then meet in Megatron's
-collectives. Ranks that have scores return them over their channels. A follower exits when its channel closes. Orders
-for a follower's part of the weights use a second channel, so they run while the rank trains (held_parts.py).
+The leader sends a command, encoded by our codec, over the link of each follower (rank_link.py). All ranks then meet in
+Megatron's collectives. Ranks that have scores return them over their links. A follower exits when its link closes.
+Orders for a follower's part of the weights use the second lane, so they run while the rank trains (held_parts.py).
 
-The leader may start its followers itself (ChildRanks). Their channels are pipes, and they exit when their parent dies.
-On a CPU they are forked from a server that has imported Megatron once. The leader detects a dead follower while waiting
-for it to become ready, or when a collective fails. A collective on a GPU may never return; there a thread waits for
-the end of each follower, and ends the leader. Alternatively, each rank is started as its own process on any
-machine, and joins the leader over TCP (joined_ranks.py).
+A collective with a rank that is gone may never return, so a thread waits for the end of each link, and ends the leader.
+A link ends when its follower dies, and when a follower that is stopped or hangs is silent for too long.
+
+The leader may start its followers itself (ChildRanks). They exit with the leader. On a CPU they are forked from a
+server that has imported Megatron once. Alternatively, each rank is started as its own process on any machine, and joins
+the leader over TCP (joined_ranks.py).
 """
 
 from __future__ import annotations
@@ -20,25 +21,28 @@ import multiprocessing.connection
 import multiprocessing.process
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from asyncrl.backends.megatron.channel import Channel
 from asyncrl.backends.megatron.held_parts import HeldParts, PartLink
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
+from asyncrl.backends.megatron.rank_link import HUNG_SECONDS, RankLink
 from asyncrl.errors import BackendError, StepFailed
 from asyncrl.messages import codec
 from asyncrl.os_process import signal_on_parent_death
 
 GOODBYE: Final = b""
-"""Last message of a leader that ends, for followers that cannot otherwise know why their channel closed."""
+"""Last message of a leader that ends, for followers that cannot otherwise know why their link ended."""
 _GOODBYE_SECONDS = 5.0
 GRACE_SECONDS: Final = 2.0
 """Time for a collective to fail by itself after a rank is gone."""
+_SILENT_COMMANDS: Final = ("restore", "offload", "onload")
+"""Commands that may hold the GIL for longer than HUNG_SECONDS: torch.load does for seconds a chunk. Saving and
+exporting do not: torch.save to a stream, and copies between devices, release it."""
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -55,67 +59,69 @@ class Rank(Protocol):
 
 
 class Followers:
-    """Ranks 1 and up, as seen by the leader."""
+    """Ranks 1 and up, as seen by the leader. If one is gone, the leader ends, even from a collective that hangs."""
 
     def __init__(
-        self,
-        links: Sequence[tuple[Place, Channel]],
-        parts: Sequence[Channel],
-        *,
-        end: Callable[[int], object] = os._exit,
+        self, members: Sequence[tuple[str, Place, RankLink]], *, end: Callable[[int], object] = os._exit
     ) -> None:
         """
-        links  channels for commands
-        parts  second channels of the same ranks, for their parts of the weights
-        end    ends this process with an exit code
+        members  name for people, place and link of each follower
+        end      ends this process with an exit code
         """
         self._end = end
         self._is_told = threading.Event()
         """Set once the leader knows that a rank is gone, or closes."""
-        self._links = list(links)
-        self.parts = {
-            place.rank: PartLink(place.rank, channel) for (place, _), channel in zip(links, parts, strict=True)
-        }
+        self._lost: list[str] = []
+        self._losing = threading.Condition()
+        self._links = [(place, link) for _, place, link in members]
+        self.parts = {place.rank: PartLink(place.rank, link.parts) for _, place, link in members}
+        for name, _, link in members:
+            threading.Thread(target=self._watch, args=(name, link), name="rank-watch", daemon=True).start()
 
     def wait_until_ready(self) -> None:
         """Wait until every follower has finished its imports and is about to join. Raises BackendError."""
-        for place, channel in self._links:
-            if not channel.poll(place.timeout_seconds):
+        for place, link in self._links:
+            if not link.poll(place.timeout_seconds):
                 raise BackendError(f"learner rank {place.rank} did not start within {place.timeout_seconds:g} s")
-            self._received(place, channel)
+            self._received(place, link)
 
     def send(self, commands: Sequence[Command | None]) -> None:
         """Send commands[i] to the i-th follower unless it is None. Raises BackendError if a follower has died."""
-        for (place, channel), command in zip(self._links, commands, strict=True):
+        for (place, link), command in zip(self._links, commands, strict=True):
             if command is None:
                 continue
             try:
-                channel.send_bytes(codec.encode(command))
+                link.send_bytes(codec.encode(command))
             except OSError as error:
                 raise BackendError(self.obituary() or f"learner rank {place.rank} is gone: {error}") from None
 
     def scores(self, ranks: Collection[int]) -> list[Scores]:
         """Receive the scores of these ranks. Raises BackendError."""
-        return [self._answer(place, channel) for place, channel in self._links if place.rank in ranks]
+        return [self._answer(place, link) for place, link in self._links if place.rank in ranks]
 
     def problems(self) -> list[str]:
         """Receive each follower's error in a step that failed on all ranks. Raises BackendError."""
-        return [self._answer(place, channel).problem for place, channel in self._links]
+        return [self._answer(place, link).problem for place, link in self._links]
 
-    def _answer(self, place: Place, channel: Channel) -> Scores:
-        if not channel.poll(place.timeout_seconds):
+    def _answer(self, place: Place, link: RankLink) -> Scores:
+        if not link.poll(place.timeout_seconds):
             raise BackendError(f"learner rank {place.rank} gave no scores within {place.timeout_seconds:g} s")
-        return codec.decode(self._received(place, channel), Scores)
+        return codec.decode(self._received(place, link), Scores)
 
-    def _received(self, place: Place, channel: Channel) -> bytes:
+    def _received(self, place: Place, link: RankLink) -> bytes:
         try:
-            return channel.recv_bytes()
+            return link.recv_bytes()
         except (EOFError, OSError):
-            raise BackendError(self.obituary() or f"learner rank {place.rank} closed its channel") from None
+            raise BackendError(self.obituary() or f"learner rank {place.rank} closed its connection") from None
 
-    def _end_leader(self, lost: str) -> None:
-        """End this process unless it learns within seconds that a rank is gone. A restart resumes from the
+    def _watch(self, name: str, link: RankLink) -> None:
+        """Once the rank is gone, end this process unless it learns that within seconds. A restart resumes from the
         checkpoint."""
+        link.gone.wait()
+        lost = f"{name} is gone: {link.problem}"
+        with self._losing:
+            self._lost.append(lost)
+            self._losing.notify_all()
         if self._is_told.wait(GRACE_SECONDS):
             return
         print(f"asyncrl learner: {lost}", file=sys.stderr, flush=True)
@@ -123,52 +129,57 @@ class Followers:
         self._end(1)
 
     def obituary(self) -> str:
-        """Name the followers that have ended, and how; "" if none. Waits up to a second for one that is ending."""
-        raise NotImplementedError
+        """Name the followers that are gone, and why; "" if none. Waits up to a second for one that is ending."""
+        with self._losing:
+            self._losing.wait_for(lambda: self._lost, 1.0)
+            if self._lost:
+                self._is_told.set()
+            return "; ".join(self._lost)
 
-    def close_channels(self) -> None:
-        """Close the channels, which makes followers exit."""
-        raise NotImplementedError
+    def close_links(self) -> None:
+        """Say goodbye, which makes followers exit."""
+        self._is_told.set()
+        for _, link in self._links:
+            with contextlib.suppress(OSError):
+                link.send_bytes(GOODBYE)
+            link.close()
 
     def close(self) -> None:
-        """Wait for followers to exit, and kill those that do not."""
-        raise NotImplementedError
+        """Do nothing: followers end by themselves."""
 
 
 class ChildRanks(Followers):
     """Follower processes that the leader starts on its own machine."""
 
     def __init__(self, job: Job, places: Sequence[Place], *, end: Callable[[int], object] = os._exit) -> None:
-        self._pipes: list[Connection] = []
-        self._parts: list[Connection] = []
         self._processes: list[tuple[Place, multiprocessing.process.BaseProcess]] = []
+        members: list[tuple[str, Place, RankLink]] = []
         context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         if job.device == "cpu":
             context = multiprocessing.get_context("forkserver")
             # Reading a config imports transformers' models and torch's compiler. The fork server does it once for all.
             context.set_forkserver_preload(["asyncrl.backends.megatron.rank", "transformers.models.auto.modeling_auto"])
         for place in places:
-            (ours, theirs), (our_parts, their_parts) = context.Pipe(), context.Pipe()
+            ours, theirs = socket.socketpair()
             process = context.Process(
-                target=follow, args=(job, place, theirs, their_parts), name=f"learner-rank-{place.rank}", daemon=True
+                target=follow, args=(job, place, theirs), name=f"learner-rank-{place.rank}", daemon=True
             )
             process.start()
             theirs.close()
-            their_parts.close()
-            self._pipes.append(ours)
-            self._parts.append(our_parts)
             self._processes.append((place, process))
-        super().__init__(list(zip(places, self._pipes, strict=True)), self._parts, end=end)
-        if job.device != "cpu":
-            threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+            name = f"learner rank {place.rank} (pid {process.pid})"
+            members.append((name, place, RankLink(ours, patience=place.timeout_seconds)))
+        self._end_process = end
+        super().__init__(members, end=self._kill_and_end)
 
-    def _watch(self) -> None:
-        sentinels = {process.sentinel: (place, process.pid) for place, process in self._processes}
-        for sentinel in multiprocessing.connection.wait(list(sentinels)):
-            place, pid = sentinels[sentinel]  # type: ignore[index]
-            self._end_leader(f"learner rank {place.rank} (pid {pid}) has ended")
+    def _kill_and_end(self, code: int) -> None:
+        """End with all followers: one that is stopped, and its fork server, would stay."""
+        for _, process in self._processes:
+            process.kill()
+        self._end_process(code)
 
     def obituary(self) -> str:
+        """Prefer exit codes: the link of a process that has ended knows none."""
         multiprocessing.connection.wait([process.sentinel for _, process in self._processes], 1.0)
         ended = [
             f"learner rank {place.rank} (pid {process.pid}) ended with exit code {process.exitcode}"
@@ -177,14 +188,10 @@ class ChildRanks(Followers):
         ]
         if ended:
             self._is_told.set()
-        return "; ".join(ended)
-
-    def close_channels(self) -> None:
-        self._is_told.set()
-        for pipe in self._pipes:
-            pipe.close()
+        return "; ".join(ended) or super().obituary()
 
     def close(self) -> None:
+        """Wait for the processes to exit, and kill those that do not."""
         deadline = time.monotonic() + _GOODBYE_SECONDS
         for _, process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -192,49 +199,65 @@ class ChildRanks(Followers):
                 process.kill()
                 process.join()
             process.close()
-        for channel in self._parts:
-            channel.close()
         self._links.clear()
         self._processes.clear()
 
 
-def follow(job: Job, place: Place, connection: Connection, parts: Connection) -> None:
-    """Main function of a child rank: runs commands from its pipe until the leader closes the pipe."""
+def follow(job: Job, place: Place, connection: socket.socket) -> None:
+    """Main function of a child rank: runs commands until the leader closes the connection."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader handles Ctrl-C and stops us
+    link = RankLink(connection, patience=place.timeout_seconds)
     from asyncrl.backends.megatron.rank import MegatronRank  # takes five seconds, unless the fork server imported it
 
-    connection.send_bytes(b"ready")
+    link.send_bytes(b"ready")
     rank: Rank = MegatronRank(job, place)
-    obey(rank, connection, parts)
+    obey(rank, link, patience=place.timeout_seconds)
     rank.close()
 
 
-def obey(rank: Rank, channel: Channel, parts: Channel) -> bool:
-    """Run commands from the channel until it closes. Returns whether the leader said goodbye."""
-    threading.Thread(target=rank.parts.serve, args=(parts,), name="weights-parts", daemon=True).start()
+def obey(rank: Rank, link: RankLink, *, patience: float) -> bool:
+    """Run commands from the link until it ends. Returns whether the leader said goodbye.
+
+    The leader is told how long this rank may be silent: ``patience`` seconds during _SILENT_COMMANDS, otherwise
+    HUNG_SECONDS. Until now, while it started, it was ``patience`` as well.
+    """
+    threading.Thread(target=rank.parts.serve, args=(link.parts,), name="weights-parts", daemon=True).start()
+    link.may_be_silent(HUNG_SECONDS)
     while True:
         try:
-            data = channel.recv_bytes()
-        except (EOFError, OSError):
+            data = link.recv_bytes()
+        except EOFError:
             return False
         if data == GOODBYE:
             return True
+        command = codec.decode(data, Command)
         try:
-            result = rank.obey(codec.decode(data, Command))
+            with _silent(link, patience) if command.name in _SILENT_COMMANDS else contextlib.nullcontext():
+                result = rank.obey(command)
         except StepFailed as error:
             result = Scores(problem=str(error))
         if isinstance(result, Scores):
-            channel.send_bytes(codec.encode(result))
+            link.send_bytes(codec.encode(result))
+
+
+@contextlib.contextmanager
+def _silent(link: RankLink, seconds: float) -> Iterator[None]:
+    link.may_be_silent(seconds)
+    try:
+        yield
+    finally:
+        link.may_be_silent(HUNG_SECONDS)
 
 
 def _die_with_parent() -> None:
     """On Linux, arrange for SIGKILL when our parent dies.
 
-    The parent is the fork server, which dies with the leader, or the leader's thread that called start.
+    The parent is the leader's thread that called start, or the fork server. The fork server ends after the leader and
+    the last of its processes; there the closed link ends us.
     """
     parent = os.getppid()
-    with contextlib.suppress(OSError, AttributeError):  # no such libc, or not Linux: the closed pipe ends us instead
+    with contextlib.suppress(OSError, AttributeError):  # no such libc, or not Linux: the closed link ends us instead
         signal_on_parent_death(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

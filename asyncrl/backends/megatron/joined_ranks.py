@@ -8,7 +8,6 @@ waiting. Later messages are not signed, and neither are those of torch.distribut
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -20,16 +19,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from asyncrl.backends.megatron.followers import GOODBYE, GRACE_SECONDS, Followers, Rank, obey
-from asyncrl.backends.megatron.held_parts import HeldParts
-from asyncrl.backends.megatron.rank_commands import Command, Job, Place
-from asyncrl.backends.megatron.tcp_link import HUNG_SECONDS, TcpLink, receive, send
+from asyncrl.backends.megatron.followers import GRACE_SECONDS, Followers, Rank, obey
+from asyncrl.backends.megatron.rank_commands import Job, Place
+from asyncrl.backends.megatron.rank_link import RankLink, receive, send
 from asyncrl.backends.megatron.torchrun import Seat
 from asyncrl.errors import BackendError, ConfigError, MessageError
 from asyncrl.messages import codec
@@ -42,9 +40,6 @@ _RETRY_SECONDS: Final = 0.5
 """Delay between attempts to reach a learner that does not listen yet."""
 _END_SECONDS: Final = 5.0
 """Time for a rank to react by itself after the learner's connection is gone."""
-_SILENT_COMMANDS: Final = ("restore", "offload", "onload")
-"""Commands that may hold the GIL for longer than HUNG_SECONDS: torch.load does for seconds a chunk. Saving and
-exporting do not: torch.save to a stream, and copies between devices, release it."""
 _LEAVE_SECONDS: Final = 60.0
 """Time for a rank to exit after the learner said goodbye."""
 
@@ -71,51 +66,12 @@ class Welcome:
     timeout_seconds: float = 0.0
 
 
-class JoinedRanks(Followers):
-    """Ranks 1 and up, as seen by the learner. If one is gone, the learner ends, even from a collective that hangs."""
-
-    def __init__(
-        self, joined: Mapping[int, tuple[Place, Hello, TcpLink]], *, end: Callable[[int], object] = os._exit
-    ) -> None:
-        """end: ends this process with an exit code"""
-        members = [joined[rank] for rank in sorted(joined)]
-        links = [(place, link) for place, _, link in members]
-        super().__init__(links, [link.parts for _, _, link in members], end=end)
-        self._members = [(_name(hello), link) for _, hello, link in members]
-        self._lost: list[str] = []
-        for name, link in self._members:
-            threading.Thread(target=self._watch, args=(name, link), name="rank-watch", daemon=True).start()
-
-    def obituary(self) -> str:
-        deadline = time.monotonic() + 1.0  # a rank may be ending
-        while not self._lost and (left := deadline - time.monotonic()) > 0:
-            self._members[0][1].gone.wait(min(left, 0.05))
-        if self._lost:
-            self._is_told.set()
-        return "; ".join(self._lost)
-
-    def close_channels(self) -> None:
-        self._is_told.set()
-        for _, link in self._members:
-            with contextlib.suppress(OSError):
-                link.send_bytes(GOODBYE)
-            link.close()
-
-    def close(self) -> None:
-        """Do nothing: joined ranks end by themselves."""
-
-    def _watch(self, name: str, link: TcpLink) -> None:
-        link.gone.wait()
-        self._lost.append(f"{name} is gone: {link.problem}")
-        self._end_leader(self._lost[0])
-
-
-def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds: float) -> JoinedRanks:
+def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds: float) -> Followers:
     """Wait until every other rank has joined. Raises a BackendError that names the missing ranks.
 
     common  digests that the ranks must share;  port: port of the store by which the ranks find each other
     """
-    joined: dict[int, tuple[Place, Hello, TcpLink]] = {}
+    joined: dict[int, tuple[Place, Hello, RankLink]] = {}
     deadline = time.monotonic() + timeout_seconds
     listener = _listen(seat, deadline)
     welcome = Welcome(port=port, timeout_seconds=timeout_seconds)
@@ -137,9 +93,9 @@ def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds:
                 connection.close()
                 continue
             place = Place(rank=hello.rank, ranks=seat.ranks, host=seat.host, port=port, timeout_seconds=timeout_seconds)
-            joined[hello.rank] = (place, hello, TcpLink(connection, patience=timeout_seconds))
+            joined[hello.rank] = (place, hello, RankLink(connection, patience=timeout_seconds))
             log.info("%s has joined", _name(hello))
-    return JoinedRanks(joined)
+    return Followers([(_name(hello), place, link) for _, (place, hello, link) in sorted(joined.items())])
 
 
 def _listen(seat: Seat, deadline: float) -> socket.socket:
@@ -161,7 +117,7 @@ def _admit(
     seat: Seat,
     common: Mapping[str, str],
     welcome: Welcome,
-    joined: Mapping[int, tuple[Place, Hello, TcpLink]],
+    joined: Mapping[int, tuple[Place, Hello, RankLink]],
 ) -> Hello | None:
     """Return the rank at the other end. If the rank is refused, tell it why and return None."""
     nonce = secrets.token_bytes(32)
@@ -190,7 +146,7 @@ def _admit(
 
 
 def _problem(
-    hello: Hello, seat: Seat, common: Mapping[str, str], joined: Mapping[int, tuple[Place, Hello, TcpLink]]
+    hello: Hello, seat: Seat, common: Mapping[str, str], joined: Mapping[int, tuple[Place, Hello, RankLink]]
 ) -> str:
     """Return why a rank cannot join, or ""."""
     if not 0 < hello.rank < seat.ranks:
@@ -220,7 +176,7 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
     try:
         link.send_bytes(b"ready")
         rank: Rank = MegatronRank(job, place)
-        if obey(HeardRank(rank, link, patience=timeout_seconds), link, link.parts):
+        if obey(rank, link, patience=timeout_seconds):
             is_over.set()
     except Exception:
         # Another rank may be gone. Wait, so that the learner hears of that rank first, not of this one.
@@ -231,34 +187,7 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
     rank.close()
 
 
-class HeardRank:
-    """Wraps a rank and tells the learner how long it may be silent while it runs a command.
-
-    During _SILENT_COMMANDS that is ``patience`` seconds, and during all others HUNG_SECONDS.
-    """
-
-    def __init__(self, rank: Rank, link: TcpLink, *, patience: float) -> None:
-        self._rank, self._link, self._patience = rank, link, patience
-        link.may_be_silent(HUNG_SECONDS)
-
-    @property
-    def parts(self) -> HeldParts:
-        return self._rank.parts
-
-    def obey(self, command: Command) -> object:
-        if command.name not in _SILENT_COMMANDS:
-            return self._rank.obey(command)
-        self._link.may_be_silent(self._patience)
-        try:
-            return self._rank.obey(command)
-        finally:
-            self._link.may_be_silent(HUNG_SECONDS)
-
-    def close(self) -> None:
-        self._rank.close()
-
-
-def _end_with(link: TcpLink, is_over: threading.Event) -> None:
+def _end_with(link: RankLink, is_over: threading.Event) -> None:
     """End this process once the learner is gone; otherwise it might wait in a collective for long."""
     link.gone.wait()
     if is_over.wait(_END_SECONDS):
@@ -267,7 +196,7 @@ def _end_with(link: TcpLink, is_over: threading.Event) -> None:
         os._exit(1)
 
 
-def _join(seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> tuple[TcpLink, Place]:
+def _join(seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> tuple[RankLink, Place]:
     """Connect to the learner, with retries, and be admitted."""
     deadline = time.monotonic() + timeout_seconds
     while (left := deadline - time.monotonic()) > 0:
@@ -293,7 +222,7 @@ def _join(seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> t
             port=welcome.port,
             timeout_seconds=welcome.timeout_seconds,
         )
-        return TcpLink(connection, patience=welcome.timeout_seconds), place
+        return RankLink(connection, patience=welcome.timeout_seconds), place
     raise BackendError(
         f"learner rank {seat.rank}: no learner at {seat.host}:{seat.port} within {timeout_seconds:g} s; is rank 0 up?"
     )

@@ -2,7 +2,8 @@
 
 torchrun, or a launcher like it, gives every process RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The
 first rank listens at the master's port itself. If torchrun already has a store there, the first rank listens at another
-port and publishes it in the store.
+port and publishes it in the store. The store outlives restarts, so a rank may read the port of a learner that has
+ended; it then tries again. TORCHELASTIC_RESTART_COUNT would not help: a machine counts its own failures only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from asyncrl.errors import ConfigError
 
 _HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+_STORE_KEY = "asyncrl/learner"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def seat(environment: Mapping[str, str] = os.environ, *, ranks: int, secret: str
         local_rank=_number(environment, "LOCAL_RANK", 0),
         host=environment["MASTER_ADDR"],
         port=_number(environment, "MASTER_PORT", 0),
-        store_key=f"asyncrl/learner/{environment.get(_ATTEMPT, '0')}" if has_store else "",
+        store_key=_STORE_KEY if has_store else "",
         secret=secret,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.os_process import is_alive
 from tests.harness.forked import ForkServer
 from tests.harness.processes import grandchildren
 from tests.harness.run_process import RunProcess
@@ -42,17 +43,28 @@ def test_a_run_trains_its_steps_and_accounts_for_every_group(started: RunProcess
 
 
 @pytest.mark.parametrize("started", [(LAYOUTS[0],)], indirect=True, ids=["stages"])
-async def test_a_killed_stage_costs_no_group(started: RunProcess, megatron_forks: ForkServer) -> None:
-    """The learner's first process notices the failed communication between stages, ends, and restarts from its
-    checkpoint."""
+@pytest.mark.parametrize(
+    ("number", "end"),
+    [
+        pytest.param(signal.SIGKILL, "", id="killed"),
+        pytest.param(signal.SIGSTOP, "is gone: it hangs: no sign of life for 6 s", id="stopped"),
+    ],
+)
+async def test_a_stage_that_is_killed_or_stopped_costs_no_group(
+    started: RunProcess, megatron_forks: ForkServer, number: int, end: str
+) -> None:
+    """The learner's first process notices the failed communication between stages, or that the other one is silent. It
+    ends, and restarts from its checkpoint."""
     await started.until(lambda: started.steps >= 2, "two steps")
     before = megatron_forks.children_of(started.pid)["learner"]
     (stage,) = grandchildren(before)
     reached = started.steps
-    os.kill(stage, signal.SIGKILL)
+    os.kill(stage, number)
     await started.until(
         lambda: megatron_forks.children_of(started.pid).get("learner", before) != before, "another learner"
     )
+    assert not end or f"asyncrl learner: learner rank 1 (pid {stage}) {end}" in started.said, started.said
+    await started.until(lambda: not is_alive(stage), "the stage ends with the learner that started it")
     await started.until(lambda: started.steps >= reached + 2, "two more steps")
     assert await asyncio.to_thread(started.drain) == 130, started.said
     found = started.audit()

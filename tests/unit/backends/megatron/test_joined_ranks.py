@@ -1,4 +1,4 @@
-"""Ranks that join over TCP: admission, the reasons that refused ranks are told, and detection of a rank's end."""
+"""Ranks that join over TCP: admission, and the reasons that refused ranks are told."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import socket
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from asyncrl.backends.megatron import joined_ranks, torchrun
-from asyncrl.backends.megatron.joined_ranks import JoinedRanks
+from asyncrl.backends.megatron.followers import Followers
 from asyncrl.backends.megatron.rank_commands import Command, Place
-from asyncrl.backends.megatron.tcp_link import HUNG_SECONDS, TcpLink
+from asyncrl.backends.megatron.rank_link import RankLink
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.messages import codec
 from tests.harness.ports import free_ports
@@ -25,11 +24,11 @@ def seat(rank: int, *, port: int, ranks: int = 2, secret: str = "secret") -> tor
     return torchrun.Seat(rank=rank, ranks=ranks, local_rank=rank, host="127.0.0.1", port=port, secret=secret)
 
 
-def join(one: torchrun.Seat, common: Mapping[str, str] = COMMON, seconds: float = 60.0) -> tuple[TcpLink, Place]:
+def join(one: torchrun.Seat, common: Mapping[str, str] = COMMON, seconds: float = 60.0) -> tuple[RankLink, Place]:
     return joined_ranks._join(one, common, timeout_seconds=seconds)
 
 
-def gather(one: torchrun.Seat, seconds: float = 60.0) -> JoinedRanks:
+def gather(one: torchrun.Seat, seconds: float = 60.0) -> Followers:
     return joined_ranks.gather(one, COMMON, port=7, timeout_seconds=seconds)
 
 
@@ -42,7 +41,7 @@ def test_a_rank_that_joins_gets_commands_and_its_place() -> None:
         ranks.send([Command(name="step")])
         assert codec.decode(link.recv_bytes(), Command).name == "step"
         assert (place.rank, place.local_rank, place.port) == (1, 1, 7)
-        ranks.close_channels()
+        ranks.close_links()
         assert link.recv_bytes() == b""  # a goodbye: an orderly end
         link.close()
 
@@ -58,7 +57,7 @@ def test_a_rank_with_another_secret_other_code_or_other_settings_is_refused_and_
         with pytest.raises(ConfigError, match=r"differs from the learner in learner\.recompute; start both"):
             join(seat(1, port=port), COMMON | {"learner.recompute": "other"})
         link, _ = join(seat(1, port=port))
-        learner.result().close_channels()
+        learner.result().close_links()
         link.close()
 
 
@@ -72,7 +71,7 @@ def test_a_stranger_that_says_nothing_sensible_keeps_nobody_out() -> None:
         ranks = learner.result()
         ranks.send([Command(name="step")])
         assert codec.decode(link.recv_bytes(), Command).name == "step"
-        ranks.close_channels()
+        ranks.close_links()
         link.close()
 
 
@@ -84,7 +83,7 @@ def test_a_second_process_of_one_rank_is_refused_while_the_first_is_there() -> N
         with pytest.raises(ConfigError, match=r"learner rank 1 on .* has joined already"):
             join(seat(1, port=port, ranks=3))
         other, _ = join(seat(2, port=port, ranks=3))
-        learner.result().close_channels()
+        learner.result().close_links()
         first.close()
         other.close()
 
@@ -97,100 +96,6 @@ def test_the_learner_says_which_ranks_have_not_joined() -> None:
 def test_a_rank_whose_learner_does_not_come_says_so() -> None:
     with pytest.raises(BackendError, match="rank 1: no learner at 127.0.0.1"):
         join(seat(1, port=free_ports(1)[0]), seconds=0.1)
-
-
-def test_a_learner_whose_rank_is_gone_ends_and_names_rank_and_machine(capfd: pytest.CaptureFixture[str]) -> None:
-    """The learner notices at any time; this test never asks the rank for anything."""
-    ends: list[int] = []
-    ended = threading.Event()
-
-    def end(code: int) -> None:
-        ends.append(code)
-        ended.set()
-
-    ours, theirs = _pair()
-    hello = joined_ranks.Hello(rank=1, host="host-b", pid=5, nonce=b"", common={})
-    place = Place(rank=1, ranks=2, host="", port=0, timeout_seconds=60.0)
-    ranks = JoinedRanks({1: (place, hello, TcpLink(ours, patience=60))}, end=end)
-    theirs.close()
-    assert ended.wait(60)
-    assert ends == [1]
-    assert capfd.readouterr().err == (
-        "asyncrl learner: learner rank 1 on host-b (pid 5) is gone: its connection has ended\n"
-    )
-    with pytest.raises(BackendError, match=r"rank 1 on host-b \(pid 5\) is gone"):
-        ranks.scores([1])
-    ranks.close_channels()
-
-
-def test_what_one_end_sends_does_not_wait_for_the_other_to_listen() -> None:
-    """Send more bytes than any kernel buffer holds."""
-    ours, theirs = (TcpLink(end, patience=60) for end in _pair())
-    large = bytes(64 << 20)
-    ours.send_bytes(large)
-    ours.send_bytes(b"next")
-    ours.parts.send_bytes(b"beside")
-    assert theirs.parts.recv_bytes() == b"beside", "it does not wait for commands that nobody reads yet"
-    assert theirs.recv_bytes() == large
-    assert theirs.recv_bytes() == b"next"
-    ours.close()
-    for lane in (theirs, theirs.parts):
-        with pytest.raises(EOFError):
-            lane.recv_bytes()
-    theirs.close()
-
-
-def test_a_rank_that_hangs_is_gone_once_it_was_silent_for_longer_than_it_said() -> None:
-    """The test ticks the link itself, so that a pause of this process does not count as silence of the peer."""
-    ours, raw = _pair()
-    link = TcpLink(ours, patience=3, tick_seconds=60)
-    link.tick()  # 60 of the link's seconds have passed
-    assert link.gone.wait(60)
-    assert link.problem == "it hangs: no sign of life for 3 s"
-    raw.close()
-
-
-def test_a_rank_is_given_the_time_that_it_announced() -> None:
-    ours, theirs = (TcpLink(end, patience=600, tick_seconds=60) for end in _pair())
-    theirs.may_be_silent(100)
-    theirs.send_bytes(b"now it is known")
-    ours.recv_bytes()
-    ours.tick()
-    assert not ours.gone.is_set()  # 60 of 100 s have passed
-    theirs.tick()  # a message is heard and resets the count
-    theirs.send_bytes(b"")
-    ours.recv_bytes()
-    ours.tick()
-    assert not ours.gone.is_set()
-    ours.tick()
-    assert ours.gone.wait(60)
-    assert ours.problem == "it hangs: no sign of life for 100 s"
-    theirs.close()
-
-
-def test_a_rank_may_be_silent_while_it_reads_files_and_at_no_other_time() -> None:
-    """A rank that is stopped while it saves or exports is noticed as soon as one that is stopped in a step."""
-    said: list[tuple[str, float]] = []
-
-    class Link:
-        def may_be_silent(self, seconds: float) -> None:
-            said.append(("may be silent", seconds))
-
-    class Rank:
-        def obey(self, command: Command) -> None:
-            said.append((command.name, 0))
-
-        def close(self) -> None: ...
-
-    rank = joined_ranks.HeardRank(Rank(), Link(), patience=600)  # type: ignore[arg-type]
-    for name in ("step", "export", "save", "saved", "restore"):
-        rank.obey(Command(name=name))
-    silent = "may be silent"
-    assert said == [
-        (silent, HUNG_SECONDS),
-        *(("step", 0), ("export", 0), ("save", 0), ("saved", 0)),
-        *((silent, 600), ("restore", 0), (silent, HUNG_SECONDS)),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -231,9 +136,3 @@ def _connected(port: int) -> socket.socket:
             return socket.create_connection(("127.0.0.1", port))
         except ConnectionRefusedError:
             threading.Event().wait(0.02)  # until the port listens
-
-
-def _pair() -> tuple[Any, Any]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        theirs = socket.create_connection(listener.getsockname())
-        return listener.accept()[0], theirs

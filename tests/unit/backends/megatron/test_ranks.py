@@ -175,11 +175,25 @@ def follower_pid(backend: Any) -> int:
     return int(backend._followers._processes[0][1].pid)
 
 
+class Ends:
+    """Stands in for the end of the leader's process, which is the test's."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.ended = threading.Event()
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self.ended.set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["waiting", "scoring", "saving"])
 def test_a_dead_follower_is_an_error_and_not_a_hang(folder: Path, tmp_path: Path, moment: str) -> None:
     """The follower is killed while it waits for a command."""
     with started("megatron-2", folder) as backend:
+        own: Any = backend
+        own._followers._end_process = Ends()
         if moment == "waiting":
             os.kill(follower_pid(backend), signal.SIGKILL)
             with pytest.raises(BackendError, match="rank 1.*exit code -9"):
@@ -196,25 +210,39 @@ def test_a_dead_follower_is_an_error_and_not_a_hang(folder: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_on_gpus_a_leader_ends_with_a_follower_though_its_collective_never_returns(
+def test_a_stopped_follower_ends_the_leader_in_one_line_that_names_it(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The leader asks for nothing meanwhile. A stopped follower ends with its leader all the same."""
+    ends = Ends()
+    with started("megatron-2", folder) as backend:
+        own: Any = backend
+        own._followers._end_process = ends
+        backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)  # it has started
+        pid = follower_pid(backend)
+        os.kill(pid, signal.SIGSTOP)
+        assert ends.ended.wait(300)
+        own._followers._processes[0][1].join()
+    assert ends.codes == [1]
+    line = f"asyncrl learner: learner rank 1 (pid {pid}) is gone: it hangs: no sign of life for 6 s"
+    assert line in capfd.readouterr().err.splitlines()
+
+
+@pytest.mark.slow
+def test_a_leader_ends_with_a_follower_that_ends_before_it_has_joined(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The follower finds no GPU, or no leader to join, and ends. The leader asks for nothing meanwhile."""
-    ends: list[int] = []
-    ended = threading.Event()
-
-    def end(code: int) -> None:
-        ends.append(code)
-        ended.set()
-
+    ends = Ends()
     with started("megatron-1", folder) as backend:
         job = dataclasses.replace(backend._job, device="cuda")  # type: ignore[attr-defined]
-    place = Place(rank=1, ranks=2, host="127.0.0.1", port=1, timeout_seconds=1.0)
-    ranks = ChildRanks(job, [place], end=end)
-    assert ended.wait(300)
-    assert ends == [1]
-    assert re.search(r"^asyncrl learner: learner rank 1 \(pid \d+\) has ended$", capfd.readouterr().err, re.MULTILINE)
-    ranks.close_channels()
+    place = Place(rank=1, ranks=2, host="127.0.0.1", port=1, timeout_seconds=100.0)
+    ranks = ChildRanks(job, [place], end=ends)
+    assert ends.ended.wait(300)
+    assert ends.codes == [1]
+    line = r"^asyncrl learner: learner rank 1 \(pid \d+\) is gone: its connection has ended$"
+    assert re.search(line, capfd.readouterr().err, re.MULTILINE)
+    ranks.close_links()
     ranks.close()
 
 

@@ -1,14 +1,16 @@
-"""Messages between two ranks over TCP, in two lanes. Each end notices within seconds that the other end is gone.
+"""Messages between two ranks over a socket, in two lanes. Each end notices within seconds that the other end is gone.
 
 When a process ends, its connection closes. When a machine vanishes, TCP keep-alives go unanswered. The kernel sends and
 counts them, so a process that computes, imports, or waits in a collective need not do anything. A stopped process, or
 one whose Python hangs, is detected by its silence: a thread at each end sends a sign of life every second. The sign
-includes how long that end may be silent, since some calls hold the GIL for minutes.
+includes how long that end may be silent, since some calls hold the GIL for minutes. Ranks of one machine use a pair of
+Unix sockets in place of TCP.
 """
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -70,7 +72,7 @@ class _SecondLane(_Inbox):
         self.send_bytes = send_bytes
 
 
-class TcpLink(_Inbox):
+class RankLink(_Inbox):
     """Sends and receives whole messages. A thread reads them on arrival, so no buffer fills while a process computes.
 
     ``parts`` is the second lane. ``gone`` is set once the other end has closed, does not answer, or is silent;
@@ -84,7 +86,10 @@ class TcpLink(_Inbox):
         self.problem = "its connection has ended"
         self._socket = connection
         self._socket.settimeout(None)
-        _keep_alive(connection)
+        if connection.family != socket.AF_UNIX:
+            _keep_alive(connection)
+        self._room = select.poll()  # select() takes no descriptor above 1,023
+        self._room.register(connection, select.POLLOUT)
         self._patience, self._tick_seconds = patience, tick_seconds
         self._silence = 0.0
         self._sending = threading.Lock()
@@ -140,7 +145,8 @@ class TcpLink(_Inbox):
         """
         if self._sending.acquire(blocking=False):  # otherwise a message is being sent, which is a sign of life itself
             with contextlib.suppress(OSError):
-                self._socket.sendall(_HEAD.pack(_SIGN | self._may_be_silent))
+                if self._room.poll(0):  # otherwise the other end has many signs to read, and we must not wait for it
+                    self._socket.sendall(_HEAD.pack(_SIGN | self._may_be_silent))
             self._sending.release()
         self._silence += self._tick_seconds
         if self._silence > self._patience:

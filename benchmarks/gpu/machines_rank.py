@@ -1,0 +1,59 @@
+"""One rank of machines.py: trains and reports each step, or serves the rank that does.  Argument: a task in JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.backends import huggingface
+from asyncrl.backends.megatron import torchrun
+from asyncrl.os_process import learner_secret
+from benchmarks.gpu.learner_step import METRICS, Variant, backend, documents, made, shares
+
+SAVED_STEP: Final = 2
+"""After this step two machines write a checkpoint."""
+LEARNING_RATE: Final = 1e-4
+
+
+def run(task: Mapping[str, Any]) -> int:
+    """Be one rank: train and print a JSON line for each step, or serve the rank that does.
+
+    Machines of which one will be killed write a checkpoint, and train until then. The next ones continue from it.
+    """
+    variant, model, state = Variant(**task["variant"]), Path(task["model"]), Path(task["state"])
+    seat = torchrun.seat(ranks=variant.layout.ranks, secret=learner_secret())
+    settings: dict[str, Any] = {"device": task["device"], "dtype": task["dtype"], "seat": seat}
+    tell({"rank": seat.rank if seat else 0})
+    if seat and seat.rank:
+        made(variant, model, **settings).serve()
+        return 0
+    vocabulary = huggingface.read_shape(model).vocabulary_size
+    is_resumed = state.exists()
+    with backend(variant, model, **settings) as learner:
+        if is_resumed:
+            learner.restore(state)
+        is_first = bool(seat and task["is_killed"] and not is_resumed)
+        steps = range(SAVED_STEP + 1 if is_resumed else 1, task["steps"] + 1)
+        for step in itertools.count(1) if is_first else steps:
+            share = shares(variant, documents(variant, vocabulary=vocabulary, seed=step))
+            began = time.perf_counter()
+            metrics = learner.step(share, learning_rate=LEARNING_RATE).metrics
+            seconds = time.perf_counter() - began
+            tell({"step": step, "seconds": seconds} | {name: metrics[name] for name in METRICS})
+            if step == SAVED_STEP and is_first:
+                learner.save(state)
+    return 0
+
+
+def tell(message: Mapping[str, Any]) -> None:
+    print(json.dumps({"pid": os.getpid(), **message}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run(json.loads(sys.argv[1])))
