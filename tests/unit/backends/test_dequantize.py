@@ -15,7 +15,7 @@ from asyncrl.cli.main import main
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.run.import_folder import import_folder
-from asyncrl.tensors import fp8
+from asyncrl.tensors import fp8, quantized_model
 
 KIMI_K2 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -79,7 +79,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def published(whole: Path, tmp_path: Path) -> Path:
     """The same model, published like Kimi-K2: FP8, its own model type, a matrix and its scales in different files."""
-    folder = fp8.model_folder(whole, tmp_path / "published")
+    folder = quantized_model.model_folder(whole, tmp_path / "published", "fp8")
     describe(folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
