@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.engines.validation import read_shapes
-from asyncrl.tensors import quantized_model
+from asyncrl.tensors import int4, quantized_model
 
 ENDS = {"fp8": ("", "_scale_inv"), "int4": ("_packed", "_scale", "_shape")}
 """What the names of the tensors that replace a matrix end in."""
@@ -42,6 +43,21 @@ def test_a_weight_takes_the_bits_that_the_format_has(tmp_path: Path, quantizatio
     matrices = {f"model.layers.{number}.mlp.up_proj.weight": torch.ones(128, 128) for number in range(3)}
     made = dict(quantized_model.quantized(matrices.items(), quantization))
     assert 8 * sum(one.nbytes for one in made.values()) / (3 * 128 * 128) == pytest.approx(bits, abs=5e-4)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_transformers_reads_an_int4_folder_as_the_weights_that_engines_have(tmp_path: Path) -> None:
+    """An engine multiplies an integer by its scale in bfloat16."""
+    model = make_tiny_model(tmp_path / "model", hidden_size=128)
+    made = quantized_model.model_folder(model, tmp_path / "made", "int4")
+    stored = load_file(made / "model.safetensors")
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        made, dtype=torch.bfloat16, quantization_config=transformers.CompressedTensorsConfig(run_compressed=False)
+    ).state_dict()
+    matrices = [name for name in stored if name.endswith("_packed")]
+    assert len(matrices) == 2 * 7
+    for name in (one.removesuffix("_packed") for one in matrices):
+        assert torch.equal(read[name], int4.dequantize(stored[f"{name}_packed"], stored[f"{name}_scale"]))
 
 
 def test_weights_that_the_index_does_not_name_are_not_quantized(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from aiohttp import test_utils, web
 
 from asyncrl.engines.sglang import engine as sglang
+from asyncrl.engines.sglang import loader
 from asyncrl.engines.sglang import weights as sglang_weights
 from asyncrl.errors import EngineDied, WeightsError
 from asyncrl.messages import SamplingParams
@@ -151,6 +152,35 @@ async def test_buckets_are_taken_in_order_while_the_server_is_paused(attach: Att
     ]
     assert attached.engine.version == (0, 4)
     assert 0 <= report.pause_seconds <= report.load_seconds
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+async def test_buckets_of_repacked_layers_come_between_two_orders_in_a_session_that_stays_open(
+    attach: Attach, has_sessions: bool
+) -> None:
+    """The end of a session would repack the layers once more. The server refuses to begin a session again."""
+    attached = await attach(has_sessions=has_sessions)
+    attached.engine._loader.is_repacked, attached.engine._loader.ranks_with_loader = True, 1
+    await attached.join()
+    buckets = [UPDATE] * len(collective_of(attached.offer).buckets)
+    loads = [PAUSE, *([BEGIN] if has_sessions else []), BY_LOADER, *buckets, BY_LOADER, CONTINUE]
+    await attached.receive()
+    assert attached.paths == loads
+    orders = [
+        name
+        for body in attached.server.bodies(BY_LOADER)
+        for order in body["serialized_named_tensors"]
+        for name, _ in pickle.loads(base64.b64decode(order))
+    ]
+    assert orders == [loader.UNPACK, loader.PACK]
+    updates = [body for path, body in attached.server.asked if path in (UPDATE, BY_LOADER)]
+    assert [body.get("weight_version") for body in updates] == [None] * (len(updates) - 1) + ["0:4"]
+    attached.server.refuses = {(BEGIN, 2)}
+    attached.server.asked.clear()
+    attached.server.asked.append((BEGIN, {}))
+    await attached.receive()
+    assert attached.paths == [BEGIN, *loads]
+    assert attached.engine.version == (0, 4)
 
 
 async def test_the_last_bucket_alone_makes_it_that_version(attach: Attach) -> None:
