@@ -1,4 +1,4 @@
-"""`asyncrl import-model SOURCE FOLDER`: creates a Hugging Face model folder from a GGUF file or a folder in FP8."""
+"""`asyncrl import-model SOURCE FOLDER`: creates a Hugging Face model folder from a GGUF file or a quantized folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="SOURCE",
         help="a .gguf file, package:NAME for one inside an installed Python package, or a Hugging Face folder with FP8 "
-        "weights (DeepSeek-V3; Kimi-K2 with a tokenizer.json)",
+        "weights (DeepSeek-V3; Kimi-K2 with a tokenizer.json) or INT4 weights (compressed-tensors, symmetric)",
     )
     parser.add_argument("destination", type=Path, metavar="FOLDER", help="the folder to create")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="data type of GGUF weights (default: float32)")
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
         from asyncrl.run.import_folder import import_folder  # imports for seconds
 
         if options.dtype == "float32":
-            raise ConfigError("--dtype: a folder in FP8 becomes bfloat16; remove it")
+            raise ConfigError("--dtype: a quantized folder becomes bfloat16; remove it")
         import_folder(Path(options.source), options.destination)
     else:
         import_model(options.source, options.destination, dtype=options.dtype or "float32")

@@ -7,7 +7,7 @@ Test: tests/unit/tensors/test_int4.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -18,13 +18,21 @@ GROUP: Final = 32
 """Inputs that share a scale. Smaller groups have smaller errors; SGLang's kernels take 32, 64 and 128."""
 TILE: Final = 128
 """SGLang's kernels take inputs in multiples of it."""
-_IN_A_WORD: Final = 8
+IN_A_WORD: Final = 8
 _OFFSET: Final = 8
 """Integers are stored as 0 to 15."""
 _STEPS: Final = 7.5
 """Half the number of steps between -8 and 7: the largest magnitude of a group is this many scales."""
 PACKED: Final = "_packed"
 
+_WEIGHTS: Final[dict[str, Any]] = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": GROUP,
+    "dynamic": False,
+}
 CONFIG: Final[dict[str, Any]] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -32,14 +40,7 @@ CONFIG: Final[dict[str, Any]] = {
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": GROUP,
-                "dynamic": False,
-            },
+            "weights": _WEIGHTS,
             "input_activations": None,
             "output_activations": None,
         }
@@ -47,6 +48,20 @@ CONFIG: Final[dict[str, Any]] = {
     "ignore": ["lm_head"],
 }
 """The quantization_config in config.json."""
+
+
+def group_of(config: Mapping[str, Any]) -> int:
+    """Return the group size in a quantization_config of this format; 0 for other formats of compressed-tensors."""
+    groups = config.get("config_groups")
+    if config.get("format") != CONFIG["format"] or not isinstance(groups, dict) or len(groups) != 1:
+        return 0
+    (found,) = groups.values()
+    weights = found.get("weights") if isinstance(found, dict) else None
+    if not isinstance(weights, dict) or found.get("input_activations"):
+        return 0
+    group = weights.get("group_size")
+    is_same = all(weights.get(key) == _WEIGHTS[key] for key in ("num_bits", "type", "symmetric", "strategy"))
+    return group if is_same and not weights.get("actorder") and type(group) is int and group > 0 else 0
 
 
 def quantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -79,14 +94,14 @@ def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return packed, scale.squeeze(2)
 
 
-def dequantize(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return bf16[R, C], as SGLang's kernels see it, from int32[R, C / 8] and scales bf16[R, C / 32].
+def dequantize(packed: torch.Tensor, scale: torch.Tensor, *, group: int = GROUP) -> torch.Tensor:
+    """Return bf16[R, C], as SGLang's kernels see it, from int32[R, C / 8] and scales bf16[R, C / ``group``].
 
     Raises ValueError for scales of another shape.
     """
-    rows, columns = packed.shape[0], packed.shape[1] * _IN_A_WORD
-    if tuple(scale.shape) != (rows, columns // GROUP):
-        raise ValueError(f"scales of [{rows}, {columns}] must be {(rows, columns // GROUP)}, are {tuple(scale.shape)}")
+    rows, columns = packed.shape[0], packed.shape[1] * IN_A_WORD
+    if tuple(scale.shape) != (rows, columns // group):
+        raise ValueError(f"scales of [{rows}, {columns}] must be {(rows, columns // group)}, are {tuple(scale.shape)}")
     pairs = packed.contiguous().view(torch.uint8)
-    whole = torch.stack((pairs & 15, pairs >> 4), dim=2).view(rows, -1, GROUP).float() - _OFFSET
+    whole = torch.stack((pairs & 15, pairs >> 4), dim=2).view(rows, -1, group).float() - _OFFSET
     return (whole * scale.float().unsqueeze(2)).bfloat16().view(rows, columns)
