@@ -86,8 +86,8 @@ def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if columns % GROUP:
         raise ValueError(f"a matrix [{rows}, {columns}] has no groups of {GROUP} inputs")
     groups = matrix.float().view(rows, -1, GROUP)
-    largest = groups.abs().amax(dim=2, keepdim=True)
-    scale = torch.where(largest > 0, largest / _STEPS, 1.0).bfloat16()
+    scale = (groups.abs().amax(dim=2, keepdim=True) / _STEPS).bfloat16()
+    scale = torch.where(scale == 0, 1.0, scale)
     whole = (groups / scale.float()).round_().clamp_(-_OFFSET, _OFFSET - 1).add_(_OFFSET).to(torch.uint8)
     pairs = whole.view(rows, -1, 2)
     packed = (pairs[..., 0] | pairs[..., 1] << 4).view(torch.int32)  # the first integer is in the lowest bits

@@ -319,7 +319,7 @@ class SGLangEngine(EngineAdapter):
         )
         self._loader.version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
-        self._loader.ranks_with_loader = ranks_with_loader(info, self._model.quantization) if self._server else 0
+        self._loader.ranks_with_loader = ranks_with_loader(info, self._model.quantization, is_ours=bool(self._server))
         self._loader.is_repacked = self._model.quantization in repacking.FORMATS
         if self._tells_experts and not info.get(OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{OPTION} of the server at {self.url}')

@@ -253,11 +253,14 @@ def free_port() -> int:
             return port
 
 
-def ranks_with_loader(info: Mapping[str, Any], quantization: str = "") -> int:
-    """Return how many ranks use LOADER, from a launched server's /server_info; 0 if SGLang's loader must be used.
+def ranks_with_loader(info: Mapping[str, Any], quantization: str = "", *, is_ours: bool = True) -> int:
+    """Return how many ranks use LOADER, from a server's /server_info; 0 if SGLang's loader must be used.
 
-    Raises ConfigError where that cannot load the format of the weights again.
+    Raises ConfigError where that cannot load the format of the weights.  is_ours: whether we launched the server
     """
+    if not is_ours:
+        _require_quantized(info, quantization)
+        return 0
     is_repacked = quantization in repacking.FORMATS
     ranks = int(info.get("tp_size") or 1)
     is_plain = (
@@ -273,6 +276,21 @@ def ranks_with_loader(info: Mapping[str, Any], quantization: str = "") -> int:
             'machines and speculative decoding exclude; remove them from engine.options.server_arguments, or use "fp8"'
         )
     return ranks if is_plain and (is_repacked or ranks <= _MOST_RANKS_OF_LOADER) else 0
+
+
+def _require_quantized(info: Mapping[str, Any], quantization: str) -> None:
+    """Raise ConfigError unless an attached server was started on weights in that format: others die of a load."""
+    if not quantization:
+        return
+    served, name = info.get("quantization"), _QUANTIZATIONS[quantization]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        config = json.loads((Path(str(info.get("model_path"))) / "config.json").read_text())
+        served = served or config["quantization_config"]["quant_method"]
+    if served != name:
+        raise ConfigError(
+            f'weights.quantization: "{quantization}", but the server at engine.options.url serves '
+            f"{served or 'unquantized'} weights; start it on a folder in that format with --quantization {name}"
+        )
 
 
 class ServerProcess:

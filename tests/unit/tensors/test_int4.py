@@ -55,6 +55,7 @@ def test_integers_are_worked_by_hand() -> None:
     matrix[0, :4] = torch.tensor([-7.5, 7.5, 2.0, -1.4])  # scale 1: -8 (ties to even), 7 (8 is cut), 2, -1
     packed, scale = int4.quantize(matrix)
     assert scale.tolist() == [[1.0, 1.0]]  # no 0 / 0 in the second group
+    assert int4.quantize(torch.full((1, 32), 1e-40))[1].tolist() == [[1.0]]  # nor where bfloat16 has no such scale
     # Plus 8 each, first in the lowest bits: 0, 15, 10, 7, and 8 for zeros.
     assert packed[0, 0].item() & 0xFFFFFFFF == 0x88887AF0
     assert int4.dequantize(packed, scale)[0, :5].tolist() == [-8.0, 7.0, 2.0, -1.0, 0.0]

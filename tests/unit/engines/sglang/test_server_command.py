@@ -100,6 +100,18 @@ def test_our_loader_alone_loads_repacked_weights_whatever_the_number_of_gpus() -
         assert sglang_server.ranks_with_loader(info | said | {"quantization": "fp8"}, "fp8") == 0
 
 
+def test_a_server_of_your_own_must_serve_the_format_that_versions_have(tmp_path: Path) -> None:
+    """SGLang's server dies when it is to load e4m3 and scales into a bfloat16 model."""
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    for info in ({"quantization": "fp8"}, {"quantization": None, "model_path": str(tmp_path)}):
+        assert sglang_server.ranks_with_loader(info, "fp8", is_ours=False) == 0
+    (tmp_path / "config.json").write_text('{"quantization_config": null}')
+    for info in ({}, {"model_path": str(tmp_path)}, {"model_path": "/none"}, {"quantization": "awq"}):
+        with pytest.raises(ConfigError, match=r"serves (unquantized|awq) weights; start it .* --quantization fp8$"):
+            sglang_server.ranks_with_loader(info, "fp8", is_ours=False)
+        assert sglang_server.ranks_with_loader(info, is_ours=False) == 0
+
+
 def test_the_loader_that_servers_are_told_of_is_there() -> None:
     module, _, name = sglang_server.LOADER.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
