@@ -35,6 +35,9 @@ _BY_LOADER: Final = "/update_weights_from_tensor"
 _FROM_LEARNER: Final = "/update_weights_from_distributed"
 _BEGIN: Final = "/begin_weight_update"
 _END: Final = "/end_weight_update"
+_BROKE_OFF: Final = "Failed to update weights"
+"""In the server's answer if a load from a folder broke off. To go back it loads the same folder again, which it takes
+for the old one (weight_updater.py of 0.5.16 and 0.5.23): its weights may be the new ones, in part or all."""
 _NO_VERSION: Final = (-1, -1)
 """Version of a server with partly updated weights; any offered version is newer."""
 _STUCK_SECONDS: Final = 90.0
@@ -142,7 +145,7 @@ class WeightLoader:
                     with contextlib.suppress(EngineError):  # the first, or the failed, session may still be open
                         await self._post(_BEGIN if self.is_repacked else _END, {})
                 for path, body in updates:
-                    self._is_torn |= path != _FROM_FOLDER  # the server rolls back a failed load from a folder
+                    self._is_torn |= path != _FROM_FOLDER  # which the server checks before it changes anything
                     answer = await self._post(path, body)
                     if not answer.get("success"):
                         raise EngineError(str(answer.get("message")))
@@ -151,6 +154,7 @@ class WeightLoader:
             except EngineDied:
                 raise
             except EngineError as error:
+                self._is_torn |= _BROKE_OFF in str(error)
                 if self._is_torn:
                     self.version = _NO_VERSION
                 raise WeightsError(f"weights {format_version(version)} from {what}: {error}") from error

@@ -43,13 +43,14 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 class Server(FakeServer):
-    """``refuses`` has (path, number of the call) of refused calls; ``hangs`` is a path that never answers."""
+    """``refuses`` has (path, number of the call) of refused calls, and ``says`` why; ``hangs`` is a path that never
+    answers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.has_sessions = True
         self.refuses: set[tuple[str, int]] = set()
-        self.hangs = ""
+        self.says, self.hangs = "torn", ""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -59,7 +60,7 @@ class Server(FakeServer):
         if path == self.hangs:
             await asyncio.Event().wait()
         if (path, self.paths.count(path)) in self.refuses:
-            return web.json_response({"success": False, "message": "torn"}, status=400)
+            return web.json_response({"success": False, "message": self.says}, status=400)
         if path in (BEGIN, UPDATE, END, JOIN, LEAVE, BY_LOADER):
             return web.json_response({"success": True, "message": ""})
         return answer
@@ -180,6 +181,20 @@ async def test_buckets_of_repacked_layers_come_between_two_orders_in_a_session_t
     attached.server.asked.append((BEGIN, {}))
     await attached.receive()
     assert attached.paths == [BEGIN, *loads]
+    assert attached.engine.version == (0, 4)
+
+
+async def test_a_server_whose_load_from_a_folder_broke_off_stays_paused(attach: Attach, old: Model) -> None:
+    """SGLang says that it rolls back, and loads the same folder again: it may have the new weights."""
+    attached = await attach()
+    attached.server.refuses = {(FROM_FOLDER, 1)}
+    attached.server.says = "Failed to update weights: EIO.\nRolling back to original weights."
+    with pytest.raises(WeightsError, match="EIO"):
+        await attached.engine.load(old.version(4))
+    assert attached.paths[-2:] == [PAUSE, FROM_FOLDER]
+    assert attached.engine.version < (0, 0)
+    await attached.engine.load(old.version(4))
+    assert attached.paths[-1] == CONTINUE
     assert attached.engine.version == (0, 4)
 
 
