@@ -1,8 +1,8 @@
 """Converts a Hugging Face folder with 8-bit or 4-bit matrices to bfloat16.
 
-DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published with 8-bit matrices, gpt-oss with 4-bit experts (MXFP4). The
-new folder gets the model type that transformers reads without the model's own code. One matrix is in memory at a time,
-or one tensor with a layer's 4-bit experts.
+DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published with 8-bit matrices, gpt-oss with 4-bit experts (MXFP4), and
+runs with weights.quantization keep 8-bit or 4-bit models. The new folder gets the model type that transformers reads
+without the model's own code. One matrix is in memory at a time, or one tensor with a layer's 4-bit experts.
 Test: tests/unit/backends/test_dequantize.py.
 """
 
@@ -19,12 +19,13 @@ import torch
 
 from asyncrl.backends.huggingface import SAME_ARCHITECTURE, open_weights
 from asyncrl.errors import ConfigError
-from asyncrl.tensors import fp8, mxfp4, safetensors_file
+from asyncrl.tensors import fp8, int4, mxfp4, safetensors_file
 from asyncrl.tensors.snapshot import TensorEntry
 
 _INDEX: Final = "model.safetensors.index.json"
 _OF_OWN_CODE: Final = ("auto_map", "quantization_config")
-_Read = Callable[[str], torch.Tensor]
+Read = Callable[[str], torch.Tensor]
+"""Returns a tensor of the folder by its name."""
 
 
 def is_needed(config: dict[str, Any]) -> bool:
@@ -47,14 +48,13 @@ def to_bfloat16(source: Path, destination: Path, *, note: Callable[[str], None])
             try:
                 with file.open("rb") as stream:
                     stored, _ = safetensors_file.entries_of(stream)
-                found = [entry for entry in stored if not kind.is_scale(entry.name)]
-                entries = [kind.whole(entry) for entry in found]
+                matrices = [(whole, entry) for entry in stored if (whole := kind.whole(entry)) is not None]
                 with (destination / file.name).open("wb") as stream:
-                    safetensors_file.write(stream, _blocks(found, entries, read, kind))
+                    safetensors_file.write(stream, _blocks(matrices, kind, read))
             except ValueError as error:
                 raise ConfigError(f"{file}: {error}") from None
-            num_parameters += sum(torch.Size(entry.shape).numel() for entry in entries)
-            weight_map |= {entry.name: file.name for entry in entries}
+            num_parameters += sum(torch.Size(whole.shape).numel() for whole, _ in matrices)
+            weight_map |= {whole.name: file.name for whole, _ in matrices}
             note(file.name)
     if (source / _INDEX).is_file():
         (destination / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
@@ -73,31 +73,27 @@ def _weight_files(source: Path) -> list[Path]:
 
 
 class _Kind(Protocol):
-    """How weights are quantized."""
+    """How a folder's weights are quantized."""
 
-    def is_scale(self, name: str) -> bool:
-        """Return whether a tensor holds the scales of another."""
+    def whole(self, entry: TensorEntry) -> TensorEntry | None:
+        """Return the entry in the new folder; None for scales. Raises ValueError for an impossible shape."""
 
-    def whole(self, entry: TensorEntry) -> TensorEntry:
-        """Return the entry in bfloat16 of a tensor that is no scale. Raises ValueError for an impossible shape."""
-
-    def read(self, entry: TensorEntry, read: _Read) -> torch.Tensor:
-        """Return the tensor of ``whole(entry)``. Raises ValueError for scales of another matrix."""
+    def read(self, entry: TensorEntry, read: Read) -> torch.Tensor:
+        """Return the tensor of ``whole(entry)``. Raises ValueError for scales that do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fp8:
-    """e4m3 matrices.  block: the rows and columns that share a scale"""
+    """Matrices in e4m3.  block: the rows and columns that share a scale"""
 
     block: tuple[int, int]
 
-    def is_scale(self, name: str) -> bool:
-        return fp8.is_scale(name)
-
-    def whole(self, entry: TensorEntry) -> TensorEntry:
+    def whole(self, entry: TensorEntry) -> TensorEntry | None:
+        if fp8.is_scale(entry.name):
+            return None
         return dataclasses.replace(entry, dtype=torch.bfloat16) if entry.dtype == torch.float8_e4m3fn else entry
 
-    def read(self, entry: TensorEntry, read: _Read) -> torch.Tensor:
+    def read(self, entry: TensorEntry, read: Read) -> torch.Tensor:
         tensor = read(entry.name)
         if tensor.dtype != torch.float8_e4m3fn:
             return tensor
@@ -108,19 +104,41 @@ class _Fp8:
 class _Mxfp4:
     """Experts in 4 bits."""
 
-    def is_scale(self, name: str) -> bool:
-        return mxfp4.is_scale(name)
-
-    def whole(self, entry: TensorEntry) -> TensorEntry:
+    def whole(self, entry: TensorEntry) -> TensorEntry | None:
+        if mxfp4.is_scale(entry.name):
+            return None
         if not mxfp4.is_quantized(entry.name):
             return entry
         shape = mxfp4.whole_shape(entry.shape)
         return TensorEntry(name=mxfp4.whole_of(entry.name), dtype=torch.bfloat16, shape=shape)
 
-    def read(self, entry: TensorEntry, read: _Read) -> torch.Tensor:
+    def read(self, entry: TensorEntry, read: Read) -> torch.Tensor:
         if not mxfp4.is_quantized(entry.name):
             return read(entry.name)
         return mxfp4.dequantize(read(entry.name), read(mxfp4.scale_of(entry.name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Int4:
+    """Packed matrices.  group: inputs that share a scale"""
+
+    group: int
+
+    def whole(self, entry: TensorEntry) -> TensorEntry | None:
+        if entry.name.endswith((".weight_scale", ".weight_shape")):
+            return None
+        if not entry.name.endswith(int4.PACKED):
+            return entry
+        rows, words = entry.shape
+        name = entry.name.removesuffix(int4.PACKED)
+        return TensorEntry(name=name, dtype=torch.bfloat16, shape=(rows, words * int4.IN_A_WORD))
+
+    def read(self, entry: TensorEntry, read: Read) -> torch.Tensor:
+        tensor = read(entry.name)
+        if not entry.name.endswith(int4.PACKED):
+            return tensor
+        scale = read(entry.name.removesuffix(int4.PACKED) + "_scale")
+        return int4.dequantize(tensor, scale, group=self.group)
 
 
 def _kind(source: Path, config: dict[str, Any]) -> _Kind:
@@ -134,9 +152,11 @@ def _kind(source: Path, config: dict[str, Any]) -> _Kind:
         return _Mxfp4()
     if method == "fp8" and isinstance(size, list) and len(size) == 2 and all(map(_is_size, size)):
         return _Fp8(block=(size[0], size[1]))
+    if method == int4.CONFIG["quant_method"] and (group := int4.group_of(table)):
+        return _Int4(group=group)
     raise ConfigError(
-        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks and MXFP4 can "
-        "be read; use the unquantized model"
+        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks, MXFP4, and "
+        "symmetric INT4 in groups can be read; use the unquantized model"
     )
 
 
@@ -145,11 +165,11 @@ def _is_size(number: Any) -> bool:
 
 
 def _blocks(
-    stored: Sequence[TensorEntry], entries: Sequence[TensorEntry], read: _Read, kind: _Kind
+    matrices: Sequence[tuple[TensorEntry, TensorEntry]], kind: _Kind, read: Read
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file with ``entries``, made of the tensors ``stored``."""
-    yield safetensors_file.header(entries)
-    for entry in stored:
+    """Yield the bytes of a safetensors file.  matrices: entries of the new folder, and of the old one"""
+    yield safetensors_file.header([whole for whole, _ in matrices])
+    for _whole, entry in matrices:
         try:
             tensor = kind.read(entry, read)
         except ValueError as error:

@@ -67,7 +67,7 @@ class RunSection:
 class ModelSection:
     path: str
     """Hugging Face folder (config.json, *.safetensors, tokenizer.json). `asyncrl import-model` creates one from a GGUF
-    file or from a folder in FP8."""
+    file or from a folder in FP8 or INT4."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights in the learner and in the engines."""
 
@@ -278,9 +278,10 @@ class WeightsSection:
     models_every: int = 0
     """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION of the run's folder; 0
     keeps none."""
-    quantization: Literal["", "fp8"] = ""
-    """fp8: engines receive the weight matrices of the layers in 8 bits, with one scale per block of 128 x 128;
-    experimental. Empty: the same format as in training."""
+    quantization: Literal["", "fp8", "int4"] = ""
+    """Format in which engines receive the weight matrices of the layers; experimental. fp8: 8 bits, with one scale per
+    block of 128 x 128; int4: 4 bits, with one scale per 32 inputs of an output. Empty: the same format as in
+    training."""
     every_steps: int = 1
     """Steps between published versions. More than 1 only with rollout.function = "given"."""
 

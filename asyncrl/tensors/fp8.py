@@ -2,27 +2,17 @@
 
 This is the format of DeepSeek-V3 (arXiv:2412.19437, 3.3.2) and of Qwen's FP8 models. W is ``weight`` x
 ``weight_scale_inv``, block by block.
-
-Only the matrices of layers are quantized. Norms, embeddings, the output layer and routers keep their dtype.
 Test: tests/unit/tensors/test_fp8.py.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from asyncrl.tensors import weight_files
 from asyncrl.tensors.adapter_names import module_of
 
 BLOCK: Final = 128
@@ -88,51 +78,3 @@ def _blocks(matrix: torch.Tensor) -> torch.Tensor:
     rows, columns = matrix.shape
     filled = F.pad(matrix, (0, -columns % BLOCK, 0, -rows % BLOCK))
     return filled.view(-(-rows // BLOCK), BLOCK, -1, BLOCK)
-
-
-def described(config: Path) -> None:
-    """Add quantization_config to a config.json, to say that its weights are quantized."""
-    settings = json.loads(config.read_text())
-    text = json.dumps(settings | {"quantization_config": CONFIG}, indent=2)
-    config.unlink()  # it may be a link to the file of another version
-    config.write_text(text)
-
-
-def model_folder(model: Path, into: Path) -> Path:
-    """Quantize the model into the folder ``into``, unless that already exists. Returns ``into``.
-
-    Several processes may call this at once. Raises OSError, ValueError, WeightsError.
-    """
-    if (into / "config.json").is_file():
-        return into
-    into.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
-    try:
-        index: dict[str, str] = {}
-        files = weight_files.paths(model)  # a folder may hold the weights a second time, as consolidated.safetensors
-        for file in files:
-            made = dict(quantized(_tensors(file)))
-            save_file(made, temporary / file.name, metadata={"format": "pt"})
-            index |= dict.fromkeys(made, file.name)
-        for file in sorted(model.iterdir()):
-            if file.is_file() and not weight_files.is_of_weights(file.name):
-                shutil.copyfile(file, temporary / file.name)
-        if files[0].name != weight_files.WEIGHTS_FILE:
-            text = json.dumps({"metadata": {}, "weight_map": index})
-            (temporary / weight_files.INDEX_FILE).write_text(text)
-        described(temporary / "config.json")
-        temporary.chmod(0o755)
-        try:
-            temporary.rename(into)
-        except OSError:
-            if not (into / "config.json").is_file():  # otherwise another process created it first
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return into
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(os.fspath(file), framework="pt") as stored:
-        for name in stored.keys():  # noqa: SIM118 (safe_open is no mapping)
-            yield name, stored.get_tensor(name)

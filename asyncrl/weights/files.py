@@ -29,7 +29,7 @@ from asyncrl.logs import is_at
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
 from asyncrl.protocols.adapter import RunConfig
-from asyncrl.tensors import adapter_names, fp8, safetensors_file, weight_files
+from asyncrl.tensors import adapter_names, quantized_model, safetensors_file, weight_files
 from asyncrl.tensors.adapter_names import CONFIG_FILE
 from asyncrl.tensors.parts import on_every_part
 from asyncrl.tensors.snapshot import Snapshot
@@ -49,7 +49,7 @@ _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
 class FilesChannel(ChannelAdapter):
     """Folders DIRECTORY/INCARNATION-POLICY_VERSION. One writer and any number of readers, in any process."""
 
-    takes = frozenset({"adapters", "fp8"})
+    takes = frozenset({"adapters", "fp8", "int4"})
     takes_parts = True
 
     @classmethod
@@ -70,7 +70,7 @@ class FilesChannel(ChannelAdapter):
         self._links = links
         self._previous: Path | None = None
         self._adapters: Mapping[str, Any] | None = None  # adapter_config.json, if adapters are published
-        self._is_quantized = False
+        self._quantization = ""
         self._held: tuple[WeightVersion, _Content] | None = None  # the newest version, and what it is restored from
         self._beside: tuple[str, ...] = ()  # config and tokenizer: the files of every version besides its weights
         self._retained: set[tuple[int, int]] = set()
@@ -97,7 +97,7 @@ class FilesChannel(ChannelAdapter):
                 snapshot = whole_adapters(snapshot)  # adapters are small, and PEFT reads one file
             self._adapters = adapter_names.config(snapshot.entries, base=self._model_path)
             files = self._write_parts(temporary, snapshot)
-            self._is_quantized = any(fp8.is_scale(name) for one in files for name in one.names)
+            self._quantization = quantized_model.format_of(name for one in files for name in one.names)
             self._add_companions(temporary)
             num_bytes = sum(one.num_bytes for one in files)
             sha256 = _complete(temporary, files)
@@ -215,8 +215,8 @@ class FilesChannel(ChannelAdapter):
         add_companions(folder, self._model_path)
         if self._adapters is not None:
             (folder / CONFIG_FILE).write_text(json.dumps(self._adapters, indent=1))
-        if self._is_quantized:
-            fp8.described(folder / "config.json")
+        if self._quantization:
+            quantized_model.described(folder / "config.json", self._quantization)
         self._beside = tuple(name for name in os.listdir(folder) if not is_of_weights(name))
 
     def _collect(self, *, newest: tuple[int, int]) -> None:

@@ -35,7 +35,7 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
 from asyncrl.protocols import Generation
-from asyncrl.tensors import fp8
+from asyncrl.tensors import quantized_model
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
 
@@ -73,16 +73,17 @@ def model() -> Path:
     return folder
 
 
-def engine(folder: Path, kind: str) -> SGLangEngine:
+def engine(folder: Path, kind: str, **server_arguments: Any) -> SGLangEngine:
     return SGLangEngine(
         folder,
         device="cuda",
         dtype="bfloat16",
         version=(0, 0),
-        options=Options(server_arguments=ARGUMENTS, start_seconds=180.0),
+        options=Options(server_arguments=ARGUMENTS | server_arguments, start_seconds=540.0),
         log_path=PLACE / f"{kind}.log",
         lora=LoraSection(rank=RANK, publish="adapter") if kind == "adapter" else None,
-        quantized=PLACE / "model-fp8" if kind == "fp8" else None,
+        quantization=kind if kind in quantized_model.FORMATS else "",
+        quantized=PLACE / f"model-{kind}",
     )
 
 
@@ -162,7 +163,7 @@ def published(kind: str, snapshots: Sequence[Snapshot], folder: Path) -> list[We
 
 async def measured(rows: list[dict[str, Any]]) -> None:
     folder = await asyncio.to_thread(model)
-    fp8.model_folder(folder, PLACE / "model-fp8")
+    quantized_model.model_folder(folder, PLACE / "model-fp8", "fp8")
     engines = {kind: engine(folder, kind) for kind in ("bf16", "fp8", "adapter")}
     began = time.monotonic()
     results = await asyncio.gather(*(one.start() for one in engines.values()), return_exceptions=True)
@@ -193,7 +194,7 @@ async def _whole(up: dict[str, SGLangEngine], folder: Path, rows: list[dict[str,
         quantized = []
         for snapshot in snapshots:
             began = time.monotonic()
-            quantized.append(Snapshot.of(fp8.quantized(snapshot.tensors())))
+            quantized.append(Snapshot.of(quantized_model.quantized(snapshot.tensors(), "fp8")))
             seconds.append(time.monotonic() - began)
         for kind, made in (("bf16", snapshots), ("fp8", quantized)):
             if kind in up:

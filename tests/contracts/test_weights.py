@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,8 @@ from asyncrl.config import WeightsSection
 from asyncrl.errors import BackendError, WeightsError
 from asyncrl.messages import replace
 from asyncrl.protocols import WeightChannel
+from asyncrl.tensors import quantized_model
+from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights import files
 from asyncrl.weights.files import FilesChannel
@@ -90,6 +93,18 @@ def assert_loads_as_published(channel: WeightChannel, model_path: Path, *, ranks
     assert loaded.lm_head.weight.equal(model.lm_head.weight)
     assert loaded.generation_config.eos_token_id == 1
     assert transformers.AutoTokenizer.from_pretrained(folder).encode("12") == [5, 6]
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_quantized_versions_say_their_format(files_channel: FilesChannel, quantization: str) -> None:
+    given = {"model.norm.weight": torch.ones(8), "model.layers.0.mlp.up_proj.weight": torch.ones(128, 128)}
+    for version in (1, 2):  # the second version takes its config from the first
+        exported = Snapshot.of(quantized_model.quantized(given.items(), quantization))
+        weights = files_channel.publish(exported, incarnation=0, policy_version=version)
+        folder = files_channel.verify(weights)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["quantization_config"] == quantized_model.FORMATS[quantization].config
+        assert set(read_shapes(folder)) == {entry.name for entry in exported.entries}
 
 
 def test_the_version_says_what_was_published(files_channel: FilesChannel) -> None:

@@ -81,7 +81,7 @@ class MegatronBackend(BackendAdapter):
             **constructor_arguments(cls, run, algorithm=algorithm, auxiliary=auxiliary),
             layout=run.learner.layout,
             transformer=run.learner.megatron,
-            is_fp8=run.weights.quantization == "fp8",
+            quantization=run.weights.quantization,
             seat=cls._seat_here(run),
             common=joined_ranks.shared_settings(run),
         )
@@ -136,7 +136,7 @@ class MegatronBackend(BackendAdapter):
         frozen.check(run, are_fused=True)
         lora.check(run)
         if run.weights.quantization:
-            require_quantizable(huggingface.read_shape(Path(run.model.path)))
+            require_quantizable(huggingface.read_shape(Path(run.model.path)), run.weights.quantization)
 
     def __init__(
         self,
@@ -151,14 +151,14 @@ class MegatronBackend(BackendAdapter):
         options: Options,
         layout: Layout | None = None,
         transformer: Mapping[str, Any] | None = None,
-        is_fp8: bool = False,
+        quantization: str = "",
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
         seat: torchrun.Seat | None = None,
         common: Mapping[str, object] | None = None,
     ) -> None:
         """
         transformer  extra fields of Megatron's TransformerConfig
-        is_fp8       whether exports are quantized
+        quantization format of exports (tensors/quantized_model.py); empty: the folder's dtype
         seat         place of this process if the other ranks are started externally and join
         common       settings by name that all ranks must share
         """
@@ -175,7 +175,7 @@ class MegatronBackend(BackendAdapter):
             recompute=options.recompute,
             is_offloading=options.offload_optimizer,
             transformer=dict(transformer or {}),
-            is_fp8=is_fp8,
+            quantization=quantization,
         )
         self._timeout_seconds = options.timeout_seconds
         self._layout = layout

@@ -29,7 +29,7 @@ from asyncrl.errors import BackendError, ConfigError
 from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
-from asyncrl.tensors import fp8
+from asyncrl.tensors import quantized_model
 from asyncrl.tensors.snapshot import Snapshot
 
 
@@ -43,7 +43,7 @@ class LoadedModel:
         self._temperature = job.temperature
         self._agreement = agreement
         self._layout = job.layout
-        self._is_fp8 = job.is_fp8
+        self._quantization = job.quantization
         self._rank = dist.get_rank()
         self._device, self._dtype = device, job.torch_dtype
         self._tensor_parallel = tensor_parallel_group()
@@ -191,7 +191,7 @@ class LoadedModel:
 
         Memory besides the copy: a bucket of gathered tensors and one parameter.
         """
-        return Snapshot.of(fp8.quantized(self.exported()) if self._is_fp8 else self.exported())
+        return Snapshot.of(quantized_model.quantized(self.exported(), self._quantization))
 
     @torch.no_grad()
     def exported(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -44,8 +44,8 @@ class Job:
     recompute: str
     is_offloading: bool
     transformer: Mapping[str, Any]
-    is_fp8: bool = False
-    """Whether exports are quantized."""
+    quantization: str = ""
+    """Format of exports (tensors/quantized_model.py); empty: the folder's dtype."""
 
     @property
     def torch_dtype(self) -> torch.dtype:

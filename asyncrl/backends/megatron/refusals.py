@@ -12,7 +12,7 @@ from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.weight_map import weight_map
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.protocols.adapter import Layout
-from asyncrl.tensors import fp8
+from asyncrl.tensors import quantized_model
 from asyncrl.tensors.model_tensors import check_layout, read_shapes, trained_shapes
 
 _UNEVEN: Final = (
@@ -48,20 +48,22 @@ def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: 
     return shape
 
 
-def require_quantizable(shape: ModelShape) -> None:
-    """Raise ConfigError for models not tested with 8-bit engines, or whose blocks SGLang cannot split."""
+def require_quantizable(shape: ModelShape, quantization: str) -> None:
+    """Raise ConfigError for models not tested with quantized engines, or whose sizes the format's block does not
+    divide."""
     if shape.experts or shape.latent:
         what = "experts" if shape.experts else "latent attention"
-        raise ConfigError(f'weights.quantization: "fp8" was not tried with {what}; remove it')
+        raise ConfigError(f'weights.quantization: "{quantization}" was not tried with {what}; remove it')
+    block = quantized_model.FORMATS[quantization].block
     sizes = (
         ("hidden_size", shape.hidden_size),
         ("intermediate_size", shape.feed_forward_size),
         ("num_key_value_heads x head_dim", shape.num_key_value_heads * shape.head_size),
     )
     for name, size in sizes:
-        if size % fp8.BLOCK:
+        if size % block:
             raise ConfigError(
-                f'weights.quantization: "fp8" has blocks of {fp8.BLOCK} numbers, and {name} is {size}; remove it'
+                f'weights.quantization: "{quantization}" has blocks of {block} numbers, and {name} is {size}; remove it'
             )
 
 

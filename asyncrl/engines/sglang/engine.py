@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
-from asyncrl.engines.sglang import context, memory, rope, served_model
+from asyncrl.engines.sglang import context, memory, repacking, rope, served_model
 from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient, lines
@@ -39,6 +39,7 @@ from asyncrl.engines.sglang.served_model import ServedModel
 from asyncrl.engines.sglang.server import (
     ServerProcess,
     check_architecture,
+    check_attached,
     check_dtype,
     check_installed,
     check_pause,
@@ -65,7 +66,7 @@ class SGLangEngine(EngineAdapter):
     """See Engine in protocols/engine.py."""
 
     options_type = Options
-    takes = frozenset({"adapters", "fp8"})
+    takes = frozenset({"adapters", "fp8", "int4"})
     shares_gpus = True
 
     @classmethod
@@ -81,7 +82,8 @@ class SGLangEngine(EngineAdapter):
             options=options,
             log_path=run.run_directory / "logs" / f"{name}.engine.log",
             lora=run.learner.lora if run.learner.lora.publish == "adapter" else None,
-            quantized=run.run_directory / "model-fp8" if run.weights.quantization else None,
+            quantization=run.weights.quantization,
+            quantized=run.run_directory / f"model-{run.weights.quantization}",
             tells_experts=run.rollout.routing_replay == "on",
         )
 
@@ -97,8 +99,8 @@ class SGLangEngine(EngineAdapter):
         rope.check(Path(run.model.path))
         if not options.url:
             check_arguments(options.server_arguments)
-        elif run.run.colocated:
-            raise ConfigError("run.colocated: a server of your own (engine.options.url) does not release its GPUs")
+        else:
+            check_attached(quantization=run.weights.quantization, is_colocated=run.run.colocated)
 
     @classmethod
     def check_joined(cls, options: Mapping[str, Any]) -> None:
@@ -137,17 +139,19 @@ class SGLangEngine(EngineAdapter):
         options: Options,
         log_path: Path,
         lora: LoraSection | None = None,
-        quantized: Path | None = None,
+        quantization: str = "",
+        quantized: Path = Path(),
         tells_experts: bool = False,
     ) -> None:
         """
         log_path       file for the output of a launched server
         lora           settings of the adapters that versions consist of; None if versions are whole models
-        quantized      folder for the 8-bit copy of the model; None if weights stay in their trained dtype
+        quantization   format of the weights; empty if they stay in their trained dtype
+        quantized      folder for a copy of the model in that format
         tells_experts  whether to report the experts of each token, for answers to be trained
         """
-        self._model, self._quantized = ServedModel(path=model_path), quantized  # until the folder is read
-        self._device, self._dtype = device, dtype
+        self._model = ServedModel(path=model_path, quantization=quantization)  # until the folder is read
+        self._device, self._dtype, self._quantized = device, dtype, quantized
         self._first_version = version
         self._options, self._log_path = options, log_path
         self._server: ServerProcess | None = None
@@ -181,7 +185,7 @@ class SGLangEngine(EngineAdapter):
 
     async def _start(self) -> None:
         read = functools.partial(
-            served_model.read, self._model.path, quantized=self._quantized, tells_experts=self._tells_experts
+            served_model.read, self._model, quantized=self._quantized, tells_experts=self._tells_experts
         )
         self._model = await asyncio.get_running_loop().run_in_executor(self._reader, read)
         is_ours = not self.url
@@ -293,7 +297,7 @@ class SGLangEngine(EngineAdapter):
             port=port,
             weight_version=format_version(self._first_version),
             tensor_parallel=self._options.tensor_parallel,
-            is_fp8=self._quantized is not None,
+            quantization=self._model.quantization,
             stream_interval=self._options.stream_interval,
             server_arguments=server_arguments(self._lora, self._model.shapes, device=self._device) | given,
             tells_experts=self._tells_experts,
@@ -315,7 +319,8 @@ class SGLangEngine(EngineAdapter):
         )
         self._loader.version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
-        self._loader.ranks_with_loader = ranks_with_loader(info) if self._server else 0
+        self._loader.ranks_with_loader = ranks_with_loader(info, self._model.quantization, is_ours=bool(self._server))
+        self._loader.is_repacked = self._model.quantization in repacking.FORMATS
         if self._tells_experts and not info.get(OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{OPTION} of the server at {self.url}')
         self._intake = SGLangIntake(

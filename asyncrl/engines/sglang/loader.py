@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 
 from asyncrl.config import plugins
+from asyncrl.engines.sglang import repacking
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import Source
 from asyncrl.tensors import safetensors_file
@@ -32,6 +33,10 @@ from asyncrl.tensors.model_tensors import Shapes, check_layout
 from asyncrl.tensors.snapshot import Bucket, grouped
 
 _SOURCE: Final = "source:"
+UNPACK: Final = "unpack"
+"""Order that must come before tensors that the server receives itself, if its layers are repacked (repacking.py)."""
+PACK: Final = "pack"
+"""Order that must come after them."""
 _THREADS: Final = 8
 _PIECE_BYTES: Final = 32 * 2**20
 """Bytes that one thread reads and copies at a time. Each thread keeps a pinned buffer of this size."""
@@ -48,6 +53,11 @@ def serialized(*files: Sequence[Path]) -> str:
     readable: file capabilities and security modules may forbid it.
     """
     return _encoded(*(json.dumps([str(name) for name in names]) for names in files))
+
+
+def serialized_step(step: str) -> str:
+    """Encode UNPACK or PACK."""
+    return _encoded(step)
 
 
 def serialized_source(source: Source, payload: bytes, *, expected: Shapes, optional: frozenset[str]) -> str:
@@ -83,9 +93,14 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the last step of a paused server may still run on another stream
-    model.load_weights(  # type: ignore[operator]
-        _from_source(names, device) if names[0].startswith(_SOURCE) else _from_files(names, device)
-    )
+    if names[0] != PACK:
+        repacking.unpack(model)
+    if names[0] not in (UNPACK, PACK):
+        model.load_weights(  # type: ignore[operator]
+            _from_source(names, device) if names[0].startswith(_SOURCE) else _from_files(names, device)
+        )
+    if names[0] != UNPACK:
+        repacking.pack(model)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

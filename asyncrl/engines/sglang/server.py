@@ -18,11 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.engines.sglang import repacking
 from asyncrl.engines.sglang.arguments import option_name
 from asyncrl.engines.sglang.options import Options
 from asyncrl.engines.sglang.prefill_delay import prefill_arguments
 from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.errors import ConfigError
+from asyncrl.tensors import quantized_model
 
 _HERE = Path(__file__).parent
 _LOG_TAIL_BYTES = 3000
@@ -34,6 +36,9 @@ LOADER = "asyncrl.engines.sglang.loader.load"
 _MOST_RANKS_OF_LOADER = 2
 """LOADER reads the whole file in each rank. SGLang's own loader reads only the rank's part, so with four or more ranks
 it should be as fast."""
+
+_QUANTIZATIONS: Mapping[str, str] = {"fp8": "fp8", "int4": "compressed-tensors"}
+"""SGLang's names for the values of weights.quantization."""
 
 INSTALL_HINT = (
     "engine.kind = 'sglang' needs SGLang, which is not installed: `pip install 'sglang>=0.5.16'` beside a CUDA build "
@@ -67,6 +72,17 @@ def check_pause(pause: str, *, url: str, version: str) -> None:
         raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
 
 
+def check_attached(*, quantization: str, is_colocated: bool) -> None:
+    """Raise ConfigError for what a server that we did not launch cannot do."""
+    if is_colocated:
+        raise ConfigError("run.colocated: a server of your own (engine.options.url) does not release its GPUs")
+    if quantization in repacking.FORMATS:
+        raise ConfigError(
+            f'weights.quantization: "{quantization}" needs asyncrl\'s loader in the server, and a server of your own '
+            '(engine.options.url) lacks it; use "fp8", or remove engine.options.url'
+        )
+
+
 def check_installed() -> None:
     """Raise ConfigError, with instructions, if SGLang is not installed. Does not import it."""
     if importlib.util.find_spec("sglang") is None:
@@ -97,7 +113,7 @@ _ON_GPUS_ALONE: Final = "Qwen3NextForCausalLM"
 def check_architecture(model_path: Path, *, device: str, quantization: str = "", tensor_parallel: int = 1) -> None:
     """Raise ConfigError for a model that the server cannot run. Ignores a folder that cannot be read."""
     if quantization and device == "cpu":
-        raise ConfigError("weights.quantization: SGLang has no 8-bit kernels for CPUs; remove it")
+        raise ConfigError(f'weights.quantization: SGLang has no kernels for "{quantization}" on CPUs; remove it')
     try:
         config = json.loads((model_path / "config.json").read_text())
         architectures = config.get("architectures") or [""]
@@ -105,6 +121,8 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
         return
     if device != "cpu":  # the CPU server splits any number of heads
         _check_heads(config, tensor_parallel=tensor_parallel)
+        if quantization:
+            _check_blocks(config, quantization, tensor_parallel=tensor_parallel)
     elif problem := _NOT_ON_A_CPU.get(architectures[0]):
         other = "" if architectures[0] == _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
         raise ConfigError(f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU{other}")
@@ -126,6 +144,26 @@ def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
             )
 
 
+def _check_blocks(config: Mapping[str, Any], quantization: str, *, tensor_parallel: int) -> None:
+    """Raise ConfigError if a rank's share of a matrix ends inside a block. Ignores sizes that config.json lacks."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if not (isinstance(heads, int) and isinstance(hidden, int)) or heads < 1:
+        return
+    head_size = config.get("head_dim") or hidden // heads
+    kv_heads = max(config.get("num_key_value_heads") or heads, tensor_parallel)
+    block = quantized_model.FORMATS[quantization].block
+    for name, size in (
+        ("intermediate_size", config.get("intermediate_size")),
+        ("num_attention_heads x head_dim", heads * head_size),
+        ("num_key_value_heads x head_dim", kv_heads * head_size),
+    ):
+        if isinstance(size, int) and size % (tensor_parallel * block):
+            raise ConfigError(
+                f'weights.quantization: "{quantization}" has blocks of {block} numbers, and tensor_parallel = '
+                f"{tensor_parallel} cuts {name}, {size}, inside one; lower engine.options.tensor_parallel, or remove it"
+            )
+
+
 def server_command(
     model_path: Path,
     *,
@@ -136,13 +174,13 @@ def server_command(
     tensor_parallel: int,
     stream_interval: int,
     server_arguments: Mapping[str, Any],
-    is_fp8: bool = False,
+    quantization: str = "",
     tells_experts: bool = False,
 ) -> list[str]:
     """Return the server's command line. ``server_arguments`` override every default.
 
-    is_fp8: the weights in the folder are quantized. The dtype is always set: by default SGLang gives a float32 model a
-    float16 KV cache, and logprobs are off by 0.01.
+    quantization: format of the weights in the folder. The dtype is always set: by default SGLang gives a float32 model
+    a float16 KV cache, and logprobs are off by 0.01.
     """
     arguments: dict[str, Any] = {
         "model-path": str(model_path),
@@ -159,7 +197,7 @@ def server_command(
         **({OPTION: True} if tells_experts else {}),
         **(CPU_ARGUMENTS if device == "cpu" else {}),
         **prefill_arguments(model_path, server_arguments, device=device, tensor_parallel=tensor_parallel),
-        **({"quantization": "fp8"} if is_fp8 else {}),
+        **({"quantization": _QUANTIZATIONS[quantization]} if quantization else {}),
         **{option_name(key): value for key, value in server_arguments.items()},
     }
     command = [sys.executable, "-m", "sglang.launch_server"]
@@ -218,17 +256,44 @@ def free_port() -> int:
             return port
 
 
-def ranks_with_loader(info: Mapping[str, Any]) -> int:
-    """Return how many ranks use LOADER, from a launched server's /server_info; 0 if SGLang's loader must be used."""
+def ranks_with_loader(info: Mapping[str, Any], quantization: str = "", *, is_ours: bool = True) -> int:
+    """Return how many ranks use LOADER, from a server's /server_info; 0 if SGLang's loader must be used.
+
+    Raises ConfigError where that cannot load the format of the weights.  is_ours: whether we launched the server
+    """
+    if not is_ours:
+        _require_quantized(info, quantization)
+        return 0
+    is_repacked = quantization in repacking.FORMATS
     ranks = int(info.get("tp_size") or 1)
     is_plain = (
         LOADER in (info.get("custom_weight_loader") or ())
         and int(info.get("dp_size") or 1) == 1  # SGLang cannot update replicas from tensors
         and int(info.get("nnodes") or 1) == 1  # other hosts cannot see the file we hold open
-        and not info.get("quantization")  # SGLang quantizes in its own loader
+        and (is_repacked or not info.get("quantization"))  # SGLang quantizes in its own loader
         and not info.get("speculative_algorithm")  # the draft model is also read from the folder
     )
-    return ranks if is_plain and ranks <= _MOST_RANKS_OF_LOADER else 0
+    if is_repacked and not is_plain:
+        raise ConfigError(
+            f'weights.quantization: "{quantization}" needs asyncrl\'s loader in the server, which replicas, several '
+            'machines and speculative decoding exclude; remove them from engine.options.server_arguments, or use "fp8"'
+        )
+    return ranks if is_plain and (is_repacked or ranks <= _MOST_RANKS_OF_LOADER) else 0
+
+
+def _require_quantized(info: Mapping[str, Any], quantization: str) -> None:
+    """Raise ConfigError unless an attached server was started on weights in that format: others die of a load."""
+    if not quantization:
+        return
+    served, name = info.get("quantization"), _QUANTIZATIONS[quantization]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        config = json.loads((Path(str(info.get("model_path"))) / "config.json").read_text())
+        served = served or config["quantization_config"]["quant_method"]
+    if served != name:
+        raise ConfigError(
+            f'weights.quantization: "{quantization}", but the server at engine.options.url serves '
+            f"{served or 'unquantized'} weights; start it on a folder in that format with --quantization {name}"
+        )
 
 
 class ServerProcess:

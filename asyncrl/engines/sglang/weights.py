@@ -33,6 +33,11 @@ Order = tuple[str, dict[str, Any]]
 _FROM_FOLDER: Final = "/update_weights_from_disk"
 _BY_LOADER: Final = "/update_weights_from_tensor"
 _FROM_LEARNER: Final = "/update_weights_from_distributed"
+_BEGIN: Final = "/begin_weight_update"
+_END: Final = "/end_weight_update"
+_BROKE_OFF: Final = "Failed to update weights"
+"""In the server's answer if a load from a folder broke off. To go back it loads the same folder again, which it takes
+for the old one (weight_updater.py of 0.5.16 and 0.5.23): its weights may be the new ones, in part or all."""
 _NO_VERSION: Final = (-1, -1)
 """Version of a server with partly updated weights; any offered version is newer."""
 _STUCK_SECONDS: Final = 90.0
@@ -56,6 +61,9 @@ class WeightLoader:
         """Whether the server needs tensor updates between a begin and an end request (0.5.23 does)."""
         self.ranks_with_loader = 0
         """Ranks of the server if they have our loader (loader.py); 0 if SGLang's own loader is used."""
+        self.is_repacked = False
+        """Whether only our loader can update the layers (repacking.py). The first session then stays open: at its end
+        the server would repack the layers once more."""
         self._is_torn = False
 
     @contextlib.contextmanager
@@ -90,12 +98,9 @@ class WeightLoader:
         if not self.ranks_with_loader:
             raise WeightsError(
                 f"weights {format_version(version)} from {what}: this SGLang server lacks asyncrl's loader; only "
-                "servers that asyncrl launches have it, with one or two GPUs and without quantization"
+                "servers that asyncrl launches have it, with one or two GPUs and without FP8"
             )
-        body = self._body(version)
-        body["load_format"] = LOADER
-        body["serialized_named_tensors"] = [order] * self.ranks_with_loader
-        return await self._switch(version, self._in_session([(_BY_LOADER, body)]), what=what)
+        return await self._switch(version, self._in_session([self._by_loader(version, order)]), what=what)
 
     async def receive(self, version: Version, parts: Sequence[tuple[str, Sequence[BucketLayout]]]) -> LoadReport:
         """Receive each group's buckets from the learner, which has begun to send. Raises WeightsError."""
@@ -104,14 +109,25 @@ class WeightLoader:
             for group, buckets in parts
             for bucket in buckets
         ]
+        if self.is_repacked:
+            updates = [self._step(version, loader.UNPACK), *updates, self._step(version, loader.PACK)]
         for _, body in updates[:-1]:
             del body["weight_version"]  # set with the last bucket only
         return await self._switch(version, self._in_session(updates), what=f"group {parts[0][0]}")
 
+    def _by_loader(self, version: Version, order: str) -> Order:
+        body = self._body(version)
+        body["load_format"] = LOADER
+        body["serialized_named_tensors"] = [order] * self.ranks_with_loader
+        return _BY_LOADER, body
+
+    def _step(self, version: Version, step: str) -> Order:
+        return self._by_loader(version, loader.serialized_step(step))
+
     def _in_session(self, updates: list[Order]) -> list[Order]:
-        if not self.has_sessions:
+        if not self.has_sessions or self.is_repacked:
             return updates
-        return [("/begin_weight_update", {}), *updates, ("/end_weight_update", {})]
+        return [(_BEGIN, {}), *updates, (_END, {})]
 
     def _body(self, version: Version) -> dict[str, Any]:
         # The KV cache of requests kept in place cannot be flushed; the cache of retracted requests must be.
@@ -125,11 +141,11 @@ class WeightLoader:
             self._is_open.clear()
             try:
                 await self._post("/pause_generation", {"mode": self._pause})
-                if self._is_torn and self.has_sessions:
-                    with contextlib.suppress(EngineError):  # the failed session may still be open
-                        await self._post("/end_weight_update", {})
+                if self.has_sessions and (self.is_repacked or self._is_torn):
+                    with contextlib.suppress(EngineError):  # the first, or the failed, session may still be open
+                        await self._post(_BEGIN if self.is_repacked else _END, {})
                 for path, body in updates:
-                    self._is_torn |= path != _FROM_FOLDER  # the server rolls back a failed load from a folder
+                    self._is_torn |= path != _FROM_FOLDER  # which the server checks before it changes anything
                     answer = await self._post(path, body)
                     if not answer.get("success"):
                         raise EngineError(str(answer.get("message")))
@@ -138,6 +154,7 @@ class WeightLoader:
             except EngineDied:
                 raise
             except EngineError as error:
+                self._is_torn |= _BROKE_OFF in str(error)
                 if self._is_torn:
                     self.version = _NO_VERSION
                 raise WeightsError(f"weights {format_version(version)} from {what}: {error}") from error

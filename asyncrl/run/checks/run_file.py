@@ -224,7 +224,7 @@ def _check_engine_and_channel(run: RunConfig) -> None:
         )
     for key, what, is_on in (
         ("learner.lora.publish", "adapters", run.learner.lora.publish == "adapter"),
-        ("weights.quantization", "fp8", bool(run.weights.quantization)),
+        ("weights.quantization", run.weights.quantization, bool(run.weights.quantization)),
     ):
         for where, name, adapter in (
             ("engine.kind", run.engine.kind, engine),

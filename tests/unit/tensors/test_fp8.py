@@ -1,16 +1,10 @@
-"""8-bit weights: their values, their distance from the original, and which weights are quantized."""
+"""8-bit weights: their values and their distance from the original."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from asyncrl.data.tiny_model import make_tiny_model
-from asyncrl.engines.validation import read_shapes
 from asyncrl.tensors import fp8
 
 
@@ -48,37 +42,3 @@ def test_what_was_quantized_once_stays_as_it_is() -> None:
     again, same = fp8.quantize(dequantized(weight, scale))
     assert torch.equal(weight.float(), again.float())
     torch.testing.assert_close(scale, same)
-
-
-def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", architecture="qwen3_moe")
-    made = fp8.model_folder(model, tmp_path / "made")
-    before, after = load_file(model / "model.safetensors"), load_file(made / "model.safetensors")
-    halved = {name for name in before if name.endswith("_proj.weight")}
-    assert {name for name, tensor in after.items() if tensor.dtype == torch.float8_e4m3fn} == halved
-    assert after.keys() - before.keys() == {f"{name}_scale_inv" for name in halved}
-    assert all(torch.equal(after[name], before[name]) for name in before.keys() - halved)
-    assert json.loads((made / "config.json").read_text())["quantization_config"]["weight_block_size"] == [128, 128]
-    assert (made / "tokenizer.json").exists()
-    assert read_shapes(made).keys() == after.keys()
-    assert fp8.model_folder(Path("nowhere"), tmp_path / "made") == made  # written only once
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_weights_that_the_index_does_not_name_are_not_quantized(tmp_path: Path) -> None:
-    """Mistral's folders hold the weights a second time, by other names; engines would wait for those tensors."""
-    model = make_tiny_model(tmp_path / "model", architecture="mistral")
-    tensors = load_file(model / "model.safetensors")
-    (model / "model.safetensors").unlink()
-    parts: dict[str, dict[str, torch.Tensor]]
-    parts = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
-    for number, (name, tensor) in enumerate(tensors.items()):
-        list(parts.values())[number % 2][name] = tensor
-    for file, part in parts.items():
-        save_file(part, model / file)
-    files = {name: file for file, part in parts.items() for name in part}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, model / "consolidated.safetensors")
-    made = fp8.model_folder(model, tmp_path / "made")
-    assert {path.name for path in made.glob("*.safetensors")} == set(parts)
-    assert read_shapes(made).keys() == {name for name, _ in fp8.quantized(tensors.items())}

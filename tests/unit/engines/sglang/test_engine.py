@@ -90,7 +90,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("model"), seed=0)
 
 
-def make_engine(model: Model, log_path: Path, **options: Any) -> sglang.SGLangEngine:
+def make_engine(
+    model: Model, log_path: Path, *, others: Mapping[str, Any] | None = None, **options: Any
+) -> sglang.SGLangEngine:
+    """Return an engine with these options.  others: further arguments of the engine"""
     return sglang.SGLangEngine(
         model.folder,
         device="cpu",
@@ -98,6 +101,7 @@ def make_engine(model: Model, log_path: Path, **options: Any) -> sglang.SGLangEn
         version=(0, 3),
         options=sglang.Options(**options),
         log_path=log_path,
+        **(others or {}),
     )
 
 
@@ -212,6 +216,24 @@ async def test_a_load_whose_session_may_have_begun_ends_it_before_the_next(model
     assert asked == ["/pause_generation", end, begin, update, end, "/continue_generation"]
     assert loader.version == (0, 4)
     assert is_open.is_set()
+
+
+async def test_a_server_that_serves_no_quantized_weights_gets_none(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+
+    def made() -> sglang.SGLangEngine:
+        return make_engine(
+            model, tmp_path / "log", url=url, others={"quantization": "fp8", "quantized": tmp_path / "model-fp8"}
+        )
+
+    with pytest.raises(ConfigError, match="serves unquantized weights"):
+        await made().start()
+    server.info = {"quantization": "fp8"}
+    engine = made()
+    await engine.start()
+    await engine.close()
 
 
 async def test_an_order_names_the_open_file_and_the_one_in_the_folder(model: Model) -> None:

@@ -36,6 +36,11 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         safetensors_file.write(stream, [safetensors_file.header(snapshot.entries), *blocks])
 
 
+def ordered(order: str) -> list[tuple[str, torch.Tensor]]:
+    """Decode an order as SGLang does."""
+    return [(name, tensor.to(CPU)) for name, tensor in pickle.loads(base64.b64decode(order))]
+
+
 def check_same(found: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
     assert found.keys() == given.keys()
     for name, tensor in given.items():
@@ -109,7 +114,6 @@ def test_a_file_with_gaps_between_tensors_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["w", "a descriptor that the server must not look at"])
 def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path: Path, first: str) -> None:
-    """Handle an order as SGLang does: decode it, move its tensors to the device, and call the loader."""
     given = written(tmp_path / "w")
     taken: dict[str, torch.Tensor] = {}
 
@@ -117,8 +121,7 @@ def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path:
         def load_weights(self, weights: object) -> None:
             taken.update(weights)  # type: ignore[call-overload]
 
-    named = pickle.loads(base64.b64decode(loader.serialized((tmp_path / first, tmp_path / "w"))))
-    loader.load(Network(1, 1), [(name, tensor.to(CPU)) for name, tensor in named])
+    loader.load(Network(1, 1), ordered(loader.serialized((tmp_path / first, tmp_path / "w"))))
     check_same(taken, given)
 
 
@@ -133,7 +136,7 @@ def test_a_model_is_given_the_tensors_of_every_file_of_the_order(tmp_path: Path)
             taken.update(weights)  # type: ignore[call-overload]
 
     order = loader.serialized((tmp_path / "none", tmp_path / "a"), (tmp_path / "b",))
-    loader.load(Network(1, 1), pickle.loads(base64.b64decode(order)))
+    loader.load(Network(1, 1), ordered(order))
     check_same(taken, {"first": torch.ones(3), "second": torch.zeros(2)})
 
 
@@ -152,7 +155,7 @@ def from_source(tmp_path: Path, *, expected: dict[str, tuple[int, ...]]) -> dict
 
     payload = str(tmp_path / "w").encode()
     order = loader.serialized_source(source, payload, expected=expected, optional=frozenset({"tied"}))
-    loader.load(Network(1, 1), [(name, tensor.to(CPU)) for name, tensor in pickle.loads(base64.b64decode(order))])
+    loader.load(Network(1, 1), ordered(order))
     return taken
 
 

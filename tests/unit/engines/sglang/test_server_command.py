@@ -21,7 +21,7 @@ from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.errors import ConfigError
 
 
-def command(device: str = "cpu", **server_arguments: Any) -> list[str]:
+def command(device: str = "cpu", quantization: str = "", **server_arguments: Any) -> list[str]:
     return sglang_server.server_command(
         Path("/model"),
         device=device,
@@ -31,6 +31,7 @@ def command(device: str = "cpu", **server_arguments: Any) -> list[str]:
         tensor_parallel=2,
         stream_interval=16,
         server_arguments=server_arguments,
+        quantization=quantization,
     )
 
 
@@ -60,6 +61,12 @@ def test_a_gpu_server_keeps_its_own_defaults() -> None:
     assert not {"--attention-backend", "--mem-fraction-static", "--sleep-on-idle"} & set(words)
 
 
+def test_a_server_of_quantized_weights_is_told_their_format_by_sglangs_name() -> None:
+    assert "--quantization" not in command("cuda")
+    assert value_of(command("cuda", quantization="fp8"), "--quantization") == "fp8"
+    assert value_of(command("cuda", quantization="int4"), "--quantization") == "compressed-tensors"
+
+
 def test_no_server_warms_up_with_a_sentence() -> None:
     """The demo's tokenizer drops the whole sentence, and SGLang 0.5.16 dies of an empty prompt on a GPU."""
     assert "--skip-server-warmup" in command("cuda")
@@ -82,6 +89,29 @@ def test_no_server_warms_up_with_a_sentence() -> None:
 def test_our_loader_reads_files_in_plain_servers_and_sglang_in_all_others(said: dict[str, Any], ranks: int) -> None:
     info = {"tp_size": 1, "dp_size": 1, "nnodes": 1, "custom_weight_loader": [sglang_server.LOADER]}
     assert sglang_server.ranks_with_loader(info | said) == ranks
+
+
+def test_our_loader_alone_loads_repacked_weights_whatever_the_number_of_gpus() -> None:
+    info = {"tp_size": 1, "dp_size": 1, "nnodes": 1, "custom_weight_loader": [sglang_server.LOADER]}
+    info |= {"quantization": "compressed-tensors"}
+    for ranks in (1, 2, 8):
+        assert sglang_server.ranks_with_loader(info | {"tp_size": ranks}, "int4") == ranks
+    for said in ({"dp_size": 2}, {"nnodes": 2}, {"speculative_algorithm": "EAGLE"}, {"custom_weight_loader": None}):
+        with pytest.raises(ConfigError, match=r'"int4" needs asyncrl\'s loader .*server_arguments, or use "fp8"$'):
+            sglang_server.ranks_with_loader(info | said, "int4")
+        assert sglang_server.ranks_with_loader(info | said | {"quantization": "fp8"}, "fp8") == 0
+
+
+def test_a_server_of_your_own_must_serve_the_format_that_versions_have(tmp_path: Path) -> None:
+    """SGLang's server dies when it is to load e4m3 and scales into a bfloat16 model."""
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    for info in ({"quantization": "fp8"}, {"quantization": None, "model_path": str(tmp_path)}):
+        assert sglang_server.ranks_with_loader(info, "fp8", is_ours=False) == 0
+    (tmp_path / "config.json").write_text('{"quantization_config": null}')
+    for info in ({}, {"model_path": str(tmp_path)}, {"model_path": "/none"}, {"quantization": "awq"}):
+        with pytest.raises(ConfigError, match=r"serves (unquantized|awq) weights; start it .* --quantization fp8$"):
+            sglang_server.ranks_with_loader(info, "fp8", is_ours=False)
+        assert sglang_server.ranks_with_loader(info, is_ours=False) == 0
 
 
 def test_the_loader_that_servers_are_told_of_is_there() -> None:
@@ -216,6 +246,24 @@ def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_pa
     with pytest.raises(ConfigError, match=r"with a Qwen3NextForCausalLM SGLang's .* does not start; use a GPU$"):
         sglang_server.check_architecture(tmp_path, device="cpu")
     sglang_server.check_architecture(tmp_path / "none", device="cpu")
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_gpus_that_would_cut_a_block_are_refused_before_the_server_starts(tmp_path: Path, quantization: str) -> None:
+    """The shapes of Qwen3-0.6B: 3072 = 24 blocks, 16 heads of 128, and 8 key-value heads of 128, copied from 16 on."""
+    config = '{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 1024, '
+    (tmp_path / "config.json").write_text(config + '"intermediate_size": 3072}')
+    for tensor_parallel in (1, 2, 4, 8):
+        sglang_server.check_architecture(
+            tmp_path, device="cuda", quantization=quantization, tensor_parallel=tensor_parallel
+        )
+    sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=16)
+    with pytest.raises(ConfigError, match=r"blocks of 128 .* = 16 cuts intermediate_size, 3072, inside one; lower"):
+        sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, tensor_parallel=16)
+    with pytest.raises(ConfigError, match=f'SGLang has no kernels for "{quantization}" on CPUs; remove it'):
+        sglang_server.check_architecture(tmp_path, device="cpu", quantization=quantization)
+    (tmp_path / "config.json").write_text("{}")
+    sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, tensor_parallel=16)
 
 
 def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> None:

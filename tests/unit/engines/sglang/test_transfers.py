@@ -15,6 +15,7 @@ import torch
 from aiohttp import test_utils, web
 
 from asyncrl.engines.sglang import engine as sglang
+from asyncrl.engines.sglang import loader
 from asyncrl.engines.sglang import weights as sglang_weights
 from asyncrl.errors import EngineDied, WeightsError
 from asyncrl.messages import SamplingParams
@@ -42,13 +43,14 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 class Server(FakeServer):
-    """``refuses`` has (path, number of the call) of refused calls; ``hangs`` is a path that never answers."""
+    """``refuses`` has (path, number of the call) of refused calls, and ``says`` why; ``hangs`` is a path that never
+    answers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.has_sessions = True
         self.refuses: set[tuple[str, int]] = set()
-        self.hangs = ""
+        self.says, self.hangs = "torn", ""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -58,7 +60,7 @@ class Server(FakeServer):
         if path == self.hangs:
             await asyncio.Event().wait()
         if (path, self.paths.count(path)) in self.refuses:
-            return web.json_response({"success": False, "message": "torn"}, status=400)
+            return web.json_response({"success": False, "message": self.says}, status=400)
         if path in (BEGIN, UPDATE, END, JOIN, LEAVE, BY_LOADER):
             return web.json_response({"success": True, "message": ""})
         return answer
@@ -151,6 +153,49 @@ async def test_buckets_are_taken_in_order_while_the_server_is_paused(attach: Att
     ]
     assert attached.engine.version == (0, 4)
     assert 0 <= report.pause_seconds <= report.load_seconds
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+async def test_buckets_of_repacked_layers_come_between_two_orders_in_a_session_that_stays_open(
+    attach: Attach, has_sessions: bool
+) -> None:
+    """The end of a session would repack the layers once more. The server refuses to begin a session again."""
+    attached = await attach(has_sessions=has_sessions)
+    attached.engine._loader.is_repacked, attached.engine._loader.ranks_with_loader = True, 1
+    await attached.join()
+    buckets = [UPDATE] * len(collective_of(attached.offer).buckets)
+    loads = [PAUSE, *([BEGIN] if has_sessions else []), BY_LOADER, *buckets, BY_LOADER, CONTINUE]
+    await attached.receive()
+    assert attached.paths == loads
+    orders = [
+        name
+        for body in attached.server.bodies(BY_LOADER)
+        for order in body["serialized_named_tensors"]
+        for name, _ in pickle.loads(base64.b64decode(order))
+    ]
+    assert orders == [loader.UNPACK, loader.PACK]
+    updates = [body for path, body in attached.server.asked if path in (UPDATE, BY_LOADER)]
+    assert [body.get("weight_version") for body in updates] == [None] * (len(updates) - 1) + ["0:4"]
+    attached.server.refuses = {(BEGIN, 2)}
+    attached.server.asked.clear()
+    attached.server.asked.append((BEGIN, {}))
+    await attached.receive()
+    assert attached.paths == [BEGIN, *loads]
+    assert attached.engine.version == (0, 4)
+
+
+async def test_a_server_whose_load_from_a_folder_broke_off_stays_paused(attach: Attach, old: Model) -> None:
+    """SGLang says that it rolls back, and loads the same folder again: it may have the new weights."""
+    attached = await attach()
+    attached.server.refuses = {(FROM_FOLDER, 1)}
+    attached.server.says = "Failed to update weights: EIO.\nRolling back to original weights."
+    with pytest.raises(WeightsError, match="EIO"):
+        await attached.engine.load(old.version(4))
+    assert attached.paths[-2:] == [PAUSE, FROM_FOLDER]
+    assert attached.engine.version < (0, 0)
+    await attached.engine.load(old.version(4))
+    assert attached.paths[-1] == CONTINUE
+    assert attached.engine.version == (0, 4)
 
 
 async def test_the_last_bucket_alone_makes_it_that_version(attach: Attach) -> None:

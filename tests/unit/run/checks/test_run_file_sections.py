@@ -119,7 +119,21 @@ def test_a_mistake_about_what_is_trained_is_refused_in_one_line(
             ["learner.lora={rank=4, publish='adapter'}", "engine.kind=sglang", "weights.channel=objects"],
             'weights.channel = "objects" takes no adapters',
         ),
-        (["weights.quantization=int4"], "quantization must be one of 'fp8', got 'int4'"),
+        (["weights.quantization=int8"], "quantization must be one of 'fp8', 'int4', got 'int8'"),
+        (["weights.quantization=int4", "engine.kind=inprocess"], 'engine.kind = "inprocess" takes no int4'),
+        (
+            ["weights.quantization=int4", "engine.kind=sglang", "weights.channel=objects"],
+            'weights.channel = "objects" takes no int4',
+        ),
+        (
+            ["weights.quantization=fp8", "engine.kind=sglang", "weights.channel=nccl"],
+            'weights.channel = "nccl" takes no fp8',
+        ),
+        (
+            ["weights.quantization=int4", "engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}"],
+            'needs asyncrl\'s loader .* use "fp8", or remove engine.options.url',
+        ),
+        (["weights.quantization=int4", "engine.kind=sglang"], "blocks of 128 numbers, and hidden_size is"),
         (["weights.quantization=fp8", "engine.kind=inprocess"], 'engine.kind = "inprocess" takes no fp8'),
         (["weights.quantization=fp8", "engine.kind=sglang"], "blocks of 128 numbers, and hidden_size is"),
     ],

@@ -1,0 +1,109 @@
+"""The formats of weights.quantization, and folders whose matrices of layers are in one of them.
+
+Only these matrices are quantized. Norms, embeddings, the output layer and routers keep their dtype.
+Tests: tests/unit/tensors/test_quantized_model.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from asyncrl.tensors import fp8, int4, weight_files
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A format of quantized weights.
+
+    quantized  replaces each matrix of a layer by the tensors of the format
+    config     the quantization_config of config.json
+    suffix     end of the name of a tensor that each such matrix has
+    block      sizes of matrices, and what a rank of the engine has of them, must be multiples of it
+    """
+
+    quantized: Callable[[Tensors], Iterator[tuple[str, torch.Tensor]]]
+    config: Mapping[str, Any]
+    suffix: str
+    block: int
+
+
+FORMATS: Final[Mapping[str, Format]] = {
+    "fp8": Format(quantized=fp8.quantized, config=fp8.CONFIG, suffix=fp8.scale_of(""), block=fp8.BLOCK),
+    "int4": Format(quantized=int4.quantized, config=int4.CONFIG, suffix=int4.PACKED, block=int4.TILE),
+}
+"""By the values of weights.quantization."""
+
+
+def quantized(tensors: Tensors, quantization: str) -> Tensors:
+    """Yield ``tensors`` in that format; unchanged for an empty one."""
+    return FORMATS[quantization].quantized(tensors) if quantization else tensors
+
+
+def format_of(names: Iterable[str]) -> str:
+    """Return the format of tensors with these names; empty if they are not quantized."""
+    for name in names:
+        for quantization, one in FORMATS.items():
+            if name.endswith(one.suffix):
+                return quantization
+    return ""
+
+
+def described(config: Path, quantization: str) -> None:
+    """Add quantization_config to a config.json, to say that its weights are quantized."""
+    settings = json.loads(config.read_text())
+    text = json.dumps(settings | {"quantization_config": FORMATS[quantization].config}, indent=2)
+    config.unlink()  # it may be a link to the file of another version
+    config.write_text(text)
+
+
+def model_folder(model: Path, into: Path, quantization: str) -> Path:
+    """Quantize the model into the folder ``into``, unless that already exists. Returns ``into``.
+
+    Several processes may call this at once. Raises OSError, ValueError, WeightsError.
+    """
+    if (into / "config.json").is_file():
+        return into
+    into.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
+    try:
+        index: dict[str, str] = {}
+        files = weight_files.paths(model)  # a folder may hold the weights a second time, as consolidated.safetensors
+        for file in files:
+            made = dict(quantized(_tensors(file), quantization))
+            save_file(made, temporary / file.name, metadata={"format": "pt"})
+            index |= dict.fromkeys(made, file.name)
+        for file in sorted(model.iterdir()):
+            if file.is_file() and not weight_files.is_of_weights(file.name):
+                shutil.copyfile(file, temporary / file.name)
+        if files[0].name != weight_files.WEIGHTS_FILE:
+            text = json.dumps({"metadata": {}, "weight_map": index})
+            (temporary / weight_files.INDEX_FILE).write_text(text)
+        described(temporary / "config.json", quantization)
+        temporary.chmod(0o755)
+        try:
+            temporary.rename(into)
+        except OSError:
+            if not (into / "config.json").is_file():  # otherwise another process created it first
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return into
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(os.fspath(file), framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 (safe_open is no mapping)
+            yield name, stored.get_tensor(name)

@@ -1,0 +1,79 @@
+"""Folders of quantized models: which weights are quantized, and that the folder says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.engines.validation import read_shapes
+from asyncrl.tensors import int4, quantized_model
+
+ENDS = {"fp8": ("", "_scale_inv"), "int4": ("_packed", "_scale", "_shape")}
+"""What the names of the tensors that replace a matrix end in."""
+
+
+@pytest.mark.parametrize("quantization", ENDS)
+def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path: Path, quantization: str) -> None:
+    model = make_tiny_model(tmp_path / "model", architecture="qwen3_moe")
+    made = quantized_model.model_folder(model, tmp_path / "made", quantization)
+    before, after = load_file(model / "model.safetensors"), load_file(made / "model.safetensors")
+    matrices = {name for name in before if name.endswith("_proj.weight")}
+    kept = before.keys() - matrices
+    assert after.keys() - kept == {name + end for name in matrices for end in ENDS[quantization]}
+    assert all(torch.equal(after[name], before[name]) for name in kept)
+    about = json.loads((made / "config.json").read_text())["quantization_config"]
+    assert about == quantized_model.FORMATS[quantization].config
+    assert quantized_model.format_of(after) == quantization
+    assert quantized_model.format_of(before) == ""
+    assert (made / "tokenizer.json").exists()
+    assert read_shapes(made).keys() == after.keys()
+    assert quantized_model.model_folder(Path("nowhere"), tmp_path / "made", quantization) == made  # written only once
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("fp8", 8.002), ("int4", 4.508)])
+def test_a_weight_takes_the_bits_that_the_format_has(tmp_path: Path, quantization: str, bits: float) -> None:
+    """fp8: 8 + 32 / 16384. int4: 4 + 16 / 32, and 128 for the shape of a matrix of 128 x 128."""
+    matrices = {f"model.layers.{number}.mlp.up_proj.weight": torch.ones(128, 128) for number in range(3)}
+    made = dict(quantized_model.quantized(matrices.items(), quantization))
+    assert 8 * sum(one.nbytes for one in made.values()) / (3 * 128 * 128) == pytest.approx(bits, abs=5e-4)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_transformers_reads_an_int4_folder_as_the_weights_that_engines_have(tmp_path: Path) -> None:
+    """An engine multiplies an integer by its scale in bfloat16."""
+    model = make_tiny_model(tmp_path / "model", hidden_size=128)
+    made = quantized_model.model_folder(model, tmp_path / "made", "int4")
+    stored = load_file(made / "model.safetensors")
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        made, dtype=torch.bfloat16, quantization_config=transformers.CompressedTensorsConfig(run_compressed=False)
+    ).state_dict()
+    matrices = [name for name in stored if name.endswith("_packed")]
+    assert len(matrices) == 2 * 7
+    for name in (one.removesuffix("_packed") for one in matrices):
+        assert torch.equal(read[name], int4.dequantize(stored[f"{name}_packed"], stored[f"{name}_scale"]))
+
+
+def test_weights_that_the_index_does_not_name_are_not_quantized(tmp_path: Path) -> None:
+    """Mistral's folders hold the weights a second time, by other names; engines would wait for those tensors."""
+    model = make_tiny_model(tmp_path / "model", architecture="mistral")
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    parts: dict[str, dict[str, torch.Tensor]]
+    parts = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        list(parts.values())[number % 2][name] = tensor
+    for file, part in parts.items():
+        save_file(part, model / file)
+    files = {name: file for file, part in parts.items() for name in part}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, model / "consolidated.safetensors")
+    made = quantized_model.model_folder(model, tmp_path / "made", "fp8")
+    assert {path.name for path in made.glob("*.safetensors")} == set(parts)
+    assert read_shapes(made).keys() == {name for name, _ in quantized_model.quantized(tensors.items(), "fp8")}
