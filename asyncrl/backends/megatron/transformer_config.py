@@ -115,7 +115,7 @@ _NOT_OURS: Final = re.compile(
     "microbatch_group_size|num_microbatches_with|inference_|flash_decode|tp_comm_|recompute_|.*_func$|timers|"
     "hierarchical_|heterogeneous|"
     # what a layer computes: our layers follow config.json and would ignore these
-    "activation_func|glu_|softmax_|window_|qk_|no_rope|mrope_|log_max_attention|attention_output_gate|"
+    "activation_func|glu_|softmax_|window_|qk_|no_rope|mrope_|log_max_attention|"
     "attention_softmax|apply_|fp32_residual|fp16|.*autocast|first_last_layers_bf16|num_layers_at_|quant_recipe|"
     "experimental_|dsa_|linear_|mamba_|use_mamba|is_hybrid|.*kitchen|external_cuda_graph|config_logger_|test_mode"
 )

@@ -85,7 +85,7 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
         (["learner.megatron={mtp_num_layers=1}"], "is for a feature that asyncrl does not support"),
         (["learner.megatron={window_size=[4, 0]}"], "window_size is for a feature that asyncrl does not support"),
         (["learner.megatron={softmax_scale=0.01}"], "softmax_scale is for a feature that asyncrl does not support"),
-        (["learner.megatron={attention_output_gate=true}"], "attention_output_gate is for a feature"),
+        (["learner.megatron={attention_output_gate=true}"], "attention_output_gate is set by asyncrl"),
         (["learner.megatron={microbatch_group_size_per_vp_stage=1}"], "is for a feature that asyncrl does not support"),
         (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
         (["learner.options={timeout_seconds=0}"], "learner.options.*timeout_seconds must be 1 to 1000000, got 0"),
