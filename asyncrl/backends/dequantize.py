@@ -129,6 +129,8 @@ class _Int4:
             return None
         if not entry.name.endswith(int4.PACKED):
             return entry
+        if len(entry.shape) != 2:
+            raise ValueError(f"{entry.name}: packed integers of shape {list(entry.shape)} are no matrix")
         rows, words = entry.shape
         name = entry.name.removesuffix(int4.PACKED)
         return TensorEntry(name=name, dtype=torch.bfloat16, shape=(rows, words * int4.IN_A_WORD))

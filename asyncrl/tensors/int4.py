@@ -99,6 +99,8 @@ def dequantize(packed: torch.Tensor, scale: torch.Tensor, *, group: int = GROUP)
 
     Raises ValueError for scales of another shape.
     """
+    if packed.ndim != 2 or packed.shape[1] * IN_A_WORD % group:
+        raise ValueError(f"packed integers of shape {list(packed.shape)} are no matrix in groups of {group}")
     rows, columns = packed.shape[0], packed.shape[1] * IN_A_WORD
     if tuple(scale.shape) != (rows, columns // group):
         raise ValueError(f"scales of [{rows}, {columns}] must be {(rows, columns // group)}, are {tuple(scale.shape)}")

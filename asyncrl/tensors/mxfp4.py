@@ -17,6 +17,8 @@ _BLOCKS: Final = "_blocks"
 _SCALES: Final = "_scales"
 _BIAS: Final = 127
 """Of the scale's exponent."""
+_NO_NUMBER: Final = 255
+"""The scale that is NaN."""
 _POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -51,10 +53,12 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     groups].
 
     Rows become columns: gpt-oss's matrices in bfloat16 are [experts, inputs, outputs]. Needs memory for one expert
-    besides the result. Raises ValueError for scales of another shape.
+    besides the result. Raises ValueError for scales of another shape, or that are NaN.
     """
     if tuple(scales.shape) != tuple(blocks.shape[:3]):
         raise ValueError(f"scales of {list(blocks.shape)} must be {list(blocks.shape[:3])}, are {list(scales.shape)}")
+    if (scales == _NO_NUMBER).any():
+        raise ValueError("a scale is no number")
     numbers = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)])
     pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1)  # of every byte
     found = torch.empty(whole_shape(tuple(blocks.shape)), dtype=torch.bfloat16)

@@ -48,7 +48,7 @@ def attention(
     repeats = query.shape[1] // key.shape[1]
     if not window and _has_newer(query.dtype, query.shape[-1], repeats):
         return _newer(query, key, value, *runs)
-    if repeats > 1 and not _takes_fewer_key_heads(query.dtype):
+    if repeats > 1 and not takes_fewer_key_heads(query.dtype):
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     return _of_torch(query, key, value, *runs, window)
 
@@ -122,6 +122,8 @@ def _has_newer(dtype: torch.dtype, head_size: int, repeats: int) -> bool:
         if _agrees(_newer, dtype, head_size=head_size, repeats=repeats):
             return True
         problem = "its results differ"
+    except torch.OutOfMemoryError:  # says nothing about the package
+        raise
     except Exception as error:  # it compiles kernels and may raise anything; torch has others
         problem = f"{type(error).__name__}: {error}"
     log.warning("%s cannot be used with heads of %d, so torch's FlashAttention is: %s", _PACKAGE, head_size, problem)
@@ -129,7 +131,7 @@ def _has_newer(dtype: torch.dtype, head_size: int, repeats: int) -> bool:
 
 
 @functools.cache
-def _takes_fewer_key_heads(dtype: torch.dtype) -> bool:
+def takes_fewer_key_heads(dtype: torch.dtype) -> bool:
     """Return whether torch's FlashAttention supports grouped-query attention, forward and backward.
 
     The kernel does, but torch before 2.12 does not tell whether it exposes this.
@@ -141,17 +143,18 @@ def _takes_fewer_key_heads(dtype: torch.dtype) -> bool:
 
 
 def _agrees(kernels: Callable[..., torch.Tensor], dtype: torch.dtype, *, head_size: int, repeats: int) -> bool:
-    """Compare ``kernels`` with torch's on repeated heads, in values and gradients."""
+    """Compare ``kernels`` with torch's on repeated heads, in values and gradients, where keys outnumber queries."""
     random = torch.Generator("cuda").manual_seed(0)
-    boundaries = torch.tensor([0, 200, 256], dtype=torch.int32, device="cuda")
+    of_queries = torch.tensor([0, 120, 176], dtype=torch.int32, device="cuda")
+    of_keys = torch.tensor([0, 200, 256], dtype=torch.int32, device="cuda")
     query, key, value = (
-        torch.randn(256, heads, head_size, device="cuda", dtype=dtype, generator=random).requires_grad_()
-        for heads in (2 * repeats, 2, 2)
+        torch.randn(tokens, heads, head_size, device="cuda", dtype=dtype, generator=random).requires_grad_()
+        for tokens, heads in ((176, 2 * repeats), (256, 2), (256, 2))
     )
     results = []
     with torch.enable_grad():
         for attend, times in ((kernels, 1), (_of_torch, repeats)):
             keys, values = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (key, value))
-            out = attend(query, keys, values, boundaries, boundaries, 200, 200)
+            out = attend(query, keys, values, of_queries, of_keys, 120, 200)
             results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     return all(torch.allclose(a, b, atol=5e-2, rtol=5e-2) for a, b in zip(*results, strict=True))

@@ -43,6 +43,8 @@ GRACE_SECONDS: Final = 2.0
 _SILENT_COMMANDS: Final = ("restore", "offload", "onload")
 """Commands that may hold the GIL for longer than HUNG_SECONDS: torch.load does for seconds a chunk. Saving and
 exporting do not: torch.save to a stream, and copies between devices, release it."""
+_COMPILING_COMMANDS: Final = ("step", "rehearse", "score")
+"""Commands that may hold the GIL when a model runs them for the first time, because they compile kernels."""
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -219,11 +221,12 @@ def follow(job: Job, place: Place, connection: socket.socket) -> None:
 def obey(rank: Rank, link: RankLink, *, patience: float) -> bool:
     """Run commands from the link until it ends. Returns whether the leader said goodbye.
 
-    The leader is told how long this rank may be silent: ``patience`` seconds during _SILENT_COMMANDS, otherwise
-    HUNG_SECONDS. Until now, while it started, it was ``patience`` as well.
+    The leader is told how long this rank may be silent: ``patience`` seconds during _SILENT_COMMANDS and the first
+    of _COMPILING_COMMANDS, otherwise HUNG_SECONDS. Until now, while it started, it was ``patience`` as well.
     """
     threading.Thread(target=rank.parts.serve, args=(link.parts,), name="weights-parts", daemon=True).start()
     link.may_be_silent(HUNG_SECONDS)
+    compiled = set[tuple[str, str]]()
     while True:
         try:
             data = link.recv_bytes()
@@ -232,8 +235,11 @@ def obey(rank: Rank, link: RankLink, *, patience: float) -> bool:
         if data == GOODBYE:
             return True
         command = codec.decode(data, Command)
+        kind = command.name, command.model
+        is_silent = command.name in _SILENT_COMMANDS or (command.name in _COMPILING_COMMANDS and kind not in compiled)
+        compiled.add(kind)
         try:
-            with _silent(link, patience) if command.name in _SILENT_COMMANDS else contextlib.nullcontext():
+            with _silent(link, patience) if is_silent else contextlib.nullcontext():
                 result = rank.obey(command)
         except StepFailed as error:
             result = Scores(problem=str(error))

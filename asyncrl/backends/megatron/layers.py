@@ -117,9 +117,12 @@ class Layer(TransformerLayer):  # type: ignore[misc]
     """Megatron's layer. Its own forward pass serves features that we do not have, at the cost of the host's time."""
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: RowParameters, **__: Any) -> Any:
-        attended, _bias = self.self_attention(self.input_layernorm(hidden_states), packed_seq_params=packed_seq_params)
+        normed = self.input_layernorm(hidden_states)
+        attended, left = self.self_attention(normed, packed_seq_params=packed_seq_params)
+        assert left is None  # our linear layers add their biases
         hidden_states = hidden_states + attended
-        mixed, _bias = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        mixed, left = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        assert left is None
         return hidden_states + mixed, None
 
 

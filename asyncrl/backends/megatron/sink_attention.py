@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from asyncrl.backends.kernels import flash
 from asyncrl.backends.kernels.fused import fused
 from asyncrl.backends.megatron.packed_attention import Piece, Pieces, of_the_row, uses_varlen, visible
 from asyncrl.backends.micro_batches import Rectangles
@@ -73,6 +74,9 @@ def _by_run(
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, piece: Piece, window: int
 ) -> torch.Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1 and not flash.takes_fewer_key_heads(query.dtype):
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     return with_sinks(query, key, value, sinks, Flash(piece=piece, window=window))
 
 

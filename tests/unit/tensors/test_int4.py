@@ -82,3 +82,10 @@ def test_inputs_that_groups_do_not_divide_are_an_error() -> None:
         int4.quantize(torch.ones(64, 48))
     with pytest.raises(ValueError, match="must be"):
         int4.dequantize(torch.ones(4, 8, dtype=torch.int32), torch.ones(4, 1))
+
+
+def test_packed_integers_that_are_no_matrix_in_whole_groups_are_refused() -> None:
+    scales = torch.ones(2, 1, dtype=torch.bfloat16)
+    for packed in (torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="no matrix in groups of 32"):
+            int4.dequantize(packed, scales)

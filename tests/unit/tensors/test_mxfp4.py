@@ -33,3 +33,9 @@ def test_other_shapes_are_refused() -> None:
         mxfp4.dequantize(blocks, torch.zeros(2, 3, dtype=torch.uint8))
     with pytest.raises(ValueError, match="must be .*16"):
         mxfp4.whole_shape((2, 3, 4, 8))
+
+
+def test_a_scale_that_is_no_number_is_refused() -> None:
+    blocks, scales = torch.zeros(1, 2, 1, 16, dtype=torch.uint8), torch.tensor([[[127], [255]]], dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a scale is no number"):
+        mxfp4.dequantize(blocks, scales)

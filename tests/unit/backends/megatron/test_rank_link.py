@@ -111,10 +111,10 @@ def test_a_rank_is_given_the_time_that_it_announced(pair: Pair) -> None:
     theirs.close()
 
 
-def test_a_rank_may_be_silent_while_it_reads_files_and_at_no_other_time() -> None:
-    """A rank that is stopped while it saves or exports is noticed as soon as one that is stopped in a step."""
+def test_a_rank_may_be_silent_while_it_compiles_or_reads_files_and_at_no_other_time() -> None:
+    """A rank that is stopped while it saves or exports is noticed as soon as one that is stopped in a later step."""
     said: list[tuple[str, float]] = []
-    names = ("step", "export", "save", "saved", "restore")
+    names = ("step", "step", "export", "save", "saved", "restore")
 
     class NoOrders:
         def recv_bytes(self) -> bytes:
@@ -142,6 +142,7 @@ def test_a_rank_may_be_silent_while_it_reads_files_and_at_no_other_time() -> Non
     silent = "may be silent"
     assert said == [
         (silent, HUNG_SECONDS),
+        *((silent, 600), ("step", 0), (silent, HUNG_SECONDS)),
         *(("step", 0), ("export", 0), ("save", 0), ("saved", 0)),
         *((silent, 600), ("restore", 0), (silent, HUNG_SECONDS)),
     ]
