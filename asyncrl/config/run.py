@@ -67,7 +67,7 @@ class RunSection:
 class ModelSection:
     path: str
     """Hugging Face folder (config.json, *.safetensors, tokenizer.json). `asyncrl import-model` creates one from a GGUF
-    file or from a folder in FP8 or INT4."""
+    file or from a quantized folder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights in the learner and in the engines."""
 

@@ -133,7 +133,7 @@ def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> 
     if architecture == "qwen3_next":  # every second layer has linear attention, with two values for each of two keys
         return {
             **experts,
-            "rms_norm_eps": 1e-4,  # the DeltaNet's norm amplifies rounding errors where a token reads next to nothing
+            "rms_norm_eps": 1e-3,  # the DeltaNet's norm amplifies rounding errors where a token reads next to nothing
             "num_experts": 8,
             "shared_expert_intermediate_size": hidden_size,
             "full_attention_interval": 2,
