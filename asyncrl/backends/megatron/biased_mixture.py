@@ -10,8 +10,7 @@ from asyncrl.backends.kernels import fused
 from asyncrl.backends.kernels.expert_bias import with_bias
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.mixture import GroupedExperts, Router, through
-from asyncrl.backends.megatron.recompute import forgetting
+from asyncrl.backends.megatron.mixture import GroupedExperts, Router
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer import TransformerConfig
@@ -37,13 +36,12 @@ class BiasedExperts(GroupedExperts):
         self.gate_up_bias = self._weights(num_local_experts, self.gate_up.shape[1])
         self.down_bias = self._weights(num_local_experts, self.down.shape[1])
 
-    def forward(
-        self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, scores: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        """See GroupedExperts. The scores multiply the last bias, too."""
-        ends = tokens_per_expert.cumsum(0).to(torch.int32).to(hidden.device)
-        mixed = with_bias(through(hidden, self.gate_up, self.gate_up_adapter, ends), self.gate_up_bias, ends)
-        gated = fused.scored_clamped_swiglu(mixed, scores)
-        with forgetting(self.config, gated, fused.scored_clamped_swiglu, mixed, scores):
-            output = through(gated, self.down, self.down_adapter, ends)
-        return with_bias(output, self.down_bias, ends, scores), None
+    def _mixed(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return with_bias(super()._mixed(hidden, ends), self.gate_up_bias, ends)
+
+    def _gate(self, mixed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return fused.scored_clamped_swiglu(mixed, scores)
+
+    def _output(self, gated: torch.Tensor, ends: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The scores multiply the last bias, too."""
+        return with_bias(super()._output(gated, ends, scores), self.down_bias, ends, scores)

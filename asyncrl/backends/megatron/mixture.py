@@ -71,13 +71,22 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         The router's scores are applied between the two products, where a token has fewer numbers.
         """
         ends = tokens_per_expert.cumsum(0).to(torch.int32).to(hidden.device)
-        mixed = through(hidden, self.gate_up, self.gate_up_adapter, ends)
-        gated = fused.scored_swiglu(mixed, scores)
-        with forgetting(self.config, gated, fused.scored_swiglu, mixed, scores):
-            return through(gated, self.down, self.down_adapter, ends), None
+        mixed = self._mixed(hidden, ends)
+        gated = self._gate(mixed, scores)
+        with forgetting(self.config, gated, self._gate, mixed, scores):
+            return self._output(gated, ends, scores), None
+
+    def _mixed(self, hidden: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return _through(hidden, self.gate_up, self.gate_up_adapter, ends)
+
+    def _gate(self, mixed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return fused.scored_swiglu(mixed, scores)
+
+    def _output(self, gated: torch.Tensor, ends: torch.Tensor, _scores: torch.Tensor) -> torch.Tensor:
+        return _through(gated, self.down, self.down_adapter, ends)
 
 
-def through(x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, ends: torch.Tensor) -> torch.Tensor:
+def _through(x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, ends: torch.Tensor) -> torch.Tensor:
     """x [N, in], sorted by expert; weights [experts, out, in]; rows of expert i end at ends[i] -> [N, out]"""
     output = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
     return output if adapter is None or not adapter.is_on else output + adapter.of_experts(x, ends)
