@@ -7,8 +7,9 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,11 @@ class Pieces:
     order: torch.Tensor | None = None
 
 
+Plain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Varlen = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Piece], torch.Tensor]
+"""Attention of a query, key and value; see ``within_documents``."""
+
+
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether variable-length FlashAttention can be used: it supports only 16-bit dtypes on CUDA."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
@@ -69,16 +75,43 @@ def attention(
     Scores are scaled by 1 / sqrt(d).
     window: most tokens that a query sees, itself and those before it; 0 for all tokens before it
     """
+    return within_documents(
+        query, key, value, how, plain=partial(_plain, window=window), varlen=partial(_varlen, window=window)
+    )
+
+
+def within_documents(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    how: Rectangles | Pieces,
+    *,
+    plain: Plain,
+    varlen: Varlen,
+) -> torch.Tensor:
+    """Call ``plain`` or ``varlen`` on the parts of a row, [n, heads, d] each, and join what they return.
+
+    plain   query [B, heads, n, d], key and value [B, key-value heads, m, d] -> [B, heads, n, d]
+    varlen  the same for the runs of a piece, [n, heads, d], where FlashAttention can be used
+    """
     if isinstance(how, Rectangles):
-        return _rectangular(query, key, value, how, window)
+        rectangles = [plain(*(x[i].transpose(1, 2) for x in (query, key, value))) for i in how.indices]
+        return torch.cat([one.transpose(1, 2).flatten(0, 1) for one in rectangles])[how.order]
     if how.order is not None:
-        key, value = of_the_row(key, value, how.order)
-    attend = _varlen if uses_varlen(query.device, query.dtype) else _by_run
-    attended = [attend(query[p.queries], key[p.keys], value[p.keys], p, window) for p in how.pieces]
+        key, value = _of_the_row(key, value, how.order)
+    attended = []
+    for piece in how.pieces:
+        q, k, v = query[piece.queries], key[piece.keys], value[piece.keys]
+        if uses_varlen(query.device, query.dtype):
+            attended.append(varlen(q, k, v, piece))
+            continue
+        for queries, keys in piece.runs:
+            run = plain(*(x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys])))
+            attended.append(run[0].transpose(0, 1))
     return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
-def of_the_row(key: torch.Tensor, value: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_the_row(key: torch.Tensor, value: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather keys and values of the whole row in one collective. The backward pass sums the gradients of all ranks."""
     size = key[0].numel()
     both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
@@ -89,16 +122,12 @@ def of_the_row(key: torch.Tensor, value: torch.Tensor, order: torch.Tensor) -> t
     )
 
 
-def _by_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, window: int) -> torch.Tensor:
-    attended = []
-    for queries, keys in piece.runs:
-        q, k, v = (x.transpose(0, 1)[None] for x in (query[queries], key[keys], value[keys]))
-        mask = visible(q.shape[2], k.shape[2], window, q.device)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        attended.append(out[0].transpose(0, 1))
-    return torch.cat(attended)
+def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int) -> torch.Tensor:
+    mask = visible(query.shape[2], key.shape[2], window, query.device)
+    is_grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped
+    )
 
 
 def visible(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor | None:
@@ -111,20 +140,7 @@ def visible(queries: int, keys: int, window: int, device: torch.device) -> torch
     return mask.triu(earlier - window + 1) if is_local else mask
 
 
-def _rectangular(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Rectangles, window: int
-) -> torch.Tensor:
-    attended = []
-    for indices in layout.indices:
-        q, k, v = (x[indices].transpose(1, 2) for x in (query, key, value))
-        is_grouped = q.shape[1] != k.shape[1]
-        mask = visible(q.shape[2], k.shape[2], window, q.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
-        attended.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(attended)[layout.order]
-
-
-def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, window: int) -> torch.Tensor:
+def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, *, window: int) -> torch.Tensor:
     return flash.attention(
         query,
         key,

@@ -11,13 +11,14 @@ Tests: tests/unit/backends/megatron/test_sink_attention.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from asyncrl.backends.kernels import flash
 from asyncrl.backends.kernels.fused import fused
-from asyncrl.backends.megatron.packed_attention import Piece, Pieces, of_the_row, uses_varlen, visible
+from asyncrl.backends.megatron.packed_attention import Piece, Pieces, visible, within_documents
 from asyncrl.backends.micro_batches import Rectangles
 
 
@@ -31,17 +32,14 @@ def attention_with_sinks(
     window: int = 0,
 ) -> torch.Tensor:
     """See packed_attention.attention.  sinks: one per query head, [heads]"""
-    if isinstance(how, Rectangles):
-        rectangles = []
-        for indices in how.indices:
-            q, k, v = (x[indices].transpose(1, 2) for x in (query, key, value))
-            rectangles.append(plain(q, k, v, sinks, window).transpose(1, 2).flatten(0, 1))
-        return torch.cat(rectangles)[how.order]
-    if how.order is not None:
-        key, value = of_the_row(key, value, how.order)
-    attend = _varlen if uses_varlen(query.device, query.dtype) else _by_run
-    attended = [attend(query[p.queries], key[p.keys], value[p.keys], sinks, p, window) for p in how.pieces]
-    return attended[0] if len(attended) == 1 else torch.cat(attended)
+    return within_documents(
+        query,
+        key,
+        value,
+        how,
+        plain=partial(plain, sinks=sinks, window=window),
+        varlen=partial(_varlen, sinks=sinks, window=window),
+    )
 
 
 def plain(
@@ -61,18 +59,8 @@ def plain(
     return (weights @ value.float()[:, :, None]).flatten(1, 2).to(query.dtype)
 
 
-def _by_run(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, piece: Piece, window: int
-) -> torch.Tensor:
-    attended = []
-    for queries, keys in piece.runs:
-        q, k, v = (x.transpose(0, 1)[None] for x in (query[queries], key[keys], value[keys]))
-        attended.append(plain(q, k, v, sinks, window)[0].transpose(0, 1))
-    return torch.cat(attended)
-
-
 def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, piece: Piece, window: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, *, sinks: torch.Tensor, window: int
 ) -> torch.Tensor:
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and not flash.takes_fewer_key_heads(query.dtype):
