@@ -135,6 +135,12 @@ class Intake(Protocol):
 class Collectives(Protocol):
     """An engine's processes as ranks 1 and up of torch.distributed groups, with a rank of the learner as rank 0."""
 
+    @property
+    def buckets_at_once(self) -> int:
+        """How many buckets of an NCCL group the engine has in memory at a time; the learner makes them that much
+        smaller."""
+        ...
+
     async def join(self, group: str, *, host: str, port: int, kind: str) -> None:
         """Join the learner, which listens at host:port, in a group of ``kind`` nccl or gloo. Raises WeightsError."""
         ...
