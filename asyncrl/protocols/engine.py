@@ -137,8 +137,7 @@ class Collectives(Protocol):
 
     @property
     def buckets_at_once(self) -> int:
-        """How many buckets of an NCCL group the engine has in memory at a time; the learner makes them that much
-        smaller."""
+        """Number of buckets of NCCL groups that the engine has in memory at a time. The learner makes them smaller."""
         ...
 
     async def join(self, group: str, *, host: str, port: int, kind: str) -> None:

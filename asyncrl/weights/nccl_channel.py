@@ -35,7 +35,9 @@ class Options:
     host: str = ""
     """The learner's address as seen by engines; empty: the one it uses to reach the bus."""
     bucket_megabytes: int = 2048
-    """MiB sent at once; an engine needs this much memory besides its weights. Smaller values lengthen its pause."""
+    """MiB that an engine needs besides its weights while it receives. SGLang servers of asyncrl's on one or two GPUs get
+    buckets of a quarter and have four at a time; other servers get one of this size. A larger tensor has its own bucket.
+    Smaller values lengthen the pause."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.bucket_megabytes <= 2048:
