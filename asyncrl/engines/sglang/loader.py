@@ -101,11 +101,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     """Load weights. SGLang calls this in every rank. An error kills the server: its weights may be partly loaded."""
     names = [name for name, _ in named_tensors]
     device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the last step of a paused server may still run on another stream
     arriving = receiving.arrivals(names[1], Path(names[2]), device) if names[0] == _GROUPS else None
     if names[0] == _GROUPS and arriving is None:
         return
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the last step of a paused server may still run on another stream
     if names[0] != PACK:
         repacking.unpack(model)
     if arriving is not None:

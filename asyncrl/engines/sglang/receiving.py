@@ -28,7 +28,8 @@ AT_ONCE: Final = 4
 """Buckets in memory: two that arrive, the one that is loaded, and the previous one, whose last tensor the model's loop
 still holds."""
 _AHEAD: Final = AT_ONCE - 1
-"""Broadcasts that have begun and are not loaded completely."""
+"""Buckets of these whose tensors are not all loaded."""
+_LEARNER_AND_WE: Final = 2
 
 Parts = Sequence[tuple[str, Sequence[BucketLayout]]]
 """The name of each group, and the buckets that its learner rank sends."""
@@ -39,7 +40,7 @@ def described(parts: Parts) -> str:
 
 
 def arrivals(order: str, problem: Path, device: torch.device) -> Arrivals | None:
-    """Prepare to receive what ``described`` describes.
+    """Begin to receive what ``described`` describes, while the server's last step may still run.
 
     Returns None if this process cannot, and writes the reason to ``problem``: an exception would kill the server, which
     still has its old weights.
@@ -53,7 +54,12 @@ def arrivals(order: str, problem: Path, device: torch.device) -> Arrivals | None
     except (RuntimeError, AttributeError) as error:  # no such group, or another torch
         problem.write_text(str(error).partition("\n")[0])
         return None
-    return Arrivals(buckets, device)
+    made = Arrivals(buckets, device)
+    # One bucket, since the loader waits for the whole GPU before it loads. With more ranks the last step has
+    # collectives of its own: they and ours might wait for one another.
+    if all(group.size() == _LEARNER_AND_WE for group, _ in buckets):
+        made.begin(at_most=1)
+    return made
 
 
 class Arrivals:
@@ -63,11 +69,19 @@ class Arrivals:
         """``buckets``: the process group and the tensors of each bucket."""
         self._left = deque(buckets)
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # Torch shares streams of one priority among all who ask for one. SGLang's have the normal priority.
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._coming: deque[tuple[Bucket, Any]] = deque()
         self._loaded: list[StorageWeakRef] = []
         # Blocks of one size, so that the allocator always finds a free one. Only a tensor may be larger.
         self._block_bytes = max((_size(entries) for _, entries in buckets if len(entries) > 1), default=0)
+
+    def begin(self, *, at_most: int = _AHEAD) -> None:
+        """Begin broadcasts until ``at_most`` are not loaded completely."""
+        while self._left and len(self._coming) < at_most:
+            self._coming.append(self._begun(*self._left.popleft()))
 
     def load_into(self, model: Any) -> None:
         """Load all tensors.
@@ -81,8 +95,7 @@ class Arrivals:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) until there are no more, or the model holds tensors of two buckets."""
         while self._left or self._coming:
-            while self._left and len(self._coming) < _AHEAD:
-                self._coming.append(self._begun(*self._left.popleft()))
+            self.begin()
             bucket, arrived = self._coming.popleft()
             if arrived is not None:
                 torch.cuda.current_stream(self._device).wait_event(arrived)

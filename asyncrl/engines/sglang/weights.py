@@ -172,7 +172,7 @@ class WeightLoader:
                         raise EngineError(str(answer.get("message")))
                 if problem is not None and (reason := _said(problem)):
                     self.finds_groups = False
-                    raise EngineError(f"our loader in the server found no such group ({reason}); SGLang's replaces it")
+                    raise EngineError(f"our loader in the server cannot receive: {reason}; from now on SGLang's does")
                 self._is_torn = False
                 self.version = version
             except EngineDied:

@@ -243,7 +243,9 @@ async def test_a_server_that_does_not_find_its_group_gets_a_folder_and_then_sgla
     assert isinstance(engine.intake, sglang.SGLangIntake)
     monkeypatch.setitem(engine.intake._kinds, "not joined", "nccl")
     monkeypatch.setattr(engine._loader, "finds_groups", True)
-    with pytest.raises(WeightsError, match="found no such group .*not joined.*; SGLang's replaces it"):
+    with pytest.raises(
+        WeightsError, match="loader in the server cannot receive: .*not joined; from now on SGLang's does"
+    ):
         await engine.intake.receive((0, 2), [("not joined", layouts(new))])
     assert engine.version < (0, 0)
     await engine.load(old.version(3))

@@ -118,7 +118,7 @@ async def test_a_loader_that_does_not_find_the_group_is_replaced_by_sglangs(
         return answer
 
     monkeypatch.setattr(attached.engine._loader, "_post", without_group)
-    with pytest.raises(WeightsError, match=r"found no such group \(no such group: w7\); SGLang's replaces it$"):
+    with pytest.raises(WeightsError, match="cannot receive: no such group: w7; from now on SGLang's does$"):
         await attached.receive()
     assert not await asyncio.to_thread(os.listdir, problems)
     assert CONTINUE not in attached.paths

@@ -19,9 +19,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncrl.engines.sglang import loader, receiving
+from asyncrl.messages.codec import encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferRequest
 from asyncrl.tensors.snapshot import Bucket, Snapshot, TensorEntry
-from asyncrl.weights.collective import group_of_part
+from asyncrl.weights.collective import CollectiveRequest, group_of_part
 from asyncrl.weights.nccl_channel import ModelSender
 from tests.harness.nccl import PATIENCE, join_group
 from tests.harness.transfers import collective_of
@@ -85,9 +86,11 @@ def ordered(order: str) -> list[tuple[str, torch.Tensor]]:
 # -- between processes -------------------------------------------------------------------------------------------------
 
 
-def serve_rank(orders: Connection, rank: int, size: int) -> None:
+def serve_rank(orders: Connection, rank: int, size: int, device: str) -> None:
     """Process target: a rank of a server, which joins groups and runs orders of the loader."""
     groups = []
+    if device != "cpu":
+        torch.cuda.set_device(device)
     while True:
         kind, *arguments = orders.recv()
         if kind == "join":
@@ -95,24 +98,26 @@ def serve_rank(orders: Connection, rank: int, size: int) -> None:
             orders.send(b"")
         else:
             order, keeps = arguments
-            network = Network(keeps)
+            network = Network(keeps).to(device)
             loader.load(network, ordered(order))
             written = io.BytesIO()
-            torch.save(network.taken, written)
+            torch.save({name: tensor.cpu() for name, tensor in network.taken.items()}, written)
             orders.send(written.getvalue())
 
 
 class Ranks:
     """The ranks of one server, each in its own process."""
 
-    def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self.request = TransferRequest(engine="w0", group="w0-1", num_ranks=count)
+    def __init__(self, count: int, device: str = "cpu") -> None:
+        context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        self.count = count
         self._threads = ThreadPoolExecutor(count)
         self._processes, self._orders = [], []
         for rank in range(1, count + 1):
             ours, theirs = context.Pipe()
-            self._processes.append(context.Process(target=serve_rank, args=(theirs, rank, count + 1), daemon=True))
+            self._processes.append(
+                context.Process(target=serve_rank, args=(theirs, rank, count + 1, device), daemon=True)
+            )
             self._processes[-1].start()
             self._orders.append(ours)
 
@@ -150,32 +155,53 @@ def newer(held: Snapshot, given: dict[str, torch.Tensor]) -> Snapshot:
     return replace(made, others=held.others)
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("nccl")
-def test_every_rank_of_a_server_gets_the_tensors_of_all_groups(ranks: Ranks, tmp_path: Path) -> None:
-    """Three ranks of the learner; buckets of up to 500 bytes. The same groups carry one version after the other."""
-    sender = ModelSender("127.0.0.1", bucket_bytes=500, patience_seconds=PATIENCE)
-    held = in_parts(tensors(0).items(), 3)
+def check_versions(ranks: Ranks, problem: Path, *, device: str) -> None:
+    """Send one version after the other through the same groups, from three ranks of the learner."""
+    sender = ModelSender("127.0.0.1", bucket_bytes=2000 if device == "cuda:0" else 500, patience_seconds=PATIENCE)
+
+    def given(seed: int) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(device) for name, tensor in tensors(seed).items()}
+
+    held = in_parts(given(0).items(), 3)
     sender.hold(held, incarnation=0, policy_version=0)
+    payload = encode(CollectiveRequest(buckets_at_once=receiving.AT_ONCE))
+    request = TransferRequest(engine="w0", group="w0-1", num_ranks=ranks.count, payload=payload)
     with ThreadPoolExecutor(1) as thread:
-        meeting = sender.begin(ranks.request)
+        meeting = sender.begin(request)
         sending = thread.submit(meeting.send)
         own = collective_of(meeting.offer)
         for number, found in enumerate((own, *own.others)):
             ranks.told("join", group_of_part("w0-1", number), found.host, found.port, found.collective)
         sending.result(PATIENCE)
         for seed, keeps in enumerate(KEEPS):
-            sender.hold(newer(held, tensors(seed)), incarnation=0, policy_version=seed)
-            transfer = sender.begin(replace(ranks.request, has_joined=True))
+            sender.hold(newer(held, given(seed)), incarnation=0, policy_version=seed)
+            transfer = sender.begin(replace(request, has_joined=True))
             own = collective_of(transfer.offer)
             assert len(own.buckets) > receiving.AT_ONCE
             parts = [(group_of_part("w0-1", number), one.buckets) for number, one in enumerate((own, *own.others))]
             sending = thread.submit(transfer.send)
-            order = loader.serialized_groups(parts, problem=tmp_path / "problem")
-            for written in ranks.told("load", order, keeps):
+            for written in ranks.told("load", loader.serialized_groups(parts, problem=problem), keeps):
                 check_same(torch.load(io.BytesIO(written)), tensors(seed))
             sending.result(PATIENCE)
-    assert not (tmp_path / "problem").exists()
+    assert not problem.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("nccl")
+def test_every_rank_of_a_server_gets_the_tensors_of_all_groups(ranks: Ranks, tmp_path: Path) -> None:
+    check_versions(ranks, tmp_path / "problem", device="cpu")
+
+
+@pytest.mark.gpu(2)
+def test_over_nccl_a_server_on_another_gpu_gets_the_tensors_of_all_groups(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in cli/learner.py
+    ranks = Ranks(1, "cuda:1")
+    try:
+        check_versions(ranks, tmp_path / "problem", device="cuda:0")
+    finally:
+        ranks.close()
 
 
 def test_a_group_that_the_server_does_not_have_leaves_the_weights_and_a_reason(tmp_path: Path) -> None:
