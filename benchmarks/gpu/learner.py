@@ -99,16 +99,20 @@ HEADER: Final = (
 
 
 def run_shape(arguments: argparse.Namespace, folder: Path, variants: list[Variant]) -> Iterator[dict[str, Any]]:
-    """Yield the result of every variant. After a failure, a new child takes the rest."""
+    """Yield the result of every variant. After a failure, a new child takes the rest.
+
+    A variant with overlap has a child of its own: all ranks must be new (symmetric_memory.is_available).
+    """
     task = {"folder": str(folder), "device": arguments.device, "steps": arguments.steps, "agree": None}
     task["profile"], task["checkpoints"] = arguments.profile or "", arguments.checkpoints or ""
     while variants:
-        todo = {**task, "variants": [dataclasses.asdict(v) for v in variants]}
+        batch = variants[:1] if variants[0].overlap else list(itertools.takewhile(lambda v: not v.overlap, variants))
+        todo = {**task, "variants": [dataclasses.asdict(v) for v in batch]}
         done = 0
         for result in run_child(todo):
             done += 1
             yield result
-        if done < len(variants):
+        if done < len(batch):
             yield {**dataclasses.asdict(variants[done]), "name": variants[done].name, "failed": True}
             done += 1
         variants = variants[done:]
@@ -145,6 +149,7 @@ def main() -> int:
     parser.add_argument("--micro-batches", nargs="*", type=int, default=[1], help="rows a copy trains per step")
     parser.add_argument("--compile", nargs="*", default=["on"], choices=["on", "off"])
     parser.add_argument("--offload", nargs="*", default=["off"], choices=["on", "off"])
+    parser.add_argument("--overlap", nargs="*", default=["off"], choices=["on", "off"], help="of tensor parallelism")
     parser.add_argument("--variants", nargs="*", help="only those whose name contains one of these words")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--profile", help="folder for one text file per variant")
@@ -170,14 +175,16 @@ def lead(arguments: argparse.Namespace, models: Path) -> int:
             length=arguments.length,
             compile=compiled == "on",
             offload=offload == "on",
+            overlap=overlap == "on",
             **layout,
         )
-        for shape, layout, rows, compiled, offload, tokens, recompute in itertools.product(
+        for shape, layout, rows, compiled, offload, overlap, tokens, recompute in itertools.product(
             arguments.shapes,
             list(map(layout_of, arguments.layouts)),
             arguments.micro_batches,
             arguments.compile,
             arguments.offload,
+            arguments.overlap,
             arguments.tokens,
             arguments.recompute,
         )

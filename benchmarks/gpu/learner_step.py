@@ -63,6 +63,8 @@ class Variant:
     length: int = 1024
     compile: bool = True
     offload: bool = False
+    overlap: bool = False
+    """Tensor-parallel ranks exchange rows while they multiply."""
     distributed_optimizer: bool = True
 
     @property
@@ -75,6 +77,7 @@ class Variant:
             "" if self.compile else "eager",
             "" if self.distributed_optimizer else "replicated",
             "offload" if self.offload else "",
+            "overlap" if self.overlap else "",
         ]
         parts = [self.shape, f"{self.tokens}x{self.micro_batches}", layout, self.recompute, *filter(None, extras)]
         return "-".join(parts)
@@ -140,6 +143,7 @@ def made(
             recompute=variant.recompute,  # type: ignore[arg-type]
             distributed_optimizer=variant.distributed_optimizer,
             offload_optimizer=variant.offload,
+            overlap_tensor_parallel=variant.overlap,
             timeout_seconds=TIMEOUT_SECONDS,
         ),
         layout=variant.layout,

@@ -31,6 +31,9 @@ from asyncrl.tensors.parts import on_every_part
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from tests.harness import contract_adapters
 
+# Where flash-linear-attention is installed, transformers would run its CUDA kernels for models on the CPU as well.
+transformers.utils.import_utils.is_flash_linear_attention_available = lambda: False
+
 LAYOUTS = {
     "reference": Layout(),
     "megatron-1": Layout(),

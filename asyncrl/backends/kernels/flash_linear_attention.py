@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,10 @@ def is_installed() -> bool:
 
 @functools.cache
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from fla.modules.convolution import causal_conv1d
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    with warnings.catch_warnings():  # where warnings are errors, those of its import must not make it unusable
+        warnings.simplefilter("ignore")
+        from fla.modules.convolution import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule, causal_conv1d
 

@@ -14,12 +14,15 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 log = logging.getLogger("asyncrl.kernels")
+
+_VARIANTS: Final = 64
+"""Variants of a function that torch compiles."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +36,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.cache
     def compiled() -> Callable[P, R]:
+        # Widths, dtypes, and passes with and without gradients count: a policy, a critic and a teacher exceed eight.
+        torch._dynamo.config.recompile_limit = max(_VARIANTS, torch._dynamo.config.recompile_limit)
         return on_rows(torch.compile(function, fullgraph=True))  # lazily: its imports take two seconds
 
     is_compiled = True
@@ -44,13 +49,10 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         if first.is_cuda and is_compiled:
             try:
                 return compiled()(*arguments, **options)
-            except torch._dynamo.exc.BackendCompilerFailed as error:
+            except (torch._dynamo.exc.BackendCompilerFailed, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
                 is_compiled = False
-                log.warning(
-                    "%s runs uncompiled, and slower: torch.compile failed: %r",
-                    function.__name__,
-                    error.inner_exception,
-                )
+                cause = getattr(error, "inner_exception", error)
+                log.warning("%s runs uncompiled, and slower: torch.compile failed: %r", function.__name__, cause)
         return function(*arguments, **options)
 
     return run

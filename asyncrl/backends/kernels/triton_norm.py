@@ -21,20 +21,21 @@ _STEPS = 8
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool = False) -> torch.Tensor | None:
-    """See kernels.fused. Returns None unless rows fit into registers and the weight is plain and of the same dtype."""
-    if x.shape[-1] > 16_384 or x.dtype != weight.dtype or x.numel() == 0 or is_zero_centered:
+    """See kernels.fused. Returns None unless rows fit into registers and the weight has the same dtype."""
+    if x.shape[-1] > 16_384 or x.dtype != weight.dtype or x.numel() == 0:
         return None
-    return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+    return _RmsNorm.apply(x, weight, eps, is_zero_centered)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, is_centered: bool) -> torch.Tensor:
         x = x.contiguous()
         width = x.shape[-1]
         rows = x.numel() // width
         columns = triton.next_power_of_2(width)
         ctx.shape = {"width": width, "columns": columns, "num_warps": min(16, max(1, columns // 256))}
+        ctx.shape["centered"] = is_centered
         out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
         _forward[(rows,)](x, weight, out, scales, eps, **ctx.shape)
         ctx.save_for_backward(x, weight, scales)
@@ -49,19 +50,23 @@ class _RmsNorm(torch.autograd.Function):
         of_weights = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
         inputs = (of_out.contiguous(), x, weight, scales)
         _backward[(programs,)](*inputs, of_x, of_weights, rows, **ctx.shape, steps=_STEPS)
-        return of_x, of_weights.sum(0).to(weight.dtype), None
+        return of_x, of_weights.sum(0).to(weight.dtype), None, None
 
 
 @triton.jit
-def _forward(x, weight, out, scales, eps, width: tl.constexpr, columns: tl.constexpr):
+def _forward(x, weight, out, scales, eps, width: tl.constexpr, columns: tl.constexpr, centered: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, columns)
     is_here = column < width
     plain = tl.load(x + row * width + column, mask=is_here, other=0.0)
     wide = plain.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    normed = (wide * scale).to(plain.dtype).to(tl.float32)
+    normed = wide * scale
     factor = tl.load(weight + column, mask=is_here, other=0.0).to(tl.float32)
+    if centered:
+        factor += 1.0
+    else:
+        normed = normed.to(plain.dtype).to(tl.float32)
     tl.store(out + row * width + column, (normed * factor).to(plain.dtype), mask=is_here)
     tl.store(scales + row, scale)
 
@@ -77,14 +82,17 @@ def _backward(
     rows,
     width: tl.constexpr,
     columns: tl.constexpr,
+    centered: tl.constexpr,
     steps: tl.constexpr,
 ):
-    """With r = 1 / rms(x), h = r x, b the output gradient, g = b x weight:
+    """With r = 1 / rms(x), h = r x, b the output gradient, g = b x weight (or 1 + weight):
     the gradient of x is r (g - h mean(g h)); the gradient of the weight is the sum of b h over rows.
     """
     column = tl.arange(0, columns)
     is_here = column < width
     factor = tl.load(weight + column, mask=is_here, other=0.0).to(tl.float32)
+    if centered:
+        factor += 1.0
     total = tl.zeros((columns,), tl.float32)
     for step in range(steps):
         row = tl.program_id(0).to(tl.int64) * steps + step

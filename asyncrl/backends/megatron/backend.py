@@ -57,6 +57,8 @@ class Options:
     """
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between steps: 8 bytes a parameter, copied both ways every step."""
+    overlap_tensor_parallel: bool = False
+    """Experimental. Tensor-parallel ranks of one machine exchange rows while they multiply (CUDA, NVLink)."""
     timeout_seconds: float = 600.0
     """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. If one takes longer, the learner fails."""
 
@@ -174,6 +176,7 @@ class MegatronBackend(BackendAdapter):
             is_distributed_optimizer=options.distributed_optimizer and layout.data_parallel * layout.context > 1,
             recompute=options.recompute,
             is_offloading=options.offload_optimizer,
+            overlaps_tensor_parallel=options.overlap_tensor_parallel,
             transformer=dict(transformer or {}),
             quantization=quantization,
         )

@@ -22,8 +22,8 @@ with quiet(), cpu_shim.without_compilation():
 _exchange: Exchange | None = None
 
 
-def join(place: Place, layout: Layout) -> None:
-    """Create Megatron's process groups."""
+def join(place: Place, layout: Layout, *, overlaps_tensor_parallel: bool = False) -> None:
+    """Create Megatron's process groups.  overlaps_tensor_parallel: see Job"""
     global _exchange
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -36,7 +36,7 @@ def join(place: Place, layout: Layout) -> None:
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1)  # nothing draws from this generator, but recomputation needs it to exist
-    if layout.tensor > 1 and layout.is_sequence_parallel:
+    if overlaps_tensor_parallel and layout.tensor > 1 and layout.is_sequence_parallel:
         _exchange = _exchange_of(tensor_parallel_group())
 
 

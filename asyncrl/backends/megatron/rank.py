@@ -55,7 +55,7 @@ class MegatronRank:
         try:
             store = _join(place, device, store)
             self._agreement = Agreement(store, place, peers=job.layout.peers(place.rank))
-            process_groups.join(place, job.layout)
+            process_groups.join(place, job.layout, overlaps_tensor_parallel=job.overlaps_tensor_parallel)
             self._loaded = {
                 name: (TrainedModel if model.is_trained else LoadedModel)(name, job, device, self._agreement)
                 for name, model in job.models.items()

@@ -44,6 +44,8 @@ class Job:
     recompute: str
     is_offloading: bool
     transformer: Mapping[str, Any]
+    overlaps_tensor_parallel: bool = False
+    """Whether tensor-parallel ranks exchange rows by overlapped_linear.py where they can."""
     quantization: str = ""
     """Format of exports (tensors/quantized_model.py); empty: the folder's dtype."""
 

@@ -147,7 +147,7 @@ class _WithSinks(torch.autograd.Function):
     def backward(ctx: Any, of_out: torch.Tensor) -> Any:
         query, key, value, sinks, out, total = ctx.saved_tensors
         of_inputs = ctx.kernel.backward(of_out.contiguous(), query, key, value, out, total)
-        of_sinks = _of_sinks(of_out, out, total.t(), sinks) if ctx.needs_input_grad[3] else None
+        of_sinks = _of_sinks(of_out, out.detach(), total.t(), sinks.detach()) if ctx.needs_input_grad[3] else None
         return *of_inputs, of_sinks, None
 
 

@@ -6,29 +6,42 @@ run meanwhile, and the products could keep NCCL's kernels from starting.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 
 from asyncrl.os_process import process_space
 
+_KEPT: Final = 256
+"""Tensors that a window keeps. Rows have different lengths in every step."""
+
 
 class Window:
     """Memory of the same size on every rank of a group. Every rank can access the memory of all."""
+
+    made: ClassVar[int] = 0
+    """Windows made in this process. Torch finds the other ranks by a count of its own that never begins anew."""
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int) -> None:
         """Collective. Raises RuntimeError if the GPUs cannot access each other's memory."""
         self.num_bytes = num_bytes
         from torch._C._distributed_c10d import _SymmetricMemory  # builds without distributed have none
 
+        Window.made += 1
         size, device = (num_bytes,), torch.device("cuda", torch.cuda.current_device())
         self._memory = _SymmetricMemory.empty_strided_p2p(size, (1,), torch.uint8, device, group.group_name)
         self._handle = _SymmetricMemory.rendezvous(self._memory, group.group_name)
+        self._tensors: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the beginning of a rank's memory as a tensor."""
-        return self._handle.get_buffer(rank, shape, dtype)
+        key = rank, shape, dtype
+        if (made := self._tensors.get(key)) is None:  # keeping them saves the host's time
+            if len(self._tensors) >= _KEPT:
+                self._tensors.clear()
+            made = self._tensors[key] = self._handle.get_buffer(rank, shape, dtype)
+        return made
 
     def barrier(self) -> None:
         """Let the current stream wait until every rank's current stream has come here."""
@@ -36,11 +49,14 @@ class Window:
 
 
 def is_available(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of the group can have windows. Collective; all ranks get the same answer."""
+    """Whether the ranks of the group can have windows. Collective; all ranks get the same answer.
+
+    They cannot if some have made more windows than others, with earlier groups: they would wait for each other forever.
+    """
     if dist.get_backend(group) != "nccl":
         return False
     told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, process_space(), group=group)
+    dist.all_gather_object(told, (process_space(), Window.made), group=group)
     if len(set(told)) > 1:  # handles of memory pass between processes of one machine only
         return False
     return _agreed(_has_peers(), group) and _agreed(_meets(group), group)

@@ -135,11 +135,19 @@ def test_the_compiler_takes_each_whole_and_once_for_any_number_of_rows(name: str
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch._dynamo.exc.BackendCompilerFailed("inductor", AssertionError("sizes"), None),
+        torch._dynamo.exc.FailOnRecompileLimitHit("too many variants"),
+    ],
+    ids=["the backend fails", "too many variants"],
+)
 def test_what_the_compiler_cannot_compile_runs_as_it_is_written(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> Any:
-        raise torch._dynamo.exc.BackendCompilerFailed("inductor", AssertionError("sizes"), None)
+        raise error
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: broken)
     on_gpu = SimpleNamespace(is_cuda=True, rows=3)

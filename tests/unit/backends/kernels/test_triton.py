@@ -30,7 +30,9 @@ def compare(plain, kernel, inputs, tolerance, **options):
 
 for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
     random = lambda *shape: torch.randn(*shape).to(dtype)
-    compare(fused.rms_norm.__wrapped__, triton_norm.rms_norm, (random(3, 2, 24), random(24), 1e-6), tolerance)
+    for is_zero_centered in (False, True):
+        given = (random(3, 2, 24), random(24), 1e-6, is_zero_centered)
+        compare(fused.rms_norm.__wrapped__, triton_norm.rms_norm, given, tolerance)
     compare(fused.swiglu.__wrapped__, triton_swiglu.swiglu, (random(3, 1, 48),), tolerance)
     triton_swiglu._COLUMNS = 16
     compare(fused.scored_swiglu.__wrapped__, triton_swiglu.scored_swiglu, (random(5, 48), torch.rand(5)), tolerance)
@@ -47,7 +49,6 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         compare(fused.heads.__wrapped__, triton_heads.heads, given, tolerance)
         assert triton_heads.heads(*given, True) is None, "interleaved pairs"
         assert triton_heads.heads(*given, False, True) is None and triton_heads.heads(*given, False, False, 2.0) is None
-    assert triton_norm.rms_norm(random(3, 24), random(24), 1e-6, True) is None, "a zero-centred weight"
     assert triton_swiglu.swiglu(random(0, 48)) is None and triton_norm.rms_norm(random(0, 24), random(24), 1e-6) is None
 """
 
