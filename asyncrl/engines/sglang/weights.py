@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from asyncrl.engines.sglang import loader
 from asyncrl.engines.sglang.server import LOADER
+from asyncrl.engines.sglang.stamps import Stamps
 from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import WeightVersion
@@ -56,6 +57,7 @@ class WeightLoader:
         self._is_open = is_open
         self._lock = asyncio.Lock()
         self.version = first_version
+        self.stamps = Stamps(first_version=first_version)
         self.num_loads = 0
         self.has_sessions = False
         """Whether the server needs tensor updates between a begin and an end request (0.5.23 does)."""
@@ -131,7 +133,7 @@ class WeightLoader:
 
     def _body(self, version: Version) -> dict[str, Any]:
         # The KV cache of requests kept in place cannot be flushed; the cache of retracted requests must be.
-        return {"weight_version": format_version(version), "flush_cache": self._pause == "retract"}
+        return {"weight_version": self.stamps.of(version), "flush_cache": self._pause == "retract"}
 
     async def _switch(self, version: Version, updates: list[Order], *, what: str) -> LoadReport:
         asked = time.monotonic()

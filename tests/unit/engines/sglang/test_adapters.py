@@ -11,6 +11,7 @@ import pytest
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.reply import Reply
+from asyncrl.engines.sglang.stamps import Stamps
 from asyncrl.errors import EngineError, WeightsError
 from tests.unit.engines.sglang.test_reply import LENGTH, body, finished
 
@@ -97,7 +98,7 @@ def test_a_server_gets_the_options_that_the_run_file_implies() -> None:
 
 
 def test_tokens_of_an_adapter_are_of_its_version_whatever_the_server_says_of_its_model() -> None:
-    reply = Reply(sent_version=(0, 7), first_version=BASE, keeps_version=True)
+    reply = Reply(sent_version=(0, 7), stamps=Stamps(first_version=BASE), keeps_version=True)
     spans = [{"version": "0:0", "start": 0, "end": 3}]
     reply.take_whole(body([5, 6, 7], weight_versions=spans, finish_reason=LENGTH), late_tokens=1)
     assert finished(reply.generation()) == ([5, 6, 7], [(0, 7)])

@@ -59,6 +59,8 @@ class FakeServer:
         if path == "/update_weights_from_disk" and self.update_status == 500:
             self.ended.append(request.transport)
         if path == "/update_weights_from_disk":
+            if self.update_status == 200:
+                self.weight_version = asked["weight_version"]
             return web.json_response({"success": self.update_status == 200, "message": "no"}, status=self.update_status)
         if path == "/generate" and self.is_paused:
             await asyncio.Event().wait()
@@ -76,6 +78,10 @@ class FakeServer:
     @property
     def paths(self) -> list[str]:
         return [path for path, _ in self.asked]
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        """Return the bodies of the requests to a path."""
+        return [asked for requested, asked in self.asked if requested == path]
 
 
 @pytest.fixture
@@ -169,6 +175,18 @@ async def test_every_load_changes_the_name_of_the_prefix_cache(
     await engine.generate(PROMPT, SHORT, seed=0)
     names = [asked["extra_key"] for path, asked in server.asked if path == "/generate" and asked["stream"]]
     assert len(set(names)) == 3
+    await engine.close()
+
+
+async def test_a_load_of_an_older_version_lowers_the_newest_label(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    engine = make_engine(model, tmp_path / "log", url=fake[1])
+    await engine.start()
+    for version in (9, 5):
+        await engine.load(model.version(version))
+        assert finished(await engine.generate(PROMPT, SHORT, seed=0))[1] == [(0, version)]
+    assert engine._settled.newest == (0, 5)
     await engine.close()
 
 
@@ -311,17 +329,6 @@ async def test_an_order_behind_an_unexpected_error_takes_a_connection_of_its_own
     server.update_status = 200
     await engine.load(model.version(4))
     assert engine.version == (0, 4)
-    await engine.close()
-
-
-async def test_the_version_an_attached_server_has_is_taken_over(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
-) -> None:
-    server, url = fake
-    server.weight_version = "1:7"
-    engine = make_engine(model, tmp_path / "log", url=url)
-    await engine.start()
-    assert engine.version == (1, 7)
     await engine.close()
 
 
