@@ -185,6 +185,8 @@ class SGLangEngine(EngineAdapter):
         file = self._log_path.with_suffix(".owner")
         owner = new_owner() if is_ours else kept_owner(file, model=self._given_path)
         self._stamps = self._loader.stamps = Stamps(first_version=self._first_version, owner=owner)
+        if self._adapters is not None:
+            self._adapters.owner = owner
         self._client.open(is_ours=is_ours)
         if is_ours:
             await self._launch()
@@ -324,6 +326,8 @@ class SGLangEngine(EngineAdapter):
         )
         if is_foreign:
             await attached.load_model(self._loader, self._model.path, version=self._first_version, url=self.url)
+        if self._adapters is not None and not is_ours:
+            await self._adapters.unload_left(await self._client.get("/v1/models"))
         check_pause(self._options.pause, url=self.url, version=str(info.get("version", "0")))
         answer = await first_answer(self._client, self._short_request(), seconds=self._options.start_seconds)
         has_spans = "weight_versions" in answer["meta_info"]
