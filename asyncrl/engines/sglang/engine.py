@@ -12,9 +12,8 @@ import asyncio
 import functools
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,12 @@ from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.sglang import attached, context, memory, repacking, rope, served_model
 from asyncrl.engines.sglang.adapters import Adapters
-from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
+from asyncrl.engines.sglang.arguments import check_arguments, check_intake_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient, lines
 from asyncrl.engines.sglang.health import first_answer, until_healthy
 from asyncrl.engines.sglang.launch import server_of
 from asyncrl.engines.sglang.options import Options as Options
+from asyncrl.engines.sglang.places import Places
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.engines.sglang.sampling import generate_request
@@ -98,6 +98,11 @@ class SGLangEngine(EngineAdapter):
             attached.check_workers(run)
 
     @classmethod
+    def check_intake(cls, run: RunConfig) -> None:
+        options: Options = cls.options(run)
+        check_intake_arguments(options.server_arguments)
+
+    @classmethod
     def check_joined(cls, options: Mapping[str, Any]) -> None:
         check_joined_arguments(options.get("server_arguments", {}))
 
@@ -153,20 +158,19 @@ class SGLangEngine(EngineAdapter):
         self._client = ServerClient(options.url.rstrip("/"), request_seconds=options.request_seconds)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._tells_experts = tells_experts
-        self._context_tokens = self._max_running = 2**31  # until the server is asked
+        self._context_tokens = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
         self._has_spans, self._late_tokens = False, 1
         self._settled = SettledVersion(version, self._ask_for_a_token, lambda: self.version)
         self._cache_owner = uuid.uuid4().hex
-        self._is_open = asyncio.Event()
-        self._is_open.set()
+        self._places = Places()
         self._loader = WeightLoader(
-            self._client.order, pause=options.pause, first_version=version, is_open=self._is_open
+            self._client.order, pause=options.pause, first_version=version, is_open=self._places.is_open
         )
         self._lora = lora
         self._adapters = Adapters(self._client.order, first_version=version) if lora else None
         self._intake: SGLangIntake | None = None
-        self._sent = self._held = self._tokens_generated = 0
+        self._tokens_generated = 0
 
     async def start(self) -> None:
         """Start or attach. Raises ConfigError, or EngineDied with the end of the server's log."""
@@ -216,7 +220,7 @@ class SGLangEngine(EngineAdapter):
             context_tokens=self._context_tokens,
         )
         check_stop_tokens(sampling, vocabulary_size=self._model.vocabulary_size)  # would kill the server
-        async with self._place():
+        async with self._places.place():
             with (self._adapters or self._loader).in_use() as (version, names):
                 reply = Reply(
                     sent_version=version,
@@ -263,10 +267,9 @@ class SGLangEngine(EngineAdapter):
         return self._intake
 
     def stats(self) -> EngineStats:
-        running = min(self._sent, self._max_running)
         return EngineStats(
-            running=running,
-            queued=self._held + self._sent - running,
+            running=self._places.running,
+            queued=self._places.queued,
             tokens_generated=self._tokens_generated,
             is_live=not self._has_spans,  # without spans, replies are streamed
         )
@@ -301,7 +304,7 @@ class SGLangEngine(EngineAdapter):
         info = await self._client.get("/server_info")
         model = await self._client.get("/model_info")
         self._late_tokens = 0 if info.get("disable_overlap_schedule") else 1
-        self._max_running = int(info.get("max_running_requests") or self._max_running)
+        self._places.max_running = int(info.get("max_running_requests") or self._places.max_running)
         self._context_tokens = context.of_server(
             info, self._options, url=self.url, device=self._device, of_model=self._model.context_tokens
         )
@@ -339,20 +342,6 @@ class SGLangEngine(EngineAdapter):
             pass  # exempts existing objects from garbage collection: a full collection would stall all generations
 
     # -- generate ------------------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """Wait while weights are being loaded, then count the request as sent."""
-        self._held += 1
-        try:
-            await self._is_open.wait()
-        finally:
-            self._held -= 1
-        self._sent += 1
-        try:
-            yield
-        finally:
-            self._sent -= 1
 
     def _request(self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, stream: bool) -> dict[str, Any]:
         return generate_request(

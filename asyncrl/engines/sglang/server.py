@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -67,7 +68,7 @@ _OPTIONS: Final = Options()
 
 def check_pause(pause: str, *, url: str, version: str) -> None:
     """Check that this server can retract requests if ``pause`` needs it. Raises ConfigError."""
-    number = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    number = tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
     if pause == "retract" and number < _FIRST_SAFE_RETRACT:
         raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
 

@@ -223,6 +223,8 @@ def _check_engine_and_channel(run: RunConfig) -> None:
             'needs answers; use "sglang" or "inprocess", or rollout.function = "given"'
         )
     channel.check(run)
+    if channel.sends_from_memory:
+        engine.check_intake(run)
     exporters = run.learner.layout.exporters
     if channel.ranks_use_bus and exporters > 1 and not registry.bus_class(run).is_shared:
         raise ConfigError(

@@ -380,6 +380,16 @@ async def test_what_an_old_server_cannot_do_is_refused(
         await engine.start()
 
 
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.24rc1", "0.6.0"])
+async def test_a_newer_server_may_retract_requests(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, version: str
+) -> None:
+    fake[0].version = version
+    engine = make_engine(model, tmp_path / "log", url=fake[1], pause="retract")
+    await engine.start()
+    await engine.close()
+
+
 async def test_a_server_that_is_gone_is_a_dead_engine(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:

@@ -31,6 +31,10 @@ SFT = ["algorithm.name=sft", "rollout.group_size=1"]
             'weights.channel: "objects" has each of 2 ranks put its part on the bus, and bus.kind = "memory"',
         ),
         (["rollout.workers=2", *SERVER], "one server serves one worker, and this run may start 2"),
+        (
+            ["weights.channel=nccl", "engine.kind=sglang", "engine.options={server_arguments={pp-size=2}}"],
+            "with pp-size SGLang cannot receive weights from the learner's memory",
+        ),
         (["rollout.most_workers=3", *SERVER], "one server serves one worker, and this run may start 3"),
         (["rollout.repetition_penalty=1.1"], "rollout.repetition_penalty changes the distribution"),
         (["rollout.presence_penalty=0.0"], "an evaluation may set it"),
