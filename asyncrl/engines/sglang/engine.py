@@ -117,8 +117,8 @@ class SGLangEngine(EngineAdapter):
         if run.run.colocated and device == "cuda":
             memory.check_installed()
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
-        path, parallel = Path(run.model.path), options.attention_parallel
-        check_architecture(path, device=device, quantization=run.weights.quantization, tensor_parallel=parallel)
+        path, quantization = Path(run.model.path), run.weights.quantization
+        check_architecture(path, device=device, quantization=quantization, options=options)
 
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:

@@ -110,7 +110,7 @@ _ON_GPUS_ALONE: Final = "Qwen3NextForCausalLM"
 """The in-process engine does not support it, either."""
 
 
-def check_architecture(model_path: Path, *, device: str, quantization: str = "", tensor_parallel: int = 1) -> None:
+def check_architecture(model_path: Path, *, device: str, quantization: str = "", options: Options = _OPTIONS) -> None:
     """Raise ConfigError for a model that the server cannot run. Ignores a folder that cannot be read."""
     if quantization and device == "cpu":
         raise ConfigError(f'weights.quantization: SGLang has no kernels for "{quantization}" on CPUs; remove it')
@@ -120,9 +120,9 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
     except (OSError, ValueError, AttributeError):
         return
     if device != "cpu":  # the CPU server splits any number of heads
-        _check_heads(config, tensor_parallel=tensor_parallel)
+        _check_heads(config, tensor_parallel=options.attention_parallel)
         if quantization:
-            _check_blocks(config, quantization, tensor_parallel=tensor_parallel)
+            _check_blocks(config, quantization, options)
     elif problem := _NOT_ON_A_CPU.get(architectures[0]):
         other = "" if architectures[0] == _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
         raise ConfigError(f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU{other}")
@@ -144,23 +144,29 @@ def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
             )
 
 
-def _check_blocks(config: Mapping[str, Any], quantization: str, *, tensor_parallel: int) -> None:
-    """Raise ConfigError if a rank's share of a matrix ends inside a block. Ignores sizes that config.json lacks."""
+def _check_blocks(config: Mapping[str, Any], quantization: str, options: Options) -> None:
+    """Raise ConfigError if a rank's share of a matrix ends inside a block. Ignores sizes that config.json lacks.
+
+    These are all sizes that SGLang cuts in a model of dense layers with grouped-query attention. It never cuts
+    hidden_size. The only backend that quantizes refuses hidden sizes with part of a block, and models with other
+    matrices: experts, latent attention, and linear attention, which has experts (megatron/refusals.py).
+    """
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if not (isinstance(heads, int) and isinstance(hidden, int)) or heads < 1:
         return
     head_size = config.get("head_dim") or hidden // heads
-    kv_heads = max(config.get("num_key_value_heads") or heads, tensor_parallel)
+    whole, sharing = options.tensor_parallel, options.attention_parallel
+    kv_heads = max(config.get("num_key_value_heads") or heads, sharing)
     block = quantized_model.FORMATS[quantization].block
-    for name, size in (
-        ("intermediate_size", config.get("intermediate_size")),
-        ("num_attention_heads x head_dim", heads * head_size),
-        ("num_key_value_heads x head_dim", kv_heads * head_size),
+    for name, size, parts in (
+        ("intermediate_size", config.get("intermediate_size"), whole),
+        ("num_attention_heads x head_dim", heads * head_size, sharing),
+        ("num_key_value_heads x head_dim", kv_heads * head_size, sharing),
     ):
-        if isinstance(size, int) and size % (tensor_parallel * block):
+        if isinstance(size, int) and size % (parts * block):
             raise ConfigError(
                 f'weights.quantization: "{quantization}" has blocks of {block} numbers, and tensor_parallel = '
-                f"{tensor_parallel} cuts {name}, {size}, inside one; lower engine.options.tensor_parallel, or remove it"
+                f"{whole} cuts {name}, {size}, inside one; lower engine.options.tensor_parallel, or remove it"
             )
 
 
