@@ -152,8 +152,7 @@ class SGLangEngine(EngineAdapter):
         """
         self._model = ServedModel(path=model_path, quantization=quantization)  # until the folder is read
         self._device, self._dtype, self._quantized = device, dtype, quantized
-        self._first_version = version
-        self._options, self._log_path = options, log_path
+        self._first_version, self._options, self._log_path = version, options, log_path
         self._server: ServerProcess | None = None
         self._client = ServerClient(
             options.url.rstrip("/"), request_seconds=options.request_seconds, log_tail=self._log_tail
@@ -319,8 +318,9 @@ class SGLangEngine(EngineAdapter):
         )
         self._loader.version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
-        self._loader.ranks_with_loader = ranks_with_loader(info, self._model.quantization, is_ours=bool(self._server))
-        self._loader.is_repacked = self._model.quantization in repacking.FORMATS
+        quantization = None if self._lora else self._model.quantization
+        self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=bool(self._server))
+        self._loader.is_repacked = quantization in repacking.FORMATS
         if self._tells_experts and not info.get(OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{OPTION} of the server at {self.url}')
         self._intake = SGLangIntake(

@@ -262,13 +262,16 @@ def free_port() -> int:
             return port
 
 
-def ranks_with_loader(info: Mapping[str, Any], quantization: str = "", *, is_ours: bool = True) -> int:
+def ranks_with_loader(info: Mapping[str, Any], quantization: str | None = "", *, is_ours: bool = True) -> int:
     """Return how many ranks use LOADER, from a server's /server_info; 0 if SGLang's loader must be used.
 
-    Raises ConfigError where that cannot load the format of the weights.  is_ours: whether we launched the server
+    Raises ConfigError where that cannot load the format of the weights.
+    quantization  that format; None if adapters are loaded
+    is_ours       whether we launched the server
     """
     if not is_ours:
-        _require_quantized(info, quantization)
+        if quantization is not None:
+            _require_served(info, quantization)
         return 0
     is_repacked = quantization in repacking.FORMATS
     ranks = int(info.get("tp_size") or 1)
@@ -287,14 +290,19 @@ def ranks_with_loader(info: Mapping[str, Any], quantization: str = "", *, is_our
     return ranks if is_plain and (is_repacked or ranks <= _MOST_RANKS_OF_LOADER) else 0
 
 
-def _require_quantized(info: Mapping[str, Any], quantization: str) -> None:
-    """Raise ConfigError unless an attached server was started on weights in that format: others die of a load."""
-    if not quantization:
-        return
-    served, name = info.get("quantization"), _QUANTIZATIONS[quantization]
+def _require_served(info: Mapping[str, Any], quantization: str) -> None:
+    """Raise ConfigError unless an attached server was started on weights in that format. Others die of a load, or
+    convert bfloat16 to e4m3 under the scales of the weights before."""
+    served, name = info.get("quantization"), _QUANTIZATIONS[quantization] if quantization else None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         config = json.loads((Path(str(info.get("model_path"))) / "config.json").read_text())
         served = served or config["quantization_config"]["quant_method"]
+    if served and not name:
+        raise ConfigError(
+            f"engine.options.url: the server serves {served} weights, which SGLang cannot load unquantized versions "
+            f"into; start it on an unquantized folder without --quantization"
+            + (', or set weights.quantization = "fp8"' if served == "fp8" else "")
+        )
     if served != name:
         raise ConfigError(
             f'weights.quantization: "{quantization}", but the server at engine.options.url serves '

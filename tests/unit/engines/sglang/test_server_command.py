@@ -111,6 +111,19 @@ def test_a_server_of_your_own_must_serve_the_format_that_versions_have(tmp_path:
     for info in ({}, {"model_path": str(tmp_path)}, {"model_path": "/none"}, {"quantization": "awq"}):
         with pytest.raises(ConfigError, match=r"serves (unquantized|awq) weights; start it .* --quantization fp8$"):
             sglang_server.ranks_with_loader(info, "fp8", is_ours=False)
+
+
+def test_a_server_of_your_own_that_serves_quantized_weights_gets_no_unquantized_ones(tmp_path: Path) -> None:
+    """SGLang converts them to the server's dtype and keeps the scales of the old ones. Adapters are no weights."""
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    for info in ({"quantization": "fp8"}, {"quantization": None, "model_path": str(tmp_path)}):
+        with pytest.raises(ConfigError, match=r'serves fp8 weights, .* or set weights.quantization = "fp8"$'):
+            sglang_server.ranks_with_loader(info, is_ours=False)
+        assert sglang_server.ranks_with_loader(info, None, is_ours=False) == 0
+    with pytest.raises(ConfigError, match=r"serves awq weights, .* without --quantization$"):
+        sglang_server.ranks_with_loader({"quantization": "awq"}, is_ours=False)
+    (tmp_path / "config.json").write_text('{"quantization_config": null}')
+    for info in ({}, {"model_path": str(tmp_path)}, {"model_path": "/none"}):
         assert sglang_server.ranks_with_loader(info, is_ours=False) == 0
 
 
