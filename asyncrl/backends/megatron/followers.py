@@ -155,24 +155,41 @@ class ChildRanks(Followers):
 
     def __init__(self, job: Job, places: Sequence[Place], *, end: Callable[[int], object] = os._exit) -> None:
         self._processes: list[tuple[Place, multiprocessing.process.BaseProcess]] = []
-        members: list[tuple[str, Place, RankLink]] = []
         context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         if job.device == "cpu":
             context = multiprocessing.get_context("forkserver")
             # Reading a config imports transformers' models and torch's compiler. The fork server does it once for all.
             context.set_forkserver_preload(["asyncrl.backends.megatron.rank", "transformers.models.auto.modeling_auto"])
-        for place in places:
-            ours, theirs = socket.socketpair()
-            process = context.Process(
-                target=follow, args=(job, place, theirs), name=f"learner-rank-{place.rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._processes.append((place, process))
-            name = f"learner rank {place.rank} (pid {process.pid})"
-            members.append((name, place, RankLink(ours, patience=place.timeout_seconds)))
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._kill)
+            members = [self._start(context, job, place, undone) for place in places]
+            undone.pop_all()
         self._end_process = end
         super().__init__(members, end=self._kill_and_end)
+
+    def _start(self, context: Any, job: Job, place: Place, undone: contextlib.ExitStack) -> tuple[str, Place, RankLink]:
+        """Start a process, and say in ``undone`` how to close what stays open. Raises BackendError."""
+        try:
+            ours, theirs = socket.socketpair()
+            undone.callback(ours.close)
+            with theirs:
+                process = context.Process(
+                    target=follow, args=(job, place, theirs), name=f"learner-rank-{place.rank}", daemon=True
+                )
+                process.start()
+        except OSError as error:  # no memory, descriptors or processes are left
+            raise BackendError(f"learner rank {place.rank} cannot be started: {error}") from error
+        self._processes.append((place, process))
+        link = RankLink(ours, patience=place.timeout_seconds)
+        undone.callback(link.close)
+        return f"learner rank {place.rank} (pid {process.pid})", place, link
+
+    def _kill(self) -> None:
+        for _, process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+        self._processes.clear()
 
     def _kill_and_end(self, code: int) -> None:
         """End with all followers: one that is stopped, and its fork server, would stay."""
