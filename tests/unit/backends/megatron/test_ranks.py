@@ -235,6 +235,31 @@ def test_a_stopped_follower_ends_the_leader_in_one_line_that_names_it(
     assert line in capfd.readouterr().err.splitlines()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["megatron-2", "megatron-tp2", "megatron-4"])
+def test_a_rank_that_never_joins_a_collective_ends_the_leader_in_one_line(
+    folder: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Like one whose GPU never ends a kernel, it gives signs of life. It never hears of the step here."""
+    ends = Ends()
+    with started(kind, folder) as backend:
+        own: Any = backend
+        own._followers._end_process = ends
+        backend.step(shares(kind, documents(0)), learning_rate=LEARNING_RATE)
+        own._own._agreement._wait = timedelta(seconds=0.2)
+        send, own._timeout_seconds = own._followers.send, 2.0
+        own._followers.send = lambda commands: send([None, *commands[1:]])
+        capfd.readouterr()
+        with pytest.raises(BackendError):  # the leader is not killed here; its followers are
+            backend.step(shares(kind, documents(1)), learning_rate=LEARNING_RATE)
+        assert ends.ended.wait(60)
+    assert ends.codes[0] == 1
+    assert capfd.readouterr().err.splitlines()[0] == (
+        "asyncrl learner: step stands still for 2 s (learner.options.timeout_seconds): the learner's ranks wait for "
+        "one that does not go on; look at the GPUs of all ranks"
+    )
+
+
 @pytest.mark.parametrize("lacking", ["descriptors", "processes"])
 def test_ranks_of_which_one_cannot_be_started_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, lacking: str
