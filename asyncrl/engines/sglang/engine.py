@@ -117,8 +117,8 @@ class SGLangEngine(EngineAdapter):
         if run.run.colocated and device == "cuda":
             memory.check_installed()
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
-        path, parallel = Path(run.model.path), options.attention_parallel
-        check_architecture(path, device=device, quantization=run.weights.quantization, tensor_parallel=parallel)
+        path, quantization = Path(run.model.path), run.weights.quantization
+        check_architecture(path, device=device, quantization=quantization, options=options)
 
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:
@@ -314,10 +314,9 @@ class SGLangEngine(EngineAdapter):
         is_foreign = self._stamps.is_foreign(stamp)
         self._loader.version = self._first_version if is_foreign else self._stamps.read(stamp)
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
-        self._loader.ranks_with_loader = ranks_with_loader(
-            info, self._model.quantization, is_ours=bool(self._client.server)
-        )
-        self._loader.is_repacked = self._model.quantization in repacking.FORMATS
+        quantization = None if self._lora else self._model.quantization
+        self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
+        self._loader.is_repacked = quantization in repacking.FORMATS
         if self._tells_experts and not info.get(OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{OPTION} of the server at {self.url}')
         self._intake = SGLangIntake(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from asyncrl.engines.sglang.arguments import option_name
 from asyncrl.errors import ConfigError
 
 
@@ -31,9 +32,12 @@ class Options:
 
     @property
     def attention_parallel(self) -> int:
-        """GPUs that share the attention heads; 1 with DP attention, where each GPU serves other sequences."""
-        names = {name.replace("_", "-").lstrip("-") for name in self.server_arguments}
-        return 1 if "enable-dp-attention" in names else self.tensor_parallel
+        """GPUs that share the attention heads. With DP attention they are in parts that serve different sequences."""
+        said = {option_name(key): value for key, value in self.server_arguments.items()}
+        parts = said.get("attn-dp-size", 1)  # of 0.5.23
+        if "enable-dp-attention" in said:
+            parts = said.get("dp-size", said.get("data-parallel-size", self.tensor_parallel))
+        return max(1, self.tensor_parallel // parts) if isinstance(parts, int) and parts > 0 else self.tensor_parallel
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "start_seconds", "request_seconds", "stream_interval"):

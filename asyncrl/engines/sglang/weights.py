@@ -36,6 +36,10 @@ _BY_LOADER: Final = "/update_weights_from_tensor"
 _FROM_LEARNER: Final = "/update_weights_from_distributed"
 _BEGIN: Final = "/begin_weight_update"
 _END: Final = "/end_weight_update"
+_IS_OPEN: Final = "session is already open"
+"""In the answer to _BEGIN (weight_updater.py of 0.5.23; 0.5.16 has no sessions)."""
+_IS_CLOSED: Final = "no weight-update session is open"
+"""In the answer to _END."""
 _BROKE_OFF: Final = "Failed to update weights"
 """In the server's answer if a load from a folder broke off. To go back it loads the same folder again, which it takes
 for the old one (weight_updater.py of 0.5.16 and 0.5.23): its weights may be the new ones, in part or all."""
@@ -144,13 +148,10 @@ class WeightLoader:
             try:
                 await self._post("/pause_generation", {"mode": self._pause})
                 if self.has_sessions and (self.is_repacked or self._is_torn):
-                    with contextlib.suppress(EngineError):  # the first, or the failed, session may still be open
-                        await self._post(_BEGIN if self.is_repacked else _END, {})
+                    await self._settle_session()
                 for path, body in updates:
                     self._is_torn |= path != _FROM_FOLDER  # which the server checks before it changes anything
-                    answer = await self._post(path, body)
-                    if not answer.get("success"):
-                        raise EngineError(str(answer.get("message")))
+                    await self._order(path, body)
                 self._is_torn = False
                 self.version = version
             except EngineDied:
@@ -165,6 +166,20 @@ class WeightLoader:
                     await self._continue()
             now = time.monotonic()
         return LoadReport(pause_seconds=now - began, load_seconds=now - asked)
+
+    async def _settle_session(self) -> None:
+        """Begin the session that stays open unless it is, or end the one that a failed load may have left open."""
+        path, settled = (_BEGIN, _IS_OPEN) if self.is_repacked else (_END, _IS_CLOSED)
+        try:
+            await self._order(path, {})
+        except EngineError as error:
+            if isinstance(error, EngineDied) or settled not in str(error):
+                raise
+
+    async def _order(self, path: str, body: Mapping[str, Any]) -> None:
+        answer = await self._post(path, body)
+        if not answer.get("success"):
+            raise EngineError(str(answer.get("message")))
 
     async def _continue(self) -> None:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import test_utils, web
 
+from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.engines.sglang.weights import WeightLoader
 from asyncrl.errors import ConfigError, EngineDied, EngineError, PromptError, WeightsError
@@ -42,7 +43,7 @@ class FakeServer:
         self.callers: dict[str, set[int]] = {}
         """Client ports of the requests to each path; one port is one connection."""
         self.application = web.Application()
-        self.application.router.add_route("*", "/{path}", self.answer)
+        self.application.router.add_route("*", "/{path:.*}", self.answer)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -236,7 +237,7 @@ async def test_a_load_whose_session_may_have_begun_ends_it_before_the_next(model
     assert is_open.is_set()
 
 
-async def test_a_server_that_serves_no_quantized_weights_gets_none(
+async def test_a_server_gets_quantized_weights_exactly_if_it_serves_them(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
     server, url = fake
@@ -252,6 +253,11 @@ async def test_a_server_that_serves_no_quantized_weights_gets_none(
     engine = made()
     await engine.start()
     await engine.close()
+    with pytest.raises(ConfigError, match="the server serves fp8 weights"):
+        await make_engine(model, tmp_path / "log", url=url).start()
+    with_adapters = make_engine(model, tmp_path / "log", url=url, others={"lora": LoraSection(rank=4)})
+    await with_adapters.start()
+    await with_adapters.close()
 
 
 async def test_an_order_names_the_open_file_and_the_one_in_the_folder(model: Model) -> None:

@@ -34,6 +34,7 @@ SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 BEGIN, UPDATE, END = "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
+IS_OPEN = "a weight-update session is already open; call end_weight_update() first"
 FROM_FOLDER, BY_LOADER = "/update_weights_from_disk", "/update_weights_from_tensor"
 
 
@@ -179,12 +180,41 @@ async def test_buckets_of_repacked_layers_come_between_two_orders_in_a_session_t
     assert orders == [loader.UNPACK, loader.PACK]
     updates = [body for path, body in attached.server.asked if path in (UPDATE, BY_LOADER)]
     assert [body.get("weight_version") for body in updates] == [None] * (len(updates) - 1) + [attached.stamp((0, 4))]
-    attached.server.refuses = {(BEGIN, 2)}
+    attached.server.refuses, attached.server.says = {(BEGIN, 2)}, IS_OPEN
     attached.server.asked.clear()
     attached.server.asked.append((BEGIN, {}))
     await attached.receive()
     assert attached.paths == [BEGIN, *loads]
     assert attached.engine.version == (0, 4)
+
+
+async def test_a_session_that_cannot_begin_fails_the_load_and_keeps_the_old_weights(attach: Attach) -> None:
+    """The layers would be unpacked in no session."""
+    attached = await attach()
+    attached.engine._loader.is_repacked, attached.engine._loader.ranks_with_loader = True, 1
+    await attached.join()
+    attached.server.refuses, attached.server.says = {(BEGIN, 1)}, "no memory to restore the weights"
+    with pytest.raises(WeightsError, match="weights 0:4 from .*no memory to restore the weights") as failure:
+        await attached.receive()
+    assert "\n" not in str(failure.value)
+    assert attached.paths == [PAUSE, BEGIN, CONTINUE, LEAVE]
+    assert attached.engine.version == (0, 3)
+
+
+async def test_a_torn_server_takes_a_load_only_once_its_session_is_over(attach: Attach, old: Model) -> None:
+    attached = await attach()
+    await attached.join()
+    attached.server.refuses = {(UPDATE, 2), (END, 1), (END, 2)}
+    with pytest.raises(WeightsError):
+        await attached.receive()
+    attached.server.says = "no memory to repack the weights"
+    with pytest.raises(WeightsError, match="weights 0:4 from .*no memory to repack"):
+        await attached.engine.load(old.version(4))
+    assert attached.paths[-2:] == [PAUSE, END]
+    assert attached.engine.version < (0, 0)
+    attached.server.says = "no weight-update session is open; call begin_weight_update() first"
+    await attached.engine.load(old.version(4))
+    assert attached.paths[-4:] == [PAUSE, END, FROM_FOLDER, CONTINUE]
 
 
 async def test_a_server_whose_load_from_a_folder_broke_off_stays_paused(attach: Attach, old: Model) -> None:
