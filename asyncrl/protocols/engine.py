@@ -135,6 +135,11 @@ class Intake(Protocol):
 class Collectives(Protocol):
     """An engine's processes as ranks 1 and up of torch.distributed groups, with a rank of the learner as rank 0."""
 
+    @property
+    def buckets_at_once(self) -> int:
+        """Number of buckets of NCCL groups that the engine has in memory at a time. The learner makes them smaller."""
+        ...
+
     async def join(self, group: str, *, host: str, port: int, kind: str) -> None:
         """Join the learner, which listens at host:port, in a group of ``kind`` nccl or gloo. Raises WeightsError."""
         ...

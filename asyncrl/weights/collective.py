@@ -8,12 +8,26 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncrl.errors import MessageError, WeightsError
-from asyncrl.messages.codec import decode
+from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.validation import require
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.protocols import Collectives, LoadReport
 
 _REACH_SECONDS: Final = 5.0
+_MOST_BUCKETS: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRequest:
+    """Payload of a request.  buckets_at_once: see Collectives in protocols/engine.py"""
+
+    buckets_at_once: int = 1
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.buckets_at_once <= _MOST_BUCKETS,
+            f"buckets_at_once must be in 1..{_MOST_BUCKETS}, got {self.buckets_at_once}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +68,11 @@ class CollectiveReceiver:
     @property
     def request(self) -> TransferRequest:
         return TransferRequest(
-            engine=self._engine, group=self._group, num_ranks=self._num_ranks, has_joined=self._has_joined
+            engine=self._engine,
+            group=self._group,
+            num_ranks=self._num_ranks,
+            has_joined=self._has_joined,
+            payload=encode(CollectiveRequest(buckets_at_once=self._collectives.buckets_at_once)),
         )
 
     async def join(self, offer: TransferOffer) -> None:

@@ -14,6 +14,7 @@ import os
 import resource
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any, Final
@@ -22,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from asyncrl.errors import WeightsError
-from asyncrl.messages.codec import encode
+from asyncrl.errors import MessageError, WeightsError
+from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, Snapshot
-from asyncrl.weights.collective import CollectiveOffer
+from asyncrl.weights.collective import CollectiveOffer, CollectiveRequest
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
 """Slowest transfer rate that is tolerated. A fixed time is allowed on top."""
@@ -36,8 +37,14 @@ _MAX_GROUPS: Final = 1024
 _FILES_PER_GROUP: Final = 16
 """A rendezvous has nine open files, and a connection for each rank. The rest is left for other files."""
 _POLL_SECONDS: Final = 5e-4
+_QUEUED: Final = 4
+"""NCCL broadcasts to one engine that are queued at a time, so that one begins as soon as another ends. They share a
+stream: only the first takes part of the GPU while it waits for the engine."""
+_HIGH_PRIORITY: Final = False
+"""Whether NCCL's kernels go before others that wait for the learner's GPU."""
 _HANDOVER_SECONDS: Final = 1.0
 """An engine may ask again just before our thread notices that the last transfer is complete."""
+_GIVEN_UP: Final = "it was given up: the engine was restarted"
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT: Final = threading.Lock()
 """The process has one environment, so concurrent joins must take turns."""
@@ -49,8 +56,8 @@ class Sender:
     def __init__(self, host: str, *, bucket_bytes: int = BUCKET_BYTES, patience_seconds: float = 60.0) -> None:
         """
         host              the learner's address as seen by engines
-        bucket_bytes      size of one collective: an engine needs this much memory besides its weights, and each bucket
-                          lengthens its pause by 2 to 9 ms on a GPU (docs/results/performance.md)
+        bucket_bytes      memory that an engine needs besides its weights: the size of one collective. Over NCCL, it is
+                          the size of all buckets that the engine has in memory at a time (CollectiveRequest)
         patience_seconds  timeout for an engine to join; also added to the time allowed for the transfer
         """
         self._host = host
@@ -77,8 +84,10 @@ class Sender:
             raise WeightsError(
                 f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
             )
+        kind = _kind_of(snapshot)
+        if kind == "nccl":
+            snapshot = snapshot.cut(max(1, self._bucket_bytes // _buckets_at_once(request)))
         with self._lock:
-            kind = "nccl" if snapshot.buckets[0].data.is_cuda else "gloo"
             group = before = self._groups.get(request.engine)
             if group is None or group.name != request.group:
                 if request.has_joined:
@@ -181,6 +190,7 @@ class _Group:
             return
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=1)  # our own timeout is shorter
+        options.is_high_priority_stream = _HIGH_PRIORITY
         with _left_alone():
             self._collective = dist.ProcessGroupNCCL(keys, 0, self._size, options)
 
@@ -190,19 +200,29 @@ class _Group:
         deadline = time.monotonic() + self._seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        queued: deque[Any] = deque()
         with _own_stream(snapshot.buckets[0].data):
             for bucket in snapshot.buckets:
+                if len(queued) == (_QUEUED if self._kind == "nccl" else 1):
+                    self._finish(queued.popleft(), deadline=deadline)
                 collective = self._collective
                 if collective is None:
-                    raise WeightsError("it was given up: the engine was restarted")
-                work = collective.broadcast([bucket.data], options)
+                    raise WeightsError(_GIVEN_UP)
+                queued.append(collective.broadcast([bucket.data], options))
                 del collective  # so that only the group keeps its connections open
-                while not work.is_completed():
-                    if time.monotonic() > deadline:
-                        raise WeightsError("the engine did not take its weights in time")
-                    time.sleep(_POLL_SECONDS)
-                if self._kind == "gloo":
-                    work.wait()  # raises the error; on CUDA it would only order streams
+            while queued:
+                self._finish(queued.popleft(), deadline=deadline)
+
+    def _finish(self, work: Any, *, deadline: float) -> None:
+        """Wait for a broadcast. Raises WeightsError, RuntimeError."""
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise WeightsError("the engine did not take its weights in time")
+            time.sleep(_POLL_SECONDS)
+        if self._kind == "gloo":
+            work.wait()  # raises the error; on CUDA it would only order streams
+        elif self.is_given_up:  # which ends queued broadcasts as well
+            raise WeightsError(_GIVEN_UP)
 
     def give_up(self) -> None:
         """Abort, so that neither the kernel on the learner's GPU nor the engine keeps waiting."""
@@ -211,6 +231,20 @@ class _Group:
             self._collective.abort()
         if self._kind == "gloo":
             self._collective = None  # closes its connections
+
+
+def _kind_of(snapshot: Snapshot) -> str:
+    return "nccl" if snapshot.buckets[0].data.is_cuda else "gloo"
+
+
+def _buckets_at_once(request: TransferRequest) -> int:
+    """How many buckets the engine has in memory at a time; one if it does not say. Raises WeightsError."""
+    if not request.payload:
+        return 1
+    try:
+        return decode(request.payload, CollectiveRequest).buckets_at_once
+    except MessageError as error:
+        raise WeightsError(f"the request of engine {request.engine} is none of this channel: {error}") from error
 
 
 def _room() -> int:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.weights --shapes 0.6B 4B --json FILE          GPU 0 is the learner's, GPU 1 the engine's
     python -m benchmarks.gpu.weights --transports shm shm-sglang           our reading of files, and SGLang's own
+    python -m benchmarks.gpu.weights --transports nccl nccl-sglang         our receiving of buckets, and SGLang's own
     python -m benchmarks.gpu.weights --transports nccl --ranks 1 2 --bare  one rank, then two; and a bare broadcast
 
 The engine always has --requests answers in progress. The learner is a separate process, as in a run. Its GPU multiplies
@@ -54,7 +55,8 @@ from benchmarks.gpu.learner_side import LearnerSide, learner_side
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
 
-TRANSPORTS: Final = ("nccl", "shm", "disk", "shm-sglang", "disk-sglang")
+TRANSPORTS: Final = ("nccl", "nccl-sglang", "shm", "disk", "shm-sglang", "disk-sglang")
+NCCL: Final = TRANSPORTS[:2]
 
 _PATIENCE_SECONDS: Final = 5.0
 
@@ -88,7 +90,7 @@ class TimedEngine(SGLangEngine):
 
     @contextlib.contextmanager
     def reading(self, transport: str) -> Iterator[None]:
-        """Use SGLang's own reading of folders for a transport named after it, otherwise ours."""
+        """Use SGLang's own reading or receiving for a transport named after it, otherwise ours."""
         ranks = self._loader.ranks_with_loader
         self._loader.ranks_with_loader = 0 if transport.endswith("-sglang") else ranks
         try:
@@ -174,7 +176,7 @@ class Bench:
         learner, ask = self._learner, asyncio.to_thread
         quiet = (time.monotonic() - 2.0, time.monotonic())
         reports, exports, publishes, busy = [], [], [], []
-        loads = self._options.loads if transport == "nccl" else self._options.folder_loads
+        loads = self._options.loads if transport in NCCL else self._options.folder_loads
         await self._meet_again(transport, bucket_megabytes)
         for number in range(loads + 1):
             await asyncio.sleep(0.2)
@@ -182,8 +184,9 @@ class Bench:
             num_bytes, seconds = await ask(learner.export, self._version)
             exports.append(seconds)
             began = time.monotonic()
-            if transport == "nccl":
-                reports.append(await send(self._receiver, learner))
+            if transport in NCCL:
+                with self._engine.reading(transport):
+                    reports.append(await send(self._receiver, learner))
             else:
                 weights = await ask(learner.publish)
                 publishes.append(time.monotonic() - began)
@@ -194,7 +197,7 @@ class Bench:
                 self._engine.stages()  # the first load is separate
         pauses = sorted(report.pause_seconds for report in reports[1:])
         before, during = await ask(learner.seconds, *quiet), statistics.mean(busy[1:])
-        stages, found = self._engine.stages(), self._of_bare.get(bucket_megabytes, {}) if transport == "nccl" else {}
+        stages, found = self._engine.stages(), self._of_bare.get(bucket_megabytes, {}) if transport in NCCL else {}
         if found:
             orders = sum(stages.get(path, (0.0, 0.0))[0] for path in ("/pause_generation", "/continue_generation"))
             bare_seconds, pause = found["bare_seconds"], statistics.median(pauses)
@@ -295,7 +298,7 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
                 async with full_load(engine, options.requests) as finished:
                     await asyncio.sleep(3.0)
                     for transport in options.transports:
-                        for bucket in options.bucket_megabytes if transport == "nccl" else [BUCKET_BYTES // 2**20]:
+                        for bucket in options.bucket_megabytes if transport in NCCL else [BUCKET_BYTES // 2**20]:
                             report(rows, await guarded(bench.row(transport, bucket), shape, transport), options.json)
                 print(f"{shape}: {len(finished)} answers finished meanwhile, {sum(finished):,} tokens", flush=True)
                 if options.kill and ranks == options.ranks[-1]:
@@ -366,7 +369,9 @@ def main(given: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, default=["0.6B"], metavar="SHAPE")
     add("--transports", nargs="+", choices=TRANSPORTS, default=["nccl", "shm", "disk"], metavar="TRANSPORT")
-    add("--bucket-megabytes", nargs="+", type=int, default=[BUCKET_BYTES // 2**20], help="of one collective (nccl)")
+    add(
+        "--bucket-megabytes", nargs="+", type=int, default=[BUCKET_BYTES // 2**20], help="of the engine's memory (nccl)"
+    )
     add("--requests", type=int, default=256)
     add("--loads", type=int, default=20, help="by NCCL (default 20)")
     add("--folder-loads", type=int, default=5, help="by a folder: seconds each (default 5)")
@@ -378,7 +383,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--kill", action="store_true", help="kill the server during a transfer at the end")
     add("--json", type=Path)
     options = parser.parse_args(given)
-    if max(options.ranks) > 1 and set(options.transports) != {"nccl"}:
+    if max(options.ranks) > 1 and not set(options.transports) <= set(NCCL):
         parser.error("--ranks 2 and more send by nccl: add --transports nccl")
     rows: list[dict[str, Any]] = []
     print(HEAD)

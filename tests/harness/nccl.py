@@ -48,10 +48,10 @@ def serve_engine(orders: Connection, devices: Sequence[str]) -> None:
             orders.send(error)
 
 
-def join_group(name: str, host: str, port: int, collective: str) -> Any:
-    """Join as an SGLang scheduler does, as rank 1 of 2."""
+def join_group(name: str, host: str, port: int, collective: str, *, rank: int = 1, size: int = 2) -> Any:
+    """Join as an SGLang scheduler does."""
     limit = timedelta(seconds=PATIENCE)
-    store, rank, size = next(dist.rendezvous(f"tcp://{host}:{port}", 1, 2, timeout=limit))
+    store, rank, size = next(dist.rendezvous(f"tcp://{host}:{port}", rank, size, timeout=limit))
     group, _ = c10d._new_process_group_helper(
         size,
         rank,
@@ -62,7 +62,7 @@ def join_group(name: str, host: str, port: int, collective: str) -> Any:
         backend_options=None,
         timeout=limit,
     )
-    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
     return group
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from asyncrl.backends import lora
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron import cpu_shim, overlapped_linear, process_groups
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping
@@ -82,10 +82,20 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
         self.weight_adapter: Adapter | None = None
 
     def forward(self, x: torch.Tensor) -> Any:
-        output, bias = _alone(self, x) if self.config.tensor_model_parallel_size == 1 else super().forward(x)
+        output, bias = self._product(x)
         if self.weight_adapter is not None and self.weight_adapter.is_on:
             output = output + self.weight_adapter(x, self._share)
         return output, bias
+
+    def _product(self, x: torch.Tensor) -> Any:
+        added, returned = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        if self.config.tensor_model_parallel_size == 1:
+            return F.linear(x, self.weight, added), returned  # Megatron's function takes more of the host's time
+        exchange = process_groups.exchange()
+        if exchange is None:
+            return super().forward(x)
+        output = overlapped_linear.column(x, self.weight, exchange)
+        return (output if added is None else output + added), returned
 
     def _share(self, narrow: torch.Tensor) -> torch.Tensor:
         """Give every rank all tokens; in the backward pass, sum the gradients of the ranks' output parts."""
@@ -102,25 +112,26 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]
         self.weight_adapter: Adapter | None = None
 
     def forward(self, x: torch.Tensor) -> Any:
-        output, bias = _alone(self, x) if self.config.tensor_model_parallel_size == 1 else super().forward(x)
+        output, bias = self._product(x)
         if self.weight_adapter is not None and self.weight_adapter.is_on:
             output = output + self.weight_adapter(x, self._share)
         return output, bias
+
+    def _product(self, x: torch.Tensor) -> Any:
+        added, returned = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        if self.config.tensor_model_parallel_size == 1:
+            return F.linear(x, self.weight, added), returned  # Megatron's function takes more of the host's time
+        exchange = process_groups.exchange()
+        if exchange is None:
+            return super().forward(x)
+        output = overlapped_linear.row(x, self.weight, exchange)
+        return (output if added is None else output + added), returned
 
     def _share(self, narrow: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks: each rank computes a partial sum from its part of the input."""
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(narrow)  # type: ignore[no-any-return]
         return reduce_from_tensor_model_parallel_region(narrow)  # type: ignore[no-any-return]
-
-
-def _alone(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return output and bias of a linear layer that no other rank has a part of.
-
-    Megatron's function for it takes more of the host's time, which limits the forward pass of small models.
-    """
-    added, returned = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
-    return F.linear(x, layer.weight, added), returned
 
 
 class WholeLinear(torch.nn.Linear):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 import torch.distributed as dist
 
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.overlapped_linear import Exchange
 from asyncrl.backends.megatron.rank_commands import Place
+from asyncrl.backends.megatron.symmetric_memory import Window, is_available
 from asyncrl.protocols.adapter import Layout
 
 with quiet(), cpu_shim.without_compilation():
@@ -14,8 +19,12 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
+_exchange: Exchange | None = None
+
+
 def join(place: Place, layout: Layout) -> None:
     """Create Megatron's process groups."""
+    global _exchange
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -27,10 +36,14 @@ def join(place: Place, layout: Layout) -> None:
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1)  # nothing draws from this generator, but recomputation needs it to exist
+    if layout.tensor > 1 and layout.is_sequence_parallel:
+        _exchange = _exchange_of(tensor_parallel_group())
 
 
 def leave() -> None:
     """Destroy Megatron's process groups. They are global, and a later rank in this process needs new ones."""
+    global _exchange
+    _exchange = None
     parallel_state.destroy_model_parallel()
 
 
@@ -50,6 +63,17 @@ def tensor_parallel_group() -> dist.ProcessGroup:
     """The ranks that share every layer."""
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     return group
+
+
+def exchange() -> Exchange | None:
+    """How the ranks that share every layer exchange rows during products; None if only collectives can do it."""
+    return _exchange
+
+
+def free_exchange() -> None:
+    """Free the memory of the exchange. It is allocated again when it is needed. Collective."""
+    if _exchange is not None:
+        _exchange.release()
 
 
 def context_parallel_group() -> dist.ProcessGroup:
@@ -74,3 +98,10 @@ def pipeline_group() -> dist.ProcessGroup:
     """The ranks that share the layers of one copy of the model."""
     group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     return group
+
+
+def _exchange_of(group: dist.ProcessGroup) -> Exchange | None:
+    if not is_available(group):
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Exchange(partial(Window, group), rank=group.rank(), size=group.size(), device=device)

@@ -79,8 +79,11 @@ class MegatronRank:
             return self._loaded[command.model].score(command.micro_batches)
         if command.name == "export":
             return self._export(command)
-        if command.name in ("offload", "onload"):
-            return self._memory.leave() if command.name == "offload" else self._memory.come_back()
+        if command.name == "offload":
+            process_groups.free_exchange()
+            return self._memory.leave()
+        if command.name == "onload":
+            return self._memory.come_back()
         folders = {name: models.saved_in(Path(command.folder), name) for name in trained}
         if command.name == "saved":
             return self._saved(folders, wait=command.waits)

@@ -1,4 +1,4 @@
-"""Weight loader that runs inside an SGLang server launched by us. Reads a file with many threads, or a channel.
+"""Weight loader that runs inside an SGLang server launched by us. Reads a file with many threads, a channel, or groups.
 
 SGLang's own loader reads a memory map tensor by tensor, on one thread and through unpinned memory. It reaches 5 GB/s
 from ``/dev/shm``, and the engine generates nothing in that time. Here several threads read pieces of the file into
@@ -6,7 +6,8 @@ pinned memory and copy them to the GPU, each on its own stream, while the model 
 (docs/results/performance.md).
 
 The server finds ``load`` through --custom-weight-loader. A request to /update_weights_from_tensor carries the result of
-``serialized`` where SGLang expects tensors: the file names, or the channel's function and its payload.
+``serialized`` where SGLang expects tensors: the file names, the channel's function and its payload, or the buckets of
+each NCCL group (receiving.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Final
 import torch
 
 from asyncrl.config import plugins
-from asyncrl.engines.sglang import repacking
+from asyncrl.engines.sglang import receiving, repacking
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import Source
 from asyncrl.tensors import safetensors_file
@@ -33,6 +34,7 @@ from asyncrl.tensors.model_tensors import Shapes, check_layout
 from asyncrl.tensors.snapshot import Bucket, grouped
 
 _SOURCE: Final = "source:"
+_GROUPS: Final = "groups"
 UNPACK: Final = "unpack"
 """Order that must come before tensors that the server receives itself, if its layers are repacked (repacking.py)."""
 PACK: Final = "pack"
@@ -73,6 +75,14 @@ def serialized_source(source: Source, payload: bytes, *, expected: Shapes, optio
     return _encoded(_SOURCE + address, base64.b64encode(payload).decode(), json.dumps(layout))
 
 
+def serialized_groups(parts: receiving.Parts, *, problem: Path) -> str:
+    """Encode an order to receive the buckets of each group, which the server has joined.
+
+    If the server finds no such group, it changes nothing and writes the reason to the new file ``problem``.
+    """
+    return _encoded(_GROUPS, receiving.described(parts), str(problem))
+
+
 def _encoded(*names: str) -> str:
     written = io.BytesIO()
     _Pickler(written).dump([(name, torch.empty(0)) for name in names])
@@ -91,11 +101,16 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     """Load weights. SGLang calls this in every rank. An error kills the server: its weights may be partly loaded."""
     names = [name for name, _ in named_tensors]
     device = next(model.parameters()).device
+    arriving = receiving.arrivals(names[1], Path(names[2]), device) if names[0] == _GROUPS else None
+    if names[0] == _GROUPS and arriving is None:
+        return
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the last step of a paused server may still run on another stream
     if names[0] != PACK:
         repacking.unpack(model)
-    if names[0] not in (UNPACK, PACK):
+    if arriving is not None:
+        arriving.load_into(model)
+    elif names[0] not in (UNPACK, PACK):
         model.load_weights(  # type: ignore[operator]
             _from_source(names, device) if names[0].startswith(_SOURCE) else _from_files(names, device)
         )

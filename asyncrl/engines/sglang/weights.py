@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import math
 import os
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.engines.sglang import loader
+from asyncrl.engines.sglang import loader, receiving
 from asyncrl.engines.sglang.server import LOADER
 from asyncrl.engines.sglang.stamps import Stamps
 from asyncrl.engines.version_spans import Version, format_version
@@ -70,6 +72,8 @@ class WeightLoader:
         self.is_repacked = False
         """Whether only our loader can update the layers (repacking.py). The first session then stays open: at its end
         the server would repack the layers once more."""
+        self.finds_groups = True
+        """False once our loader has not found a group that the server had joined."""
         self._is_torn = False
 
     @contextlib.contextmanager
@@ -108,8 +112,22 @@ class WeightLoader:
             )
         return await self._switch(version, self._in_session([self._by_loader(version, order)]), what=what)
 
-    async def receive(self, version: Version, parts: Sequence[tuple[str, Sequence[BucketLayout]]]) -> LoadReport:
-        """Receive each group's buckets from the learner, which has begun to send. Raises WeightsError."""
+    @property
+    def receives(self) -> bool:
+        """Whether our loader receives from NCCL groups itself, all buckets in one order."""
+        return self.ranks_with_loader > 0 and self.finds_groups
+
+    async def receive(self, version: Version, parts: receiving.Parts, *, is_nccl: bool) -> LoadReport:
+        """Receive each group's buckets from the learner, which has begun to send. Raises WeightsError.
+
+        Gloo's groups are left to SGLang: if one breaks, it reports an error, and a folder repairs its weights. An error
+        in our loader would kill it. With NCCL a server whose learner is gone is lost anyway (_STUCK_SECONDS).
+        """
+        what = f"group {parts[0][0]}"
+        if is_nccl and self.receives:
+            problem = Path(tempfile.gettempdir()) / f"asyncrl-{uuid.uuid4().hex}"
+            update = self._by_loader(version, loader.serialized_groups(parts, problem=problem))
+            return await self._switch(version, self._in_session([update]), what=what, problem=problem)
         updates = [
             (_FROM_LEARNER, _described(bucket) | {"group_name": group} | self._body(version))
             for group, buckets in parts
@@ -119,7 +137,7 @@ class WeightLoader:
             updates = [self._step(version, loader.UNPACK), *updates, self._step(version, loader.PACK)]
         for _, body in updates[:-1]:
             del body["weight_version"]  # set with the last bucket only
-        return await self._switch(version, self._in_session(updates), what=f"group {parts[0][0]}")
+        return await self._switch(version, self._in_session(updates), what=what)
 
     def _by_loader(self, version: Version, order: str) -> Order:
         body = self._body(version)
@@ -139,7 +157,10 @@ class WeightLoader:
         # The KV cache of requests kept in place cannot be flushed; the cache of retracted requests must be.
         return {"weight_version": self.stamps.of(version), "flush_cache": self._pause == "retract"}
 
-    async def _switch(self, version: Version, updates: list[Order], *, what: str) -> LoadReport:
+    async def _switch(
+        self, version: Version, updates: list[Order], *, what: str, problem: Path | None = None
+    ) -> LoadReport:
+        """Pause, update, continue. ``problem``: the file in which our loader says why it did nothing."""
         asked = time.monotonic()
         async with self._lock:
             began = time.monotonic()
@@ -152,6 +173,9 @@ class WeightLoader:
                 for path, body in updates:
                     self._is_torn |= path != _FROM_FOLDER  # which the server checks before it changes anything
                     await self._order(path, body)
+                if problem is not None and (reason := _said(problem)):
+                    self.finds_groups = False
+                    raise EngineError(f"our loader in the server cannot receive: {reason}; from now on SGLang's does")
                 self._is_torn = False
                 self.version = version
             except EngineDied:
@@ -201,11 +225,16 @@ class SGLangIntake:
         self._post = post
         self._loader = loader
         self._shapes, self._optional = shapes, optional
+        self._kinds: dict[str, str] = {}  # by name of a joined group
         self.num_ranks = num_ranks
 
     @property
     def collectives(self) -> SGLangIntake:
         return self
+
+    @property
+    def buckets_at_once(self) -> int:
+        return receiving.AT_ONCE if self._loader.receives else 1
 
     async def take(self, version: Version, source: Source, payload: bytes) -> LoadReport:
         order = loader.serialized_source(source, payload, expected=self._shapes, optional=self._optional)
@@ -224,8 +253,9 @@ class SGLangIntake:
         answer = await self._answer("/init_weights_update_group", body, hint=hint)
         if not answer.get("success"):
             raise WeightsError(f"cannot meet the learner at {host}:{port}: {answer.get('message')}")
+        self._kinds[group] = kind
 
-    async def receive(self, version: Version, parts: Sequence[tuple[str, Sequence[BucketLayout]]]) -> LoadReport:
+    async def receive(self, version: Version, parts: receiving.Parts) -> LoadReport:
         shapes = {
             name: tuple(shape)
             for _, buckets in parts
@@ -233,9 +263,11 @@ class SGLangIntake:
             for name, shape in zip(bucket.names, bucket.shapes, strict=True)
         }
         check_layout(shapes, expected=self._shapes, optional=self._optional, where=f"group {parts[0][0]}")
-        return await self._in_time(self._loader.receive(version, parts), shapes)
+        is_nccl = all(self._kinds.get(group) == "nccl" for group, _ in parts)
+        return await self._in_time(self._loader.receive(version, parts, is_nccl=is_nccl), shapes)
 
     async def leave(self, group: str) -> None:
+        self._kinds.pop(group, None)
         await self._answer("/destroy_weights_update_group", {"group_name": group})
 
     async def _in_time(self, switch: Awaitable[LoadReport], shapes: Shapes) -> LoadReport:
@@ -256,6 +288,16 @@ class SGLangIntake:
             raise
         except EngineError as error:
             return {"success": False, "message": str(error)}
+
+
+def _said(problem: Path) -> str:
+    """Read and remove the file; return an empty string if there is none."""
+    try:
+        reason = problem.read_text()
+        problem.unlink()
+    except FileNotFoundError:
+        return ""
+    return reason
 
 
 def _described(bucket: BucketLayout) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from tests.integration.extending.toy_sockets import SocketChannel
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
 TOLERANCE = 1e-4
+BY_LOADER, BY_SGLANG = "/update_weights_from_tensor", "/update_weights_from_distributed"
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -106,6 +107,23 @@ async def tear(receiver: CollectiveReceiver, model: Model, version: int) -> None
     gc.collect()
     with pytest.raises(WeightsError):
         await receiving
+
+
+def through_the_loader(
+    engine: sglang.SGLangEngine, receiver: CollectiveReceiver, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Treat the joined group as NCCL's. Returns the paths that the server is asked for from now on."""
+    assert isinstance(engine.intake, sglang.SGLangIntake)
+    monkeypatch.setitem(engine.intake._kinds, receiver.request.group, "nccl")
+    asked: list[str] = []
+    post = engine._loader._post
+
+    async def listed(path: str, body: Mapping[str, Any]) -> Any:
+        asked.append(path)
+        return await post(path, body)
+
+    monkeypatch.setattr(engine._loader, "_post", listed)
+    return asked
 
 
 async def in_progress(engine: sglang.SGLangEngine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:
@@ -197,6 +215,50 @@ async def test_the_first_session_may_stay_open_for_all_updates(
 
 
 @on_a_server
+async def test_our_loader_in_the_server_receives_all_buckets_in_one_order(
+    engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over NCCL; here its group is gloo's. Folders take turns with it."""
+    sender = holding(new, 2)
+    await meet(receiver, sender)
+    asked = through_the_loader(engine, receiver, monkeypatch)
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        await receive(receiver, sender)
+        assert not task.done()
+    check_switch(task.result(), old, new, versions=(1, 2))
+    assert BY_LOADER in asked and BY_SGLANG not in asked
+    await engine.load(old.version(3))
+    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    sender.hold(snapshot(new), incarnation=0, policy_version=4)
+    await receive(receiver, sender)
+    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    assert engine.version == (0, 4)
+
+
+@on_a_server
+async def test_a_server_that_does_not_find_its_group_gets_a_folder_and_then_sglangs_way(
+    engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(engine.intake, sglang.SGLangIntake)
+    monkeypatch.setitem(engine.intake._kinds, "not joined", "nccl")
+    monkeypatch.setattr(engine._loader, "finds_groups", True)
+    with pytest.raises(
+        WeightsError, match="loader in the server cannot receive: .*not joined; from now on SGLang's does"
+    ):
+        await engine.intake.receive((0, 2), [("not joined", layouts(new))])
+    assert engine.version < (0, 0)
+    await engine.load(old.version(3))
+    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    sender = holding(new, 4)
+    await meet(receiver, sender)
+    asked = through_the_loader(engine, receiver, monkeypatch)
+    await receive(receiver, sender)
+    assert BY_LOADER not in asked and BY_SGLANG in asked
+    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+
+
+@on_a_server
 async def test_a_folder_that_is_removed_while_it_is_loaded_is_loaded(
     engine: sglang.SGLangEngine, old: Model, new: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,7 +330,7 @@ async def test_a_channel_that_asyncrl_does_not_know_brings_weights_into_the_serv
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("architecture", ["qwen2_moe", "qwen3_moe"])
 async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder_and_from_the_learner(
-    tmp_path: Path, architecture: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     old, new = (Model(tmp_path / str(seed), seed=seed, architecture=architecture) for seed in (0, 1))
     engine = sglang.SGLangEngine(
@@ -294,5 +356,10 @@ async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder
         await meet(receiver, sender)
         await receive(receiver, sender)
         assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+        asked = through_the_loader(engine, receiver, monkeypatch)
+        sender.hold(snapshot(new), incarnation=0, policy_version=3)
+        await receive(receiver, sender)
+        assert BY_LOADER in asked and BY_SGLANG not in asked
+        assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
     finally:
         await engine.close()

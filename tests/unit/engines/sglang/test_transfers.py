@@ -5,37 +5,37 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from aiohttp import test_utils, web
 
-from asyncrl.engines.sglang import engine as sglang
 from asyncrl.engines.sglang import loader
 from asyncrl.engines.sglang import weights as sglang_weights
 from asyncrl.errors import EngineDied, WeightsError
 from asyncrl.messages import SamplingParams
-from asyncrl.messages.codec import encode
-from asyncrl.messages.weight_transfer import TransferOffer
-from asyncrl.protocols import LoadReport
-from asyncrl.weights.collective import CollectiveOffer
 from asyncrl.weights.pull import PullReceiver
 from tests.harness.engines import PROMPT, Model
 from tests.harness.fakes import until
-from tests.harness.transfers import changed, collective_of, layouts, receiver_of
-from tests.unit.engines.sglang.test_engine import FakeServer
+from tests.harness.transfers import changed, collective_of, layouts
+from tests.unit.engines.sglang.attached import (
+    BEGIN,
+    BY_LOADER,
+    CONTINUE,
+    END,
+    FROM_FOLDER,
+    IS_OPEN,
+    JOIN,
+    LEAVE,
+    PAUSE,
+    UPDATE,
+    Attach,
+    attaching,
+)
 
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
-
-PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
-BEGIN, UPDATE, END = "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"
-JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
-IS_OPEN = "a weight-update session is already open; call end_weight_update() first"
-FROM_FOLDER, BY_LOADER = "/update_weights_from_disk", "/update_weights_from_tensor"
 
 
 @pytest.fixture(scope="module")
@@ -43,87 +43,10 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("old"), seed=0)
 
 
-class Server(FakeServer):
-    """``refuses`` has (path, number of the call) of refused calls, and ``says`` why; ``hangs`` is a path that never
-    answers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_sessions = True
-        self.refuses: set[tuple[str, int]] = set()
-        self.says, self.hangs = "torn", ""
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        path = request.path
-        if path == BEGIN and request.method == "GET":
-            return web.Response(status=405 if self.has_sessions else 404)
-        answer = await super().answer(request)
-        if path == self.hangs:
-            await asyncio.Event().wait()
-        if (path, self.paths.count(path)) in self.refuses:
-            return web.json_response({"success": False, "message": self.says}, status=400)
-        if path in (BEGIN, UPDATE, END, JOIN, LEAVE, BY_LOADER):
-            return web.json_response({"success": True, "message": ""})
-        return answer
-
-    def bodies(self, path: str) -> list[dict[str, Any]]:
-        return [body for asked, body in self.asked if asked == path]
-
-
-class Attached:
-    """An engine on a fake server. ``begun`` is the number of earlier requests, which do not count."""
-
-    def __init__(self, server: Server, engine: sglang.SGLangEngine, offer: TransferOffer) -> None:
-        self.server, self.engine, self.offer = server, engine, offer
-        self.receiver = receiver_of(engine, "w7")
-
-    @property
-    def paths(self) -> list[str]:
-        return self.server.paths
-
-    def stamp(self, version: tuple[int, int]) -> str:
-        return self.engine._stamps.of(version)
-
-    async def join(self) -> None:
-        await self.receiver.join(self.offer)
-        self.server.asked.clear()
-
-    async def receive(self) -> LoadReport:
-        return await self.receiver.receive(self.offer)
-
-
-Attach = Callable[..., Any]
-
-
 @pytest.fixture
 async def attach(old: Model, tmp_path: Path) -> AsyncIterator[Attach]:
-    """Yield ``await attach(has_sessions=..., pause=...)``, which returns an engine attached to a fake server."""
-    server = Server()
-    engines: list[sglang.SGLangEngine] = []
-
-    async with test_utils.TestServer(server.application) as running:
-
-        async def make(*, has_sessions: bool = True, **options: Any) -> Attached:
-            server.has_sessions = has_sessions
-            server.version = "0.5.23"
-            url = str(running.make_url("")).rstrip("/")
-            engine = sglang.SGLangEngine(
-                old.folder,
-                device="cpu",
-                dtype="float32",
-                version=(0, 3),
-                options=sglang.Options(url=url, **options),
-                log_path=tmp_path / "w7.engine.log",
-            )
-            engines.append(engine)
-            await engine.start()
-            meeting = CollectiveOffer(host="127.0.0.1", port=running.port or 0, collective="gloo", buckets=layouts(old))
-            offer = TransferOffer(incarnation=0, policy_version=4, payload=encode(meeting))
-            return Attached(server, engine, offer)
-
-        yield make
-        for engine in engines:
-            await engine.close()
+    async with attaching(old, tmp_path) as attach:
+        yield attach
 
 
 async def test_the_server_joins_as_the_ranks_after_the_learners(attach: Attach) -> None:
@@ -171,12 +94,7 @@ async def test_buckets_of_repacked_layers_come_between_two_orders_in_a_session_t
     loads = [PAUSE, *([BEGIN] if has_sessions else []), BY_LOADER, *buckets, BY_LOADER, CONTINUE]
     await attached.receive()
     assert attached.paths == loads
-    orders = [
-        name
-        for body in attached.server.bodies(BY_LOADER)
-        for order in body["serialized_named_tensors"]
-        for name, _ in pickle.loads(base64.b64decode(order))
-    ]
+    orders = [name for names in attached.server.loader_orders() for name in names]
     assert orders == [loader.UNPACK, loader.PACK]
     updates = [body for path, body in attached.server.asked if path in (UPDATE, BY_LOADER)]
     assert [body.get("weight_version") for body in updates] == [None] * (len(updates) - 1) + [attached.stamp((0, 4))]

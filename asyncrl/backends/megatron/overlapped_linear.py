@@ -1,0 +1,244 @@
+"""Tensor-parallel linear layers that exchange rows with other ranks while they multiply.
+
+With sequence parallelism every rank has a share of a row's tokens between layers. A column-parallel layer gathers all
+shares, and a row-parallel layer sums the ranks' partial results and keeps its own share. Megatron does the two one
+after the other in the forward pass. Here the product of a share runs while the next share is copied, as in
+asynchronous tensor parallelism (Wang et al., "Overlap communication with dependent computation via decomposition",
+ASPLOS 2023). Ranks must run the same layers in the same order, as with collectives.
+Tests: tests/unit/backends/megatron/test_overlapped_linear.py, and test_two_gpus.py on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+_STEP_BYTES = 64 * 2**20
+"""Windows grow by multiples of this."""
+
+
+class Memory(Protocol):
+    """See symmetric_memory.Window."""
+
+    num_bytes: int
+
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+
+    def barrier(self) -> None: ...
+
+
+class Exchange:
+    """Exchanges rows between the ranks of a group. Two windows of memory are used in turns.
+
+    Each use has one barrier. A window is used again two turns later, so it was free on all ranks before the barrier
+    between: a rank comes to its barrier only when its copies of the turn before are done.
+    """
+
+    def __init__(self, allocate: Callable[[int], Memory], *, rank: int, size: int, device: torch.device) -> None:
+        """``allocate``: returns a window of at least so many bytes; collective."""
+        self.rank, self.size = rank, size
+        self.order = [(rank + step) % size for step in range(size)]
+        """The ranks from our own on, so that no two ranks copy from one at the same time."""
+        self._allocate = allocate
+        self._windows: list[Memory | None] = [None, None]
+        self._turn = 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def gather(self, share: torch.Tensor) -> Gathering:
+        """Start to copy the shares of all ranks, each [tokens, features], to this one."""
+        return Gathering(self, share.contiguous())
+
+    def scatter(self, shape: tuple[int, int], like: torch.Tensor) -> Scattering:
+        """Prepare to sum each rank's share, [tokens, features], over partial results of all ranks."""
+        return Scattering(self, shape, like)
+
+    def window(self, shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
+        """Return the window whose turn it is, with room for such a tensor. All ranks ask for the same size."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        self._turn = 1 - self._turn
+        window = self._windows[self._turn]
+        if window is None or window.num_bytes < num_bytes:
+            del window
+            self._free(self._turn)
+            self._windows[self._turn] = window = self._allocate(-(-num_bytes // _STEP_BYTES) * _STEP_BYTES)
+        return window
+
+    def release(self) -> None:
+        """Free the memory. Collective; nothing may be in progress."""
+        for turn, window in enumerate(self._windows):
+            if window is not None:
+                window.barrier()
+                self._free(turn)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Run copies on another stream, after what the current one has queued so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def copied(self) -> torch.cuda.Event | None:
+        """Return an event that marks the end of the copies queued so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def _free(self, turn: int) -> None:
+        """Free a window once our GPU has passed its last barrier, after which no other rank uses that window."""
+        if self._stream is not None:
+            torch.cuda.synchronize()
+        self._windows[turn] = None
+        if self._stream is not None:
+            torch.cuda.empty_cache()  # a window takes no memory from torch's pool
+
+
+class Gathering:
+    """The shares of all ranks, on their way to this one."""
+
+    def __init__(self, exchange: Exchange, share: torch.Tensor) -> None:
+        self._exchange, self._share = exchange, share
+        window = exchange.window(share.shape, share.dtype)
+        window.of(exchange.rank, share.shape, share.dtype).copy_(share)
+        window.barrier()
+        self._shares = share.new_empty(exchange.size, *share.shape)
+        self._copied = {}
+        with exchange.copying():
+            for rank in exchange.order[1:]:
+                self._shares[rank].copy_(window.of(rank, share.shape, share.dtype))
+                self._copied[rank] = exchange.copied()
+
+    def share(self, rank: int) -> torch.Tensor:
+        """Return a rank's share, once it has arrived."""
+        if rank == self._exchange.rank:
+            return self._share
+        _wait(self._copied[rank])
+        return self._shares[rank]
+
+    def whole(self) -> torch.Tensor:
+        """Return all tokens, [ranks x tokens, features]."""
+        for rank in self._exchange.order[1:]:
+            _wait(self._copied[rank])
+        self._shares[self._exchange.rank].copy_(self._share)
+        return self._shares.flatten(0, 1)
+
+
+class Scattering:
+    """Partial results, on their way to the ranks that sum them."""
+
+    def __init__(self, exchange: Exchange, shape: tuple[int, int], like: torch.Tensor) -> None:
+        self._exchange = exchange
+        self._shape, self._dtype = (exchange.size, *shape), like.dtype
+        self._window = exchange.window(self._shape, self._dtype)
+        self._received = self._window.of(exchange.rank, self._shape, self._dtype)
+        self._sent: list[torch.Tensor] = []  # their memory is reused after the copies
+        self.own = self._received[exchange.rank]
+        """Where our partial result of our share belongs."""
+
+    def send(self, rank: int, partial: torch.Tensor) -> None:
+        """Send our partial result of another rank's share."""
+        self._sent.append(partial)
+        with self._exchange.copying():
+            self._window.of(rank, self._shape, self._dtype)[self._exchange.rank].copy_(partial)
+        self._copied = self._exchange.copied()
+
+    def sum(self) -> torch.Tensor:
+        """Return our share, summed over the ranks."""
+        _wait(self._copied)
+        self._window.barrier()
+        return self._received.sum(0)
+
+
+def _wait(copied: torch.cuda.Event | None) -> None:
+    if copied is not None:
+        torch.cuda.current_stream().wait_event(copied)
+
+
+class _Column(torch.autograd.Function):
+    """Every rank's share of the tokens times this rank's rows of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        ctx.save_for_backward(share, weight)
+        gathering = exchange.gather(share)
+        output = share.new_empty(exchange.size, len(share), len(weight))
+        for rank in exchange.order:
+            torch.mm(gathering.share(rank), weight.t(), out=output[rank])
+        return output.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        share, weight = ctx.saved_tensors
+        exchange: Exchange = ctx.exchange
+        needs_share, needs_weight, _ = ctx.needs_input_grad
+        share_grad = weight_grad = None
+        gathering = exchange.gather(share) if needs_weight else None  # arrives during the next products
+        if needs_share:
+            scattering = _scattered(exchange, grad, weight)
+        if gathering is not None:
+            weight_grad = grad.t() @ gathering.whole()
+        if needs_share:
+            share_grad = scattering.sum()
+        return share_grad, weight_grad, None
+
+
+class _Row(torch.autograd.Function):
+    """All tokens times this rank's columns of the weight, summed over the ranks; each rank gets its share."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        ctx.save_for_backward(tokens, weight)
+        return _scattered(exchange, tokens, weight.t()).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        tokens, weight = ctx.saved_tensors
+        exchange: Exchange = ctx.exchange
+        needs_tokens, needs_weight, _ = ctx.needs_input_grad
+        tokens_grad = weight_grad = None
+        gathering = exchange.gather(grad)
+        if needs_tokens:
+            parts = torch.empty_like(tokens)
+            for rank, part in _shares(parts, exchange):
+                torch.mm(gathering.share(rank), weight, out=part)
+            tokens_grad = parts
+        if needs_weight:
+            weight_grad = gathering.whole().t() @ tokens
+        return tokens_grad, weight_grad, None
+
+
+def _scattered(exchange: Exchange, tokens: torch.Tensor, matrix: torch.Tensor) -> Scattering:
+    """Multiply all tokens, other ranks' shares first, and send the results on their way."""
+    scattering = exchange.scatter((len(tokens) // exchange.size, matrix.shape[1]), like=tokens)
+    own, *others = _shares(tokens, exchange)
+    for rank, part in others:
+        scattering.send(rank, part @ matrix)
+    torch.mm(own[1], matrix, out=scattering.own)
+    return scattering
+
+
+def _shares(tokens: torch.Tensor, exchange: Exchange) -> list[tuple[int, torch.Tensor]]:
+    """Return (rank, its share of the tokens) from our own on."""
+    shares = tokens.view(exchange.size, -1, tokens.shape[-1])
+    return [(rank, shares[rank]) for rank in exchange.order]
+
+
+def column(x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Return every rank's tokens times ``weight`` [out, in]: our share [tokens, 1, in] -> [ranks x tokens, 1, out]."""
+    output: torch.Tensor = _Column.apply(x.flatten(0, 1), weight, exchange)  # type: ignore[no-untyped-call]
+    return output[:, None]
+
+
+def row(x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Return our share of the ranks' summed products: all tokens [ranks x tokens, 1, in] -> our share [tokens, 1, out].
+
+    Every rank has some columns of the weight, ``weight`` [out, in], and the same columns of the tokens.
+    """
+    output: torch.Tensor = _Row.apply(x.flatten(0, 1), weight, exchange)  # type: ignore[no-untyped-call]
+    return output[:, None]
