@@ -1,4 +1,4 @@
-"""Whose weights a server has: a server of one's own that served another run, or another server at our port."""
+"""Which weights a server has, and whose: a server that served another run, or another server at our port."""
 
 from __future__ import annotations
 
@@ -137,4 +137,16 @@ async def test_a_launched_server_that_has_ended_answers_nothing(
         await engine.generate(PROMPT, SHORT, seed=0)
     with pytest.raises(EngineDied, match="exited"):
         await engine.load(model.version(4))
+    await engine.close()
+
+
+async def test_a_load_of_an_older_version_lowers_the_newest_label(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    engine = make_engine(model, tmp_path / "log", url=fake[1])
+    await engine.start()
+    for version in (9, 5):
+        await engine.load(model.version(version))
+        assert finished(await engine.generate(PROMPT, SHORT, seed=0))[1] == [(0, version)]
+    assert engine._settled.newest == (0, 5)
     await engine.close()

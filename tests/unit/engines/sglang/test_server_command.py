@@ -309,3 +309,8 @@ def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> N
 )
 def test_dp_attention_leaves_fewer_gpus_to_share_the_heads(said: dict[str, Any], sharing: int) -> None:
     assert Options(tensor_parallel=8, server_arguments=said).attention_parallel == sharing
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.24rc1", "0.6.0"])
+def test_a_newer_server_may_retract_requests(version: str) -> None:
+    sglang_server.check_pause("retract", url="http://host", version=version)

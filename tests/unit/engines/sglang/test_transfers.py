@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,18 +136,44 @@ async def test_a_torn_server_takes_a_load_only_once_its_session_is_over(attach: 
     assert attached.paths[-4:] == [PAUSE, END, FROM_FOLDER, CONTINUE]
 
 
-async def test_a_server_whose_load_from_a_folder_broke_off_stays_paused(attach: Attach, old: Model) -> None:
-    """SGLang says that it rolls back, and loads the same folder again: it may have the new weights."""
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "Failed to update weights: EIO.\nRolling back to original weights.",  # by loading the same folder again
+        "Weights were updated, but the cache was not flushed because requests are still running or queued.",
+        "504 Gateway Time-out",
+        "Failed to get weights iterator: ENOENT.",  # of one rank, or of the draft model
+    ],
+)
+async def test_a_server_that_may_have_loaded_a_folder_stays_paused(attach: Attach, old: Model, problem: str) -> None:
     attached = await attach()
-    attached.server.refuses = {(FROM_FOLDER, 1)}
-    attached.server.says = "Failed to update weights: EIO.\nRolling back to original weights."
-    with pytest.raises(WeightsError, match="EIO"):
+    attached.server.refuses, attached.server.says = {(FROM_FOLDER, 1)}, problem
+    with pytest.raises(WeightsError, match=problem[:20]):
         await attached.engine.load(old.version(4))
     assert attached.paths[-2:] == [PAUSE, FROM_FOLDER]
     assert attached.engine.version < (0, 0)
     await attached.engine.load(old.version(4))
     assert attached.paths[-1] == CONTINUE
     assert attached.engine.version == (0, 4)
+
+
+async def test_a_folder_that_is_removed_during_its_load_does_not_count(attach: Attach, tmp_path: Path) -> None:
+    """With tensor parallelism one rank answers, and another may have failed."""
+    attached = await attach()
+    model = Model(tmp_path / "model", seed=0)
+
+    async def removed(path: str, body: Mapping[str, Any]) -> Any:
+        answer = await post(path, body)
+        if path == FROM_FOLDER:
+            (model.folder / "model.safetensors").unlink(missing_ok=True)
+        return answer
+
+    loader = attached.engine._loader
+    post, loader._post = loader._post, removed
+    with pytest.raises(WeightsError, match="model.safetensors was removed during the load"):
+        await attached.engine.load(model.version(4))
+    assert attached.paths[-2:] == [PAUSE, FROM_FOLDER]
+    assert attached.engine.version < (0, 0)
 
 
 async def test_the_last_bucket_alone_makes_it_that_version(attach: Attach) -> None:
@@ -220,7 +247,7 @@ async def test_a_torn_server_that_refuses_a_folder_too_stays_paused(attach: Atta
 
 async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, old: Model) -> None:
     attached = await attach()
-    attached.server.refuses = {(FROM_FOLDER, 1)}
+    attached.server.refuses, attached.server.says = {(FROM_FOLDER, 1)}, "Failed to get model loader: GGUF."
     with pytest.raises(WeightsError):
         await attached.engine.load(old.version(4))
     assert attached.paths[-3:] == [PAUSE, FROM_FOLDER, CONTINUE]
