@@ -45,7 +45,7 @@ class WeightFollower(Actor):
     Versions published during a load are skipped. Weights sent from the learner's memory are preferred to its folder; if
     sending fails, the folder is loaded once it exists. While a folder cannot be read, the follower waits: the learner
     may store it again, or publish a newer one. If the engine fails to load folders ATTEMPTS times in a row, the worker
-    ends. In flight, engines take turns with leases of the bus: at most an eighth of them are paused at any instant.
+    ends. In flight, engines take turns with leases of the bus: an eighth of them may be paused (load_turns.py).
     An evaluation needs one version for a while and holds it (``held``): nothing newer is loaded during that time.
     """
 

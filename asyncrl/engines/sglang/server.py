@@ -35,8 +35,8 @@ _FIRST_SAFE_RETRACT = (0, 5, 23)
 LOADER = "asyncrl.engines.sglang.loader.load"
 """Loader of weight files in servers launched by us."""
 _MOST_RANKS_OF_LOADER = 2
-"""LOADER reads the whole file in each rank. SGLang's own loader reads only the rank's part, so with four or more ranks
-it should be as fast."""
+"""LOADER reads the whole file in each rank. SGLang's own loader maps it and reads the pages with the rank's part, so
+with four or more ranks it should be as fast."""
 
 _QUANTIZATIONS: Mapping[str, str] = {"fp8": "fp8", "int4": "compressed-tensors"}
 """SGLang's names for the values of weights.quantization."""
