@@ -3,7 +3,7 @@
 SGLang receives a bucket, loads it, and only then takes the next one: nothing is sent while Python copies tensors into
 place, and Python waits while a bucket is on its way. Here broadcasts run ahead of the loading, on their own stream.
 
-Invariants (tests/unit/engines/sglang/test_receiving.py):
+Invariants (tests/unit/engines/sglang/test_receiving.py, test_receiving_order.py):
   A1 no bucket is received into memory that a queued copy still reads, or loaded before it has arrived.
   A2 at most AT_ONCE buckets are in memory, also if the model keeps their tensors until its call returns.
 """
