@@ -28,7 +28,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW, arXiv:1711.05101. One-dimensional parameters (norms and biases) have no weight decay.
+    """AdamW, arXiv:1711.05101. Norms and biases have no weight decay (``has_weight_decay``).
 
     freeze, train_only  select the parameters that are updated (frozen.py)
     lora                updates adapters instead of the parameters; None for no adapters
@@ -41,6 +41,14 @@ class OptimizerSettings:
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
     lora: Lora | None = None
+
+
+def has_weight_decay(name: str, *, ndim: int) -> bool:
+    """Return whether a weight decays: not if it has one dimension, nor if it stacks the biases of all experts.
+
+    name: in the model's files, or in Megatron
+    """
+    return ndim > 1 and not name.endswith("bias")
 
 
 def is_trainable(loss: float, grad_norm: float) -> bool:

@@ -47,6 +47,10 @@ class EngineAdapter(Adapter):
         return of_model
 
     @classmethod
+    def check_intake(cls, run: RunConfig) -> None:
+        """Refuse options with which the engine cannot receive weights from the learner's memory (``intake``)."""
+
+    @classmethod
     def build(cls, run: RunConfig, *, name: str) -> Engine:
         """Create the engine of rollout worker ``name`` without starting it.
 

@@ -33,13 +33,5 @@ class SpanRecorder:
 
 
 def format_version(version: Version) -> str:
-    """Return the version as a string for engine servers: "0:12" is incarnation 0, policy version 12."""
+    """Return the version as text: "0:12" is incarnation 0, policy version 12."""
     return f"{version[0]}:{version[1]}"
-
-
-def parse_version(text: str, *, default: Version) -> Version:
-    """Parse such a string. Returns ``default`` for other strings, such as the "default" of a fresh server."""
-    epoch, colon, version = text.partition(":")
-    if colon and epoch.isdecimal() and version.isdecimal():
-        return int(epoch), int(version)
-    return default

@@ -6,6 +6,9 @@ Tests: tests/unit/tensors/test_quantized_model.py.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -47,6 +50,12 @@ FORMATS: Final[Mapping[str, Format]] = {
 """By the values of weights.quantization."""
 
 
+_MADE_FROM: Final = "made_from.txt"
+"""File of a folder with the fingerprint of the model that it was made from."""
+_LOCK: Final = "lock"
+"""File of an unfinished folder, locked by the process that makes it."""
+
+
 def quantized(tensors: Tensors, quantization: str) -> Tensors:
     """Yield ``tensors`` in that format; unchanged for an empty one."""
     return FORMATS[quantization].quantized(tensors) if quantization else tensors
@@ -70,37 +79,86 @@ def described(config: Path, quantization: str) -> None:
 
 
 def model_folder(model: Path, into: Path, quantization: str) -> Path:
-    """Quantize the model into the folder ``into``, unless that already exists. Returns ``into``.
+    """Quantize the model into the folder ``into``, unless that was made from this model. Returns ``into``.
 
     Several processes may call this at once. Raises OSError, ValueError, WeightsError.
     """
-    if (into / "config.json").is_file():
+    made_from = weight_files.fingerprint(model)
+    if _is_made_from(into, made_from):
         return into
     into.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
+    prefix = f".{into.name}-"
+    _remove_left(into.parent.glob(f"{prefix}*"))
+    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=into.parent))
     try:
-        index: dict[str, str] = {}
-        files = weight_files.paths(model)  # a folder may hold the weights a second time, as consolidated.safetensors
-        for file in files:
-            made = dict(quantized(_tensors(file), quantization))
-            save_file(made, temporary / file.name, metadata={"format": "pt"})
-            index |= dict.fromkeys(made, file.name)
-        for file in sorted(model.iterdir()):
-            if file.is_file() and not weight_files.is_of_weights(file.name):
-                shutil.copyfile(file, temporary / file.name)
-        if files[0].name != weight_files.WEIGHTS_FILE:
-            text = json.dumps({"metadata": {}, "weight_map": index})
-            (temporary / weight_files.INDEX_FILE).write_text(text)
-        described(temporary / "config.json", quantization)
-        temporary.chmod(0o755)
-        try:
-            temporary.rename(into)
-        except OSError:
-            if not (into / "config.json").is_file():  # otherwise another process created it first
-                raise
+        with (temporary / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _write(model, temporary, quantization)
+            (temporary / _MADE_FROM).write_text(made_from)
+            (temporary / _LOCK).unlink()
+            _sync(*temporary.iterdir(), temporary)
+            _replace(into, temporary, made_from)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return into
+
+
+def _replace(into: Path, made: Path, made_from: str) -> None:
+    """Rename ``made`` to ``into``, unless another process was first. A folder made from another model is removed."""
+    while not _is_made_from(into, made_from):
+        try:
+            made.rename(into)
+            _sync(into.parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            old = made.with_suffix(".old")
+            if not _is_made_from(into, made_from):
+                with contextlib.suppress(FileNotFoundError):
+                    into.rename(old)
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_left(folders: Iterable[Path]) -> None:
+    """Remove unfinished folders of processes that were killed: nobody holds their locks."""
+    for folder in folders:
+        with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_made_from(folder: Path, made_from: str) -> bool:
+    try:
+        return (folder / _MADE_FROM).read_text() == made_from
+    except OSError:
+        return False
+
+
+def _write(model: Path, folder: Path, quantization: str) -> None:
+    index: dict[str, str] = {}
+    files = weight_files.paths(model)  # a folder may hold the weights a second time, as consolidated.safetensors
+    for file in files:
+        made = dict(quantized(_tensors(file), quantization))
+        save_file(made, folder / file.name, metadata={"format": "pt"})
+        index |= dict.fromkeys(made, file.name)
+    for file in sorted(model.iterdir()):
+        if file.is_file() and not weight_files.is_of_weights(file.name):
+            shutil.copyfile(file, folder / file.name)
+    if files[0].name != weight_files.WEIGHTS_FILE:
+        text = json.dumps({"metadata": {}, "weight_map": index})
+        (folder / weight_files.INDEX_FILE).write_text(text)
+    described(folder / "config.json", quantization)
+    folder.chmod(0o755)
+
+
+def _sync(*paths: Path) -> None:
+    """Sync files, and the entries of folders, to disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

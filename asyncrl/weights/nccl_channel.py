@@ -122,9 +122,14 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Tells a rank to send its prepared part to this engine, or to join it.  beside_bytes: bytes of all parts"""
+    """Tells a rank to send its prepared part to this engine, or to join it.
+
+    group         of the request that the part was prepared for
+    beside_bytes  bytes of all parts
+    """
 
     engine: str
+    group: str
     beside_bytes: int
 
 
@@ -150,16 +155,14 @@ class PartSender(PartWorker):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sender: Sender | None = None
-        self._prepared: dict[str, Transfer] = {}  # by engine
+        self._prepared: dict[str, tuple[str, Transfer]] = {}  # by engine: its newest group, and the part for it
 
     def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
         told = decode(order, PartOrder)
         if told.begin is not None:
             return encode(self._begin(snapshot, told.begin))
         if told.send is not None:
-            with self._lock:
-                transfer = self._prepared.pop(told.send.engine)
-            transfer.send(beside_bytes=told.send.beside_bytes)
+            self._taken(told.send).send(beside_bytes=told.send.beside_bytes)
         elif told.forget is not None and self._sender is not None:
             self._sender.forget(engines=told.forget.engines)
         return b""
@@ -176,8 +179,16 @@ class PartSender(PartWorker):
             order=(told.incarnation, told.policy_version),
         )
         with self._lock:
-            self._prepared[told.request.engine] = transfer
+            self._prepared[told.request.engine] = (told.request.group, transfer)
         return transfer.offer
+
+    def _taken(self, told: Send) -> Transfer:
+        with self._lock:
+            group, transfer = self._prepared.get(told.engine, ("", None))
+            if transfer is None or group != told.group:
+                raise WeightsError(f"{told.engine} asked again, in another group than {told.group}: it was restarted")
+            del self._prepared[told.engine]
+            return transfer
 
 
 class ModelSender:
@@ -219,7 +230,7 @@ class ModelSender:
         offer = TransferOffer(
             incarnation=incarnation, policy_version=policy_version, payload=encode(replace(own, others=tuple(others)))
         )
-        return ModelTransfer(offer, snapshot, self._own, engine=request.engine)
+        return ModelTransfer(offer, snapshot, self._own, request=request)
 
     def forget(self, *, engines: Collection[str]) -> None:
         with self._lock:
@@ -233,15 +244,16 @@ class ModelSender:
 class ModelTransfer:
     """See Transfer in protocols/weights.py."""
 
-    def __init__(self, offer: TransferOffer, snapshot: Snapshot, own: PartSender, *, engine: str) -> None:
+    def __init__(self, offer: TransferOffer, snapshot: Snapshot, own: PartSender, *, request: TransferRequest) -> None:
         self.offer = offer
-        self._snapshot, self._own, self._engine = snapshot, own, engine
+        self._snapshot, self._own, self._request = snapshot, own, request
 
     def send(self) -> None:
         found = decode(self.offer.payload, CollectiveOffer)
         parts = (found, *found.others)
         total = 8 * sum(bucket.num_elements for part in parts for bucket in part.buckets)  # upper bound
-        order = encode(PartOrder(send=Send(engine=self._engine, beside_bytes=total)))
+        engine, group = self._request.engine, self._request.group
+        order = encode(PartOrder(send=Send(engine=engine, group=group, beside_bytes=total)))
         on_every_part(self._snapshot, self._own, [order] * len(parts))
 
 

@@ -203,7 +203,7 @@ class _Server:
             device=device,
             dtype=dtype,
             port=port,
-            weight_version="0:0",
+            weight_version="default",
             tensor_parallel=1,
             stream_interval=stream_interval,
             server_arguments=arguments,
@@ -248,7 +248,7 @@ class _Server:
             ask(self.url, "/abort_request", {"rid": "", "abort_all": True})
             ask(self.url, "/continue_generation", {})  # the worker that paused it may have been killed
             self._wait_until_quiet()
-            update = {"model_path": str(self._model_path), "weight_version": "0:0", "flush_cache": False}
+            update = {"model_path": str(self._model_path), "weight_version": "default", "flush_cache": False}
             answer = ask(self.url, "/update_weights_from_disk", update, seconds=_RELOAD_SECONDS)
             if not answer.get("success"):
                 return f"it refuses the initial weights: {answer.get('message')}"

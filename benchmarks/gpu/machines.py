@@ -58,8 +58,23 @@ HEADER: Final = (
 )
 
 
+def message_in(line: str) -> dict[str, Any] | None:
+    """Return the message of a rank (machines_rank.tell) in a line of its agent, or None.
+
+    The agent and its children write to one pipe, so a message may follow a line that another process has not ended.
+    """
+    start = line.find('{"pid": ')
+    if start < 0:
+        return None
+    try:
+        message, _ = json.JSONDecoder().raw_decode(line, start)
+    except ValueError:
+        return None
+    return message if "rank" in message or "step" in message else None
+
+
 class Agents:
-    """Processes whose children print JSON lines; other lines go to logs."""
+    """Processes whose children print messages; other lines go to logs."""
 
     def __init__(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], log: Path, *, limit: float) -> None:
         self._deadline = time.monotonic() + limit
@@ -67,19 +82,22 @@ class Agents:
         self.processes = []
         pipe, same = subprocess.PIPE, subprocess.STDOUT
         for number, (words, added) in enumerate(commands):
-            process = subprocess.Popen(words, env=os.environ | dict(added), stdout=pipe, stderr=same, text=True)
+            environment = os.environ | dict(added)
+            process = subprocess.Popen(words, env=environment, stdout=pipe, stderr=same, text=True, errors="replace")
             self.processes.append(process)
             file = log.with_suffix(f".{number}.log")
             threading.Thread(target=self._read, args=(process.stdout, file), daemon=True).start()
 
     def _read(self, lines: IO[str], log: Path) -> None:
-        with lines, log.open("w") as file:
-            for line in lines:
-                if line.startswith('{"'):
-                    self._heard.put(json.loads(line))
-                else:
-                    print(line, end="", file=file, flush=True)
-        self._heard.put(None)
+        try:
+            with lines, log.open("w") as file:
+                for line in lines:
+                    if (message := message_in(line)) is None:
+                        print(line, end="", file=file, flush=True)
+                    else:
+                        self._heard.put(message)
+        finally:
+            self._heard.put(None)  # otherwise nobody would know of the end
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield messages until all have ended. Raises TimeoutError after the limit."""
@@ -107,14 +125,16 @@ class Agents:
         return max(abs(process.wait()) for process in self.processes)
 
 
-def in_one_tree(task: Mapping[str, Any], folder: Path, *, limit: float) -> list[dict[str, Any]]:
-    """Return the steps of a learner that starts its second rank itself."""
+def in_one_tree(task: Mapping[str, Any], folder: Path, *, limit: float) -> dict[str, Any]:
+    """Return the steps and the exit code of a learner that starts its second rank itself."""
     environment = EVERYWHERE | logged(folder / "tree")
     agents = Agents([([sys.executable, *RANK, json.dumps(task)], environment)], folder / "tree", limit=limit)
+    found: dict[str, Any] = {}
     try:
-        return [message for message in agents.messages() if "step" in message]
+        found["steps"] = [message for message in agents.messages() if "step" in message]
     finally:
-        agents.end()
+        found["exit_code"] = agents.end()
+    return found
 
 
 def logged(place: Path) -> dict[str, str]:
@@ -170,11 +190,12 @@ def kill(pid: int, *, then: int, limit: float) -> None:
         raise TimeoutError("one rank was killed, and the other one does not end")
 
 
-def compared(variant: Variant, tree: Sequence[Mapping[str, Any]], machines: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a layout. It has failed unless both trained every step alike and the machines ended orderly."""
-    steps = machines["steps"]
-    row = {**asdict(variant), "name": variant.name, **machines, "tree": list(tree)}
-    if [one["step"] for one in tree] != [one["step"] for one in steps] or not steps or machines["exit_code"]:
+def compared(variant: Variant, in_tree: Mapping[str, Any], machines: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a layout. It has failed unless both trained every step alike and ended orderly."""
+    tree, steps = in_tree["steps"], machines["steps"]
+    row = {**asdict(variant), "name": variant.name, **machines, "tree": tree, "tree_exit_code": in_tree["exit_code"]}
+    is_whole = bool(steps) and [one["step"] for one in tree] == [one["step"] for one in steps]
+    if not is_whole or in_tree["exit_code"] or machines["exit_code"]:
         return row | {"failed": True}
     off, name = worst_metric(tree, steps)
     return (
@@ -213,8 +234,8 @@ def measure(arguments: argparse.Namespace, place: Path, layout: str) -> dict[str
         "steps": arguments.steps,
         "is_killed": layout == arguments.layouts[0],
     }
-    tree: list[dict[str, Any]] = []
-    machines: dict[str, Any] = {"steps": [], "exit_code": 1}
+    tree: dict[str, Any] = {"steps": [], "exit_code": 1}
+    machines = dict(tree)
     try:
         tree = in_one_tree(task, folder, limit=arguments.limit)
         machines = as_machines(task, folder, limit=arguments.limit)

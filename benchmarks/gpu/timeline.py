@@ -89,7 +89,7 @@ def loads(samples: Sequence[Sample], engine: int) -> Iterator[tuple[float, float
         old, new = before["engines"][engine], after["engines"][engine]
         if old is None or new is None or old["version"] == new["version"]:
             continue
-        version = int(new["version"].partition(":")[2] or -1)
+        version = int((new["version"].split(":") + [""])[1] or -1)
         told = (sample["actors"].get(f"w{engine}") for sample in samples[number + 1 :])
         pause = next((actor["numbers"]["weights/pause_seconds"] for actor in told if actor and _has(actor, version)), 0)
         yield after["time"], float(pause)

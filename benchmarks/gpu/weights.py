@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,8 +64,8 @@ _PATIENCE_SECONDS: Final = 5.0
 class TimedClient(ServerClient):
     """Records the time of every request to the server: (path, seconds)."""
 
-    def __init__(self, url: str, *, request_seconds: float, log_tail: Callable[[], str]) -> None:
-        super().__init__(url, request_seconds=request_seconds, log_tail=log_tail)
+    def __init__(self, url: str, *, request_seconds: float) -> None:
+        super().__init__(url, request_seconds=request_seconds)
         self.taken: list[tuple[str, float]] = []
 
     async def order(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -83,11 +83,9 @@ class TimedEngine(SGLangEngine):
         self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options, log_path: Path
     ) -> None:
         super().__init__(model_path, device=device, dtype=dtype, version=version, options=options, log_path=log_path)
-        self._client = self._timed = TimedClient(
-            self.url, request_seconds=options.request_seconds, log_tail=self._log_tail
-        )
+        self._client = self._timed = TimedClient(self.url, request_seconds=options.request_seconds)
         self._loader = WeightLoader(
-            self._timed.order, pause=options.pause, first_version=version, is_open=self._is_open
+            self._timed.order, pause=options.pause, first_version=version, is_open=self._places.is_open
         )
 
     @contextlib.contextmanager
@@ -101,8 +99,8 @@ class TimedEngine(SGLangEngine):
             self._loader.ranks_with_loader = ranks
 
     async def kill(self) -> None:
-        assert self._server is not None
-        await self._server.close()
+        assert self._client.server is not None
+        await self._client.server.close()
 
     def stages(self) -> dict[str, tuple[float, float]]:
         """Return median and worst seconds by path since the last call."""

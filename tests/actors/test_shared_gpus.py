@@ -13,6 +13,7 @@ import pytest
 from asyncrl.actors.gpu_turn import GpuTurn
 from asyncrl.actors.rollout.turn_taking_engine import TurnTakingEngine
 from asyncrl.config.run import Mode
+from asyncrl.errors import EngineDied, EngineError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.protocols import Generation, LoadReport
 from asyncrl.run import colocated
@@ -144,6 +145,30 @@ async def test_an_engine_stays_while_more_is_asked_of_it_and_leaves_before_its_l
         assert shared.stats().is_away
         learner.give()
         await waiting
+
+
+async def test_an_engine_that_does_not_leave_the_gpus_ends_and_its_turn_with_it(tmp_path: Path) -> None:
+    """Otherwise the learner, which has all answers but one, would wait for the turn for ever."""
+
+    class Staying(SharingEngine):
+        is_busy = False
+
+        async def release(self) -> None:
+            if self.is_busy:
+                raise EngineError("the server is busy")
+            await super().release()
+
+    engine = Staying(Gpus())
+    shared = taking_turns(engine, tmp_path)
+    await shared.start()
+    engine.is_busy = True
+    with pytest.raises(EngineDied, match="does not leave the GPUs: the server is busy"):
+        await shared.generate(PROMPT, SamplingParams(max_new_tokens=4), seed=0)
+    await shared.close()
+    learner = GpuTurn(tmp_path / colocated.LOCK_FILE, is_shared=False)
+    async with asyncio.timeout(60):
+        await learner.take()
+    learner.give()
 
 
 async def test_the_turn_of_one_that_ends_is_free(tmp_path: Path) -> None:

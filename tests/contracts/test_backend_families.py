@@ -30,6 +30,7 @@ from tests.harness.backends import (
     expected_logprobs,
     hugging_face,
     learned,
+    num_shares,
     scored,
     shares,
     started,
@@ -109,10 +110,10 @@ def test_a_step_is_adamw_on_those_gradients(kind: str, folder: Path) -> None:
     """With an eps of 0.1. With a small eps the first step is only the gradient's sign and would hide a wrong factor."""
     settings = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e9)
     model, _ = gradients_by_hand(folder, documents())
-    parameters = list(model.parameters())
+    spared = {name for name, p in model.named_parameters() if p.ndim == 1 or name.endswith("_bias")}
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p], "weight_decay": 0.0 if name in spared else settings.weight_decay}
+        for name, p in model.named_parameters()
     ]
 
     def named() -> dict[str, torch.Tensor]:
@@ -235,6 +236,29 @@ def test_a_batch_without_response_tokens_trains_no_expert(kind: str, mixture: Pa
         metrics = backend.step([[empty()]], learning_rate=LEARNING_RATE).metrics
         assert (metrics["loss"], metrics["grad_norm"]) == (0.0, 0.0)
         assert distance(weights(backend), before) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("reference", {}),
+        ("megatron-1", {}),
+        pytest.param("megatron-tp2", {}, marks=RANKS),
+        pytest.param("megatron-tp2-ep2", {}, marks=RANKS),
+        pytest.param("megatron-ep2", {"distributed_optimizer": False}, marks=RANKS),
+    ],
+)
+def test_the_biases_of_experts_do_not_decay(kind: str, options: dict[str, bool], tmp_path: Path) -> None:
+    """They are stacked, [experts, features], and still no matrices. All matrices decay: w (1 - 0.5 x 0.1)."""
+    with started(kind, tiny_model(tmp_path, architecture="gpt_oss"), options=options) as backend:
+        before = weights(backend)
+        backend.step([[empty()] for _ in range(num_shares(kind))], learning_rate=0.5)
+        after = weights(backend)
+    stacked = {name for name, weight in before.items() if name.endswith("_bias") and weight.ndim == 2}
+    assert len(stacked) == 4  # two in each layer
+    for name, weight in before.items():
+        share = 0.95 if weight.ndim > 1 and name not in stacked else 1.0
+        torch.testing.assert_close(after[name], share * weight, msg=name)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

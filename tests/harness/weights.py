@@ -161,8 +161,10 @@ def object_store(server: EmbeddedServer, run: str = "") -> JetStreamObjects:
     return objects_of(server.url, layout, access=Credentials(token=server.token), connect_seconds=10)
 
 
-async def announce(bus: MemoryBus, version: int, *, folder: bool, incarnation: int = 0, num_engines: int = 0) -> None:
-    weights = WeightVersion(incarnation=incarnation, policy_version=version, num_engines=num_engines)
+async def announce(
+    bus: MemoryBus, version: int, *, folder: bool, incarnation: int = 0, num_engines: int = 0, fork: int = 0
+) -> None:
+    weights = WeightVersion(incarnation=incarnation, policy_version=version, num_engines=num_engines, fork=fork)
     await (bus.put(WEIGHTS, replace(weights, uri="folder")) if folder else bus.put(WEIGHTS, weights, key=SENT))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.actors.gpu_turn import GpuTurn
+from asyncrl.errors import EngineDied, EngineError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.protocols import Engine, EngineStats, Generation, LoadReport, PartialGeneration, SharesGpus
 
@@ -99,6 +100,9 @@ class TurnTakingEngine:
 
     async def _hand_over(self) -> None:
         if not self._is_away:
-            await self._memory.release()
+            try:
+                await self._memory.release()
+            except EngineError as error:  # nothing may ask again, and the learner waits; the end frees the GPUs
+                raise EngineDied(f"the engine does not leave the GPUs: {error}") from error
             self._is_away = True
         self._turn.give()

@@ -45,7 +45,7 @@ class WeightFollower(Actor):
     Versions published during a load are skipped. Weights sent from the learner's memory are preferred to its folder; if
     sending fails, the folder is loaded once it exists. While a folder cannot be read, the follower waits: the learner
     may store it again, or publish a newer one. If the engine fails to load folders ATTEMPTS times in a row, the worker
-    ends. In flight, engines take turns with leases of the bus: at most an eighth of them are paused at any instant.
+    ends. In flight, engines take turns with leases of the bus: an eighth of them may be paused (load_turns.py).
     An evaluation needs one version for a while and holds it (``held``): nothing newer is loaded during that time.
     """
 
@@ -84,8 +84,9 @@ class WeightFollower(Actor):
         self._listeners: list[Callable[[], None]] = []
         self._forks: dict[int, int] = {}  # incarnation -> version that it started from, as announced
         self._newest: dict[str, WeightVersion] = {}  # by key: SENT or "" (folders)
-        self._running = self._demanded = self._failures = 0  # _failures: consecutive failures of sending
-        self._starved_at, self._changed = (-1, -1), asyncio.Condition()
+        self._running = self._failures = 0  # _failures: consecutive failures of sending
+        self._starved_at = self._demanded = (-1, -1)  # a demand ends with its history
+        self._changed = asyncio.Condition()
         self.account, self.last_load = UpdateAccount(), LoadReport(pause_seconds=0.0, load_seconds=0.0)
         self.loads, self.loaded_at = 0, 0.0
         self.failed_reads = self._failed_loads = 0  # in a row; _failed_loads: by the engine
@@ -122,20 +123,28 @@ class WeightFollower(Actor):
         waits                            wait tracker of the waiting actor; None: the follower's own
         """
 
-        def is_new_enough() -> bool:
-            return self._engine.version[1] >= self._version_to_begin(min_policy_version, incarnation)
+        def needed() -> tuple[int, int]:
+            current, version = self._engine.version
+            return current, version_to_begin(
+                min_policy_version,
+                incarnation=incarnation,
+                engine_incarnation=current,
+                fork=self._forks.get(current, version),  # for an unknown incarnation, at most its weights
+                max_staleness=self._max_staleness,
+            )
 
         def may_begin() -> bool:
             is_of_lost_history = self._engine.version[0] > incarnation
-            return is_new_enough() or (is_of_lost_history and self._starved_at == self._engine.version)
+            is_starved = is_of_lost_history and self._starved_at == self._engine.version
+            return (self._engine.version >= needed() or is_starved) and not self._wants_quiet()
 
         async with self._changed:
-            if not is_new_enough():
-                self._demanded = max(self._demanded, self._version_to_begin(min_policy_version, incarnation))
-                self._changed.notify_all()
             note = f"of version {min_policy_version}"
             with (waits or self.waits).waiting("weights", on=LEARNER, note=note, first=FIRST_SECONDS):
-                while not (may_begin() and not self._wants_quiet()):
+                while not may_begin():
+                    if needed() > self._demanded:
+                        self._demanded = needed()
+                        self._changed.notify_all()
                     await self._wait_for_change()
             self._running += 1
         try:
@@ -216,16 +225,6 @@ class WeightFollower(Actor):
                 self._starved_at = version
                 self._changed.notify_all()
 
-    def _version_to_begin(self, min_policy_version: int, incarnation: int) -> int:
-        engine_incarnation, version = self._engine.version
-        return version_to_begin(
-            min_policy_version,
-            incarnation=incarnation,
-            engine_incarnation=engine_incarnation,
-            fork=self._forks.get(engine_incarnation, version),  # for an unknown incarnation, at most its weights
-            max_staleness=self._max_staleness,
-        )
-
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -267,7 +266,7 @@ class WeightFollower(Actor):
         if self._held is not None:
             return True
         is_new_history = self._newest_order[0] > self._engine.version[0]  # version numbers are not comparable
-        return self._load == "drain" or is_new_history or self._demanded > self._engine.version[1]
+        return self._load == "drain" or is_new_history or self._demanded > self._engine.version
 
     def _may_load(self) -> bool:
         return self._is_newer() and (self._load == "in_flight" or (self._wants_quiet() and self._running == 0))

@@ -101,6 +101,18 @@ def softmax_experts(config: Any, *, gated_size: int = 0) -> Experts:
     )
 
 
+def only_experts(config: Any, *, are_biased: bool = False) -> Experts:
+    """Return experts like Mixtral's, which are all that follows attention in every layer. Raises Unsupported."""
+    refuse_one_expert(config.num_experts_per_tok)
+    return Experts(
+        num_experts=config.num_local_experts,
+        experts_per_token=config.num_experts_per_tok,
+        feed_forward_size=config.intermediate_size,
+        is_normalized=True,
+        are_biased=are_biased,
+    )
+
+
 def sigmoid_experts(config: Any) -> Experts:
     """Return experts like DeepSeek-V3's, from its keys in config.json. Raises Unsupported."""
     chosen, groups, best_groups = config.num_experts_per_tok, config.n_group, config.topk_group

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from asyncrl.backends.families.family import DENSE_ONLY, Family, decoder_shape, refuse_one_expert
+from asyncrl.backends.families.family import DENSE_ONLY, Family, decoder_shape, only_experts
 from asyncrl.backends.families.layer_weights import Row, attention
-from asyncrl.backends.families.shape import Experts, ModelShape
+from asyncrl.backends.families.shape import ModelShape
 
 
 def shape(config: Any) -> ModelShape:
-    refuse_one_expert(config.num_experts_per_tok)
-    experts = Experts(
-        num_experts=config.num_local_experts,
-        experts_per_token=config.num_experts_per_tok,
-        feed_forward_size=config.intermediate_size,
-        is_normalized=True,
-    )
-    return decoder_shape(config, experts=experts)
+    return decoder_shape(config, experts=only_experts(config))
 
 
 def layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:

@@ -10,7 +10,7 @@ import importlib.util
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +60,8 @@ class Options:
     overlap_tensor_parallel: bool = False
     """Experimental. Tensor-parallel ranks of one machine exchange rows while they multiply (CUDA, NVLink)."""
     timeout_seconds: float = 600.0
-    """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. If one takes longer, the learner fails."""
+    """Timeout for ranks waiting for one another, and for one micro-batch of several ranks, in seconds: 1 to 1000000.
+    If one takes longer, the learner fails."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.timeout_seconds <= 1_000_000:
@@ -350,12 +351,18 @@ class MegatronBackend(BackendAdapter):
         assert own is not None
         if self._followers and self._own:
             self._followers.send(commands[1:])
-        with self._explaining(own.name):
+        rank = self._started()
+        with self._explaining(own.name), self._watched(own.name, rank):
             try:
-                return self._started().obey(own)
+                return rank.obey(own)
             except StepFailed as error:
                 problems = [str(error), *(self._followers.problems() if self._followers else [])]
                 raise self._failed(own.name, next(filter(None, problems), "")) from error
+
+    def _watched(self, doing: str, rank: MegatronRank) -> AbstractContextManager[None]:
+        if self._followers is None:
+            return nullcontext()
+        return self._followers.watched(doing, lambda: rank.rows_begun, seconds=self._timeout_seconds)
 
     def _failed(self, doing: str, problem: str) -> BackendError:
         """Return a StepFailed, after which all ranks are unchanged; a BackendError if a rank is gone."""

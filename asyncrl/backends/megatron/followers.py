@@ -5,7 +5,8 @@ Megatron's collectives. Ranks that have scores return them over their links. A f
 Orders for a follower's part of the weights use the second lane, so they run while the rank trains (held_parts.py).
 
 A collective with a rank that is gone may never return, so a thread waits for the end of each link, and ends the leader.
-A link ends when its follower dies, and when a follower that is stopped or hangs is silent for too long.
+A link ends when its follower dies, and when a follower that is stopped or hangs is silent for too long. If only its GPU
+hangs, it is not silent, and all ranks wait. So the leader also ends if it gets no further in a step for long.
 
 The leader may start its followers itself (ChildRanks). They exit with the leader. On a CPU they are forked from a
 server that has imported Megatron once. Alternatively, each rank is started as its own process on any machine, and joins
@@ -30,7 +31,7 @@ from typing import Any, Final, Protocol
 
 from asyncrl.backends.megatron.held_parts import HeldParts, PartLink
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
-from asyncrl.backends.megatron.rank_link import HUNG_SECONDS, RankLink
+from asyncrl.backends.megatron.rank_link import HUNG_SECONDS, TICK_SECONDS, RankLink
 from asyncrl.errors import BackendError, StepFailed
 from asyncrl.messages import codec
 from asyncrl.os_process import signal_on_parent_death
@@ -43,8 +44,9 @@ GRACE_SECONDS: Final = 2.0
 _SILENT_COMMANDS: Final = ("restore", "offload", "onload")
 """Commands that may hold the GIL for longer than HUNG_SECONDS: torch.load does for seconds a chunk. Saving and
 exporting do not: torch.save to a stream, and copies between devices, release it."""
-_COMPILING_COMMANDS: Final = ("step", "rehearse", "score")
-"""Commands that may hold the GIL when a model runs them for the first time, because they compile kernels."""
+_PASSES: Final = ("step", "rehearse", "score")
+"""Commands that run the model. They may hold the GIL when a model runs them for the first time, because they compile
+kernels."""
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -124,10 +126,40 @@ class Followers:
         with self._losing:
             self._lost.append(lost)
             self._losing.notify_all()
-        if self._is_told.wait(GRACE_SECONDS):
-            return
-        print(f"asyncrl learner: {lost}", file=sys.stderr, flush=True)
-        log.error("%s", lost)
+        if not self._is_told.wait(GRACE_SECONDS):
+            self._end_for(lost)
+
+    @contextlib.contextmanager
+    def watched(self, doing: str, progress: Callable[[], int], *, seconds: float) -> Iterator[None]:
+        """End this process if it runs the command ``doing`` and ``progress`` stands still for ``seconds``.
+
+        This process, too, is alive and waits if a GPU of any rank does not finish its work. Seconds are counted in
+        ticks: while this process is stopped, there is no progress.
+        """
+        is_over = threading.Event()
+
+        def watch() -> None:
+            last, still = progress(), 0.0
+            while not is_over.wait(TICK_SECONDS):
+                now = progress()
+                last, still = now, still + TICK_SECONDS if now == last else 0.0
+                if still >= seconds:
+                    self._end_for(
+                        f"{doing} stands still for {seconds:g} s (learner.options.timeout_seconds): the learner's "
+                        "ranks wait for one that does not go on; look at the GPUs of all ranks"
+                    )
+                    return
+
+        if doing in _PASSES:  # others may wait for a disk
+            threading.Thread(target=watch, name="step-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def _end_for(self, problem: str) -> None:
+        print(f"asyncrl learner: {problem}", file=sys.stderr, flush=True)
+        log.error("%s", problem)
         self._end(1)
 
     def obituary(self) -> str:
@@ -155,24 +187,41 @@ class ChildRanks(Followers):
 
     def __init__(self, job: Job, places: Sequence[Place], *, end: Callable[[int], object] = os._exit) -> None:
         self._processes: list[tuple[Place, multiprocessing.process.BaseProcess]] = []
-        members: list[tuple[str, Place, RankLink]] = []
         context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         if job.device == "cpu":
             context = multiprocessing.get_context("forkserver")
             # Reading a config imports transformers' models and torch's compiler. The fork server does it once for all.
             context.set_forkserver_preload(["asyncrl.backends.megatron.rank", "transformers.models.auto.modeling_auto"])
-        for place in places:
-            ours, theirs = socket.socketpair()
-            process = context.Process(
-                target=follow, args=(job, place, theirs), name=f"learner-rank-{place.rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._processes.append((place, process))
-            name = f"learner rank {place.rank} (pid {process.pid})"
-            members.append((name, place, RankLink(ours, patience=place.timeout_seconds)))
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._kill)
+            members = [self._start(context, job, place, undone) for place in places]
+            undone.pop_all()
         self._end_process = end
         super().__init__(members, end=self._kill_and_end)
+
+    def _start(self, context: Any, job: Job, place: Place, undone: contextlib.ExitStack) -> tuple[str, Place, RankLink]:
+        """Start a process, and say in ``undone`` how to close what stays open. Raises BackendError."""
+        try:
+            ours, theirs = socket.socketpair()
+            undone.callback(ours.close)
+            with theirs:
+                process = context.Process(
+                    target=follow, args=(job, place, theirs), name=f"learner-rank-{place.rank}", daemon=True
+                )
+                process.start()
+        except OSError as error:  # no memory, descriptors or processes are left
+            raise BackendError(f"learner rank {place.rank} cannot be started: {error}") from error
+        self._processes.append((place, process))
+        link = RankLink(ours, patience=place.timeout_seconds)
+        undone.callback(link.close)
+        return f"learner rank {place.rank} (pid {process.pid})", place, link
+
+    def _kill(self) -> None:
+        for _, process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+        self._processes.clear()
 
     def _kill_and_end(self, code: int) -> None:
         """End with all followers: one that is stopped, and its fork server, would stay."""
@@ -222,7 +271,7 @@ def obey(rank: Rank, link: RankLink, *, patience: float) -> bool:
     """Run commands from the link until it ends. Returns whether the leader said goodbye.
 
     The leader is told how long this rank may be silent: ``patience`` seconds during _SILENT_COMMANDS and the first
-    of _COMPILING_COMMANDS, otherwise HUNG_SECONDS. Until now, while it started, it was ``patience`` as well.
+    of _PASSES, otherwise HUNG_SECONDS. Until now, while it started, it was ``patience`` as well.
     """
     threading.Thread(target=rank.parts.serve, args=(link.parts,), name="weights-parts", daemon=True).start()
     link.may_be_silent(HUNG_SECONDS)
@@ -236,7 +285,7 @@ def obey(rank: Rank, link: RankLink, *, patience: float) -> bool:
             return True
         command = codec.decode(data, Command)
         kind = command.name, command.model
-        is_silent = command.name in _SILENT_COMMANDS or (command.name in _COMPILING_COMMANDS and kind not in compiled)
+        is_silent = command.name in _SILENT_COMMANDS or (command.name in _PASSES and kind not in compiled)
         compiled.add(kind)
         try:
             with _silent(link, patience) if is_silent else contextlib.nullcontext():

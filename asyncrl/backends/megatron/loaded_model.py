@@ -64,6 +64,7 @@ class LoadedModel:
                 is_free = is_trained(entry.huggingface[0], freeze=settings.freeze, train_only=settings.train_only)
                 is_free = entry.is_adapter if self._lora else is_free and not entry.is_bias_of_choice
                 self._parameters[name].requires_grad_(is_free)
+        self.rows_begun = 0
         self._load_weights()
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -165,6 +166,7 @@ class LoadedModel:
         return hidden, logprobs.new_zeros(num_tokens).index_copy(0, row.row.rows, logprobs)
 
     def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64]) -> RowPart:
+        self.rows_begun += 1
         return RowPart.of(
             micro_batch,
             rows,

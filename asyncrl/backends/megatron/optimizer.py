@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.model import PackedGPT
 from asyncrl.backends.megatron.process_groups import expert_replicas_group, replicas_group
 from asyncrl.backends.megatron.rank_commands import Job
-from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.backends.optimizer_settings import OptimizerSettings, has_weight_decay
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.distributed import (
@@ -23,6 +23,15 @@ with quiet(), cpu_shim.without_compilation():
         finalize_model_grads,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+    from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+_SPARED: Final = ParamKey(
+    with_name_predicate=ParamWithNamePredicate(
+        name="spared", fn=lambda weight, name: not has_weight_decay(name, ndim=weight.ndim)
+    )
+)
+"""Selects the weights without weight decay. Megatron's own rule decays the biases of experts."""
 
 
 def with_gradient_buffers(stages: Sequence[PackedGPT], job: Job) -> list[DistributedDataParallel]:
@@ -120,7 +129,12 @@ def build_optimizers(
         use_distributed_optimizer=job.is_distributed_optimizer,
     )
     with cpu_shim.cuda_type_names(device):
-        chained = get_megatron_optimizer(config, list(buffers), use_gloo_process_groups=False)
+        chained = get_megatron_optimizer(
+            config,
+            list(buffers),
+            config_overrides={_SPARED: ParamGroupOverride(wd_mult=0.0)},
+            use_gloo_process_groups=False,
+        )
     parts = [
         PartOptimizer(
             megatron=optimizer,

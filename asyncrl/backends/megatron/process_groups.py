@@ -32,7 +32,7 @@ def join(place: Place, layout: Layout, *, overlaps_tensor_parallel: bool = False
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
-        distributed_timeout_minutes=place.timeout_seconds / 60,
+        distributed_timeout_minutes=place.collective_timeout.total_seconds() / 60,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1)  # nothing draws from this generator, but recomputation needs it to exist

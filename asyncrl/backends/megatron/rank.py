@@ -64,6 +64,11 @@ class MegatronRank:
             self.close()
             raise
 
+    @property
+    def rows_begun(self) -> int:
+        """Number of forward passes that have begun on this rank."""
+        return sum(model.rows_begun for model in self._loaded.values())
+
     @quiet()
     def obey(self, command: Command) -> Any:
         """Run a command together with the other ranks. Returns this rank's result."""
@@ -180,6 +185,6 @@ def _join(place: Place, device: torch.device, store: Store | None) -> Store:
         store=store,
         rank=place.rank,
         world_size=place.ranks,
-        timeout=timeout,
+        timeout=place.collective_timeout,
     )
     return store

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.protocols.adapter import Layout
+
+_LEADER_FIRST_SECONDS: Final = 60.0
+"""By this much later than others the leader may begin to wait for a rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,11 @@ class Place:
     host: str
     port: int
     timeout_seconds: float
+
+    @property
+    def collective_timeout(self) -> timedelta:
+        """Longer, so that the leader gives up before any collective does: it ends all ranks, and says why."""
+        return timedelta(seconds=self.timeout_seconds + _LEADER_FIRST_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

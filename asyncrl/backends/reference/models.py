@@ -19,7 +19,7 @@ from asyncrl.backends import micro_batches, models, optimizer_state
 from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.micro_batches import PackedRow, RecordedTokens
 from asyncrl.backends.models import AuxiliaryModel
-from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
+from asyncrl.backends.optimizer_settings import OptimizerSettings, has_weight_decay, is_trainable, step_metrics
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.policies.algorithms.objective import Objective, ValueInputs
 from asyncrl.policies.batching.packing import MicroBatch
@@ -134,8 +134,8 @@ class TrainedModel(LoadedModel):
         self._weights: dict[str, torch.Tensor] = {
             name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self._trained.items()
         }
-        decayed = [w for w in self._weights.values() if w.ndim > 1]
-        spared = [w for w in self._weights.values() if w.ndim <= 1]
+        decayed = [w for name, w in self._weights.items() if has_weight_decay(name, ndim=w.ndim)]
+        spared = [w for name, w in self._weights.items() if not has_weight_decay(name, ndim=w.ndim)]
         self._optimizer = torch.optim.AdamW(
             [
                 {"params": decayed, "weight_decay": self._settings.weight_decay},

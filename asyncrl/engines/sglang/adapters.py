@@ -1,26 +1,31 @@
 """LoRA adapters in an SGLang server: one per policy version, each loaded under its own name.
 
 A request names the adapter that is current when it starts, and uses that adapter until it ends. So loading a version
-pauses nothing, and no answer mixes versions. A name is never reused, because the server may still hold its old adapter.
+pauses nothing, and no answer mixes versions. Each attempt to load has a new name, because the server may still hold the
+adapter of the old one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config.learner import LoraSection
+from asyncrl.engines.sglang.stamps import new_owner
 from asyncrl.engines.sglang.weights import Post
 from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.protocols import LoadReport
 from asyncrl.tensors.adapter_names import CONFIG_FILE, module_of
+
+log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 8
 """Adapter versions that one batch may mix; requests for more versions wait. Each takes memory besides the weights."""
@@ -46,7 +51,8 @@ class Adapters:
     def __init__(self, post: Post, *, first_version: Version) -> None:
         """``first_version`` is the version of the model without adapters."""
         self._post = post
-        self._owner = uuid.uuid4().hex[:8]
+        self.owner = new_owner()
+        """Part of the names. A worker that restarts on a server of its own may be given its predecessor's."""
         self._first_version = first_version
         self._loaded: dict[Version, str] = {}
         self._running: Counter[Version] = Counter()
@@ -57,12 +63,10 @@ class Adapters:
         """Load a version for new requests. Raises EngineDied, or WeightsError, after which nothing has changed."""
         began = time.monotonic()
         if version not in (self._first_version, *self._loaded):
-            name = f"v{version[0]}-{version[1]}-{self._owner}"
+            name = f"v{version[0]}-{version[1]}-{self.owner}-{uuid.uuid4().hex[:8]}"
             try:
                 json.loads((folder / CONFIG_FILE).read_text())
-                answer = await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-                if not answer.get("success"):
-                    raise EngineError(str(answer.get("error_message")))
+                await self._load(name, folder)
             except EngineDied:
                 raise
             except (EngineError, OSError, ValueError) as error:
@@ -84,6 +88,31 @@ class Adapters:
             yield version, {"lora_path": self._loaded[version]} if version in self._loaded else {}
         finally:
             self._running[version] -= 1
+
+    async def unload_left(self, models: Mapping[str, Any]) -> None:
+        """Unload the adapters that an earlier worker with this owner left.  models: the server's list of its models"""
+        for name in [str(card.get("id")) for card in models.get("data", ())]:
+            if f"-{self.owner}-" in name:
+                await self._try_to_unload(name)
+
+    async def _load(self, name: str, folder: Path) -> None:
+        try:
+            answer = await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+            if not answer.get("success"):
+                raise EngineError(str(answer.get("error_message")))
+        except EngineDied:
+            raise
+        except EngineError:
+            await self._try_to_unload(name)  # it may be loaded, for example if the answer came too late
+            raise
+
+    async def _try_to_unload(self, name: str) -> None:
+        try:
+            await self._post("/unload_lora_adapter", {"lora_name": name})
+        except EngineDied:
+            raise
+        except EngineError as error:  # an adapter that stays only takes memory
+            log.info("the adapters %s were not unloaded: %s", name, error)
 
     async def _unload_unused(self) -> None:
         """Unload unused old versions. On an EngineError, stop; the next load tries again."""

@@ -11,16 +11,18 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
 
+from asyncrl.engines.sglang.server import ServerProcess
 from asyncrl.errors import EngineDied, EngineError
 
 _READ_BYTES = 2**20
 _ABORT_SECONDS = 5.0
+_CONNECT_SECONDS = 60.0
 _KEPT_SECONDS = 2.0
 """Keep-alive of connections for orders. Shorter than the five seconds after which the server closes idle ones."""
 
@@ -28,18 +30,19 @@ _KEPT_SECONDS = 2.0
 class ServerClient:
     """Sends requests. They raise EngineError on an error status or a timeout, EngineDied when the server is gone."""
 
-    def __init__(self, url: str, *, request_seconds: float, log_tail: Callable[[], str]) -> None:
-        """``url`` is empty until the server is launched. ``log_tail`` returns the end of its log for error messages."""
+    def __init__(self, url: str, *, request_seconds: float) -> None:
+        """``url`` is empty until the server is launched."""
         self.url = url
+        self.server: ServerProcess | None = None
+        """The process of a server that we launched."""
         self._request_seconds = request_seconds
-        self._log_tail = log_tail
         self._http: aiohttp.ClientSession | None = None
         self._orders: aiohttp.ClientSession | None = None
         self._kept_from = 0.0  # monotonic; before this time kept-alive connections may be closing
 
     def open(self, *, is_ours: bool) -> None:
         """``is_ours``: we launched the server. A proxy before another server may have any keep-alive timeout."""
-        timeout = aiohttp.ClientTimeout(total=self._request_seconds, sock_connect=60.0)
+        timeout = aiohttp.ClientTimeout(total=self._request_seconds, sock_connect=_CONNECT_SECONDS)
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout, read_bufsize=_READ_BYTES
         )
@@ -51,8 +54,10 @@ class ServerClient:
             await session.close()
 
     def check_open(self) -> None:
-        """Raise EngineDied before ``open`` and after ``close``."""
+        """Raise EngineDied before ``open``, after ``close``, or if our server exited: its port may be another's."""
         self._session()
+        if self.server is not None and not self.server.is_alive:
+            raise EngineDied(f"SGLang at {self.url} exited; {self.server.log_tail()}")
 
     async def get(self, path: str) -> Any:
         async with self._ask("GET", path, None) as response:
@@ -60,7 +65,7 @@ class ServerClient:
 
     async def knows(self, path: str) -> bool:
         """Return whether the server has this POST endpoint. A GET then fails with "not allowed", not "not found"."""
-        async with self._session().get(self.url + path) as response:
+        async with self._ask("GET", path, None, is_checked=False) as response:
             return response.status != 404
 
     def post(self, path: str, body: Mapping[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
@@ -90,21 +95,31 @@ class ServerClient:
 
     @asynccontextmanager
     async def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, is_order: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        is_order: bool = False,
+        is_checked: bool = True,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """``is_checked``: raise EngineError for an error status."""
         try:
             async with self._session(of_orders=is_order).request(method, self.url + path, json=body) as response:
                 if is_order and response.status >= 500:  # SGLang closes the connection after an unexpected error
                     self._kept_from = time.monotonic() + _KEPT_SECONDS
-                if response.status >= 400:
+                if is_checked and response.status >= 400:
                     raise EngineError(f"{self.url}{path}: {response.status} {(await response.text())[:500]}")
                 yield response
+        except aiohttp.ConnectionTimeoutError as error:  # also a TimeoutError
+            raise EngineDied(f"SGLang at {self.url} is unreachable: no connection in {_CONNECT_SECONDS:g} s") from error
         except TimeoutError as error:
             raise EngineError(f"{self.url}{path}: no response within {self._request_seconds:g} s") from error
         except (aiohttp.ContentTypeError, json.JSONDecodeError) as error:  # such as a proxy's error page
             raise EngineError(f"{self.url}{path}: the response is not JSON: {error}") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise EngineDied(f"lost SGLang at {self.url}{path}: {error!r} {self._log_tail()}") from error
+            log_tail = self.server.log_tail() if self.server else ""
+            raise EngineDied(f"lost SGLang at {self.url}{path}: {error!r} {log_tail}") from error
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

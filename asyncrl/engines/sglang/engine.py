@@ -3,7 +3,7 @@
 A load pauses the server, updates the weights (from a folder or from the learner), and continues. Generations in
 progress keep their slots and their KV cache. New requests are held back during the load, so a request's prefix is
 computed with the weights it was sent under. The key of the prefix cache changes with every load, so a new request never
-reuses keys of older weights. Only one engine may load weights into a server; other attached engines may only sample.
+reuses keys of older weights. Only one engine may use a server: it notices the weights of another one (stamps.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import logging
-import os
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,40 +23,37 @@ from numpy.typing import NDArray
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
-from asyncrl.engines.sglang import context, memory, repacking, rope, served_model
-from asyncrl.engines.sglang.adapters import Adapters, server_arguments
-from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
+from asyncrl.engines.sglang import attached, context, memory, repacking, rope, served_model
+from asyncrl.engines.sglang.adapters import Adapters
+from asyncrl.engines.sglang.arguments import check_arguments, check_intake_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient, lines
 from asyncrl.engines.sglang.health import first_answer, until_healthy
+from asyncrl.engines.sglang.launch import server_of
 from asyncrl.engines.sglang.options import Options as Options
+from asyncrl.engines.sglang.places import Places
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.engines.sglang.sampling import generate_request
 from asyncrl.engines.sglang.served_model import ServedModel
 from asyncrl.engines.sglang.server import (
-    ServerProcess,
     check_architecture,
     check_attached,
     check_dtype,
     check_installed,
     check_pause,
-    free_port,
     ranks_with_loader,
-    server_command,
-    server_environment,
 )
 from asyncrl.engines.sglang.settled import SettledVersion
+from asyncrl.engines.sglang.stamps import Stamps, kept_owner, new_owner
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
-from asyncrl.engines.version_spans import Version, format_version, parse_version
-from asyncrl.errors import ConfigError
+from asyncrl.engines.version_spans import Version
+from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
 from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors.device import resolve_device
-
-log = logging.getLogger(__name__)
 
 
 class SGLangEngine(EngineAdapter):
@@ -101,6 +95,12 @@ class SGLangEngine(EngineAdapter):
             check_arguments(options.server_arguments)
         else:
             check_attached(quantization=run.weights.quantization, is_colocated=run.run.colocated)
+            attached.check_workers(run)
+
+    @classmethod
+    def check_intake(cls, run: RunConfig) -> None:
+        options: Options = cls.options(run)
+        check_intake_arguments(options.server_arguments)
 
     @classmethod
     def check_joined(cls, options: Mapping[str, Any]) -> None:
@@ -117,8 +117,8 @@ class SGLangEngine(EngineAdapter):
         if run.run.colocated and device == "cuda":
             memory.check_installed()
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
-        path, parallel = Path(run.model.path), options.attention_parallel
-        check_architecture(path, device=device, quantization=run.weights.quantization, tensor_parallel=parallel)
+        path, quantization = Path(run.model.path), run.weights.quantization
+        check_architecture(path, device=device, quantization=quantization, options=options)
 
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:
@@ -150,30 +150,27 @@ class SGLangEngine(EngineAdapter):
         quantized      folder for a copy of the model in that format
         tells_experts  whether to report the experts of each token, for answers to be trained
         """
+        self._given_path = model_path
         self._model = ServedModel(path=model_path, quantization=quantization)  # until the folder is read
         self._device, self._dtype, self._quantized = device, dtype, quantized
-        self._first_version = version
+        self._first_version, self._stamps = version, Stamps(first_version=version)
         self._options, self._log_path = options, log_path
-        self._server: ServerProcess | None = None
-        self._client = ServerClient(
-            options.url.rstrip("/"), request_seconds=options.request_seconds, log_tail=self._log_tail
-        )
+        self._client = ServerClient(options.url.rstrip("/"), request_seconds=options.request_seconds)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._tells_experts = tells_experts
-        self._context_tokens = self._max_running = 2**31  # until the server is asked
+        self._context_tokens = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
         self._has_spans, self._late_tokens = False, 1
-        self._settled = SettledVersion(version, self._ask_for_a_token)
+        self._settled = SettledVersion(version, self._ask_for_a_token, lambda: self.version)
         self._cache_owner = uuid.uuid4().hex
-        self._is_open = asyncio.Event()
-        self._is_open.set()
+        self._places = Places()
         self._loader = WeightLoader(
-            self._client.order, pause=options.pause, first_version=version, is_open=self._is_open
+            self._client.order, pause=options.pause, first_version=version, is_open=self._places.is_open
         )
         self._lora = lora
         self._adapters = Adapters(self._client.order, first_version=version) if lora else None
         self._intake: SGLangIntake | None = None
-        self._sent = self._held = self._tokens_generated = 0
+        self._tokens_generated = 0
 
     async def start(self) -> None:
         """Start or attach. Raises ConfigError, or EngineDied with the end of the server's log."""
@@ -189,11 +186,16 @@ class SGLangEngine(EngineAdapter):
         )
         self._model = await asyncio.get_running_loop().run_in_executor(self._reader, read)
         is_ours = not self.url
+        file = self._log_path.with_suffix(".owner")
+        owner = new_owner() if is_ours else kept_owner(file, model=self._given_path)
+        self._stamps = self._loader.stamps = Stamps(first_version=self._first_version, owner=owner)
+        if self._adapters is not None:
+            self._adapters.owner = owner
         self._client.open(is_ours=is_ours)
         if is_ours:
             await self._launch()
-        await until_healthy(self._client, self._server, seconds=self._options.start_seconds)
-        if self._server is not None:  # for `asyncrl profile-engine`
+        await until_healthy(self._client, seconds=self._options.start_seconds)
+        if self._client.server is not None:  # for `asyncrl profile-engine`
             await asyncio.to_thread(self._log_path.with_suffix(".url").write_text, self.url)
         await self._ask_server()
 
@@ -218,11 +220,11 @@ class SGLangEngine(EngineAdapter):
             context_tokens=self._context_tokens,
         )
         check_stop_tokens(sampling, vocabulary_size=self._model.vocabulary_size)  # would kill the server
-        async with self._place():
+        async with self._places.place():
             with (self._adapters or self._loader).in_use() as (version, names):
                 reply = Reply(
                     sent_version=version,
-                    first_version=self._first_version,
+                    stamps=self._stamps,
                     keeps_version=bool(names),
                     experts=self._model.experts if sampling.is_trained else None,
                     num_prompt_tokens=len(prompt_tokens),
@@ -240,7 +242,10 @@ class SGLangEngine(EngineAdapter):
             check_weights, weights, expected=self._model.shapes, optional=self._model.optional_names
         )
         folder = await asyncio.get_running_loop().run_in_executor(self._reader, check)
-        return await self._loader.load(weights, folder)
+        before = self.version
+        report = await self._loader.load(weights, folder)
+        self._settled.loaded(weights.order, before=before)
+        return report
 
     async def release(self) -> None:
         await memory.release(self._client)
@@ -262,10 +267,9 @@ class SGLangEngine(EngineAdapter):
         return self._intake
 
     def stats(self) -> EngineStats:
-        running = min(self._sent, self._max_running)
         return EngineStats(
-            running=running,
-            queued=self._held + self._sent - running,
+            running=self._places.running,
+            queued=self._places.queued,
             tokens_generated=self._tokens_generated,
             is_live=not self._has_spans,  # without spans, replies are streamed
         )
@@ -273,54 +277,46 @@ class SGLangEngine(EngineAdapter):
     async def close(self) -> None:
         await self._settled.close()
         await self._client.close()
-        if self._server:
+        if self._client.server:
             self._log_path.with_suffix(".url").unlink(missing_ok=True)
-            await self._server.close()
+            await self._client.server.close()
         self._stops.close()
         self._reader.shutdown(wait=False)
-
-    def _log_tail(self) -> str:
-        return self._server.log_tail() if self._server else ""
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
     async def _launch(self) -> None:
-        check_installed()
-        given = dict(self._options.server_arguments)
-        check_arguments(given)
-        check_dtype(self._dtype, device=self._device, server_arguments=given)
-        port = free_port()
-        command = server_command(
-            self._model.path,
+        self._client.server, self._client.url = server_of(
+            self._model,
             device=self._device,
             dtype=self._dtype,
-            port=port,
-            weight_version=format_version(self._first_version),
-            tensor_parallel=self._options.tensor_parallel,
-            quantization=self._model.quantization,
-            stream_interval=self._options.stream_interval,
-            server_arguments=server_arguments(self._lora, self._model.shapes, device=self._device) | given,
+            stamp=self._stamps.of(self._first_version),
+            lora=self._lora,
+            options=self._options,
+            log_path=self._log_path,
             tells_experts=self._tells_experts,
         )
-        log.info("starting SGLang, output in %s: %s", self._log_path, " ".join(command))
-        environment = server_environment(os.environ, device=self._device, options=self._options)
-        self._server = ServerProcess(command, environment=environment, log_path=self._log_path)
-        self._client.url = f"http://127.0.0.1:{port}"
-        await self._server.start()
+        await self._client.server.start()
 
     async def _ask_server(self) -> None:
         """Query the server's version, its scheduler, and how it reports weight versions. Also warms it up."""
+        is_ours = self._client.server is not None
         info = await self._client.get("/server_info")
         model = await self._client.get("/model_info")
         self._late_tokens = 0 if info.get("disable_overlap_schedule") else 1
-        self._max_running = int(info.get("max_running_requests") or self._max_running)
+        self._places.max_running = int(info.get("max_running_requests") or self._places.max_running)
         self._context_tokens = context.of_server(
             info, self._options, url=self.url, device=self._device, of_model=self._model.context_tokens
         )
-        self._loader.version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
+        stamp = str(model.get("weight_version", ""))
+        if is_ours and stamp != self._stamps.of(self._first_version):
+            raise EngineDied(f"the server at {self.url} is not the one started here: it serves weights {stamp!r}")
+        is_foreign = self._stamps.is_foreign(stamp)
+        self._loader.version = self._first_version if is_foreign else self._stamps.read(stamp)
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
-        self._loader.ranks_with_loader = ranks_with_loader(info, self._model.quantization, is_ours=bool(self._server))
-        self._loader.is_repacked = self._model.quantization in repacking.FORMATS
+        quantization = None if self._lora else self._model.quantization
+        self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
+        self._loader.is_repacked = quantization in repacking.FORMATS
         if self._tells_experts and not info.get(OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{OPTION} of the server at {self.url}')
         self._intake = SGLangIntake(
@@ -330,31 +326,21 @@ class SGLangEngine(EngineAdapter):
             shapes=self._model.shapes,
             optional=self._model.optional_names,
         )
+        if is_foreign:
+            await attached.load_model(self._loader, self._model.path, version=self._first_version, url=self.url)
+        if self._adapters is not None and not is_ours:
+            await self._adapters.unload_left(await self._client.get("/v1/models"))
         check_pause(self._options.pause, url=self.url, version=str(info.get("version", "0")))
         answer = await first_answer(self._client, self._short_request(), seconds=self._options.start_seconds)
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
         self._has_spans = has_spans and self._options.version_source != "stream"
-        self._settled.answered(self._loader.version)
+        self._settled.newest = self._loader.version
         async with self._client.post("/freeze_gc", {}):
             pass  # exempts existing objects from garbage collection: a full collection would stall all generations
 
     # -- generate ------------------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """Wait while weights are being loaded, then count the request as sent."""
-        self._held += 1
-        try:
-            await self._is_open.wait()
-        finally:
-            self._held -= 1
-        self._sent += 1
-        try:
-            yield
-        finally:
-            self._sent -= 1
 
     def _request(self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, stream: bool) -> dict[str, Any]:
         return generate_request(
@@ -379,6 +365,7 @@ class SGLangEngine(EngineAdapter):
 
     async def _sample(self, reply: Reply, request: Mapping[str, Any], *, sent: Version) -> None:
         late_tokens = self._late_tokens if self._has_spans else None
+        bounds = self._settled.request(sent)
         try:
             async with self._client.post("/generate", request) as response:
                 if not request["stream"]:
@@ -389,11 +376,10 @@ class SGLangEngine(EngineAdapter):
                     data = line.removeprefix(b"data:").strip()
                     if data and data != b"[DONE]":
                         before = len(reply)
-                        newest = self._settled.newest
-                        stamp = reply.take_chunk(json.loads(data), newest=newest, late_tokens=late_tokens)
+                        stamp = reply.take_chunk(json.loads(data), newest=bounds.newest, late_tokens=late_tokens)
                         if len(reply) > before:
                             self._tokens_generated += len(reply) - before
-                            self._settled.answered(sent)
+                            bounds.answered()
                             self._settled.stamped(stamp)
         except asyncio.CancelledError:
             await self._client.abort(request["rid"])  # the server would notice the closed connection seconds later

@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.engines.sglang.client import ServerClient
-from asyncrl.engines.sglang.server import ServerProcess
 from asyncrl.errors import EngineDied, EngineError
 
 log = logging.getLogger(__name__)
 
 
-async def until_healthy(client: ServerClient, server: ServerProcess | None, *, seconds: float) -> None:
+async def until_healthy(client: ServerClient, *, seconds: float) -> None:
     """Poll twice a second (SGLang sends no notification). Raises EngineDied, immediately if a launched server dies."""
+    server = client.server
     began = reported = time.monotonic()
     try:
         async with asyncio.timeout(seconds):
-            while not await _is_healthy(client, server):
+            while not await _is_healthy(client):
                 if time.monotonic() - reported > 15:
                     reported = time.monotonic()
                     log.info("waiting for SGLang at %s for %.0f s", client.url, reported - began)
@@ -46,11 +46,11 @@ async def first_answer(client: ServerClient, request: Mapping[str, Any], *, seco
         ) from None
 
 
-async def _is_healthy(client: ServerClient, server: ServerProcess | None) -> bool:
+async def _is_healthy(client: ServerClient) -> bool:
     try:
         await client.get("/health")
-    except EngineError as error:
-        if server and not server.is_alive:
-            raise EngineDied(f"SGLang exited during startup; {server.log_tail()}") from error
+    except EngineError:
+        client.check_open()
         return False
+    client.check_open()  # another server may have its port
     return True

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from asyncrl.engines.sglang.arguments import option_name
 from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     url: str = ""
-    """http://HOST:PORT of a running server. If empty, asyncrl launches a server on a free port."""
+    """http://HOST:PORT of a running server, for one worker; a worker that joins needs another one. If the server has
+    weights of another run, it first loads model.path. If empty, asyncrl launches a server on a free port."""
     tensor_parallel: int = 1
     """GPUs of the launched server."""
     server_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -30,9 +32,12 @@ class Options:
 
     @property
     def attention_parallel(self) -> int:
-        """GPUs that share the attention heads; 1 with DP attention, where each GPU serves other sequences."""
-        names = {name.replace("_", "-").lstrip("-") for name in self.server_arguments}
-        return 1 if "enable-dp-attention" in names else self.tensor_parallel
+        """GPUs that share the attention heads. With DP attention they are in parts that serve different sequences."""
+        said = {option_name(key): value for key, value in self.server_arguments.items()}
+        parts = said.get("attn-dp-size", 1)  # of 0.5.23
+        if "enable-dp-attention" in said:
+            parts = said.get("dp-size", said.get("data-parallel-size", self.tensor_parallel))
+        return max(1, self.tensor_parallel // parts) if isinstance(parts, int) and parts > 0 else self.tensor_parallel
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "start_seconds", "request_seconds", "stream_interval"):

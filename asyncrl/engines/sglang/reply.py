@@ -4,9 +4,11 @@ A reply arrives whole, or as chunks that repeat everything so far or carry only 
 
 The version of the weights that sampled a token comes from one of two sources:
 spans   ``weight_versions`` in the whole reply, from the scheduler (0.5.23). With the overlap scheduler, one token is
-        sampled but not yet counted when the weights change. So every span but the first starts one token later here.
+        sampled but not yet counted when the weights change. So every span but the first starts one token later here,
+        unless its weights are older than those before.
 stream  each chunk is stamped with the server's version at that time, which is trusted once it has settled (settled.py).
-        A chunk is labelled with the stamp of the previous chunk, because the weights may change within a chunk.
+        A chunk is labelled with the older of its stamp and that of the previous chunk, because the weights may change
+        within a chunk.
 Neither label is ever newer than the weights that sampled the token.
 """
 
@@ -18,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.engines.sglang.routed_experts import ExpertShape
-from asyncrl.engines.version_spans import SpanRecorder, Version, parse_version
+from asyncrl.engines.sglang.stamps import Stamps
+from asyncrl.engines.version_spans import SpanRecorder, Version
 from asyncrl.errors import EngineError, PromptError
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, last
 from asyncrl.protocols import Generation
@@ -28,7 +31,7 @@ class Reply:
     """A reply while it arrives.
 
     sent_version       version of the weights when the request was sent; no token is older
-    first_version      version for strings that asyncrl did not set
+    stamps             how the server names versions
     keeps_version      all tokens have ``sent_version``; with adapters the server reports only the version of its model
     experts            shape of the model's experts, if the server reports the experts of each token
     num_prompt_tokens  prompt tokens of the request
@@ -38,7 +41,7 @@ class Reply:
         self,
         *,
         sent_version: Version,
-        first_version: Version,
+        stamps: Stamps,
         keeps_version: bool = False,
         experts: ExpertShape | None = None,
         num_prompt_tokens: int = 0,
@@ -48,7 +51,7 @@ class Reply:
         self._spans = SpanRecorder()
         self._spans.mark(0, sent_version)
         self._sent_version = self._stamp = sent_version
-        self._first_version = first_version
+        self._stamps = stamps
         self._keeps_version = keeps_version
         self._finish: Mapping[str, Any] | None = None
         self._expert_shape, self._num_prompt_tokens = experts, num_prompt_tokens
@@ -63,13 +66,17 @@ class Reply:
         self._take_spans(body, late_tokens=late_tokens)
 
     def _take_spans(self, body: Mapping[str, Any], *, late_tokens: int) -> None:
-        for span in body["meta_info"]["weight_versions"]:
+        before = self._sent_version
+        for span in body["meta_info"].get("weight_versions") or ():  # a request that was aborted in the queue has none
             version = self._version(span["version"])
             if (span["start"], version) != (0, self._stamp):
-                self._spans.mark(span["start"] + late_tokens, version)
+                self._spans.mark(span["start"] + (late_tokens if version > before else 0), version)
+            before = version
 
     def take_chunk(self, body: Mapping[str, Any], *, newest: Version, late_tokens: int | None = None) -> Version:
-        """Read a streamed chunk and label it with the stamp of the previous chunk. Returns the stamp of this chunk.
+        """Read a streamed chunk and label it with its stamp or that of the previous chunk, whichever is older.
+
+        Returns the stamp of this chunk.
 
         newest       newest settled version; newer stamps count as this version
         late_tokens  as in ``take_whole``, for servers that put exact spans into the last chunk
@@ -78,8 +85,9 @@ class Reply:
         self._take_tokens(body)
         stamp = self._version(str(body["meta_info"].get("weight_version", "")))
         if len(self._tokens) > before:
-            self._spans.mark(before, self._stamp)
-            self._stamp = max(self._stamp, min(stamp, newest))
+            settled = min(stamp, newest)
+            self._spans.mark(before, min(self._stamp, settled))
+            self._stamp = settled
         if late_tokens is not None and "weight_versions" in body["meta_info"]:
             self._spans, self._stamp = SpanRecorder([(0, self._sent_version)]), self._sent_version
             self._take_spans(body, late_tokens=late_tokens)
@@ -124,7 +132,8 @@ class Reply:
             self._experts = self._expert_shape.read(text, num_tokens=num_tokens)
 
     def _version(self, text: str) -> Version:
-        return self._sent_version if self._keeps_version else parse_version(text, default=self._first_version)
+        version = self._stamps.read(text)
+        return self._sent_version if self._keeps_version else version
 
 
 def _raise_failure(body: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -34,8 +35,8 @@ _FIRST_SAFE_RETRACT = (0, 5, 23)
 LOADER = "asyncrl.engines.sglang.loader.load"
 """Loader of weight files in servers launched by us."""
 _MOST_RANKS_OF_LOADER = 2
-"""LOADER reads the whole file in each rank. SGLang's own loader reads only the rank's part, so with four or more ranks
-it should be as fast."""
+"""LOADER reads the whole file in each rank. SGLang's own loader maps it and reads the pages with the rank's part, so
+with four or more ranks it should be as fast."""
 
 _QUANTIZATIONS: Mapping[str, str] = {"fp8": "fp8", "int4": "compressed-tensors"}
 """SGLang's names for the values of weights.quantization."""
@@ -67,7 +68,7 @@ _OPTIONS: Final = Options()
 
 def check_pause(pause: str, *, url: str, version: str) -> None:
     """Check that this server can retract requests if ``pause`` needs it. Raises ConfigError."""
-    number = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    number = tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
     if pause == "retract" and number < _FIRST_SAFE_RETRACT:
         raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
 
@@ -110,7 +111,7 @@ _ON_GPUS_ALONE: Final = "Qwen3NextForCausalLM"
 """The in-process engine does not support it, either."""
 
 
-def check_architecture(model_path: Path, *, device: str, quantization: str = "", tensor_parallel: int = 1) -> None:
+def check_architecture(model_path: Path, *, device: str, quantization: str = "", options: Options = _OPTIONS) -> None:
     """Raise ConfigError for a model that the server cannot run. Ignores a folder that cannot be read."""
     if quantization and device == "cpu":
         raise ConfigError(f'weights.quantization: SGLang has no kernels for "{quantization}" on CPUs; remove it')
@@ -120,9 +121,9 @@ def check_architecture(model_path: Path, *, device: str, quantization: str = "",
     except (OSError, ValueError, AttributeError):
         return
     if device != "cpu":  # the CPU server splits any number of heads
-        _check_heads(config, tensor_parallel=tensor_parallel)
+        _check_heads(config, tensor_parallel=options.attention_parallel)
         if quantization:
-            _check_blocks(config, quantization, tensor_parallel=tensor_parallel)
+            _check_blocks(config, quantization, options)
     elif problem := _NOT_ON_A_CPU.get(architectures[0]):
         other = "" if architectures[0] == _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
         raise ConfigError(f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU{other}")
@@ -144,23 +145,29 @@ def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
             )
 
 
-def _check_blocks(config: Mapping[str, Any], quantization: str, *, tensor_parallel: int) -> None:
-    """Raise ConfigError if a rank's share of a matrix ends inside a block. Ignores sizes that config.json lacks."""
+def _check_blocks(config: Mapping[str, Any], quantization: str, options: Options) -> None:
+    """Raise ConfigError if a rank's share of a matrix ends inside a block. Ignores sizes that config.json lacks.
+
+    These are all sizes that SGLang cuts in a model of dense layers with grouped-query attention. It never cuts
+    hidden_size. The only backend that quantizes refuses hidden sizes with part of a block, and models with other
+    matrices: experts, latent attention, and linear attention, which has experts (megatron/refusals.py).
+    """
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if not (isinstance(heads, int) and isinstance(hidden, int)) or heads < 1:
         return
     head_size = config.get("head_dim") or hidden // heads
-    kv_heads = max(config.get("num_key_value_heads") or heads, tensor_parallel)
+    whole, sharing = options.tensor_parallel, options.attention_parallel
+    kv_heads = max(config.get("num_key_value_heads") or heads, sharing)
     block = quantized_model.FORMATS[quantization].block
-    for name, size in (
-        ("intermediate_size", config.get("intermediate_size")),
-        ("num_attention_heads x head_dim", heads * head_size),
-        ("num_key_value_heads x head_dim", kv_heads * head_size),
+    for name, size, parts in (
+        ("intermediate_size", config.get("intermediate_size"), whole),
+        ("num_attention_heads x head_dim", heads * head_size, sharing),
+        ("num_key_value_heads x head_dim", kv_heads * head_size, sharing),
     ):
-        if isinstance(size, int) and size % (tensor_parallel * block):
+        if isinstance(size, int) and size % (parts * block):
             raise ConfigError(
                 f'weights.quantization: "{quantization}" has blocks of {block} numbers, and tensor_parallel = '
-                f"{tensor_parallel} cuts {name}, {size}, inside one; lower engine.options.tensor_parallel, or remove it"
+                f"{whole} cuts {name}, {size}, inside one; lower engine.options.tensor_parallel, or remove it"
             )
 
 
@@ -256,13 +263,16 @@ def free_port() -> int:
             return port
 
 
-def ranks_with_loader(info: Mapping[str, Any], quantization: str = "", *, is_ours: bool = True) -> int:
+def ranks_with_loader(info: Mapping[str, Any], quantization: str | None = "", *, is_ours: bool = True) -> int:
     """Return how many ranks use LOADER, from a server's /server_info; 0 if SGLang's loader must be used.
 
-    Raises ConfigError where that cannot load the format of the weights.  is_ours: whether we launched the server
+    Raises ConfigError where that cannot load the format of the weights.
+    quantization  that format; None if adapters are loaded
+    is_ours       whether we launched the server
     """
     if not is_ours:
-        _require_quantized(info, quantization)
+        if quantization is not None:
+            _require_served(info, quantization)
         return 0
     is_repacked = quantization in repacking.FORMATS
     ranks = int(info.get("tp_size") or 1)
@@ -281,14 +291,19 @@ def ranks_with_loader(info: Mapping[str, Any], quantization: str = "", *, is_our
     return ranks if is_plain and (is_repacked or ranks <= _MOST_RANKS_OF_LOADER) else 0
 
 
-def _require_quantized(info: Mapping[str, Any], quantization: str) -> None:
-    """Raise ConfigError unless an attached server was started on weights in that format: others die of a load."""
-    if not quantization:
-        return
-    served, name = info.get("quantization"), _QUANTIZATIONS[quantization]
+def _require_served(info: Mapping[str, Any], quantization: str) -> None:
+    """Raise ConfigError unless an attached server was started on weights in that format. Others die of a load, or
+    convert bfloat16 to e4m3 under the scales of the weights before."""
+    served, name = info.get("quantization"), _QUANTIZATIONS[quantization] if quantization else None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         config = json.loads((Path(str(info.get("model_path"))) / "config.json").read_text())
         served = served or config["quantization_config"]["quant_method"]
+    if served and not name:
+        raise ConfigError(
+            f"engine.options.url: the server serves {served} weights, which SGLang cannot load unquantized versions "
+            f"into; start it on an unquantized folder without --quantization"
+            + (', or set weights.quantization = "fp8"' if served == "fp8" else "")
+        )
     if served != name:
         raise ConfigError(
             f'weights.quantization: "{quantization}", but the server at engine.options.url serves '

@@ -13,12 +13,13 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.engines.sglang import loader, receiving
 from asyncrl.engines.sglang.server import LOADER
+from asyncrl.engines.sglang.stamps import Stamps
 from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import WeightVersion
@@ -37,9 +38,14 @@ _BY_LOADER: Final = "/update_weights_from_tensor"
 _FROM_LEARNER: Final = "/update_weights_from_distributed"
 _BEGIN: Final = "/begin_weight_update"
 _END: Final = "/end_weight_update"
-_BROKE_OFF: Final = "Failed to update weights"
-"""In the server's answer if a load from a folder broke off. To go back it loads the same folder again, which it takes
-for the old one (weight_updater.py of 0.5.16 and 0.5.23): its weights may be the new ones, in part or all."""
+_IS_OPEN: Final = "session is already open"
+"""In the answer to _BEGIN (weight_updater.py of 0.5.23; 0.5.16 has no sessions)."""
+_IS_CLOSED: Final = "no weight-update session is open"
+"""In the answer to _END."""
+_UNCHANGED: Final = "Failed to get model loader"
+"""In the answer to _FROM_FOLDER if every rank refused it before it changed anything. Any other failure may come after
+a change: a load that broke off is "rolled back" to the same folder, a cache that is not flushed fails a load that
+happened, and an answer may be lost (weight_updater.py of 0.5.16 and 0.5.23)."""
 _NO_VERSION: Final = (-1, -1)
 """Version of a server with partly updated weights; any offered version is newer."""
 _STUCK_SECONDS: Final = 90.0
@@ -58,6 +64,7 @@ class WeightLoader:
         self._is_open = is_open
         self._lock = asyncio.Lock()
         self.version = first_version
+        self.stamps = Stamps(first_version=first_version)
         self.num_loads = 0
         self.has_sessions = False
         """Whether the server needs tensor updates between a begin and an end request (0.5.23 does)."""
@@ -81,10 +88,7 @@ class WeightLoader:
         Raises WeightsError, after which the old weights stay or the server stays paused. Raises EngineDied if our
         loader cannot read the file, since an error in the loader kills the server.
         """
-        if not self.ranks_with_loader:
-            updates = [(_FROM_FOLDER, {"model_path": str(folder)} | self._body(weights.order))]
-            return await self._switch(weights.order, updates, what=str(folder))
-        # The files are held open, so the server can read them even if the folder is removed. (A load is cancelled only
+        # The files are held open, so our loader can read them even if the folder is removed. (A load is cancelled only
         # when the worker exits, and its server exits with it.)
         with contextlib.ExitStack() as stack:
             try:
@@ -92,6 +96,9 @@ class WeightLoader:
                 streams = [stack.enter_context(await asyncio.to_thread(path.open, "rb")) for path in paths]
             except OSError as error:
                 raise WeightsError(f"{folder}: {error.strerror}; removed to make room for newer versions?") from error
+            if not self.ranks_with_loader:
+                updates = [(_FROM_FOLDER, {"model_path": str(folder)} | self._body(weights.order))]
+                return await self._switch(weights.order, updates, what=str(folder), files=paths)
             held = [Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}") for stream in streams]
             order = loader.serialized(*zip(held, paths, strict=True))
             return await self.take(weights.order, order, what=str(folder))
@@ -149,36 +156,48 @@ class WeightLoader:
 
     def _body(self, version: Version) -> dict[str, Any]:
         # The KV cache of requests kept in place cannot be flushed; the cache of retracted requests must be.
-        return {"weight_version": format_version(version), "flush_cache": self._pause == "retract"}
+        return {"weight_version": self.stamps.of(version), "flush_cache": self._pause == "retract"}
 
     async def _switch(
-        self, version: Version, updates: list[Order], *, what: str, problem: Path | None = None
+        self,
+        version: Version,
+        updates: list[Order],
+        *,
+        what: str,
+        problem: Path | None = None,
+        files: Sequence[Path] = (),
     ) -> LoadReport:
-        """Pause, update, continue. ``problem``: the file in which our loader says why it did nothing."""
+        """Pause, update, continue.
+
+        problem  the file in which our loader says why it did nothing
+        files    what each rank reads by its path. The server answers for one rank only, so the load counts if no file
+                 was removed meanwhile
+        """
         asked = time.monotonic()
         async with self._lock:
             began = time.monotonic()
             self.num_loads += 1  # before the update: if it succeeds but its response is lost, no old key may be reused
             self._is_open.clear()
+            was_torn = self._is_torn
             try:
                 await self._post("/pause_generation", {"mode": self._pause})
                 if self.has_sessions and (self.is_repacked or self._is_torn):
-                    with contextlib.suppress(EngineError):  # the first, or the failed, session may still be open
-                        await self._post(_BEGIN if self.is_repacked else _END, {})
+                    await self._settle_session()
                 for path, body in updates:
-                    self._is_torn |= path != _FROM_FOLDER  # which the server checks before it changes anything
-                    answer = await self._post(path, body)
-                    if not answer.get("success"):
-                        raise EngineError(str(answer.get("message")))
+                    self._is_torn = True
+                    await self._order(path, body)
                 if problem is not None and (reason := _said(problem)):
                     self.finds_groups = False
                     raise EngineError(f"our loader in the server cannot receive: {reason}; from now on SGLang's does")
+                if gone := await asyncio.to_thread(_gone, files):
+                    raise EngineError(f"{gone} was removed during the load, so some ranks may lack its weights")
                 self._is_torn = False
                 self.version = version
             except EngineDied:
                 raise
             except EngineError as error:
-                self._is_torn |= _BROKE_OFF in str(error)
+                if _UNCHANGED in str(error):
+                    self._is_torn = was_torn
                 if self._is_torn:
                     self.version = _NO_VERSION
                 raise WeightsError(f"weights {format_version(version)} from {what}: {error}") from error
@@ -187,6 +206,20 @@ class WeightLoader:
                     await self._continue()
             now = time.monotonic()
         return LoadReport(pause_seconds=now - began, load_seconds=now - asked)
+
+    async def _settle_session(self) -> None:
+        """Begin the session that stays open unless it is, or end the one that a failed load may have left open."""
+        path, settled = (_BEGIN, _IS_OPEN) if self.is_repacked else (_END, _IS_CLOSED)
+        try:
+            await self._order(path, {})
+        except EngineError as error:
+            if isinstance(error, EngineDied) or settled not in str(error):
+                raise
+
+    async def _order(self, path: str, body: Mapping[str, Any]) -> None:
+        answer = await self._post(path, body)
+        if not answer.get("success"):
+            raise EngineError(str(answer.get("message")))
 
     async def _continue(self) -> None:
         try:
@@ -281,6 +314,10 @@ def _said(problem: Path) -> str:
     except FileNotFoundError:
         return ""
     return reason
+
+
+def _gone(files: Sequence[Path]) -> Path | None:
+    return next((file for file in files if not file.exists()), None)
 
 
 def _described(bucket: BucketLayout) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Every problem is a ConfigError: one line that says what to change. No weights ar
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import socket
@@ -75,7 +76,7 @@ def check_learner(run: RunConfig) -> None:
 def check_worker(run: RunConfig) -> None:
     """Same as ``check``, for a machine that runs only a rollout worker: no data, no learner."""
     _check_of_worker_before_torch(run)
-    _check_engine_and_channel(run)
+    _check_engine_and_channel(_alone(run))
     _check_context(run, registry.context_tokens(run))
     registry.engine_class(run).check_machine(run)
     registry.check_reward_machine(run, grades_training=not run.reward.workers)
@@ -201,6 +202,12 @@ def _check_of_worker_before_torch(run: RunConfig) -> None:
     rollout_functions.load_rollout(run.rollout)
 
 
+def _alone(run: RunConfig) -> RunConfig:
+    """Return the run as one worker sees it that starts no others: the options of the engine are its own."""
+    rollout = dataclasses.replace(run.rollout, workers=0, most_workers=0)
+    return dataclasses.replace(run, rollout=rollout, evaluation=dataclasses.replace(run.evaluation, workers=1))
+
+
 def _check_engine_and_channel(run: RunConfig) -> None:
     engine, channel = registry.engine_class(run), registry.channel_class(run)
     engine.check(run)
@@ -216,6 +223,8 @@ def _check_engine_and_channel(run: RunConfig) -> None:
             'needs answers; use "sglang" or "inprocess", or rollout.function = "given"'
         )
     channel.check(run)
+    if channel.sends_from_memory:
+        engine.check_intake(run)
     exporters = run.learner.layout.exporters
     if channel.ranks_use_bus and exporters > 1 and not registry.bus_class(run).is_shared:
         raise ConfigError(
@@ -279,7 +288,7 @@ def check_evaluation(run: RunConfig) -> None:
     registry.load_evaluation_rewards(run)
     rollout_functions.load_rollout(run.rollout)
     evaluation.check_section(run)
-    _check_engine_and_channel(run)
+    _check_engine_and_channel(_alone(run))
     registry.engine_class(run).check_machine(run)
     registry.check_reward_machine(run)
 

@@ -33,7 +33,26 @@ def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path:
     assert quantized_model.format_of(before) == ""
     assert (made / "tokenizer.json").exists()
     assert read_shapes(made).keys() == after.keys()
-    assert quantized_model.model_folder(Path("nowhere"), tmp_path / "made", quantization) == made  # written only once
+    written = (made / "model.safetensors").stat().st_ino
+    assert quantized_model.model_folder(model, tmp_path / "made", quantization) == made
+    assert (made / "model.safetensors").stat().st_ino == written  # only once
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_folder_of_another_model_is_replaced_and_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    """A resumed run may have another model.path."""
+    matrix = "model.layers.0.self_attn.q_proj.weight"
+    (tmp_path / ".made-killed").mkdir()
+    (tmp_path / ".made-killed" / "lock").touch()
+    for value in (1.0, 2.0):
+        model = tmp_path / str(value)
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        save_file({matrix: torch.full((128, 128), value, dtype=torch.bfloat16)}, model / "model.safetensors")
+        made = load_file(quantized_model.model_folder(model, tmp_path / "made", "int4") / "model.safetensors")
+        assert int4.dequantize(made[f"{matrix}_packed"], made[f"{matrix}_scale"])[0, 0].item() == pytest.approx(
+            value, rel=0.1
+        )
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

@@ -302,6 +302,17 @@ def test_a_busy_group_is_refused() -> None:
         sender.begin(request)
 
 
+def test_a_request_is_superseded_by_that_of_the_same_engine_in_another_group() -> None:
+    """An engine that restarts asks twice; an error of another kind would end the learner."""
+    sender = ModelSender("127.0.0.1", patience_seconds=PATIENCE)
+    sender.hold(in_parts(weights(0).tensors(), 2), incarnation=0, policy_version=1)
+    first = sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))
+    sender.begin(TransferRequest(engine="w0", group="w0-2", num_ranks=1))
+    for _ in range(2):
+        with pytest.raises(WeightsError, match="w0 asked again, in another group than w0-1"):
+            first.send()
+
+
 def test_an_engine_may_ask_again_a_moment_before_the_learner_knows_that_it_has_everything(peers: Any) -> None:
     """The engine's collective ends before ours, so its next request arrives while our thread is still finishing."""
     sender, peer = holding(weights(0)), peers()

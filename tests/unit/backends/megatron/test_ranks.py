@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import multiprocessing
 import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from datetime import timedelta
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,8 @@ import pytest
 
 from asyncrl.backends import huggingface, optimizer_state, weight_cuts
 from asyncrl.backends.megatron.followers import ChildRanks
-from asyncrl.backends.megatron.rank_commands import Place
+from asyncrl.backends.megatron.rank_commands import Job, Place
+from asyncrl.config.layout import Layout
 from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFailed
 from tests import ROOT
 from tests.harness.backends import LEARNING_RATE, critic, distance, documents, shares, started, tiny_model, weights
@@ -227,6 +233,74 @@ def test_a_stopped_follower_ends_the_leader_in_one_line_that_names_it(
     assert ends.codes == [1]
     line = f"asyncrl learner: learner rank 1 (pid {pid}) is gone: it hangs: no sign of life for 6 s"
     assert line in capfd.readouterr().err.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["megatron-2", "megatron-tp2", "megatron-4"])
+def test_a_rank_that_never_joins_a_collective_ends_the_leader_in_one_line(
+    folder: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Like one whose GPU never ends a kernel, it gives signs of life. It never hears of the step here."""
+    ends = Ends()
+    with started(kind, folder) as backend:
+        own: Any = backend
+        own._followers._end_process = ends
+        backend.step(shares(kind, documents(0)), learning_rate=LEARNING_RATE)
+        own._own._agreement._wait = timedelta(seconds=0.2)
+        send, own._timeout_seconds = own._followers.send, 2.0
+        own._followers.send = lambda commands: send([None, *commands[1:]])
+        capfd.readouterr()
+        with pytest.raises(BackendError):  # the leader is not killed here; its followers are
+            backend.step(shares(kind, documents(1)), learning_rate=LEARNING_RATE)
+        assert ends.ended.wait(60)
+    assert ends.codes[0] == 1
+    assert capfd.readouterr().err.splitlines()[0] == (
+        "asyncrl learner: step stands still for 2 s (learner.options.timeout_seconds): the learner's ranks wait for "
+        "one that does not go on; look at the GPUs of all ranks"
+    )
+
+
+@pytest.mark.parametrize("lacking", ["descriptors", "processes"])
+def test_ranks_of_which_one_cannot_be_started_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """The first rank starts, and is killed once the second one does not."""
+    layout = Layout(ranks=3)
+    job = Job(  # on a GPU, so that each process is a new one
+        models={},
+        temperature=1.0,
+        device="cuda",
+        dtype="float32",
+        threads=1,
+        layout=layout,
+        is_distributed_optimizer=False,
+        recompute="none",
+        is_offloading=False,
+        transformer={},
+    )
+    places = [Place(rank=rank, ranks=3, host="127.0.0.1", port=1, timeout_seconds=60.0) for rank in (1, 2)]
+    resource_tracker.ensure_running()  # the first process would start it, and it stays
+    owner, name = (socket, "socketpair") if lacking == "descriptors" else (SpawnProcess, "start")
+    works, calls = getattr(owner, name), list[object]()
+
+    def fail_second(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OSError(errno.EMFILE, f"too many {lacking}")
+        return works(*arguments)
+
+    def links() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if one.name in ("rank-link", "rank-watch")]
+
+    monkeypatch.setattr(owner, name, fail_second)
+    before, open_before = links(), os.listdir("/proc/self/fd")
+    with pytest.raises(BackendError, match=f"^learner rank 2 cannot be started: .*too many {lacking}$"):
+        ChildRanks(job, places, end=Ends())
+    assert not multiprocessing.active_children()
+    for thread in set(links()) - set(before):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(os.listdir("/proc/self/fd")) == len(open_before)
 
 
 @pytest.mark.slow

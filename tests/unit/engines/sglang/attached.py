@@ -24,6 +24,7 @@ from tests.unit.engines.sglang.test_engine import FakeServer
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 BEGIN, UPDATE, END = "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
+IS_OPEN = "a weight-update session is already open; call end_weight_update() first"
 FROM_FOLDER, BY_LOADER = "/update_weights_from_disk", "/update_weights_from_tensor"
 
 
@@ -50,9 +51,6 @@ class Server(FakeServer):
             return web.json_response({"success": True, "message": ""})
         return answer
 
-    def bodies(self, path: str) -> list[dict[str, Any]]:
-        return [body for asked, body in self.asked if asked == path]
-
     def loader_orders(self) -> list[list[str]]:
         """Return the words of each order to our loader, which is the same for all ranks."""
         bodies = self.bodies(BY_LOADER)
@@ -72,6 +70,9 @@ class Attached:
     @property
     def paths(self) -> list[str]:
         return self.server.paths
+
+    def stamp(self, version: tuple[int, int]) -> str:
+        return self.engine._stamps.of(version)
 
     async def join(self) -> None:
         await self.receiver.join(self.offer)

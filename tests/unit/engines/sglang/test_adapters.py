@@ -11,6 +11,7 @@ import pytest
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.reply import Reply
+from asyncrl.engines.sglang.stamps import Stamps
 from asyncrl.errors import EngineError, WeightsError
 from tests.unit.engines.sglang.test_reply import LENGTH, body, finished
 
@@ -22,13 +23,16 @@ class Server:
 
     def __init__(self) -> None:
         self.held: list[str] = []
-        self.problem = ""
+        self.problem = self.lost = ""
 
     async def post(self, path: str, asked: Mapping[str, Any]) -> Any:
         if self.problem:
             raise EngineError(self.problem)
         if path == "/load_lora_adapter":
+            assert asked["lora_name"] not in self.held
             self.held.append(asked["lora_name"])
+            if self.lost:
+                raise EngineError(self.lost)
         else:
             assert path == "/unload_lora_adapter"
             self.held.remove(asked["lora_name"])
@@ -71,7 +75,34 @@ async def test_an_older_version_is_used_again_and_its_name_never(folder: Path) -
     await adapters.load(BASE, folder)
     with adapters.in_use() as (version, names):
         assert (version, names) == (BASE, {})
-    assert Adapters(server.post, first_version=BASE)._owner != adapters._owner
+    assert Adapters(server.post, first_version=BASE).owner != adapters.owner
+
+
+async def test_adapters_whose_answer_was_lost_are_unloaded_and_loaded_again(folder: Path) -> None:
+    server = Server()
+    adapters = Adapters(server.post, first_version=BASE)
+    server.lost = "no response within 60 s"
+    for _ in range(2):
+        with pytest.raises(WeightsError, match="no response"):
+            await adapters.load((0, 1), folder)
+        assert server.held == []
+    server.lost = ""
+    await adapters.load((0, 1), folder)
+    assert adapters.version == (0, 1)
+
+
+async def test_a_worker_that_restarts_unloads_what_it_left_and_nothing_else(folder: Path) -> None:
+    server = Server()
+    for owner in ("ours", "others"):
+        left = Adapters(server.post, first_version=BASE)
+        left.owner = owner
+        await left.load((0, 1), folder)
+    again = Adapters(server.post, first_version=BASE)
+    again.owner = "ours"
+    await again.unload_left({"data": [{"id": "model"}, *({"id": name} for name in server.held)]})
+    (held,) = server.held
+    assert "-others-" in held
+    await again.load((0, 1), folder)
 
 
 async def test_adapters_that_the_server_refuses_change_nothing(folder: Path, tmp_path: Path) -> None:
@@ -97,7 +128,7 @@ def test_a_server_gets_the_options_that_the_run_file_implies() -> None:
 
 
 def test_tokens_of_an_adapter_are_of_its_version_whatever_the_server_says_of_its_model() -> None:
-    reply = Reply(sent_version=(0, 7), first_version=BASE, keeps_version=True)
+    reply = Reply(sent_version=(0, 7), stamps=Stamps(first_version=BASE), keeps_version=True)
     spans = [{"version": "0:0", "start": 0, "end": 3}]
     reply.take_whole(body([5, 6, 7], weight_versions=spans, finish_reason=LENGTH), late_tokens=1)
     assert finished(reply.generation()) == ([5, 6, 7], [(0, 7)])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import test_utils, web
 
+from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.engines.sglang.weights import WeightLoader
 from asyncrl.errors import ConfigError, EngineDied, EngineError, PromptError, WeightsError
@@ -35,14 +36,14 @@ class FakeServer:
         self.version = "0.5.16"
         self.weight_version = "default"
         self.info: dict[str, Any] = {}
-        self.update_status = 200
+        self.update_status, self.refusal = 200, "Failed to get model loader: None."
         self.is_silent = self.is_paused = self.is_proxy = False
         self.ended: list[Any] = []
         """Connections that carry no more requests: SGLang closes a connection after an unexpected error."""
         self.callers: dict[str, set[int]] = {}
         """Client ports of the requests to each path; one port is one connection."""
         self.application = web.Application()
-        self.application.router.add_route("*", "/{path}", self.answer)
+        self.application.router.add_route("*", "/{path:.*}", self.answer)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -59,7 +60,13 @@ class FakeServer:
         if path == "/update_weights_from_disk" and self.update_status == 500:
             self.ended.append(request.transport)
         if path == "/update_weights_from_disk":
-            return web.json_response({"success": self.update_status == 200, "message": "no"}, status=self.update_status)
+            if self.update_status == 200:
+                self.weight_version = asked["weight_version"]
+            return web.json_response(
+                {"success": self.update_status == 200, "message": self.refusal}, status=self.update_status
+            )
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            return web.json_response({"success": True})
         if path == "/generate" and self.is_paused:
             await asyncio.Event().wait()
         if path == "/generate" and not asked["stream"]:
@@ -76,6 +83,10 @@ class FakeServer:
     @property
     def paths(self) -> list[str]:
         return [path for path, _ in self.asked]
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        """Return the bodies of the requests to a path."""
+        return [asked for requested, asked in self.asked if requested == path]
 
 
 @pytest.fixture
@@ -218,7 +229,7 @@ async def test_a_load_whose_session_may_have_begun_ends_it_before_the_next(model
     assert is_open.is_set()
 
 
-async def test_a_server_that_serves_no_quantized_weights_gets_none(
+async def test_a_server_gets_quantized_weights_exactly_if_it_serves_them(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
     server, url = fake
@@ -234,6 +245,11 @@ async def test_a_server_that_serves_no_quantized_weights_gets_none(
     engine = made()
     await engine.start()
     await engine.close()
+    with pytest.raises(ConfigError, match="the server serves fp8 weights"):
+        await make_engine(model, tmp_path / "log", url=url).start()
+    with_adapters = make_engine(model, tmp_path / "log", url=url, others={"lora": LoraSection(rank=4)})
+    await with_adapters.start()
+    await with_adapters.close()
 
 
 async def test_an_order_names_the_open_file_and_the_one_in_the_folder(model: Model) -> None:
@@ -295,9 +311,9 @@ async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(
 async def test_an_order_behind_an_unexpected_error_takes_a_connection_of_its_own(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server continues with the old weights; the connection that delivered the error may be closing."""
+    """The connection that delivered the error may be closing."""
     server, url = fake
-    server.update_status = 500
+    server.update_status, server.refusal = 500, "Internal Server Error"
     engine = make_engine(model, tmp_path / "log")
 
     async def launch() -> None:
@@ -307,21 +323,10 @@ async def test_an_order_behind_an_unexpected_error_takes_a_connection_of_its_own
     await engine.start()
     with pytest.raises(WeightsError, match="500"):
         await engine.load(model.version(4))
-    assert server.paths[-1] == "/continue_generation"
+    assert server.paths[-1] == "/update_weights_from_disk"
     server.update_status = 200
     await engine.load(model.version(4))
     assert engine.version == (0, 4)
-    await engine.close()
-
-
-async def test_the_version_an_attached_server_has_is_taken_over(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
-) -> None:
-    server, url = fake
-    server.weight_version = "1:7"
-    engine = make_engine(model, tmp_path / "log", url=url)
-    await engine.start()
-    assert engine.version == (1, 7)
     await engine.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 from asyncrl.engines.sglang.client import lines
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.routed_experts import ExpertShape
+from asyncrl.engines.sglang.stamps import Stamps
 from asyncrl.errors import EngineError, PromptError
 from asyncrl.protocols import Generation
 
@@ -32,7 +33,7 @@ NEWEST = (9, 9)
 
 
 def new_reply(*, sent: int = 0) -> Reply:
-    return Reply(sent_version=(0, sent), first_version=(0, 0))
+    return Reply(sent_version=(0, sent), stamps=Stamps(first_version=(0, 0)))
 
 
 LENGTH = {"type": "length", "length": 4}
@@ -77,8 +78,33 @@ def test_a_stamp_is_believed_once_its_version_has_settled() -> None:
     assert finished(reply.generation())[1] == [(0, 1), (6, 2)]
 
 
+def test_no_chunk_is_newer_than_an_older_version_that_was_loaded_during_it() -> None:
+    """An evaluation loads version 5 into an engine that had 9: chunks stamped 9, 5, 5, then 10 again."""
+    reply = new_reply(sent=9)
+    for end, stamp in ((2, "0:9"), (4, "0:5"), (6, "0:5"), (8, "0:10"), (10, "0:10")):
+        chunk = body([5, 5], total=end, weight_version=stamp, finish_reason=LENGTH if end == 10 else None)
+        reply.take_chunk(chunk, newest=(0, 10))
+    assert finished(reply.generation())[1] == [(0, 9), (2, 5), (8, 10)]
+
+
+def test_a_span_of_an_older_version_starts_where_the_server_says() -> None:
+    """Its first token may be of the weights before, or not: a label may be too old, but not too new."""
+    spans = [{"version": "0:9", "start": 0}, {"version": "0:5", "start": 2}, {"version": "0:10", "start": 4}]
+    reply = new_reply(sent=9)
+    reply.take_whole(body([5] * 6, weight_versions=spans, finish_reason=LENGTH), late_tokens=1)
+    assert finished(reply.generation())[1] == [(0, 9), (2, 5), (5, 10)]
+
+
+def test_a_request_that_was_aborted_in_the_queue_fails_alone() -> None:
+    """It has no token, and so no span of a version."""
+    reply = new_reply()
+    reply.take_whole(body([], finish_reason={"type": "abort", "message": "Abort in waiting queue"}), late_tokens=1)
+    with pytest.raises(EngineError, match="Abort in waiting queue"):
+        reply.generation()
+
+
 def test_a_version_string_that_is_not_ours_counts_as_the_first_version() -> None:
-    reply = Reply(sent_version=(3, 4), first_version=(3, 4))
+    reply = Reply(sent_version=(3, 4), stamps=Stamps(first_version=(3, 4)))
     reply.take_chunk(body([5], weight_version="default", finish_reason=None), newest=NEWEST)
     reply.take_chunk(body([6], total=2, weight_version="v1.2", finish_reason=LENGTH), newest=NEWEST)
     assert [(span.incarnation, span.policy_version) for span in reply.generation().version_spans] == [(3, 4)]
@@ -155,7 +181,7 @@ def told(*tokens: list[list[int]]) -> str:
 
 
 def with_experts() -> Reply:
-    return Reply(sent_version=(0, 0), first_version=(0, 0), experts=SHAPE, num_prompt_tokens=2)
+    return Reply(sent_version=(0, 0), stamps=Stamps(first_version=(0, 0)), experts=SHAPE, num_prompt_tokens=2)
 
 
 TOLD = told([[0, 0], [1, 2]], [[0, 0], [3, 0]], [[0, 0], [7, 1]])

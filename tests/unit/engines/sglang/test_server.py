@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from asyncrl.engines.sglang import engine as sglang
+from asyncrl.engines.sglang import launch
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages import SamplingParams
@@ -79,17 +80,13 @@ SGLANG_OWNER = """
 import asyncio, sys
 from pathlib import Path
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
-from tests.harness.engines import announce
 
 async def main():
-    old, new, log_path = map(Path, sys.argv[1:])
-    engine = SGLangEngine(old, device="cpu", dtype="float32", version=(0, 3),
+    model, log_path = map(Path, sys.argv[1:])
+    engine = SGLangEngine(model, device="cpu", dtype="float32", version=(0, 3),
                           options=Options(server_arguments={"max-total-tokens": 20_000}), log_path=log_path)
     await engine.start()
     print(engine.url, flush=True)
-    await asyncio.to_thread(sys.stdin.readline)
-    await engine.load(announce(new, 4))
-    print("loaded", flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -221,7 +218,7 @@ async def test_a_warden_that_is_signalled_twice_leaves_nothing_behind(tmp_path: 
 async def test_a_server_that_dies_while_starting_is_noticed(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang, "server_command", lambda *_, **__: [sys.executable, "-c", "exit('no GPU found')"])
+    monkeypatch.setattr(launch, "server_command", lambda *_, **__: [sys.executable, "-c", "exit('no GPU found')"])
     with pytest.raises(EngineDied, match="no GPU found"):
         await make_engine(model, tmp_path / "log").start()
 
@@ -252,21 +249,18 @@ async def test_a_real_server_of_a_mixture_samples_from_what_it_is_given_and_goes
         sys.executable,
         "-c",
         SGLANG_OWNER,
-        *(str(path) for path in (old.folder, new.folder, tmp_path / "log")),
+        *(str(path) for path in (old.folder, tmp_path / "log")),
         cwd=ROOT,
-        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
     request.addfinalizer(lambda: owner.returncode is None and owner.kill())  # kills the owner if the test fails early
-    assert owner.stdin is not None and owner.stdout is not None
+    assert owner.stdout is not None
     url = (await owner.stdout.readline()).decode().strip()
     engine = make_engine(old, tmp_path / "unused", url=url)
     await engine.start()
-    for model, prompt in ((old, PROMPT), (new, PROMPT[::-1])):  # only the loading engine starts a new prefix cache
-        if model is new:
-            owner.stdin.write(b"\n")
-            assert await owner.stdout.readline() == b"loaded\n"
+    for model, prompt in ((old, PROMPT), (new, PROMPT)):
+        await engine.load(model.version(4 if model is old else 5))
         generations = await asyncio.gather(*(engine.generate(prompt, TWENTY, seed=seed) for seed in range(4)))
         assert max(Check(model)(generation, prompt) for generation in generations) < TOLERANCE
 

@@ -111,6 +111,19 @@ def test_a_server_of_your_own_must_serve_the_format_that_versions_have(tmp_path:
     for info in ({}, {"model_path": str(tmp_path)}, {"model_path": "/none"}, {"quantization": "awq"}):
         with pytest.raises(ConfigError, match=r"serves (unquantized|awq) weights; start it .* --quantization fp8$"):
             sglang_server.ranks_with_loader(info, "fp8", is_ours=False)
+
+
+def test_a_server_of_your_own_that_serves_quantized_weights_gets_no_unquantized_ones(tmp_path: Path) -> None:
+    """SGLang converts them to the server's dtype and keeps the scales of the old ones. Adapters are no weights."""
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    for info in ({"quantization": "fp8"}, {"quantization": None, "model_path": str(tmp_path)}):
+        with pytest.raises(ConfigError, match=r'serves fp8 weights, .* or set weights.quantization = "fp8"$'):
+            sglang_server.ranks_with_loader(info, is_ours=False)
+        assert sglang_server.ranks_with_loader(info, None, is_ours=False) == 0
+    with pytest.raises(ConfigError, match=r"serves awq weights, .* without --quantization$"):
+        sglang_server.ranks_with_loader({"quantization": "awq"}, is_ours=False)
+    (tmp_path / "config.json").write_text('{"quantization_config": null}')
+    for info in ({}, {"model_path": str(tmp_path)}, {"model_path": "/none"}):
         assert sglang_server.ranks_with_loader(info, is_ours=False) == 0
 
 
@@ -254,25 +267,50 @@ def test_gpus_that_would_cut_a_block_are_refused_before_the_server_starts(tmp_pa
     config = '{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 1024, '
     (tmp_path / "config.json").write_text(config + '"intermediate_size": 3072}')
     for tensor_parallel in (1, 2, 4, 8):
-        sglang_server.check_architecture(
-            tmp_path, device="cuda", quantization=quantization, tensor_parallel=tensor_parallel
-        )
-    sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=16)
+        options = Options(tensor_parallel=tensor_parallel)
+        sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
+    options = Options(tensor_parallel=16)
+    sglang_server.check_architecture(tmp_path, device="cuda", options=options)
     with pytest.raises(ConfigError, match=r"blocks of 128 .* = 16 cuts intermediate_size, 3072, inside one; lower"):
-        sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, tensor_parallel=16)
+        sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
     with pytest.raises(ConfigError, match=f'SGLang has no kernels for "{quantization}" on CPUs; remove it'):
         sglang_server.check_architecture(tmp_path, device="cpu", quantization=quantization)
+    apart = Options(tensor_parallel=16, server_arguments={"enable-dp-attention": True, "dp_size": 2})
+    with pytest.raises(ConfigError, match=r"= 16 cuts intermediate_size, 3072, inside one"):
+        sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, options=apart)
+    (tmp_path / "config.json").write_text(config + '"intermediate_size": 4096}')
+    sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, options=apart)
     (tmp_path / "config.json").write_text("{}")
-    sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, tensor_parallel=16)
+    sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
 
 
 def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 2}')
     for tensor_parallel in (1, 2, 4, 8):  # with 4 and 8 the two key-value heads are copied
-        sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=tensor_parallel)
+        sglang_server.check_architecture(tmp_path, device="cuda", options=Options(tensor_parallel=tensor_parallel))
     for tensor_parallel in (3, 16):
         with pytest.raises(ConfigError, match=f"{tensor_parallel} does not divide the model's num_attention_heads, 8"):
-            sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=tensor_parallel)
-    sglang_server.check_architecture(tmp_path, device="cpu", tensor_parallel=3)
+            sglang_server.check_architecture(tmp_path, device="cuda", options=Options(tensor_parallel=tensor_parallel))
+    sglang_server.check_architecture(tmp_path, device="cpu", options=Options(tensor_parallel=3))
     apart = Options(tensor_parallel=3, server_arguments={"enable_dp_attention": True})
-    sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=apart.attention_parallel)
+    sglang_server.check_architecture(tmp_path, device="cuda", options=apart)
+
+
+@pytest.mark.parametrize(
+    ("said", "sharing"),
+    [
+        ({}, 8),
+        ({"dp-size": 2}, 8),
+        ({"enable_dp_attention": True}, 1),
+        ({"enable-dp-attention": True, "dp_size": 2}, 4),
+        ({"enable-dp-attention": True, "data-parallel-size": 8}, 1),
+        ({"attn-dp-size": 4}, 2),
+    ],
+)
+def test_dp_attention_leaves_fewer_gpus_to_share_the_heads(said: dict[str, Any], sharing: int) -> None:
+    assert Options(tensor_parallel=8, server_arguments=said).attention_parallel == sharing
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.24rc1", "0.6.0"])
+def test_a_newer_server_may_retract_requests(version: str) -> None:
+    sglang_server.check_pause("retract", url="http://host", version=version)

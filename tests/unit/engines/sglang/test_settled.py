@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.engines.sglang.settled import SettledVersion
+from asyncrl.engines.version_spans import Version
 from asyncrl.errors import EngineError
 
 
@@ -13,10 +14,15 @@ class Server:
 
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[None]] = []
+        self.version = (9, 9)
 
     async def ask(self) -> None:
         self.answers.append(asyncio.get_running_loop().create_future())
         await self.answers[-1]
+
+
+def settling(server: Server, version: Version) -> SettledVersion:
+    return SettledVersion(version, server.ask, lambda: server.version)
 
 
 async def turns() -> None:
@@ -26,7 +32,7 @@ async def turns() -> None:
 
 async def test_a_stamped_version_settles_with_the_answer_to_one_request() -> None:
     server = Server()
-    settled = SettledVersion((0, 1), server.ask)
+    settled = settling(server, (0, 1))
     for _ in range(3):
         settled.stamped((0, 2))
         await turns()
@@ -42,7 +48,7 @@ async def test_a_stamped_version_settles_with_the_answer_to_one_request() -> Non
 async def test_a_version_stamped_while_an_answer_is_awaited_needs_one_of_its_own() -> None:
     """The request may have been sent before that version was loaded."""
     server = Server()
-    settled = SettledVersion((0, 1), server.ask)
+    settled = settling(server, (0, 1))
     settled.stamped((0, 2))
     await turns()
     settled.stamped((0, 3))
@@ -58,16 +64,16 @@ async def test_a_version_stamped_while_an_answer_is_awaited_needs_one_of_its_own
 
 async def test_a_token_of_a_request_settles_the_version_that_it_was_sent_under() -> None:
     server = Server()
-    settled = SettledVersion((0, 1), server.ask)
-    settled.answered((1, 0))
-    settled.answered((0, 5))
+    settled = settling(server, (0, 1))
+    settled.request((1, 0)).answered()
+    settled.request((0, 5)).answered()
     settled.stamped((1, 0))
     assert (settled.newest, server.answers) == ((1, 0), [])
 
 
 async def test_a_request_that_fails_settles_nothing_and_the_next_stamp_asks_again() -> None:
     server = Server()
-    settled = SettledVersion((0, 1), server.ask)
+    settled = settling(server, (0, 1))
     settled.stamped((0, 2))
     await turns()
     server.answers[0].set_exception(EngineError("no response"))
@@ -78,3 +84,47 @@ async def test_a_request_that_fails_settles_nothing_and_the_next_stamp_asks_agai
     assert len(server.answers) == 2
     await settled.close()
     assert server.answers[1].cancelled()
+
+
+async def test_after_an_older_load_no_token_is_newer_until_a_newer_version_settles() -> None:
+    """An evaluation holds version 5 on an engine that had 9. A chunk stamped 9 and an answer to a request sent under 9
+    are late. Version 10 settles with a request of its own."""
+    server = Server()
+    settled = settling(server, (0, 9))
+    old = settled.request((0, 9))
+    settled.loaded((0, 5), before=(0, 9))
+    server.version = (0, 5)
+    assert (settled.newest, old.newest) == ((0, 5), (0, 5))
+    old.answered()
+    settled.stamped((0, 9))
+    await turns()
+    server.answers[0].set_result(None)
+    await turns()
+    assert (settled.newest, old.newest) == ((0, 5), (0, 5))
+    settled.loaded((0, 10), before=(0, 5))
+    assert old.newest == (0, 5)
+    settled.request((0, 10)).answered()
+    assert (settled.newest, old.newest) == ((0, 10), (0, 10))
+
+
+async def test_tokens_that_come_after_two_loads_may_be_from_the_older_one() -> None:
+    """9, then 5 and 10 between two chunks: the second chunk may hold tokens of all three."""
+    settled = settling(Server(), (0, 9))
+    request = settled.request((0, 9))
+    settled.loaded((0, 5), before=(0, 9))
+    settled.request((0, 10)).answered()
+    assert request.newest == (0, 5)
+    request.answered()
+    assert request.newest == (0, 10)
+
+
+async def test_a_torn_load_does_not_hide_that_the_next_one_is_older() -> None:
+    settled = settling(Server(), (0, 1))
+    settled.loaded((0, 9), before=(0, 1))
+    settled.loaded((0, 5), before=(-1, -1))
+    settled.loaded((0, 5), before=(0, 9))
+    assert settled.newest == (0, 1)
+    late = settled.request((0, 9))
+    settled.loaded((0, 5), before=(-1, -1))
+    late.answered()
+    assert settled.newest == (0, 1)

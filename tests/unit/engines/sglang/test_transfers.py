@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.unit.engines.sglang.attached import (
     CONTINUE,
     END,
     FROM_FOLDER,
+    IS_OPEN,
     JOIN,
     LEAVE,
     PAUSE,
@@ -96,8 +98,8 @@ async def test_buckets_of_repacked_layers_come_between_two_orders_in_a_session_t
     orders = [name for names in attached.server.loader_orders() for name in names]
     assert orders == [loader.UNPACK, loader.PACK]
     updates = [body for path, body in attached.server.asked if path in (UPDATE, BY_LOADER)]
-    assert [body.get("weight_version") for body in updates] == [None] * (len(updates) - 1) + ["0:4"]
-    attached.server.refuses = {(BEGIN, 2)}
+    assert [body.get("weight_version") for body in updates] == [None] * (len(updates) - 1) + [attached.stamp((0, 4))]
+    attached.server.refuses, attached.server.says = {(BEGIN, 2)}, IS_OPEN
     attached.server.asked.clear()
     attached.server.asked.append((BEGIN, {}))
     await attached.receive()
@@ -105,12 +107,48 @@ async def test_buckets_of_repacked_layers_come_between_two_orders_in_a_session_t
     assert attached.engine.version == (0, 4)
 
 
-async def test_a_server_whose_load_from_a_folder_broke_off_stays_paused(attach: Attach, old: Model) -> None:
-    """SGLang says that it rolls back, and loads the same folder again: it may have the new weights."""
+async def test_a_session_that_cannot_begin_fails_the_load_and_keeps_the_old_weights(attach: Attach) -> None:
+    """The layers would be unpacked in no session."""
     attached = await attach()
-    attached.server.refuses = {(FROM_FOLDER, 1)}
-    attached.server.says = "Failed to update weights: EIO.\nRolling back to original weights."
-    with pytest.raises(WeightsError, match="EIO"):
+    attached.engine._loader.is_repacked, attached.engine._loader.ranks_with_loader = True, 1
+    await attached.join()
+    attached.server.refuses, attached.server.says = {(BEGIN, 1)}, "no memory to restore the weights"
+    with pytest.raises(WeightsError, match="weights 0:4 from .*no memory to restore the weights") as failure:
+        await attached.receive()
+    assert "\n" not in str(failure.value)
+    assert attached.paths == [PAUSE, BEGIN, CONTINUE, LEAVE]
+    assert attached.engine.version == (0, 3)
+
+
+async def test_a_torn_server_takes_a_load_only_once_its_session_is_over(attach: Attach, old: Model) -> None:
+    attached = await attach()
+    await attached.join()
+    attached.server.refuses = {(UPDATE, 2), (END, 1), (END, 2)}
+    with pytest.raises(WeightsError):
+        await attached.receive()
+    attached.server.says = "no memory to repack the weights"
+    with pytest.raises(WeightsError, match="weights 0:4 from .*no memory to repack"):
+        await attached.engine.load(old.version(4))
+    assert attached.paths[-2:] == [PAUSE, END]
+    assert attached.engine.version < (0, 0)
+    attached.server.says = "no weight-update session is open; call begin_weight_update() first"
+    await attached.engine.load(old.version(4))
+    assert attached.paths[-4:] == [PAUSE, END, FROM_FOLDER, CONTINUE]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "Failed to update weights: EIO.\nRolling back to original weights.",  # by loading the same folder again
+        "Weights were updated, but the cache was not flushed because requests are still running or queued.",
+        "504 Gateway Time-out",
+        "Failed to get weights iterator: ENOENT.",  # of one rank, or of the draft model
+    ],
+)
+async def test_a_server_that_may_have_loaded_a_folder_stays_paused(attach: Attach, old: Model, problem: str) -> None:
+    attached = await attach()
+    attached.server.refuses, attached.server.says = {(FROM_FOLDER, 1)}, problem
+    with pytest.raises(WeightsError, match=problem[:20]):
         await attached.engine.load(old.version(4))
     assert attached.paths[-2:] == [PAUSE, FROM_FOLDER]
     assert attached.engine.version < (0, 0)
@@ -119,13 +157,32 @@ async def test_a_server_whose_load_from_a_folder_broke_off_stays_paused(attach: 
     assert attached.engine.version == (0, 4)
 
 
+async def test_a_folder_that_is_removed_during_its_load_does_not_count(attach: Attach, tmp_path: Path) -> None:
+    """With tensor parallelism one rank answers, and another may have failed."""
+    attached = await attach()
+    model = Model(tmp_path / "model", seed=0)
+
+    async def removed(path: str, body: Mapping[str, Any]) -> Any:
+        answer = await post(path, body)
+        if path == FROM_FOLDER:
+            (model.folder / "model.safetensors").unlink(missing_ok=True)
+        return answer
+
+    loader = attached.engine._loader
+    post, loader._post = loader._post, removed
+    with pytest.raises(WeightsError, match="model.safetensors was removed during the load"):
+        await attached.engine.load(model.version(4))
+    assert attached.paths[-2:] == [PAUSE, FROM_FOLDER]
+    assert attached.engine.version < (0, 0)
+
+
 async def test_the_last_bucket_alone_makes_it_that_version(attach: Attach) -> None:
     attached = await attach()
     await attached.join()
     await attached.receive()
     versions = [body.get("weight_version") for body in attached.server.bodies(UPDATE)]
     assert len(versions) > 2
-    assert versions == [None] * (len(versions) - 1) + ["0:4"]
+    assert versions == [None] * (len(versions) - 1) + [attached.stamp((0, 4))]
 
 
 @pytest.mark.parametrize(("pause", "is_flushed"), [("in_place", False), ("retract", True)])
@@ -190,7 +247,7 @@ async def test_a_torn_server_that_refuses_a_folder_too_stays_paused(attach: Atta
 
 async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, old: Model) -> None:
     attached = await attach()
-    attached.server.refuses = {(FROM_FOLDER, 1)}
+    attached.server.refuses, attached.server.says = {(FROM_FOLDER, 1)}, "Failed to get model loader: GGUF."
     with pytest.raises(WeightsError):
         await attached.engine.load(old.version(4))
     assert attached.paths[-3:] == [PAUSE, FROM_FOLDER, CONTINUE]

@@ -14,8 +14,9 @@ from asyncrl.backends.megatron.joined_ranks import shared_settings
 from asyncrl.data.demo_task import DIGITS
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.run.checks.run_file import check
+from asyncrl.run.checks.run_file import check, check_worker
 
+SERVER = ["engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}"]
 SFT = ["algorithm.name=sft", "rollout.group_size=1"]
 
 
@@ -29,6 +30,12 @@ SFT = ["algorithm.name=sft", "rollout.group_size=1"]
             ["bus.kind=memory", "weights.channel=objects", "learner.ranks=2", "learner.tensor_parallel=2"],
             'weights.channel: "objects" has each of 2 ranks put its part on the bus, and bus.kind = "memory"',
         ),
+        (["rollout.workers=2", *SERVER], "one server serves one worker, and this run may start 2"),
+        (
+            ["weights.channel=nccl", "engine.kind=sglang", "engine.options={server_arguments={pp-size=2}}"],
+            "with pp-size SGLang cannot receive weights from the learner's memory",
+        ),
+        (["rollout.most_workers=3", *SERVER], "one server serves one worker, and this run may start 3"),
         (["rollout.repetition_penalty=1.1"], "rollout.repetition_penalty changes the distribution"),
         (["rollout.presence_penalty=0.0"], "an evaluation may set it"),
         (["rollout.stop=['']"], "stop holds an empty text"),
@@ -47,6 +54,10 @@ def test_a_mistake_is_refused_in_one_line(run_file: Path, overrides: list[str], 
     with pytest.raises(ConfigError, match=problem) as caught:
         check(config.load(run_file, overrides))
     assert "\n" not in str(caught.value)
+
+
+def test_a_worker_that_joins_may_have_a_server_of_its_own(run_file: Path) -> None:
+    check_worker(config.load(run_file, ["rollout.workers=2", *SERVER]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,152 @@
+"""Which weights a server has, and whose: a server that served another run, or another server at our port."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import test_utils
+
+from asyncrl.engines.sglang import launch
+from asyncrl.engines.sglang.stamps import Stamps, kept_owner
+from asyncrl.errors import EngineDied
+from tests.harness.engines import PROMPT, Model
+from tests.unit.engines.sglang.test_engine import SHORT, FakeServer, make_engine
+from tests.unit.engines.sglang.test_reply import finished
+
+UPDATE = "/update_weights_from_disk"
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[tuple[FakeServer, str]]:
+    server = FakeServer()
+    async with test_utils.TestServer(server.application) as running:
+        yield server, str(running.make_url("")).rstrip("/")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+async def test_a_worker_that_starts_again_finds_its_version_on_its_server(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    for version in ((0, 3), (1, 7)):
+        engine = make_engine(model, tmp_path / "log", url=url)
+        await engine.start()
+        assert engine.version == version
+        await engine.load(model.version(7, incarnation=1))
+        await engine.close()
+    assert len(server.bodies(UPDATE)) == 2
+
+
+@pytest.mark.parametrize("left", ["0:12", "0:12:another0run"])
+async def test_weights_of_another_run_are_replaced_before_anything_is_sampled(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, left: str
+) -> None:
+    """Every run counts from 0:0, and announces no weights before its first step."""
+    server, url = fake
+    server.weight_version = left
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    assert engine.version == (0, 3)
+    assert server.bodies(UPDATE)[0]["model_path"] == str(model.folder)
+    assert server.paths.index(UPDATE) < server.paths.index("/generate")
+    assert finished(await engine.generate(PROMPT, SHORT, seed=0))[1] == [(0, 3)]
+    await engine.close()
+
+
+async def test_a_server_that_keeps_the_weights_of_another_run_is_not_used(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    server.weight_version, server.update_status = "0:12", 400
+    with pytest.raises(EngineDied, match="weights of another run or worker, and cannot load model.path; restart it"):
+        await make_engine(model, tmp_path / "log", url=url).start()
+    assert "/generate" not in server.paths
+
+
+async def test_another_worker_that_loads_weights_into_the_server_is_noticed(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    _, url = fake
+    one, other = (make_engine(model, tmp_path / name / "log", url=url) for name in ("one", "other"))
+    await one.start()
+    await one.load(model.version(5))
+    await other.start()
+    assert other.version == (0, 3)
+    with pytest.raises(EngineDied, match="give each worker a server of its own"):
+        await one.generate(PROMPT, SHORT, seed=0)
+    await one.close()
+    await other.close()
+
+
+def test_another_first_model_has_another_owner(tmp_path: Path) -> None:
+    """`asyncrl evaluate` gives one server model after model, all as version 0:0."""
+    file = tmp_path / "logs" / "evaluate.engine.owner"
+    owners = [kept_owner(file, model=tmp_path / name) for name in ("a", "b", "a")]
+    assert owners[0] == owners[2] != owners[1]
+    assert kept_owner(tmp_path / "other", model=tmp_path / "a") != owners[0]
+
+
+def test_a_stamp_names_its_owner() -> None:
+    ours, others = (Stamps(first_version=(0, 0), owner=owner) for owner in ("a1", "b2"))
+    assert ours.of((1, 12)) == "1:12:a1"
+    assert ours.read("1:12:a1") == (1, 12)
+    assert ours.read("v1.2") == ours.read("default") == (0, 0)
+    assert others.is_foreign("1:12:a1")
+    with pytest.raises(EngineDied, match=r"another run or worker loaded its weights \(1:12:a1\)"):
+        others.read("1:12:a1")
+
+
+@pytest.mark.parametrize("program", ["import time; time.sleep(60)", "exit('address already in use')"])
+async def test_another_server_at_our_port_is_not_ours(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """It answers while ours still imports torch, or after ours has ended because the port was taken."""
+    server, url = fake
+    monkeypatch.setattr(launch, "free_port", lambda: int(url.rpartition(":")[2]))
+    monkeypatch.setattr(launch, "server_command", lambda *_, **__: [sys.executable, "-c", program])
+    with pytest.raises(EngineDied, match="not the one started here|exited"):
+        await make_engine(model, tmp_path / "log").start()
+    assert "/generate" not in server.paths
+
+
+async def test_a_launched_server_that_has_ended_answers_nothing(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have its port by then."""
+    server, url = fake
+
+    def started(*_: object, weight_version: str, **__: object) -> list[str]:
+        server.weight_version = weight_version
+        return [sys.executable, "-c", "import time; time.sleep(60)"]
+
+    monkeypatch.setattr(launch, "free_port", lambda: int(url.rpartition(":")[2]))
+    monkeypatch.setattr(launch, "server_command", started)
+    engine = make_engine(model, tmp_path / "log")
+    await engine.start()
+    assert len((await engine.generate(PROMPT, SHORT, seed=0)).tokens) == 4
+    assert engine._client.server is not None
+    await engine._client.server.close()
+    with pytest.raises(EngineDied, match="exited"):
+        await engine.generate(PROMPT, SHORT, seed=0)
+    with pytest.raises(EngineDied, match="exited"):
+        await engine.load(model.version(4))
+    await engine.close()
+
+
+async def test_a_load_of_an_older_version_lowers_the_newest_label(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    engine = make_engine(model, tmp_path / "log", url=fake[1])
+    await engine.start()
+    for version in (9, 5):
+        await engine.load(model.version(version))
+        assert finished(await engine.generate(PROMPT, SHORT, seed=0))[1] == [(0, version)]
+    assert engine._settled.newest == (0, 5)
+    await engine.close()
