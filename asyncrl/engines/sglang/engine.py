@@ -150,7 +150,6 @@ class SGLangEngine(EngineAdapter):
         quantized      folder for a copy of the model in that format
         tells_experts  whether to report the experts of each token, for answers to be trained
         """
-        self._given_path = model_path
         self._model = ServedModel(path=model_path, quantization=quantization)  # until the folder is read
         self._device, self._dtype, self._quantized = device, dtype, quantized
         self._first_version, self._stamps = version, Stamps(first_version=version)
@@ -184,10 +183,10 @@ class SGLangEngine(EngineAdapter):
         read = functools.partial(
             served_model.read, self._model, quantized=self._quantized, tells_experts=self._tells_experts
         )
-        self._model = await asyncio.get_running_loop().run_in_executor(self._reader, read)
-        is_ours = not self.url
-        file = self._log_path.with_suffix(".owner")
-        owner = new_owner() if is_ours else kept_owner(file, model=self._given_path)
+        kept = functools.partial(kept_owner, self._log_path.with_suffix(".owner"), model=self._model.path)
+        is_ours, run = not self.url, asyncio.get_running_loop().run_in_executor
+        owner = new_owner() if is_ours else await run(self._reader, kept)
+        self._model = await run(self._reader, read)
         self._stamps = self._loader.stamps = Stamps(first_version=self._first_version, owner=owner)
         if self._adapters is not None:
             self._adapters.owner = owner
