@@ -25,10 +25,21 @@ import pytest
 from asyncrl.backends import huggingface, optimizer_state, weight_cuts
 from asyncrl.backends.megatron.followers import ChildRanks
 from asyncrl.backends.megatron.rank_commands import Job, Place
+from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.config.layout import Layout
 from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFailed
 from tests import ROOT
-from tests.harness.backends import LEARNING_RATE, critic, distance, documents, shares, started, tiny_model, weights
+from tests.harness.backends import (
+    LEARNING_RATE,
+    SETTINGS,
+    critic,
+    distance,
+    documents,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
@@ -105,6 +116,38 @@ def test_a_checkpoint_of_an_older_version_is_read(folder: Path, tmp_path: Path) 
         (tmp_path / "backend.json").write_text(json.dumps(index))
         with pytest.raises(ConfigError, match="learner.tensor_parallel = 2"):
             backend.restore(tmp_path)
+
+
+def adapters(rank: int, *modules: str) -> dict[str, Any]:
+    lora = Lora(rank=rank, alpha=8.0, modules=modules, is_merged=True)
+    return {"optimizer": dataclasses.replace(SETTINGS, lora=lora)}
+
+
+@pytest.mark.parametrize(
+    ("larger", "settings", "smaller", "of_it", "problem"),
+    [
+        ({"num_layers": 4}, {}, {}, {}, r"has decoder\.layers\.2\..* \(16 such weights\)"),
+        ({"hidden_size": 128}, {}, {}, {}, r"has the size \[50, 128\], the model needs \[50, 64\]"),
+        ({}, adapters(8, "o_proj"), {}, adapters(4, "o_proj"), r"has the size \[1, 8, 64\], the model needs \[1, 4,"),
+        ({}, adapters(4, "o_proj", "down_proj"), {}, adapters(4, "o_proj"), r"\.mlp\.linear_fc2\.weight_adapter\.down"),
+    ],
+    ids=["layers", "hidden size", "rank of adapters", "modules with adapters"],
+)
+def test_a_checkpoint_of_a_larger_model_is_not_cut_to_fit(
+    tmp_path: Path,
+    larger: dict[str, int],
+    settings: dict[str, Any],
+    smaller: dict[str, int],
+    of_it: dict[str, Any],
+    problem: str,
+) -> None:
+    with started("megatron-1", tiny_model(tmp_path / "larger", **larger), **settings) as backend:
+        backend.save(tmp_path / "saved")
+    with started("megatron-1", tiny_model(tmp_path / "larger", **smaller), **of_it) as backend:
+        before = weights(backend)
+        with pytest.raises(CheckpointError, match=problem + ".*is it a checkpoint of another model"):
+            backend.restore(tmp_path / "saved")
+        assert distance(weights(backend), before) == 0.0
 
 
 def test_a_model_that_cannot_be_cut_so_often_is_a_config_error(folder: Path) -> None:
