@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from asyncrl.backends import flops, frozen, huggingface, lora, models, optimizer_state
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.backends.megatron import joined_ranks, torchrun
+from asyncrl.backends.megatron import joined_ranks, shared_settings, torchrun
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.held_parts import RemotePart
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
@@ -84,7 +84,7 @@ class MegatronBackend(BackendAdapter):
             transformer=run.learner.megatron,
             quantization=run.weights.quantization,
             seat=cls._seat_here(run),
-            common=joined_ranks.shared_settings(run),
+            common=shared_settings.shared_settings(run, options=cls.options(run)),
         )
 
     @classmethod
@@ -181,7 +181,7 @@ class MegatronBackend(BackendAdapter):
         self._timeout_seconds = options.timeout_seconds
         self._layout = layout
         self._seat = seat
-        self._common = joined_ranks.common(seat.secret, common or {}) if seat else {}
+        self._common = common or {}
         self._shape: ModelShape | None = None
         self._followers: Followers | None = None
         self._own: MegatronRank | None = None
@@ -210,7 +210,7 @@ class MegatronBackend(BackendAdapter):
         if self._seat is not None:
             places[0] = dataclasses.replace(places[0], local_rank=self._seat.local_rank)
             self._followers = joined_ranks.gather(
-                self._seat, self._common, port=store.port, timeout_seconds=self._timeout_seconds
+                self._seat, self._shared(self._seat), port=store.port, timeout_seconds=self._timeout_seconds
             )
         elif self._layout.ranks > 1:
             self._followers = ChildRanks(self._job, places[1:])
@@ -224,7 +224,12 @@ class MegatronBackend(BackendAdapter):
     def serve(self) -> None:
         if self._seat is None or self._seat.rank == 0:
             raise BackendError("this process is the learner; only its other ranks serve")
-        joined_ranks.serve(self._job, self._seat, self._common, timeout_seconds=self._timeout_seconds)
+        joined_ranks.serve(self._job, self._seat, self._shared(self._seat), timeout_seconds=self._timeout_seconds)
+
+    def _shared(self, seat: torchrun.Seat) -> dict[str, str]:
+        """Return digests of what all ranks must share."""
+        folders = {models.where(name): model.path for name, model in self._job.models.items()}
+        return shared_settings.digests(seat.secret, self._common, folders)
 
     def step(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY

@@ -1,15 +1,14 @@
 """Ranks that join the learner over TCP, from this machine or others: authentication, joining, and ending.
 
 Each end proves that it holds the same secret, by an HMAC over a nonce that the other end has just drawn. Nothing sent
-can be executed. Each rank builds its job from its own run file, so settings that all ranks must share are compared when
-a rank joins. The learner refuses a rank with another secret, other code or other settings, tells it why, and goes on
-waiting. Later messages are not signed, and neither are those of torch.distributed: both need a private network.
+can be executed. Each rank builds its job from its own run file and folders, so what all ranks must share is compared
+when a rank joins (shared_settings.py). The learner refuses a rank with another secret or with other code, settings or
+weights, tells it why, and goes on waiting. Later messages are not signed, and neither are those of torch.distributed:
+both need a private network.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
 import hmac
 import logging
@@ -21,8 +20,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Final
 
 from asyncrl.backends.megatron.followers import GRACE_SECONDS, Followers, Rank, obey
@@ -32,7 +29,6 @@ from asyncrl.backends.megatron.torchrun import Seat
 from asyncrl.errors import BackendError, ConfigError, MessageError
 from asyncrl.messages import codec
 from asyncrl.os_process import exit_within
-from asyncrl.protocols.adapter import RunConfig
 
 _HANDSHAKE_SECONDS: Final = 10.0
 _LARGEST: Final = 1 << 16
@@ -154,11 +150,9 @@ def _problem(
     if (before := joined.get(hello.rank)) is not None and not before[2].gone.is_set():
         return f"{_name(before[1])} has joined already"
     others = sorted(name for name in {*common, *hello.common} if common.get(name) != hello.common.get(name))
-    return (
-        f"it differs from the learner in {', '.join(others)}; start both with the same code, packages and settings"
-        if others
-        else ""
-    )
+    if not others:
+        return ""
+    return f"it differs from the learner in {', '.join(others)}; start both with the same code, settings and models"
 
 
 def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> None:
@@ -244,44 +238,6 @@ def _introduce(connection: socket.socket, seat: Seat, common: Mapping[str, str])
     if answer is None:
         return Welcome(problem="it has another ASYNCRL_LEARNER_SECRET")
     return codec.decode(answer, Welcome)
-
-
-def shared_settings(run: RunConfig) -> dict[str, object]:
-    """Return the settings that all ranks must share, because losses and updates depend on them.
-
-    Folders may differ between machines.
-    """
-    names = [field.name for field in dataclasses.fields(run.learner) if field.name != "gpus"]
-    own = {f"learner.{name}": getattr(run.learner, name) for name in names}
-    models = {"critic": run.critic, "reference": run.reference, "teacher": run.teacher}
-    others = {name: one and dataclasses.asdict(one) | {"path": bool(one.path)} for name, one in models.items()}
-    shared = {
-        "algorithm": run.algorithm,
-        "model.dtype": run.model.dtype,
-        "weights.quantization": run.weights.quantization,
-        "rollout.temperature": run.rollout.temperature,
-        "rollout.max_new_tokens": run.rollout.max_new_tokens,
-        "staleness.learning_rate": run.staleness.learning_rate,
-    }
-    return {**own, **others, **shared, "run.name": run.run.name, "run.seed": run.run.seed}
-
-
-def common(secret: str, settings: Mapping[str, object]) -> dict[str, str]:
-    """Return digests of our code, its packages and ``settings``, keyed by the secret so that they reveal nothing."""
-    values = {"the code of asyncrl": _code(), "torch": metadata.version("torch")}
-    values["megatron-core"] = metadata.version("megatron-core")
-    values |= {name: repr(value) for name, value in settings.items()}
-    return {name: _mac(secret, b"common", value.encode()).hex()[:16] for name, value in values.items()}
-
-
-@functools.cache
-def _code() -> str:
-    package = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _name(hello: Hello) -> str:

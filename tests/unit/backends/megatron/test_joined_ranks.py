@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from asyncrl.backends.megatron import joined_ranks, torchrun
+from asyncrl.backends.megatron.backend import MegatronBackend, Options
 from asyncrl.backends.megatron.followers import Followers
 from asyncrl.backends.megatron.rank_commands import Command, Place
 from asyncrl.backends.megatron.rank_link import RankLink
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.messages import codec
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from tests.harness.backends import LAYOUTS, SETTINGS, tiny_model
 from tests.harness.ports import free_ports
 
 COMMON = {"the code of asyncrl": "a", "learner.recompute": "b"}
@@ -59,6 +66,37 @@ def test_a_rank_with_another_secret_other_code_or_other_settings_is_refused_and_
         link, _ = join(seat(1, port=port))
         learner.result().close_links()
         link.close()
+
+
+def test_a_rank_whose_folder_holds_other_weights_is_refused(tmp_path: Path) -> None:
+    """Both folders have the same config.json. The ranks would train a mixture of both models."""
+    port = free_ports(1)[0]
+    folder = tiny_model(tmp_path / "model")
+    shutil.copytree(folder, tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    shifted = {name: tensor + 0.01 for name, tensor in tensors.items()}
+    save_file(shifted, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+
+    def made(folder: Path, rank: int) -> MegatronBackend:
+        return MegatronBackend(
+            folder,
+            algorithm=resolve(ALGORITHMS["grpo"]),
+            optimizer=SETTINGS,
+            temperature=1.0,
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            options=Options(timeout_seconds=3.0),
+            layout=LAYOUTS["megatron-2"],
+            seat=seat(rank, port=port),
+        )
+
+    with ThreadPoolExecutor() as threads:
+        learner = threads.submit(made(folder, 0).start)
+        with pytest.raises(ConfigError, match=r"differs from the learner in the weights of model\.path;"):
+            made(tmp_path / "other", 1).serve()
+        with pytest.raises(BackendError, match="rank 1 of 2 has not joined"):
+            learner.result()
 
 
 def test_a_stranger_that_says_nothing_sensible_keeps_nobody_out() -> None:

@@ -135,9 +135,9 @@ def adapters(rank: int, *modules: str) -> dict[str, Any]:
 )
 def test_a_checkpoint_of_a_larger_model_is_not_cut_to_fit(
     tmp_path: Path,
-    larger: dict[str, int],
+    larger: dict[str, Any],
     settings: dict[str, Any],
-    smaller: dict[str, int],
+    smaller: dict[str, Any],
     of_it: dict[str, Any],
     problem: str,
 ) -> None:
