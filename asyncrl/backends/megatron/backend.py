@@ -28,6 +28,7 @@ from asyncrl.backends.megatron import joined_ranks, shared_settings, torchrun
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.held_parts import RemotePart
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
+from asyncrl.backends.megatron.rank_link import described
 from asyncrl.backends.megatron.refusals import require_quantizable, require_tensors_of_engines, require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
@@ -368,8 +369,8 @@ class MegatronBackend(BackendAdapter):
 
     def _failed(self, doing: str, problem: str) -> BackendError:
         """Return a StepFailed, after which all ranks are unchanged; a BackendError if a rank is gone."""
-        if self._followers and (obituary := self._followers.obituary()):
-            return BackendError(f"{doing} failed on learner rank 0: {obituary}")
+        if self._followers and (obituary := self._followers.obituary(within=0.0)):  # all of them have just answered
+            return BackendError(f"{doing} failed on learner rank 0: {obituary}; {problem}")
         return StepFailed(problem)
 
     @contextmanager
@@ -383,8 +384,9 @@ class MegatronBackend(BackendAdapter):
         except AsyncRLError:
             raise
         except Exception as error:
-            cause = (self._followers and self._followers.obituary()) or error
-            raise BackendError(f"{doing} failed on learner rank 0: {cause}") from error
+            others = self._followers.obituary() if self._followers else ""  # one of them may be the cause, or this one
+            causes = "; ".join(filter(None, (others, described(error))))
+            raise BackendError(f"{doing} failed on learner rank 0: {causes}") from error
 
     def _started(self) -> MegatronRank:
         if self._own is None:

@@ -172,9 +172,10 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
         rank: Rank = MegatronRank(job, place)
         if obey(rank, link, patience=timeout_seconds):
             is_over.set()
-    except Exception:
+    except Exception as error:
         # Another rank may be gone. Wait, so that the learner hears of that rank first, not of this one.
         if not link.gone.wait(GRACE_SECONDS):
+            link.fail(error)
             raise
     if not is_over.is_set():
         raise BackendError(f"learner rank {seat.rank}: the learner at {seat.host} is gone")

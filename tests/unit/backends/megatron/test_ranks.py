@@ -25,13 +25,11 @@ import pytest
 from asyncrl.backends import huggingface, optimizer_state, weight_cuts
 from asyncrl.backends.megatron.followers import ChildRanks
 from asyncrl.backends.megatron.rank_commands import Job, Place
-from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.config.layout import Layout
 from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFailed
 from tests import ROOT
 from tests.harness.backends import (
     LEARNING_RATE,
-    SETTINGS,
     critic,
     distance,
     documents,
@@ -40,6 +38,7 @@ from tests.harness.backends import (
     tiny_model,
     weights,
 )
+from tests.harness.ranks import Ends, follower_pid
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
@@ -118,38 +117,6 @@ def test_a_checkpoint_of_an_older_version_is_read(folder: Path, tmp_path: Path) 
             backend.restore(tmp_path)
 
 
-def adapters(rank: int, *modules: str) -> dict[str, Any]:
-    lora = Lora(rank=rank, alpha=8.0, modules=modules, is_merged=True)
-    return {"optimizer": dataclasses.replace(SETTINGS, lora=lora)}
-
-
-@pytest.mark.parametrize(
-    ("larger", "settings", "smaller", "of_it", "problem"),
-    [
-        ({"num_layers": 4}, {}, {}, {}, r"has decoder\.layers\.2\..* \(16 such weights\)"),
-        ({"hidden_size": 128}, {}, {}, {}, r"has the size \[50, 128\], the model needs \[50, 64\]"),
-        ({}, adapters(8, "o_proj"), {}, adapters(4, "o_proj"), r"has the size \[1, 8, 64\], the model needs \[1, 4,"),
-        ({}, adapters(4, "o_proj", "down_proj"), {}, adapters(4, "o_proj"), r"\.mlp\.linear_fc2\.weight_adapter\.down"),
-    ],
-    ids=["layers", "hidden size", "rank of adapters", "modules with adapters"],
-)
-def test_a_checkpoint_of_a_larger_model_is_not_cut_to_fit(
-    tmp_path: Path,
-    larger: dict[str, Any],
-    settings: dict[str, Any],
-    smaller: dict[str, Any],
-    of_it: dict[str, Any],
-    problem: str,
-) -> None:
-    with started("megatron-1", tiny_model(tmp_path / "larger", **larger), **settings) as backend:
-        backend.save(tmp_path / "saved")
-    with started("megatron-1", tiny_model(tmp_path / "larger", **smaller), **of_it) as backend:
-        before = weights(backend)
-        with pytest.raises(CheckpointError, match=problem + ".*is it a checkpoint of another model"):
-            backend.restore(tmp_path / "saved")
-        assert distance(weights(backend), before) == 0.0
-
-
 def test_a_model_that_cannot_be_cut_so_often_is_a_config_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads, 2"):
         weight_cuts.require_divisible(huggingface.read_shape(folder), 4)
@@ -218,22 +185,6 @@ def test_a_rank_that_fails_without_those_that_hold_the_same_copy_ends_the_backen
             else:
                 backend.score(shares("megatron-tp2", documents()))
         assert not isinstance(caught.value, StepFailed)
-
-
-def follower_pid(backend: Any) -> int:
-    return int(backend._followers._processes[0][1].pid)
-
-
-class Ends:
-    """Stands in for the end of the leader's process, which is the test's."""
-
-    def __init__(self) -> None:
-        self.codes: list[int] = []
-        self.ended = threading.Event()
-
-    def __call__(self, code: int) -> None:
-        self.codes.append(code)
-        self.ended.set()
 
 
 @pytest.mark.slow
@@ -365,27 +316,36 @@ def test_a_leader_ends_with_a_follower_that_ends_before_it_has_joined(
 
 
 @pytest.mark.slow
-def test_followers_die_with_a_killed_leader(folder: Path) -> None:
+@pytest.mark.parametrize("end", ["is killed", "exits without closing them"])
+def test_followers_end_with_a_leader_that(folder: Path, end: str) -> None:
     script = f"""
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from tests.harness.backends import started
 if __name__ == "__main__":
-    with started("megatron-2", Path({str(folder)!r})) as backend:
-        print(backend._followers._processes[0][1].pid, flush=True)
-        sys.stdin.read()
+    kept = started("megatron-2", Path({str(folder)!r}))
+    backend = kept.__enter__()
+    print(backend._followers._processes[0][1].pid, flush=True)
+    sys.stdin.read()
+    import builtins
+    builtins.kept = kept  # otherwise the generator would close the backend
 """
     path = folder.parent / "leader.py"
     path.write_text(script)
     with subprocess.Popen(
         [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as leader:
+        assert leader.stdin is not None
         assert leader.stdout is not None
         follower = os.pidfd_open(int(leader.stdout.readline()))
-        leader.kill()
+        if end == "is killed":
+            leader.kill()
+        else:
+            leader.stdin.close()
         ended = select.poll()  # select() takes no descriptor above 1,023
         ended.register(follower, select.POLLIN)
         is_over = ended.poll(30_000)
         os.close(follower)
+        leader.wait(60)
     assert is_over
