@@ -75,7 +75,7 @@ def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds:
         while len(joined) < seat.ranks - 1:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                connection, _ = listener.accept()
+                connection, (address, *_) = listener.accept()
             except TimeoutError:
                 for _, _, link in joined.values():
                     link.close()
@@ -84,7 +84,8 @@ def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds:
                     f"learner rank {missing} of {seat.ranks} has not joined within {timeout_seconds:g} s at "
                     f"{seat.host}:{seat.port}; start `asyncrl learner` there with the same secret, and look at its log"
                 ) from None
-            hello = _admit(connection, seat, common, welcome, joined)
+            until = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
+            hello = _admit(connection, address, until, seat, common, welcome, joined)
             if hello is None:
                 connection.close()
                 continue
@@ -110,6 +111,8 @@ def _listen(seat: Seat, deadline: float) -> socket.socket:
 
 def _admit(
     connection: socket.socket,
+    address: str,
+    deadline: float,
     seat: Seat,
     common: Mapping[str, str],
     welcome: Welcome,
@@ -120,12 +123,10 @@ def _admit(
     try:
         connection.settimeout(_HANDSHAKE_SECONDS)
         send(connection, nonce)
-        signed = receive(connection, largest=_LARGEST)
+        signed = receive(connection, largest=_LARGEST, deadline=deadline)
         said = _verified(seat.secret, nonce, signed)
         if said is None:
-            log.warning(
-                "a connection from %s is refused: it has another ASYNCRL_LEARNER_SECRET", connection.getpeername()[0]
-            )
+            log.warning("a connection from %s is refused: it has another ASYNCRL_LEARNER_SECRET", address)
             send(connection, nonce)  # not signed, so the rank learns that the secrets differ
             return None
         hello = codec.decode(said, Hello)
@@ -133,7 +134,7 @@ def _admit(
         answer = Welcome(problem=problem) if problem else welcome
         send(connection, _signed(seat.secret, said, codec.encode(answer)))
     except (OSError, MessageError) as error:
-        log.warning("a connection to the learner's ranks failed: %s", error)
+        log.warning("a connection from %s to the learner's ranks failed: %s", address, error)
         return None
     if problem:
         log.warning("%s is refused: %s", _name(hello), problem)
@@ -224,8 +225,8 @@ def _join(seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> t
 
 
 def _introduce(connection: socket.socket, seat: Seat, common: Mapping[str, str]) -> Welcome:
-    connection.settimeout(_HANDSHAKE_SECONDS)
-    nonce = receive(connection, largest=_LARGEST)
+    deadline = time.monotonic() + _HANDSHAKE_SECONDS
+    nonce = receive(connection, largest=_LARGEST, deadline=deadline)
     hello = Hello(
         rank=seat.rank,
         host=socket.gethostname(),
@@ -235,7 +236,7 @@ def _introduce(connection: socket.socket, seat: Seat, common: Mapping[str, str])
     )
     said = codec.encode(hello)
     send(connection, _signed(seat.secret, nonce, said))
-    answer = _verified(seat.secret, said, receive(connection, largest=_LARGEST))
+    answer = _verified(seat.secret, said, receive(connection, largest=_LARGEST, deadline=deadline))
     if answer is None:
         return Welcome(problem="it has another ASYNCRL_LEARNER_SECRET")
     return codec.decode(answer, Welcome)

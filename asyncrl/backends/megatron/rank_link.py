@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -180,15 +181,26 @@ def send(connection: socket.socket, data: bytes) -> None:
     connection.sendall(_HEAD.pack(len(data)) + data)
 
 
-def receive(connection: socket.socket, *, largest: int) -> bytes:
-    """Receive one message. Raises OSError if the connection ends early, or for more than ``largest`` bytes."""
-    (size,) = _HEAD.unpack(_exactly(connection, _HEAD.size))
+def receive(connection: socket.socket, *, largest: int, deadline: float) -> bytes:
+    """Receive one message from someone who may be a stranger.
+
+    Raises OSError if the connection ends early, for more than ``largest`` bytes, and after ``deadline``, a monotonic
+    time, however many bytes keep arriving.
+    """
+
+    def limit() -> None:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
+
+    limit()
+    (size,) = _HEAD.unpack(_exactly(connection, _HEAD.size, limit))
     if size > largest:
         raise OSError(f"a message of {size} bytes where at most {largest} are expected")
-    return _exactly(connection, size)
+    return _exactly(connection, size, limit)
 
 
-def _exactly(connection: socket.socket, size: int, heard: Callable[[], None] = lambda: None) -> bytes:
+def _exactly(connection: socket.socket, size: int, heard: Callable[[], None]) -> bytes:
     """Receive ``size`` bytes. Calls ``heard`` whenever data arrive."""
     data = bytearray(size)
     view = memoryview(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import threading
@@ -111,6 +112,25 @@ def test_a_stranger_that_says_nothing_sensible_keeps_nobody_out() -> None:
         assert codec.decode(link.recv_bytes(), Command).name == "step"
         ranks.close_links()
         link.close()
+
+
+def test_a_stranger_that_sends_a_byte_at_a_time_does_not_hold_up_the_learner_past_its_deadline() -> None:
+    port = free_ports(1)[0]
+    is_over = threading.Event()
+
+    def drip() -> None:
+        with _connected(port) as stranger, contextlib.suppress(OSError):
+            stranger.sendall((60_000).to_bytes(8, "little"))
+            while not is_over.wait(0.02):
+                stranger.sendall(b"x")
+
+    with ThreadPoolExecutor() as threads:
+        dripping = threads.submit(drip)
+        learner = threads.submit(gather, seat(0, port=port), 0.5)
+        with pytest.raises(BackendError, match="rank 1 of 2 has not joined within 0.5 s"):
+            learner.result(60)  # all bytes would take 20 minutes
+        is_over.set()
+        dripping.result()
 
 
 def test_a_second_process_of_one_rank_is_refused_while_the_first_is_there() -> None:
