@@ -173,7 +173,7 @@ def test_an_environment_that_cannot_be_is_refused(environment: dict[str, str], p
 
 
 def test_ranks_without_a_secret_are_refused() -> None:
-    (first, _) = torchrun.environments(ranks=2, machines=1, port=29500)
+    (first, _) = torchrun.environments(ranks=2, machines=2, port=29500)
     with pytest.raises(ConfigError, match="set ASYNCRL_LEARNER_SECRET"):
         torchrun.seat(first, ranks=2, secret="")
 
