@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from asyncrl.backends import flops, frozen, huggingface, lora, models, optimizer_state
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.backends.megatron import joined_ranks, shared_settings, torchrun
+from asyncrl.backends.megatron import joined_ranks, rank_store, shared_settings, torchrun
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.held_parts import RemotePart
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
@@ -42,8 +41,6 @@ from asyncrl.tensors.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from asyncrl.backends.megatron.rank import MegatronRank
-
-_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,20 +197,17 @@ class MegatronBackend(BackendAdapter):
         }
         self._shape = shapes[POLICY]
         require_tensors_of_engines(self._job.models[POLICY].path, self._shape)
-        timeout = timedelta(seconds=self._timeout_seconds)
-        store = dist.TCPStore(_HOST, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+        seconds, ranks = self._timeout_seconds, self._layout.ranks
+        store = rank_store.serve(is_local=self._seat is None, timeout_seconds=seconds)
         places = [
-            Place(
-                rank=rank, ranks=self._layout.ranks, host=_HOST, port=store.port, timeout_seconds=self._timeout_seconds
-            )
-            for rank in range(self._layout.ranks)
+            Place(rank=rank, ranks=ranks, host=rank_store.HOST, port=store.port, timeout_seconds=seconds)
+            for rank in range(ranks)
         ]
         if self._seat is not None:
             places[0] = dataclasses.replace(places[0], local_rank=self._seat.local_rank)
-            self._followers = joined_ranks.gather(
-                self._seat, self._shared(self._seat), port=store.port, timeout_seconds=self._timeout_seconds
-            )
-        elif self._layout.ranks > 1:
+            common = self._shared(self._seat)
+            self._followers = joined_ranks.gather(self._seat, common, port=store.port, timeout_seconds=seconds)
+        elif ranks > 1:
             self._followers = ChildRanks(self._job, places[1:])
         from asyncrl.backends.megatron.rank import MegatronRank  # takes seconds, in parallel with the fork server
 

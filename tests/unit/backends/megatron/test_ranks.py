@@ -20,6 +20,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncrl.backends import huggingface, optimizer_state, weight_cuts
@@ -55,6 +56,20 @@ def test_a_second_backend_in_one_process_is_refused(folder: Path) -> None:
         started("megatron-1", folder),
     ):
         pass
+
+
+def test_ranks_of_one_machine_find_each_other_without_listening_to_others(folder: Path) -> None:
+    own = os.getpid()
+    before = listening(own)
+    with started("megatron-1", folder):
+        opened = [one for one in listening(own) if one not in before]
+    assert {"0.0.0.0", "::"}.isdisjoint(one.ip for one in opened), opened
+    assert "127.0.0.1" in {one.ip for one in opened}
+
+
+def listening(pid: int) -> list[Any]:
+    """Return the addresses at which a process listens."""
+    return [one.laddr for one in psutil.Process(pid).net_connections() if one.status == psutil.CONN_LISTEN]
 
 
 def test_a_backend_that_is_not_started_says_so(folder: Path) -> None:
