@@ -188,6 +188,8 @@ class TrainedModel(LoadedModel):
 
     def saved(self, folder: Path) -> RankState:
         """Return what this rank writes to the checkpoint in ``folder``: views of tensors that the next step changes."""
+        if self._moments and self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # they may be on their way to the host
         chunks, steps = list(random_states(dist.get_rank())), dict[str, float]()
         for held in self._held_parameters():
             if not held.is_written:
@@ -210,7 +212,12 @@ class TrainedModel(LoadedModel):
         """Restore a checkpoint written by ranks in any layout. Raises CheckpointError, ConfigError."""
         if optimizer_state.format_of(folder) == optimizer_state.FORMAT:
             self._restore_format_2(folder)
-            return
+        else:
+            self._restore_format_3(folder)
+        for offloaded in self._moments:
+            offloaded.take_home()
+
+    def _restore_format_3(self, folder: Path) -> None:
         saved = SavedModel(folder)
         self._require_no_more(saved)
         for held in self._held_parameters():
