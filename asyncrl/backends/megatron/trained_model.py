@@ -131,7 +131,7 @@ class TrainedModel(LoadedModel):
             sums = passes.run(share)
         except Exception as error:
             is_awaited = self._pipeline.size() > 1 or (self._replicas.size() > 1 and passes.begun == len(share))
-            if passes.is_alone or is_awaited or not self._agreement.all_failed():
+            if passes.is_alone or is_awaited or not self._agreement.all_failed(passes.where):
                 raise
             passes.problem, sums = error.with_traceback(None), []
             passes.run((empty(),))  # replicas sum their gradients in this pass
