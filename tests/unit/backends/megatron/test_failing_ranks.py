@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -9,11 +10,12 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncrl import os_process
 from asyncrl.backends.megatron.rank_commands import Command
-from asyncrl.errors import BackendError
+from asyncrl.errors import BackendError, StepFailed
 from tests.harness.backends import LEARNING_RATE, RANKS, documents, shares, started, tiny_model
 from tests.harness.ranks import Ends, follower_pid
 
@@ -34,6 +36,21 @@ def test_the_reason_why_a_rank_failed_is_given_beside_the_leader_s_own(folder: P
         reasons = r"rank 1 \(pid \d+\) .*: KeyError: 'unknown'; RuntimeError: .*[Cc]onnection"
         with pytest.raises(BackendError, match=reasons):
             backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)
+
+
+def test_a_step_that_failed_on_ranks_that_are_all_there_waits_for_the_end_of_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = documents()
+    made[0] = dataclasses.replace(made[0], tokens=np.full_like(made[0].tokens, 10**6))  # they have no embedding
+    waits: list[float] = []
+    with started("megatron-2", folder) as backend:
+        own: Any = backend
+        condition = own._followers._losing
+        monkeypatch.setattr(condition, "wait_for", lambda _, seconds: waits.append(seconds))
+        with pytest.raises(StepFailed):
+            backend.step(shares("megatron-2", made), learning_rate=LEARNING_RATE)
+    assert waits == [0.0]
 
 
 def test_a_rank_that_fails_while_it_writes_its_part_of_a_checkpoint_ends_the_leader_at_once(
