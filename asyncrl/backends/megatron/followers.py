@@ -201,8 +201,8 @@ class ChildRanks(Followers):
             members = [self._start(context, job, place, undone) for place in places]
             undone.pop_all()
         self._end_process = end
-        atexit.register(self._close_at_exit)  # multiprocessing would send those left SIGTERM, and wait for them
         super().__init__(members, end=self._kill_and_end)
+        atexit.register(self._close_at_exit)  # multiprocessing would send those left SIGTERM, and wait for them
 
     def _start(self, context: Any, job: Job, place: Place, undone: contextlib.ExitStack) -> tuple[str, Place, RankLink]:
         """Start a process, and say in ``undone`` how to close what stays open. Raises BackendError."""

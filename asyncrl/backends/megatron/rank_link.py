@@ -120,7 +120,7 @@ class RankLink(_Inbox):
 
     def fail(self, error: Exception) -> None:
         """End the link and tell the other end why, before this process ends: that may take long."""
-        data = described(error).encode()
+        data = described(error).encode(errors="replace")
         with contextlib.suppress(OSError), self._sending:
             self._socket.sendall(_HEAD.pack(_REASON | len(data)) + data)
             self._socket.shutdown(socket.SHUT_WR)  # closing would discard what the other end has not read
@@ -141,7 +141,7 @@ class RankLink(_Inbox):
             except OSError:
                 break
             if size & _REASON:
-                self.reason = message.decode()
+                self.reason = message.decode(errors="replace")
                 self.problem = f"it failed: {self.reason}"
                 continue
             (self.parts if size & _PARTS else self).put(message)
