@@ -69,7 +69,10 @@ class BackendAdapter(Adapter):
 
     @classmethod
     def environments(cls, run: RunConfig, *, port: int) -> Sequence[Mapping[str, str]]:
-        """Return the environment variables of each rank, for `asyncrl run` to start each rank as its own process.
+        """Return the environment variables of each process of the learner that `asyncrl run` starts.
+
+        There is one process per rank if learner.machines is more than 1. Otherwise the only one starts all ranks. They
+        replace variables of the surroundings, for `asyncrl run` may itself be part of a job of several processes.
 
         port   where the first rank listens
         """

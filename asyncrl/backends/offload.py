@@ -28,6 +28,10 @@ class HostMoments:
             for kind in _MOMENTS & state.keys():
                 state[kind] = state[kind].to(weight.device, non_blocking=True)
         yield
+        self.take_home()
+
+    def take_home(self) -> None:
+        """Move the moments to the host, wherever they are: a checkpoint is restored on the device."""
         for weight, state in self._optimizer.state.items():
             for kind in _MOMENTS & state.keys():
                 home = self._home(weight, kind, state[kind])

@@ -1,9 +1,10 @@
-"""Optimizer state on disk: one safetensors file per rank, readable by any number of ranks.
+"""Optimizer state on disk as the reference backend writes it, and the megatron backend did before format 3.
 
-A rank owns pieces of parameters: ``name[start:start + len]`` of the flattened parameter. A piece is saved as its
-float32 value and AdamW's state, each under ``kind|start|name``. To restore, a rank assembles each parameter from the
-pieces in all files and takes its own part. Under tensor parallelism, a parameter here is the shard of one rank, so only
-the same number of tensor-parallel ranks can read the state.
+There is one safetensors file per rank, which any number of ranks can read. A rank owns pieces of parameters:
+``name[start:start + len]`` of the flattened parameter. A piece is saved as its float32 value and AdamW's state, each
+under ``kind|start|name``. To restore, a rank assembles each parameter from the pieces in all files and takes its own
+part. Under tensor parallelism, a parameter here is the shard of one rank, so only the same number of tensor-parallel
+ranks can read the state.
 Test: test_restored_training_equals_uninterrupted_training.
 """
 

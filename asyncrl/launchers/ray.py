@@ -167,6 +167,11 @@ class RayLauncher(LauncherAdapter):
         if self._ray is not None:
             self._ray.kill(actor, no_restart=True)
 
+    def has_ended(self, name: str) -> None:
+        """Note the end of a process. The learner's next one may have another place, which its ranks must learn."""
+        if name == LEARNER:
+            self._unplaced.add(name)
+
     def print(self, name: str, news: OutputChunk) -> None:
         for stream, line in news.lines:
             if stream == "log":
@@ -199,6 +204,8 @@ class RayLauncher(LauncherAdapter):
         async with self._placed:
             self._unplaced.discard(spec.name)
             self._placed.notify_all()
+        if spec.meets:
+            await self._wait_for_those_before(spec)  # again: the address of the learner is told now
         return place
 
     async def _wait_for_those_before(self, spec: ProcessSpec) -> None:

@@ -19,6 +19,8 @@ class Launches(Protocol):
 
     def kill(self, actor: Any) -> None: ...
 
+    def has_ended(self, name: str) -> None: ...
+
     def print(self, name: str, news: OutputChunk) -> None: ...
 
     def say(self, text: str) -> None: ...
@@ -37,7 +39,9 @@ class RayProcess:
     async def ended(self) -> int:
         async with self._reading:
             while self._code is None:
-                self._code = await self._next()
+                if (code := await self._next()) is not None:
+                    self._code = code
+                    self._launcher.has_ended(self._name)
         return self._code
 
     def signal(self, number: int) -> None:

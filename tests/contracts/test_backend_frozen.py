@@ -71,6 +71,25 @@ def test_a_pipeline_stage_with_nothing_to_train_scales_no_gradients(kind: str, f
     assert distance(*found) < 1e-4
 
 
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=RANKS) for kind in ("megatron-ep2", "megatron-tp2-ep2")])
+@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": False}], ids=["distributed", "replicated"])
+def test_ranks_that_share_experts_train_the_experts_alone(kind: str, options: dict[str, bool], tmp_path: Path) -> None:
+    """Megatron still has an optimizer of all other weights, around none of torch's."""
+    folder = tiny_model(tmp_path / "model", architecture="qwen3_moe")
+    settings = dataclasses.replace(SETTINGS, eps=0.1, train_only=(r"mlp\.experts",))
+    found = []
+    for one in ("reference", kind):
+        with started(one, folder, optimizer=settings, options=options) as backend:
+            backend.step(shares(one, documents(0)), learning_rate=0.05)
+            backend.save(tmp_path / one)
+            for _ in range(2):  # the second time from the checkpoint
+                backend.step(shares(one, documents(1)), learning_rate=0.05)
+                found.append(weights(backend))
+                backend.restore(tmp_path / one)
+    assert distance(found[0], found[2]) < 1e-5
+    assert distance(found[2], found[3]) == 0.0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_has_every_weight_whatever_is_frozen_later(
     kind: str, folder: Path, tmp_path: Path, dtype: str

@@ -31,17 +31,20 @@ class Agreement:
         self._wait = timedelta(seconds=min(WAIT_SECONDS, place.timeout_seconds / 2))
         self._failures = 0
 
-    def all_failed(self) -> bool:
-        """Report that this rank failed. Returns whether all of its peers failed as well."""
+    def all_failed(self, where: str) -> bool:
+        """Report that this rank failed. Returns whether all of its peers failed as well, and ``where`` it did.
+
+        Where they did not, they would go on with different collectives. All of them then learn it.
+        """
         if not self._peers:
             return True
         self._failures += 1
         own, *peers = (f"asyncrl/failed/{rank}/{self._failures}" for rank in (self._rank, *self._peers))
-        self._store.set(own, "")
+        self._store.set(own, where)
         try:
             self._store.wait(peers, self._wait)
+            return all(self._store.get(peer).decode() == where for peer in peers)
         except RuntimeError:  # a peer did not report, or the leader is gone
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(own)  # so that a peer that fails later does not agree with us
             return False
-        return True

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,10 +23,11 @@ from numpy.typing import NDArray
 from asyncrl.backends import flops, frozen, huggingface, lora, models, optimizer_state
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.backends.megatron import joined_ranks, torchrun
+from asyncrl.backends.megatron import joined_ranks, rank_store, shared_settings, torchrun
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.held_parts import RemotePart
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
+from asyncrl.backends.megatron.rank_link import described
 from asyncrl.backends.megatron.refusals import require_quantizable, require_tensors_of_engines, require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
@@ -41,8 +41,6 @@ from asyncrl.tensors.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from asyncrl.backends.megatron.rank import MegatronRank
-
-_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +84,7 @@ class MegatronBackend(BackendAdapter):
             transformer=run.learner.megatron,
             quantization=run.weights.quantization,
             seat=cls._seat_here(run),
-            common=joined_ranks.shared_settings(run),
+            common=shared_settings.shared_settings(run, options=cls.options(run)),
         )
 
     @classmethod
@@ -184,7 +182,7 @@ class MegatronBackend(BackendAdapter):
         self._timeout_seconds = options.timeout_seconds
         self._layout = layout
         self._seat = seat
-        self._common = joined_ranks.common(seat.secret, common or {}) if seat else {}
+        self._common = common or {}
         self._shape: ModelShape | None = None
         self._followers: Followers | None = None
         self._own: MegatronRank | None = None
@@ -202,20 +200,17 @@ class MegatronBackend(BackendAdapter):
         }
         self._shape = shapes[POLICY]
         require_tensors_of_engines(self._job.models[POLICY].path, self._shape)
-        timeout = timedelta(seconds=self._timeout_seconds)
-        store = dist.TCPStore(_HOST, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+        seconds, ranks = self._timeout_seconds, self._layout.ranks
+        store = rank_store.serve(is_local=self._seat is None, timeout_seconds=seconds)
         places = [
-            Place(
-                rank=rank, ranks=self._layout.ranks, host=_HOST, port=store.port, timeout_seconds=self._timeout_seconds
-            )
-            for rank in range(self._layout.ranks)
+            Place(rank=rank, ranks=ranks, host=rank_store.HOST, port=store.port, timeout_seconds=seconds)
+            for rank in range(ranks)
         ]
         if self._seat is not None:
             places[0] = dataclasses.replace(places[0], local_rank=self._seat.local_rank)
-            self._followers = joined_ranks.gather(
-                self._seat, self._common, port=store.port, timeout_seconds=self._timeout_seconds
-            )
-        elif self._layout.ranks > 1:
+            common = self._shared(self._seat)
+            self._followers = joined_ranks.gather(self._seat, common, port=store.port, timeout_seconds=seconds)
+        elif ranks > 1:
             self._followers = ChildRanks(self._job, places[1:])
         from asyncrl.backends.megatron.rank import MegatronRank  # takes seconds, in parallel with the fork server
 
@@ -227,7 +222,12 @@ class MegatronBackend(BackendAdapter):
     def serve(self) -> None:
         if self._seat is None or self._seat.rank == 0:
             raise BackendError("this process is the learner; only its other ranks serve")
-        joined_ranks.serve(self._job, self._seat, self._common, timeout_seconds=self._timeout_seconds)
+        joined_ranks.serve(self._job, self._seat, self._shared(self._seat), timeout_seconds=self._timeout_seconds)
+
+    def _shared(self, seat: torchrun.Seat) -> dict[str, str]:
+        """Return digests of what all ranks must share."""
+        folders = {models.where(name): model.path for name, model in self._job.models.items()}
+        return shared_settings.digests(seat.secret, self._common, folders)
 
     def step(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY
@@ -366,8 +366,8 @@ class MegatronBackend(BackendAdapter):
 
     def _failed(self, doing: str, problem: str) -> BackendError:
         """Return a StepFailed, after which all ranks are unchanged; a BackendError if a rank is gone."""
-        if self._followers and (obituary := self._followers.obituary()):
-            return BackendError(f"{doing} failed on learner rank 0: {obituary}")
+        if self._followers and (obituary := self._followers.obituary(within=0.0)):  # all of them have just answered
+            return BackendError(f"{doing} failed on learner rank 0: {obituary}; {problem}")
         return StepFailed(problem)
 
     @contextmanager
@@ -381,8 +381,9 @@ class MegatronBackend(BackendAdapter):
         except AsyncRLError:
             raise
         except Exception as error:
-            cause = (self._followers and self._followers.obituary()) or error
-            raise BackendError(f"{doing} failed on learner rank 0: {cause}") from error
+            others = self._followers.obituary() if self._followers else ""  # one of them may be the cause, or this one
+            causes = "; ".join(filter(None, (others, described(error))))
+            raise BackendError(f"{doing} failed on learner rank 0: {causes}") from error
 
     def _started(self) -> MegatronRank:
         if self._own is None:

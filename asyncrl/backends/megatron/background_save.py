@@ -27,6 +27,8 @@ from asyncrl.errors import CheckpointError
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist
 
+STATE: Final = "optimizer.state."
+"""Start of the keys of optimizer state; the rest says which, and of which weight."""
 _RANDOM: Final = "asyncrl.random"
 
 
@@ -144,6 +146,10 @@ class SavedModel(TorchDist):
             """AdamW's step counts by weight key; weights that AdamW has not updated are absent."""
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{folder}: not a backend checkpoint: {error}") from error
+
+    def weights(self) -> set[str]:
+        """Return the keys of all weights, whichever ranks wrote them."""
+        return {key for key in self.keys() if not key.startswith((STATE, _RANDOM))}
 
     def restore_random_states(self, rank: int) -> None:
         """Restore this rank's random generators, or rank 0's if fewer ranks wrote the checkpoint."""

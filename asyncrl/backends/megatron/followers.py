@@ -15,6 +15,7 @@ the leader over TCP (joined_ranks.py).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -27,18 +28,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any, Final, Protocol
 
 from asyncrl.backends.megatron.held_parts import HeldParts, PartLink
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
 from asyncrl.backends.megatron.rank_link import HUNG_SECONDS, TICK_SECONDS, RankLink
-from asyncrl.errors import BackendError, StepFailed
+from asyncrl.errors import AsyncRLError, BackendError, StepFailed
 from asyncrl.messages import codec
 from asyncrl.os_process import signal_on_parent_death
 
 GOODBYE: Final = b""
 """Last message of a leader that ends, for followers that cannot otherwise know why their link ended."""
 _GOODBYE_SECONDS = 5.0
+_ENDING_SECONDS: Final = 1.0
+"""Time for a rank that fails to end."""
 GRACE_SECONDS: Final = 2.0
 """Time for a collective to fail by itself after a rank is gone."""
 _SILENT_COMMANDS: Final = ("restore", "offload", "onload")
@@ -162,10 +166,10 @@ class Followers:
         log.error("%s", problem)
         self._end(1)
 
-    def obituary(self) -> str:
-        """Name the followers that are gone, and why; "" if none. Waits up to a second for one that is ending."""
+    def obituary(self, *, within: float = _ENDING_SECONDS) -> str:
+        """Name the followers that are gone, and why; "" if none. Waits ``within`` seconds for one that is ending."""
         with self._losing:
-            self._losing.wait_for(lambda: self._lost, 1.0)
+            self._losing.wait_for(lambda: self._lost, within)
             if self._lost:
                 self._is_told.set()
             return "; ".join(self._lost)
@@ -198,13 +202,14 @@ class ChildRanks(Followers):
             undone.pop_all()
         self._end_process = end
         super().__init__(members, end=self._kill_and_end)
+        atexit.register(self._close_at_exit)  # multiprocessing would send those left SIGTERM, and wait for them
 
     def _start(self, context: Any, job: Job, place: Place, undone: contextlib.ExitStack) -> tuple[str, Place, RankLink]:
         """Start a process, and say in ``undone`` how to close what stays open. Raises BackendError."""
         try:
             ours, theirs = socket.socketpair()
             undone.callback(ours.close)
-            with theirs:
+            with theirs, _without_sigterm():
                 process = context.Process(
                     target=follow, args=(job, place, theirs), name=f"learner-rank-{place.rank}", daemon=True
                 )
@@ -229,20 +234,24 @@ class ChildRanks(Followers):
             process.kill()
         self._end_process(code)
 
-    def obituary(self) -> str:
+    def obituary(self, *, within: float = _ENDING_SECONDS) -> str:
         """Prefer exit codes: the link of a process that has ended knows none."""
-        multiprocessing.connection.wait([process.sentinel for _, process in self._processes], 1.0)
-        ended = [
-            f"learner rank {place.rank} (pid {process.pid}) ended with exit code {process.exitcode}"
-            for place, process in self._processes
-            if not process.is_alive()
-        ]
+        multiprocessing.connection.wait([process.sentinel for _, process in self._processes], within)
+        ended = []
+        for (place, process), (_, link) in zip(self._processes, self._links, strict=True):
+            if not process.is_alive():
+                link.gone.wait(_ENDING_SECONDS)  # until its last message has been read
+                why = f": {link.reason}" if link.reason else ""
+                ended.append(
+                    f"learner rank {place.rank} (pid {process.pid}) ended with exit code {process.exitcode}{why}"
+                )
         if ended:
             self._is_told.set()
-        return "; ".join(ended) or super().obituary()
+        return "; ".join(ended) or super().obituary(within=within)
 
     def close(self) -> None:
         """Wait for the processes to exit, and kill those that do not."""
+        atexit.unregister(self._close_at_exit)
         deadline = time.monotonic() + _GOODBYE_SECONDS
         for _, process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -253,18 +262,43 @@ class ChildRanks(Followers):
         self._links.clear()
         self._processes.clear()
 
+    def _close_at_exit(self) -> None:
+        self.close_links()
+        self.close()
+
 
 def follow(job: Job, place: Place, connection: socket.socket) -> None:
     """Main function of a child rank: runs commands until the leader closes the connection."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader handles Ctrl-C and stops us
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the leader handles them: it drains, and stops us
     link = RankLink(connection, patience=place.timeout_seconds)
-    from asyncrl.backends.megatron.rank import MegatronRank  # takes five seconds, unless the fork server imported it
+    try:
+        from asyncrl.backends.megatron.rank import MegatronRank  # takes five seconds, except in a fork
 
-    link.send_bytes(b"ready")
-    rank: Rank = MegatronRank(job, place)
-    obey(rank, link, patience=place.timeout_seconds)
+        link.send_bytes(b"ready")
+        rank: Rank = MegatronRank(job, place)
+        obey(rank, link, patience=place.timeout_seconds)
+    except Exception as error:
+        link.fail(error)  # first: this process ends when its part of a checkpoint is written
+        if isinstance(error, AsyncRLError):
+            sys.exit(error.exit_code)
+        raise
     rank.close()
+
+
+@contextlib.contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """Block SIGTERM here, and in processes that start meanwhile, the fork server included.
+
+    On a signal to all processes the leader drains, and needs its ranks.
+    """
+    resource_tracker.ensure_running()  # it would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def obey(rank: Rank, link: RankLink, *, patience: float) -> bool:

@@ -1,15 +1,14 @@
 """Ranks that join the learner over TCP, from this machine or others: authentication, joining, and ending.
 
 Each end proves that it holds the same secret, by an HMAC over a nonce that the other end has just drawn. Nothing sent
-can be executed. Each rank builds its job from its own run file, so settings that all ranks must share are compared when
-a rank joins. The learner refuses a rank with another secret, other code or other settings, tells it why, and goes on
-waiting. Later messages are not signed, and neither are those of torch.distributed: both need a private network.
+can be executed. Each rank builds its job from its own run file and folders, so what all ranks must share is compared
+when a rank joins (shared_settings.py). The learner refuses a rank with another secret or with other code, settings or
+weights, tells it why, and goes on waiting. Later messages are not signed, and neither are those of torch.distributed:
+both need a private network.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
 import hmac
 import logging
@@ -21,8 +20,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Final
 
 from asyncrl.backends.megatron.followers import GRACE_SECONDS, Followers, Rank, obey
@@ -32,7 +29,6 @@ from asyncrl.backends.megatron.torchrun import Seat
 from asyncrl.errors import BackendError, ConfigError, MessageError
 from asyncrl.messages import codec
 from asyncrl.os_process import exit_within
-from asyncrl.protocols.adapter import RunConfig
 
 _HANDSHAKE_SECONDS: Final = 10.0
 _LARGEST: Final = 1 << 16
@@ -79,7 +75,7 @@ def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds:
         while len(joined) < seat.ranks - 1:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                connection, _ = listener.accept()
+                connection, (address, *_) = listener.accept()
             except TimeoutError:
                 for _, _, link in joined.values():
                     link.close()
@@ -88,7 +84,8 @@ def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds:
                     f"learner rank {missing} of {seat.ranks} has not joined within {timeout_seconds:g} s at "
                     f"{seat.host}:{seat.port}; start `asyncrl learner` there with the same secret, and look at its log"
                 ) from None
-            hello = _admit(connection, seat, common, welcome, joined)
+            until = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
+            hello = _admit(connection, address, until, seat, common, welcome, joined)
             if hello is None:
                 connection.close()
                 continue
@@ -114,6 +111,8 @@ def _listen(seat: Seat, deadline: float) -> socket.socket:
 
 def _admit(
     connection: socket.socket,
+    address: str,
+    deadline: float,
     seat: Seat,
     common: Mapping[str, str],
     welcome: Welcome,
@@ -124,12 +123,10 @@ def _admit(
     try:
         connection.settimeout(_HANDSHAKE_SECONDS)
         send(connection, nonce)
-        signed = receive(connection, largest=_LARGEST)
+        signed = receive(connection, largest=_LARGEST, deadline=deadline)
         said = _verified(seat.secret, nonce, signed)
         if said is None:
-            log.warning(
-                "a connection from %s is refused: it has another ASYNCRL_LEARNER_SECRET", connection.getpeername()[0]
-            )
+            log.warning("a connection from %s is refused: it has another ASYNCRL_LEARNER_SECRET", address)
             send(connection, nonce)  # not signed, so the rank learns that the secrets differ
             return None
         hello = codec.decode(said, Hello)
@@ -137,7 +134,7 @@ def _admit(
         answer = Welcome(problem=problem) if problem else welcome
         send(connection, _signed(seat.secret, said, codec.encode(answer)))
     except (OSError, MessageError) as error:
-        log.warning("a connection to the learner's ranks failed: %s", error)
+        log.warning("a connection from %s to the learner's ranks failed: %s", address, error)
         return None
     if problem:
         log.warning("%s is refused: %s", _name(hello), problem)
@@ -154,11 +151,9 @@ def _problem(
     if (before := joined.get(hello.rank)) is not None and not before[2].gone.is_set():
         return f"{_name(before[1])} has joined already"
     others = sorted(name for name in {*common, *hello.common} if common.get(name) != hello.common.get(name))
-    return (
-        f"it differs from the learner in {', '.join(others)}; start both with the same code, packages and settings"
-        if others
-        else ""
-    )
+    if not others:
+        return ""
+    return f"it differs from the learner in {', '.join(others)}; start both with the same code, settings and models"
 
 
 def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> None:
@@ -178,9 +173,10 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
         rank: Rank = MegatronRank(job, place)
         if obey(rank, link, patience=timeout_seconds):
             is_over.set()
-    except Exception:
+    except Exception as error:
         # Another rank may be gone. Wait, so that the learner hears of that rank first, not of this one.
         if not link.gone.wait(GRACE_SECONDS):
+            link.fail(error)
             raise
     if not is_over.is_set():
         raise BackendError(f"learner rank {seat.rank}: the learner at {seat.host} is gone")
@@ -229,8 +225,8 @@ def _join(seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> t
 
 
 def _introduce(connection: socket.socket, seat: Seat, common: Mapping[str, str]) -> Welcome:
-    connection.settimeout(_HANDSHAKE_SECONDS)
-    nonce = receive(connection, largest=_LARGEST)
+    deadline = time.monotonic() + _HANDSHAKE_SECONDS
+    nonce = receive(connection, largest=_LARGEST, deadline=deadline)
     hello = Hello(
         rank=seat.rank,
         host=socket.gethostname(),
@@ -240,48 +236,10 @@ def _introduce(connection: socket.socket, seat: Seat, common: Mapping[str, str])
     )
     said = codec.encode(hello)
     send(connection, _signed(seat.secret, nonce, said))
-    answer = _verified(seat.secret, said, receive(connection, largest=_LARGEST))
+    answer = _verified(seat.secret, said, receive(connection, largest=_LARGEST, deadline=deadline))
     if answer is None:
         return Welcome(problem="it has another ASYNCRL_LEARNER_SECRET")
     return codec.decode(answer, Welcome)
-
-
-def shared_settings(run: RunConfig) -> dict[str, object]:
-    """Return the settings that all ranks must share, because losses and updates depend on them.
-
-    Folders may differ between machines.
-    """
-    names = [field.name for field in dataclasses.fields(run.learner) if field.name != "gpus"]
-    own = {f"learner.{name}": getattr(run.learner, name) for name in names}
-    models = {"critic": run.critic, "reference": run.reference, "teacher": run.teacher}
-    others = {name: one and dataclasses.asdict(one) | {"path": bool(one.path)} for name, one in models.items()}
-    shared = {
-        "algorithm": run.algorithm,
-        "model.dtype": run.model.dtype,
-        "weights.quantization": run.weights.quantization,
-        "rollout.temperature": run.rollout.temperature,
-        "rollout.max_new_tokens": run.rollout.max_new_tokens,
-        "staleness.learning_rate": run.staleness.learning_rate,
-    }
-    return {**own, **others, **shared, "run.name": run.run.name, "run.seed": run.run.seed}
-
-
-def common(secret: str, settings: Mapping[str, object]) -> dict[str, str]:
-    """Return digests of our code, its packages and ``settings``, keyed by the secret so that they reveal nothing."""
-    values = {"the code of asyncrl": _code(), "torch": metadata.version("torch")}
-    values["megatron-core"] = metadata.version("megatron-core")
-    values |= {name: repr(value) for name, value in settings.items()}
-    return {name: _mac(secret, b"common", value.encode()).hex()[:16] for name, value in values.items()}
-
-
-@functools.cache
-def _code() -> str:
-    package = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _name(hello: Hello) -> str:

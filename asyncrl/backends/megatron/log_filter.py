@@ -14,6 +14,8 @@ _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # Megatron warns about its own defaults.
     (r"full scope is deprecated", UserWarning),
     (r"MimoModelConfig is experimental", UserWarning),
+    # The user trains experts alone, and optimizer.py leaves this optimizer out.
+    (r"WARNING: there is no optimizer on RANK", UserWarning),
     # The setting would only order one all-reduce and one matrix product. Tensor parallelism works without it.
     (r"When using async grad allreduce it is recommended", UserWarning),
     # optimizer.py reads .grad of the distributed optimizer's views, which have main_grad instead.

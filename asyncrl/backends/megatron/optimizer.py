@@ -115,7 +115,10 @@ class PartOptimizer:
 def build_optimizers(
     job: Job, settings: OptimizerSettings, buffers: Sequence[DistributedDataParallel], device: torch.device
 ) -> list[PartOptimizer]:
-    """Build one optimizer, or two if experts are distributed differently. Every step sets the learning rate."""
+    """Build one optimizer, or two if experts are distributed differently, of weights that are trained.
+
+    Every step sets the learning rate.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=0.0,
@@ -142,6 +145,7 @@ def build_optimizers(
             is_of_experts=is_of_experts,
         )
         for optimizer, is_of_experts in zip(chained.chained_optimizers, (False, True), strict=False)
+        if optimizer.optimizer is not None  # else none of its weights is trained
     ]
     for part in parts:
         for group in part.adamw.param_groups:

@@ -38,6 +38,7 @@ class Passes(Generic[T]):
     problem   first error on this rank, which all ranks that it meets in every layer share
     is_alone  an error occurred on this rank but not on those ranks, so they wait for it in a collective
     begun     micro-batches whose forward pass has begun
+    where     the place that this rank has reached; the same on all ranks that it meets in every layer
     """
 
     def __init__(
@@ -55,6 +56,11 @@ class Passes(Generic[T]):
         self.problem: Exception | None = None
         self.is_alone = False
         self.begun = 0
+        self._forwards = 0
+
+    @property
+    def where(self) -> str:
+        return f"after the beginning of {self._forwards} passes of {self.begun} micro-batches"
 
     def run(self, share: Sequence[MicroBatch], *, is_scoring: bool = False) -> list[T]:
         """Return the results of the micro-batches that succeeded; only the last stage has any.
@@ -81,6 +87,7 @@ class Passes(Generic[T]):
         micro_batch = next(rows)
         if stage is self._stages[0]:
             self.begun += 1
+        self._forwards += 1
         with record_function("learner: forward"):
             row, hidden = self._passed(stage, micro_batch)
         return hidden, partial(self._finished, stage, row)
@@ -92,7 +99,7 @@ class Passes(Generic[T]):
                 if stage.has_input_for(row):
                     return row, stage(row)
             except Exception as error:  # a kernel error, an assertion, out of memory: anything the data may cause
-                self._note(error)
+                self._note(error, "in the layers")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         row = self._make_row(empty())
@@ -105,14 +112,14 @@ class Passes(Generic[T]):
             with record_function("learner: loss"):
                 loss, result = self._finish(row, hidden)
         except Exception as error:
-            self._note(error)
+            self._note(error, "in the loss")
             # The schedule needs a gradient of the hidden states, and gradient buffers need one of every parameter.
             loss = sum(tensor.flatten()[:0].sum() for tensor in (hidden, *stage.parameters()))
         return loss, torch.zeros((), dtype=torch.int), result
 
-    def _note(self, error: Exception) -> None:
+    def _note(self, error: Exception, part: str) -> None:
         """Keep the error for later if all peers failed at the same place; otherwise raise it."""
-        if not self._agreement.all_failed():
+        if not self._agreement.all_failed(f"{part} {self.where}"):
             self.is_alone = True
             raise error
         self.problem = self.problem or error.with_traceback(None)  # its frames may hold the memory that ran out

@@ -14,9 +14,12 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
+
+from asyncrl.errors import AsyncRLError
 
 SILENT_SECONDS: Final = 8
 """A machine that has not answered for this long is gone."""
@@ -30,6 +33,8 @@ silent."""
 
 _PARTS: Final = 1 << 62
 """Flag added to the size of a message in the second lane."""
+_REASON: Final = 1 << 61
+"""Flag added to the size of the last message, which says why its sender fails."""
 
 
 class _Inbox:
@@ -76,7 +81,7 @@ class RankLink(_Inbox):
     """Sends and receives whole messages. A thread reads them on arrival, so no buffer fills while a process computes.
 
     ``parts`` is the second lane. ``gone`` is set once the other end has closed, does not answer, or is silent;
-    ``problem`` tells which.
+    ``problem`` tells which. ``reason`` is what the other end said last if it failed (``fail``).
     """
 
     def __init__(self, connection: socket.socket, *, patience: float, tick_seconds: float = TICK_SECONDS) -> None:
@@ -84,6 +89,7 @@ class RankLink(_Inbox):
         super().__init__()
         self.parts = _SecondLane(self._send_parts)
         self.problem = "its connection has ended"
+        self.reason = ""
         self._socket = connection
         self._socket.settimeout(None)
         if connection.family != socket.AF_UNIX:
@@ -112,6 +118,13 @@ class RankLink(_Inbox):
         with contextlib.suppress(OSError), self._sending:
             self._socket.sendall(_HEAD.pack(_SIGN | self._may_be_silent))
 
+    def fail(self, error: Exception) -> None:
+        """End the link and tell the other end why, before this process ends: that may take long."""
+        data = described(error).encode(errors="replace")
+        with contextlib.suppress(OSError), self._sending:
+            self._socket.sendall(_HEAD.pack(_REASON | len(data)) + data)
+            self._socket.shutdown(socket.SHUT_WR)  # closing would discard what the other end has not read
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reading thread
@@ -124,9 +137,13 @@ class RankLink(_Inbox):
                 if size & _SIGN:
                     self._patience = size ^ _SIGN
                     continue
-                message = _exactly(self._socket, size & ~_PARTS, self._heard)
+                message = _exactly(self._socket, size & ~(_PARTS | _REASON), self._heard)
             except OSError:
                 break
+            if size & _REASON:
+                self.reason = message.decode(errors="replace")
+                self.problem = f"it failed: {self.reason}"
+                continue
             (self.parts if size & _PARTS else self).put(message)
         self.parts.end()
         self.end()
@@ -154,19 +171,36 @@ class RankLink(_Inbox):
             self.close()
 
 
+def described(error: Exception) -> str:
+    """Return the error in one line."""
+    text = next(iter(str(error).splitlines()), "")
+    return text if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {text}"
+
+
 def send(connection: socket.socket, data: bytes) -> None:
     connection.sendall(_HEAD.pack(len(data)) + data)
 
 
-def receive(connection: socket.socket, *, largest: int) -> bytes:
-    """Receive one message. Raises OSError if the connection ends early, or for more than ``largest`` bytes."""
-    (size,) = _HEAD.unpack(_exactly(connection, _HEAD.size))
+def receive(connection: socket.socket, *, largest: int, deadline: float) -> bytes:
+    """Receive one message from someone who may be a stranger.
+
+    Raises OSError if the connection ends early, for more than ``largest`` bytes, and after ``deadline``, a monotonic
+    time, however many bytes keep arriving.
+    """
+
+    def limit() -> None:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
+
+    limit()
+    (size,) = _HEAD.unpack(_exactly(connection, _HEAD.size, limit))
     if size > largest:
         raise OSError(f"a message of {size} bytes where at most {largest} are expected")
-    return _exactly(connection, size)
+    return _exactly(connection, size, limit)
 
 
-def _exactly(connection: socket.socket, size: int, heard: Callable[[], None] = lambda: None) -> bytes:
+def _exactly(connection: socket.socket, size: int, heard: Callable[[], None]) -> bytes:
     """Receive ``size`` bytes. Calls ``heard`` whenever data arrive."""
     data = bytearray(size)
     view = memoryview(data)

@@ -98,10 +98,16 @@ def seat(environment: Mapping[str, str] = os.environ, *, ranks: int, secret: str
 
 
 def environments(*, ranks: int, machines: int, port: int) -> list[dict[str, str]]:
-    """Return the environment of each process as torchrun sets it, for ``machines`` groups of them on this machine."""
+    """Return the environment of each process as torchrun sets it, for ``machines`` groups of them on this machine.
+
+    A single machine has one process, which starts the other ranks.
+    """
+    if machines == 1:
+        return [{"WORLD_SIZE": "1"}]
     each = ranks // machines
     return [
         {
+            _HAS_STORE: "False",
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
             "LOCAL_RANK": str(rank % each),

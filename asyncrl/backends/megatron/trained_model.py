@@ -9,7 +9,7 @@ Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/back
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +22,18 @@ from torch.profiler import record_function
 from asyncrl.backends import lora, micro_batches, optimizer_state, weight_places
 from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
-from asyncrl.backends.megatron.background_save import RankState, SavedModel, random_states
+from asyncrl.backends.megatron.background_save import STATE, RankState, SavedModel, random_states
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.passes import Passes
 from asyncrl.backends.megatron.process_groups import expert_replicas_group
 from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.micro_batches import RecordedTokens
-from asyncrl.backends.models import POLICY
+from asyncrl.backends.models import POLICY, VALUE_HEAD
 from asyncrl.backends.offload import HostMoments
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
-from asyncrl.errors import StepFailed
+from asyncrl.backends.weight_map import Mapping, weight_map
+from asyncrl.errors import CheckpointError, StepFailed
 from asyncrl.policies.algorithms.objective import Objective
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.corrections import diagnostics
@@ -41,7 +42,6 @@ from asyncrl.tensors.torch_dist import Chunk, TorchDist
 
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
 """With tied embeddings, the weight that the output layer of a last stage is a copy of."""
-_STATE: Final = "optimizer.state."
 _MAIN: Final = "param."
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
@@ -131,7 +131,7 @@ class TrainedModel(LoadedModel):
             sums = passes.run(share)
         except Exception as error:
             is_awaited = self._pipeline.size() > 1 or (self._replicas.size() > 1 and passes.begun == len(share))
-            if passes.is_alone or is_awaited or not self._agreement.all_failed():
+            if passes.is_alone or is_awaited or not self._agreement.all_failed(passes.where):
                 raise
             passes.problem, sums = error.with_traceback(None), []
             passes.run((empty(),))  # replicas sum their gradients in this pass
@@ -188,6 +188,8 @@ class TrainedModel(LoadedModel):
 
     def saved(self, folder: Path) -> RankState:
         """Return what this rank writes to the checkpoint in ``folder``: views of tensors that the next step changes."""
+        if self._moments and self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # they may be on their way to the host
         chunks, steps = list(random_states(dist.get_rank())), dict[str, float]()
         for held in self._held_parameters():
             if not held.is_written:
@@ -195,10 +197,10 @@ class TrainedModel(LoadedModel):
             key = held.place.key
             for piece in self._pieces(held):
                 weights = {key: piece.weights} | (
-                    {} if piece.main is piece.weights else {_STATE + _MAIN + key: piece.main}
+                    {} if piece.main is piece.weights else {STATE + _MAIN + key: piece.main}
                 )
                 state = self._adamw(held).state.get(piece.main, {})
-                moments = {f"{_STATE}{kind}.{key}": state[kind] for kind in _MOMENTS if kind in state}
+                moments = {f"{STATE}{kind}.{key}": state[kind] for kind in _MOMENTS if kind in state}
                 steps |= {key: float(state["step"])} if "step" in state else {}
                 for name, values in (weights | moments).items():
                     for view, start in held.place.views(values.detach().reshape(-1), piece.start):
@@ -210,24 +212,42 @@ class TrainedModel(LoadedModel):
         """Restore a checkpoint written by ranks in any layout. Raises CheckpointError, ConfigError."""
         if optimizer_state.format_of(folder) == optimizer_state.FORMAT:
             self._restore_format_2(folder)
-            return
+        else:
+            self._restore_format_3(folder)
+        for offloaded in self._moments:
+            offloaded.take_home()
+
+    def _restore_format_3(self, folder: Path) -> None:
         saved = SavedModel(folder)
+        self._require_no_more(saved)
         for held in self._held_parameters():
             key = held.place.key
             _read(saved, key, held.place, held.parameter)
             if not held.parameter.requires_grad:
                 continue  # it is restored, and has no moments
-            main = _STATE + _MAIN + key if _STATE + _MAIN + key in saved else key
+            main = STATE + _MAIN + key if STATE + _MAIN + key in saved else key
             for piece in self._pieces(held):
                 _read(saved, main, held.place, piece.main, start=piece.start)
                 moments: dict[str, torch.Tensor] = {}
                 if key in saved.steps:
                     moments = {kind: torch.zeros_like(piece.main) for kind in _MOMENTS}
                     for kind, values in moments.items():
-                        _read(saved, f"{_STATE}{kind}.{key}", held.place, values, start=piece.start)
+                        _read(saved, f"{STATE}{kind}.{key}", held.place, values, start=piece.start)
                     moments["step"] = torch.tensor(saved.steps[key])
                 self._adamw(held).state[piece.main] = optimizer_state.shaped(moments, piece.main)
         saved.restore_random_states(dist.get_rank())
+
+    def _require_no_more(self, saved: SavedModel) -> None:
+        """Raise CheckpointError if the checkpoint has layers or adapters that the model lacks: they would be lost."""
+        maps: Iterable[Mapping] = weight_map(self._shape, head=self._model.head)
+        if self._lora is not None:
+            maps = lora.with_adapters(maps, self._lora)
+        known = {weight_places.key(entry.megatron) for entry in maps} | {VALUE_HEAD}
+        if more := sorted(saved.weights() - known):
+            raise CheckpointError(
+                f"{saved.folder}: has {more[0]} ({len(more)} such weights), which the model or its adapters lack; is "
+                "it a checkpoint of another model?"
+            )
 
     def _restore_format_2(self, folder: Path) -> None:
         """Restore a checkpoint of an older version, which stores tensor-parallel shards that cannot be recombined."""
@@ -331,6 +351,11 @@ class _Piece:
 
 def _read(saved: TorchDist, key: str, place: weight_places.Place, into: torch.Tensor, *, start: int = 0) -> None:
     """Fill a tensor whose flattened elements are those of ``place`` from ``start`` on. Raises CheckpointError."""
+    if key in saved and saved.size(key) != place.whole:
+        raise CheckpointError(
+            f"{saved.folder}: {key} has the size {list(saved.size(key))}, the model needs {list(place.whole)}; is it a "
+            "checkpoint of another model?"
+        )
     for view, corner in place.views(into.detach().view(-1), start):
         view.copy_(saved.read(key, corner, tuple(view.shape)))
 

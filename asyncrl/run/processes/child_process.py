@@ -140,6 +140,7 @@ class ChildProcess:
             self.starts += 1
             if self._pending_signal:
                 self.process.signal(self._pending_signal)
+                self._pending_signal = 0
             node, pid = self.process.node, self.process.pid
             code = await self.process.ended()
             reason = f"{self.name} ended with {_in_words(code)}" + (f" ({self.fault})" if self.fault else "")

@@ -77,12 +77,12 @@ class ProcessSpecs:
         return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
 
     def _learner(self, gpus: Gpus, *, resume: bool) -> list[ChildProcess]:
-        if self._run.learner.machines == 1:
-            return [self._rank(LEARNER, gpus, {}, num_gpus=gpus_of_learner(self._run), resume=resume)]
         with socket.create_server(("", 0)) as listener:
             port = listener.getsockname()[1]
-        secret = {LEARNER_SECRET: secrets.token_hex(32)}
         environments = registry.backend_class(self._run).environments(self._run, port=port)
+        if self._run.learner.machines == 1:
+            return [self._rank(LEARNER, gpus, environments[0], num_gpus=gpus_of_learner(self._run), resume=resume)]
+        secret = {LEARNER_SECRET: secrets.token_hex(32)}
         names = [f"{LEARNER}-{rank}" if rank else LEARNER for rank in range(len(environments))]
         each = len(names) // self._run.learner.machines
         leaders = names[::each]

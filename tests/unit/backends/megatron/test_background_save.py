@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.backends.megatron.background_save import BackgroundSave, RankState, SavedModel, complete, random_states
+from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.errors import CheckpointError
 from asyncrl.tensors.torch_dist import Chunk
+from tests.harness.backends import SETTINGS, distance, started, tiny_model, weights
 
 
 def state(folder: Path, rank: int, data: torch.Tensor) -> RankState:
@@ -63,3 +67,35 @@ def test_a_checkpoint_of_another_backend_is_none_of_megatron_s(tmp_path: Path) -
     (tmp_path / "backend.json").write_text(json.dumps({"format": 2, "ranks": 1, "tensor_parallel": 1}))
     with pytest.raises(CheckpointError, match="is not a distributed checkpoint"):
         SavedModel(tmp_path)
+
+
+def adapters(rank: int, *modules: str) -> dict[str, Any]:
+    lora = Lora(rank=rank, alpha=8.0, modules=modules, is_merged=True)
+    return {"optimizer": dataclasses.replace(SETTINGS, lora=lora)}
+
+
+@pytest.mark.parametrize(
+    ("larger", "settings", "smaller", "of_it", "problem"),
+    [
+        ({"num_layers": 4}, {}, {}, {}, r"has decoder\.layers\.2\..* \(16 such weights\)"),
+        ({"hidden_size": 128}, {}, {}, {}, r"has the size \[50, 128\], the model needs \[50, 64\]"),
+        ({}, adapters(8, "o_proj"), {}, adapters(4, "o_proj"), r"has the size \[1, 8, 64\], the model needs \[1, 4,"),
+        ({}, adapters(4, "o_proj", "down_proj"), {}, adapters(4, "o_proj"), r"\.mlp\.linear_fc2\.weight_adapter\.down"),
+    ],
+    ids=["layers", "hidden size", "rank of adapters", "modules with adapters"],
+)
+def test_a_checkpoint_of_a_larger_model_is_not_cut_to_fit(
+    tmp_path: Path,
+    larger: dict[str, Any],
+    settings: dict[str, Any],
+    smaller: dict[str, Any],
+    of_it: dict[str, Any],
+    problem: str,
+) -> None:
+    with started("megatron-1", tiny_model(tmp_path / "larger", **larger), **settings) as backend:
+        backend.save(tmp_path / "saved")
+    with started("megatron-1", tiny_model(tmp_path / "larger", **smaller), **of_it) as backend:
+        before = weights(backend)
+        with pytest.raises(CheckpointError, match=problem + ".*is it a checkpoint of another model"):
+            backend.restore(tmp_path / "saved")
+        assert distance(weights(backend), before) == 0.0

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import socket
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from asyncrl.backends.megatron import joined_ranks, torchrun
+from asyncrl.backends.megatron.backend import MegatronBackend, Options
 from asyncrl.backends.megatron.followers import Followers
 from asyncrl.backends.megatron.rank_commands import Command, Place
 from asyncrl.backends.megatron.rank_link import RankLink
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.messages import codec
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from tests.harness.backends import LAYOUTS, SETTINGS, tiny_model
 from tests.harness.ports import free_ports
 
 COMMON = {"the code of asyncrl": "a", "learner.recompute": "b"}
@@ -61,6 +69,37 @@ def test_a_rank_with_another_secret_other_code_or_other_settings_is_refused_and_
         link.close()
 
 
+def test_a_rank_whose_folder_holds_other_weights_is_refused(tmp_path: Path) -> None:
+    """Both folders have the same config.json. The ranks would train a mixture of both models."""
+    port = free_ports(1)[0]
+    folder = tiny_model(tmp_path / "model")
+    shutil.copytree(folder, tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    shifted = {name: tensor + 0.01 for name, tensor in tensors.items()}
+    save_file(shifted, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+
+    def made(folder: Path, rank: int) -> MegatronBackend:
+        return MegatronBackend(
+            folder,
+            algorithm=resolve(ALGORITHMS["grpo"]),
+            optimizer=SETTINGS,
+            temperature=1.0,
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            options=Options(timeout_seconds=3.0),
+            layout=LAYOUTS["megatron-2"],
+            seat=seat(rank, port=port),
+        )
+
+    with ThreadPoolExecutor() as threads:
+        learner = threads.submit(made(folder, 0).start)
+        with pytest.raises(ConfigError, match=r"differs from the learner in the weights of model\.path;"):
+            made(tmp_path / "other", 1).serve()
+        with pytest.raises(BackendError, match="rank 1 of 2 has not joined"):
+            learner.result()
+
+
 def test_a_stranger_that_says_nothing_sensible_keeps_nobody_out() -> None:
     port = free_ports(1)[0]
     with ThreadPoolExecutor() as threads:
@@ -73,6 +112,25 @@ def test_a_stranger_that_says_nothing_sensible_keeps_nobody_out() -> None:
         assert codec.decode(link.recv_bytes(), Command).name == "step"
         ranks.close_links()
         link.close()
+
+
+def test_a_stranger_that_sends_a_byte_at_a_time_does_not_hold_up_the_learner_past_its_deadline() -> None:
+    port = free_ports(1)[0]
+    is_over = threading.Event()
+
+    def drip() -> None:
+        with _connected(port) as stranger, contextlib.suppress(OSError):
+            stranger.sendall((60_000).to_bytes(8, "little"))
+            while not is_over.wait(0.02):
+                stranger.sendall(b"x")
+
+    with ThreadPoolExecutor() as threads:
+        dripping = threads.submit(drip)
+        learner = threads.submit(gather, seat(0, port=port), 0.5)
+        with pytest.raises(BackendError, match="rank 1 of 2 has not joined within 0.5 s"):
+            learner.result(60)  # all bytes would take 20 minutes
+        is_over.set()
+        dripping.result()
 
 
 def test_a_second_process_of_one_rank_is_refused_while_the_first_is_there() -> None:
@@ -115,7 +173,7 @@ def test_an_environment_that_cannot_be_is_refused(environment: dict[str, str], p
 
 
 def test_ranks_without_a_secret_are_refused() -> None:
-    (first, _) = torchrun.environments(ranks=2, machines=1, port=29500)
+    (first, _) = torchrun.environments(ranks=2, machines=2, port=29500)
     with pytest.raises(ConfigError, match="set ASYNCRL_LEARNER_SECRET"):
         torchrun.seat(first, ranks=2, secret="")
 

@@ -44,6 +44,7 @@ Tensors = dict[str, torch.Tensor]
 LEARNING_RATE = 0.05
 GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
 ADAPTERS = Lora(rank=4, alpha=8.0, modules=("all-linear",), is_merged=False)
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
 MERGED = dataclasses.replace(ADAPTERS, is_merged=True)
 
 
@@ -163,21 +164,23 @@ def test_adapters_are_not_restored_on_other_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"),
+    ("kind", "architecture", "modules"),
     [
-        pytest.param("megatron-tp2-ep2", "qwen3_moe", id="tp2-ep2", marks=LAYOUT_RANKS),
-        pytest.param("megatron-tp2-ep2", "qwen3_next", id="tp2-ep2-linear", marks=LAYOUT_RANKS),
-        pytest.param("megatron-cp2-dp2", "qwen3", id="cp2-dp2", marks=LAYOUT_RANKS),
-        pytest.param("megatron-pp2-dp2", "gemma3", id="pp2-dp2", marks=LAYOUT_RANKS),
+        pytest.param("megatron-tp2-ep2", "qwen3_moe", ADAPTERS.modules, id="tp2-ep2", marks=LAYOUT_RANKS),
+        pytest.param("megatron-ep2", "qwen3_moe", EXPERTS, id="ep2-experts", marks=LAYOUT_RANKS),
+        pytest.param("megatron-tp2-ep2", "qwen3_moe", EXPERTS, id="tp2-ep2-experts", marks=LAYOUT_RANKS),
+        pytest.param("megatron-tp2-ep2", "qwen3_next", ADAPTERS.modules, id="tp2-ep2-linear", marks=LAYOUT_RANKS),
+        pytest.param("megatron-cp2-dp2", "qwen3", ADAPTERS.modules, id="cp2-dp2", marks=LAYOUT_RANKS),
+        pytest.param("megatron-pp2-dp2", "gemma3", ADAPTERS.modules, id="pp2-dp2", marks=LAYOUT_RANKS),
     ],
 )
 def test_ranks_that_share_a_model_train_the_adapters_of_one_process(
-    kind: str, architecture: str, tmp_path: Path
+    kind: str, architecture: str, modules: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = tiny_model(tmp_path / "base", architecture=architecture)
     after = []
     for ranks in ("megatron-1", kind):
-        with started(ranks, folder, **settings(ADAPTERS)) as backend:
+        with started(ranks, folder, **settings(dataclasses.replace(ADAPTERS, modules=modules))) as backend:
             backend.step(shares(ranks, documents(), max_tokens=30), learning_rate=LEARNING_RATE)
             backend.save(tmp_path / ranks)
             again = []

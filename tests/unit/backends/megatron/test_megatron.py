@@ -333,6 +333,18 @@ def test_moments_that_wait_on_the_host_change_no_number(folder: Path, tmp_path: 
     assert distance(*results) == 0.0
 
 
+def test_moments_wait_on_the_host_from_the_restore_on(folder: Path, tmp_path: Path) -> None:
+    with started("megatron-1", folder, options={"offload_optimizer": True}) as backend:
+        backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+        backend.save(tmp_path)
+        backend.restore(tmp_path)
+        own: Any = backend
+        (moments,) = own._own._loaded["policy"]._moments
+        waiting = [one for state in moments._optimizer.state.values() for key, one in state.items() if key != "step"]
+        assert waiting
+        assert all(any(one is home for home in moments._homes.values()) for one in waiting)
+
+
 def test_arrays_reach_the_device_as_they_were() -> None:
     arrays = {
         "longs": np.arange(5),

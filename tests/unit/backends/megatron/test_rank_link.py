@@ -51,6 +51,18 @@ def test_a_learner_whose_rank_is_gone_ends_and_names_the_rank(pair: Pair, capfd:
     ranks.close_links()
 
 
+def test_a_rank_that_fails_says_why_after_all_that_it_has_sent(pair: Pair) -> None:
+    ours, theirs = (RankLink(end, patience=60) for end in pair)
+    theirs.send_bytes(b"scores")
+    theirs.fail(RuntimeError("CUDA error: an illegal memory access\nException raised from ..."))
+    assert ours.gone.wait(60)
+    assert ours.recv_bytes() == b"scores"
+    assert ours.problem == "it failed: RuntimeError: CUDA error: an illegal memory access"
+    ours.close()
+    assert theirs.gone.wait(60)
+    theirs.close()
+
+
 def test_what_one_end_sends_does_not_wait_for_the_other_to_listen(pair: Pair) -> None:
     """Send more bytes than any kernel buffer holds."""
     ours, theirs = (RankLink(end, patience=60) for end in pair)

@@ -20,6 +20,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncrl.backends import huggingface, optimizer_state, weight_cuts
@@ -28,7 +29,17 @@ from asyncrl.backends.megatron.rank_commands import Job, Place
 from asyncrl.config.layout import Layout
 from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFailed
 from tests import ROOT
-from tests.harness.backends import LEARNING_RATE, critic, distance, documents, shares, started, tiny_model, weights
+from tests.harness.backends import (
+    LEARNING_RATE,
+    critic,
+    distance,
+    documents,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
+from tests.harness.ranks import Ends, follower_pid
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
@@ -45,6 +56,20 @@ def test_a_second_backend_in_one_process_is_refused(folder: Path) -> None:
         started("megatron-1", folder),
     ):
         pass
+
+
+def test_ranks_of_one_machine_find_each_other_without_listening_to_others(folder: Path) -> None:
+    own = os.getpid()
+    before = listening(own)
+    with started("megatron-1", folder):
+        opened = [one for one in listening(own) if one not in before]
+    assert {"0.0.0.0", "::"}.isdisjoint(one.ip for one in opened), opened
+    assert "127.0.0.1" in {one.ip for one in opened}
+
+
+def listening(pid: int) -> list[Any]:
+    """Return the addresses at which a process listens."""
+    return [one.laddr for one in psutil.Process(pid).net_connections() if one.status == psutil.CONN_LISTEN]
 
 
 def test_a_backend_that_is_not_started_says_so(folder: Path) -> None:
@@ -177,22 +202,6 @@ def test_a_rank_that_fails_without_those_that_hold_the_same_copy_ends_the_backen
         assert not isinstance(caught.value, StepFailed)
 
 
-def follower_pid(backend: Any) -> int:
-    return int(backend._followers._processes[0][1].pid)
-
-
-class Ends:
-    """Stands in for the end of the leader's process, which is the test's."""
-
-    def __init__(self) -> None:
-        self.codes: list[int] = []
-        self.ended = threading.Event()
-
-    def __call__(self, code: int) -> None:
-        self.codes.append(code)
-        self.ended.set()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["waiting", "scoring", "saving"])
 def test_a_dead_follower_is_an_error_and_not_a_hang(folder: Path, tmp_path: Path, moment: str) -> None:
@@ -315,34 +324,43 @@ def test_a_leader_ends_with_a_follower_that_ends_before_it_has_joined(
     ranks = ChildRanks(job, [place], end=ends)
     assert ends.ended.wait(300)
     assert ends.codes == [1]
-    line = r"^asyncrl learner: learner rank 1 \(pid \d+\) is gone: its connection has ended$"
+    line = r"^asyncrl learner: learner rank 1 \(pid \d+\) is gone: it failed: \w+: .+$"
     assert re.search(line, capfd.readouterr().err, re.MULTILINE)
     ranks.close_links()
     ranks.close()
 
 
 @pytest.mark.slow
-def test_followers_die_with_a_killed_leader(folder: Path) -> None:
+@pytest.mark.parametrize("end", ["is killed", "exits without closing them"])
+def test_followers_end_with_a_leader_that(folder: Path, end: str) -> None:
     script = f"""
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from tests.harness.backends import started
 if __name__ == "__main__":
-    with started("megatron-2", Path({str(folder)!r})) as backend:
-        print(backend._followers._processes[0][1].pid, flush=True)
-        sys.stdin.read()
+    kept = started("megatron-2", Path({str(folder)!r}))
+    backend = kept.__enter__()
+    print(backend._followers._processes[0][1].pid, flush=True)
+    sys.stdin.read()
+    import builtins
+    builtins.kept = kept  # otherwise the generator would close the backend
 """
     path = folder.parent / "leader.py"
     path.write_text(script)
     with subprocess.Popen(
         [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as leader:
+        assert leader.stdin is not None
         assert leader.stdout is not None
         follower = os.pidfd_open(int(leader.stdout.readline()))
-        leader.kill()
+        if end == "is killed":
+            leader.kill()
+        else:
+            leader.stdin.close()
         ended = select.poll()  # select() takes no descriptor above 1,023
         ended.register(follower, select.POLLIN)
         is_over = ended.poll(30_000)
         os.close(follower)
+        leader.wait(60)
     assert is_over

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl import config
-from asyncrl.backends.megatron.joined_ranks import shared_settings
+from asyncrl.backends.megatron.backend import MegatronBackend
+from asyncrl.backends.megatron.shared_settings import digests, shared_settings
 from asyncrl.data.demo_task import DIGITS
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
@@ -234,6 +235,11 @@ def test_an_embedding_may_count_as_a_layer_of_its_stage(run_file: Path, tmp_path
         check(config.load(run_file, chosen))
 
 
+def digested(run_file: Path, overrides: list[str]) -> dict[str, str]:
+    run = config.load(run_file, overrides)
+    return digests("secret", shared_settings(run, options=MegatronBackend.options(run)), {})
+
+
 @pytest.mark.parametrize(
     ("setting", "is_shared"),
     [
@@ -247,8 +253,33 @@ def test_an_embedding_may_count_as_a_layer_of_its_stage(run_file: Path, tmp_path
 def test_ranks_share_the_settings_that_their_losses_depend_on(run_file: Path, setting: str, is_shared: bool) -> None:
     """A rank with others would train something else. Folders may differ between machines."""
     overrides = ["reference.kl_coef=0.1", "reference.path='here'"]
-    one, other = (shared_settings(config.load(run_file, chosen)) for chosen in (overrides, [*overrides, setting]))
-    assert (one != other) == is_shared
+    assert (digested(run_file, overrides) != digested(run_file, [*overrides, setting])) == is_shared
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            "learner.options={timeout_seconds=60, recompute='full'}",
+            "learner.options={recompute='full', timeout_seconds=60.0}",
+        ),
+        ("learner.options={}", "learner.options={recompute='none', timeout_seconds=600}"),
+        ("algorithm.options={clip_low=1, clip_high=2}", "algorithm.options={clip_high=2.0, clip_low=1.0}"),
+    ],
+)
+def test_ranks_may_write_the_same_settings_differently(run_file: Path, one: str, other: str) -> None:
+    assert digested(run_file, [one]) == digested(run_file, [other])
+
+
+def test_ranks_share_the_code_of_a_loss_of_the_user_s_own(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for text in ("first", "second"):
+        (tmp_path / "loss_of_a_rank.py").write_text(f"# {text}\n")
+        found.append(digested(run_file, ["algorithm.loss='loss_of_a_rank:Loss'"]))
+    assert [name for name in found[0] if found[0][name] != found[1][name]] == ["the code of algorithm"]
 
 
 def test_fields_of_megatron_must_fit_every_model(run_file: Path, tmp_path: Path) -> None:

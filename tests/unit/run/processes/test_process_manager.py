@@ -142,7 +142,7 @@ async def test_too_little_room_from_the_start_ends_the_run(stage: Callable[..., 
     assert (await it.task).exit_code == 2
 
 
-def test_a_child_that_is_signalled_before_it_is_there_gets_it_when_it_is() -> None:
+def test_a_child_that_is_signalled_before_it_is_there_gets_it_once_when_it_is() -> None:
     async def main() -> None:
         launcher = Launcher()
         child = ChildProcess(
@@ -150,7 +150,12 @@ def test_a_child_that_is_signalled_before_it_is_there_gets_it_when_it_is() -> No
         )
         child.signal(15)
         assert (await child.run_once(launcher)).code == 0
-        assert launcher.started[0].signals == [15]
+        again = asyncio.ensure_future(child.run_once(launcher))
+        while len(launcher.started) < 2 or child.process is None:
+            await asyncio.sleep(0)
+        child.signal(9)
+        assert (await again).code == -9
+        assert [one.signals for one in launcher.started] == [[15], [9]]
 
     asyncio.run(main())
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
+from asyncrl.backends.megatron import torchrun
 from asyncrl.data import demo_task
+from asyncrl.os_process import environment_of_child
 from asyncrl.run.processes.process_specs import ProcessSpecs
 from tests.harness.fleet import Launcher
 from tests.unit.run.checks.test_run_file import RUN_FILE
@@ -48,3 +50,24 @@ def test_the_ranks_of_a_learner_on_several_machines_say_where_they_go_and_whom_t
         ("learner-2", "", ("learner",), "learner"),
         ("learner-3", "learner-2", (), "learner"),
     ]
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_learner_is_no_part_of_the_job_that_asyncrl_run_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machines: int
+) -> None:
+    """The surroundings are those of the first of 16 processes under torchrun."""
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    surroundings = {"WORLD_SIZE": "16", "RANK": "0", "MASTER_ADDR": "host-a", "MASTER_PORT": "29500"}
+    for name, value in (surroundings | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    run = config.load(
+        tmp_path / "run.toml", ["learner.backend=megatron", "learner.ranks=2", f"learner.machines={machines}"]
+    )
+    made = ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
+    ranks = [environment_of_child(child.spec.environment) for child in made if child.name.startswith("learner")]
+    seats = [torchrun.seat(one, ranks=2, secret="s") for one in ranks]
+    assert [one and (one.host, one.store_key) for one in seats] == (
+        [None] if machines == 1 else [("127.0.0.1", "")] * 2
+    )
