@@ -27,7 +27,7 @@ from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import joined_ranks, torchrun
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.held_parts import RemotePart
-from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
+from asyncrl.backends.megatron.rank_commands import Command, Job, Left, Place, Scores, left_behind
 from asyncrl.backends.megatron.refusals import require_quantizable, require_tensors_of_engines, require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
@@ -185,6 +185,7 @@ class MegatronBackend(BackendAdapter):
         self._followers: Followers | None = None
         self._own: MegatronRank | None = None
         self._exports = 0
+        self._left: list[Left] = []
         self._parts: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # parts that are still in use
 
     def start(self) -> None:
@@ -236,6 +237,7 @@ class MegatronBackend(BackendAdapter):
         if model != POLICY:
             return result
         metrics = {**result.metrics, **self._speed(dp_shards, time.perf_counter() - began)}
+        metrics |= left_behind(self._left)
         return StepResult(metrics=metrics, tokens={**result.tokens, **self._tokens_of_followers(commands)})
 
     def _tokens_of_followers(self, commands: Sequence[Command]) -> dict[int, NDArray[np.float32]]:
@@ -293,9 +295,8 @@ class MegatronBackend(BackendAdapter):
 
     def export(self) -> Snapshot:
         self._exports += 1
-        held = tuple(sorted({part.export for part in self._parts}))
         exporters = [rank for rank in range(self._layout.ranks) if self._layout.is_exporter(rank)]
-        command = Command(name="export", export=self._exports, held=held)
+        command = Command(name="export", export=self._exports, held=self._held())
         own: Snapshot = self._together([command if rank in exporters else None for rank in range(self._layout.ranks)])
         links = self._followers.parts if self._followers else {}
         others = tuple(RemotePart(links[rank], self._exports) for rank in exporters[1:])
@@ -316,7 +317,13 @@ class MegatronBackend(BackendAdapter):
         return None if files is None else {Path(file): sha256 for file, sha256 in files.items()}
 
     def offload(self) -> None:
-        self._together([Command(name="offload")] * self._layout.ranks)
+        own: Left = self._together([Command(name="offload", held=self._held())] * self._layout.ranks)
+        # Who gets the GPUs next needs the memory of all of them, and a rank may end its first steps seconds after us.
+        self._left = [own, *(self._followers.left() if self._followers else [])]
+
+    def _held(self) -> tuple[int, ...]:
+        """Return the exports whose parts the followers must keep."""
+        return tuple(sorted({part.export for part in self._parts}))
 
     def onload(self) -> None:
         self._together([Command(name="onload")] * self._layout.ranks)
