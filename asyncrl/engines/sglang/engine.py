@@ -159,7 +159,7 @@ class SGLangEngine(EngineAdapter):
             options.url.rstrip("/"), request_seconds=options.request_seconds, log_tail=self._log_tail
         )
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
-        self._tells_experts = tells_experts
+        self._memory = memory.GpuMemory(self._client)
         self._context_tokens = self._max_running = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
         self._has_spans, self._late_tokens = False, 1
@@ -170,7 +170,7 @@ class SGLangEngine(EngineAdapter):
         self._loader = WeightLoader(
             self._client.order, pause=options.pause, first_version=version, is_open=self._is_open
         )
-        self._lora = lora
+        self._lora, self._tells_experts = lora, tells_experts
         self._adapters = Adapters(self._client.order, first_version=version) if lora else None
         self._intake: SGLangIntake | None = None
         self._sent = self._held = self._tokens_generated = 0
@@ -243,10 +243,10 @@ class SGLangEngine(EngineAdapter):
         return await self._loader.load(weights, folder)
 
     async def release(self) -> None:
-        await memory.release(self._client)
+        await self._memory.release()
 
     async def resume(self) -> None:
-        await memory.resume(self._client)
+        await self._memory.resume()
 
     @property
     def url(self) -> str:
