@@ -53,6 +53,10 @@ SCHEMA: dict[str, str] = {
     "learner/gpus_wait_seconds": "time before the step until the engines had left the GPUs; with run.colocated",
     "learner/onload_seconds": "time before the step to move models and optimizers back to the GPUs",
     "learner/offload_seconds": "time after the previous step to move models and optimizers to the host",
+    "learner/rank*/kept_memory_bytes": "GPU memory that torch kept in this rank when it had left its GPU after the "
+    "previous step; with run.colocated, megatron only",
+    "learner/rank*/used_memory_bytes": "used memory of this rank's GPU at that moment, by all processes, engines "
+    "included; with run.colocated, megatron only",
     "learner/checkpoint_seconds": "time that training waited for the checkpoint before the step; absent if none was "
     "started",
     "learner/checkpoint_write_seconds": "time from the start of a checkpoint until it was on disk; steps run at the "

@@ -43,6 +43,7 @@ class HostMemory:
             self._away.append((storage, storage.nbytes(), homes.get(key)))
             storage.resize_(0)
         if torch.cuda.is_available():
+            _clear_workspaces()
             torch.cuda.empty_cache()
 
     def come_back(self) -> None:
@@ -61,6 +62,14 @@ class HostMemory:
             home = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
             self._homes[storage._cdata] = home
         return home
+
+
+def _clear_workspaces() -> None:
+    """Free cuBLAS's workspaces, which it allocates again. Each may be a piece of a much larger block of the allocator,
+    such as one that activations had, and would keep all of it."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # has no public name
+    if clear is not None:
+        clear()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterable[torch.UntypedStorage]:

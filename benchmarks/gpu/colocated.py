@@ -3,13 +3,15 @@
     python -m benchmarks.gpu.colocated OUT.jsonl [--shape 0.6B] [--arms turns parts turns_one_step_off] [--gpus 2]
 
 Each arm is one `asyncrl run` with a learner rank and an engine on each of --gpus GPUs. Reports trained tokens per
-second, seconds of the hand-over, and the first GPU's used memory, read from nvidia-smi twenty times a second.
+second, seconds of the hand-over, restarts of processes, what each rank left in use on its GPU when it left, and each
+GPU's used memory, read from nvidia-smi twenty times a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,28 +44,41 @@ OF_STEPS: Final = (
     "staleness/mean",
     "staleness/max",
 )
+_LEFT: Final = re.compile(r"learner/rank\d+/(kept|used)_memory_bytes")
 _WARMUP: Final = 2
 _LOOK_SECONDS: Final = 0.05
 _LIMIT_SECONDS: Final = 240.0
 
 
 class Memory:
-    """Records the used MiB of the first GPU until it is closed."""
+    """Records the used MiB of the first ``gpus`` GPUs until it is closed."""
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, int]] = []
-        words = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "50"]
+    def __init__(self, gpus: int) -> None:
+        self.seen: list[tuple[float, int, int]] = []
+        which = ",".join(map(str, range(gpus)))
+        query = ["--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+        words = ["nvidia-smi", f"--id={which}", *query, "-lms", "50"]
         self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.seen.append((time.time(), int(line)))
+            gpu, used = map(int, line.split(","))
+            self.seen.append((time.time(), gpu, used))
 
     def between(self, begin: float, end: float) -> dict[str, float]:
-        used = [mib for at, mib in self.seen if begin <= at <= end]
-        return {"memory_max_gib": max(used) / 1024, "memory_min_gib": min(used) / 1024} if used else {}
+        """Return the most and the least of the first GPU as "memory_max_gib", of the next as "memory_max_gib_1"."""
+        used: dict[int, list[int]] = {}
+        for at, gpu, mib in self.seen:
+            if begin <= at <= end:
+                used.setdefault(gpu, []).append(mib)
+        found = {}
+        for gpu, mibs in sorted(used.items()):
+            suffix = f"_{gpu}" if gpu else ""
+            found[f"memory_max_gib{suffix}"] = max(mibs) / 1024
+            found[f"memory_min_gib{suffix}"] = min(mibs) / 1024
+        return found
 
     def close(self) -> None:
         self._process.terminate()
@@ -104,24 +119,47 @@ def run(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     words = [sys.executable, "-m", "asyncrl", "run", "benchmarks/gpu/modes.toml"]
     for key, value in overrides(arm, options, scratch).items():
         words += ["--set", f"{key}={_toml(value)}"]
-    memory, began = Memory(), time.time()
+    memory, began = Memory(options.gpus), time.time()
     try:
-        with (scratch / f"{arm}.log").open("w") as log:
-            code = subprocess.run(words, stdout=log, stderr=log, timeout=_LIMIT_SECONDS, check=False).returncode
+        with _output(scratch, arm).open("w") as log:
+            code = subprocess.run(words, stdout=log, stderr=log, timeout=options.limit_seconds, check=False).returncode
     except subprocess.TimeoutExpired:
         code = -1
     memory.close()
-    folder = scratch / "runs" / arm.replace("_", "-")
-    path = folder / "metrics.jsonl"
+    path = _folder(scratch, arm) / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     steps = [row for row in rows if "learner/step_seconds" in row and row["step"] > _WARMUP]
     made: dict[str, Any] = {"arm": arm, "exit_code": code, "seconds": time.time() - began, "steps": len(steps)}
+    output = _output(scratch, arm).read_text()
+    made |= {"restarts": output.count("; restart ")} | left_behind(rows)
     if code or not steps:
-        return made | {"log": (scratch / f"{arm}.log").read_text()[-3000:]}
+        return made | {"log": output[-3000:]}
     values = {name: [row[name] for row in steps if name in row] for name in OF_STEPS}
     made |= {name: statistics.median(found) for name, found in values.items() if found}
     made |= {name: value for name, value in steps[-1].items() if name.startswith("offpolicy/")}
     return made | memory.between(steps[0]["time"], steps[-1]["time"])
+
+
+def left_behind(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the most GiB that each rank's torch kept, and that were in use on its GPU, when the rank had left it."""
+    names = sorted({name for row in rows for name in row if _LEFT.fullmatch(name)})
+    return {name.replace("_bytes", "_gib"): max(row.get(name, 0) for row in rows) / 2**30 for name in names}
+
+
+def keep_logs(arm: str, scratch: Path, folder: Path) -> None:
+    """Copy what the run and its processes wrote to ``folder``. A run that did not start has only its own output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (_output(scratch, arm), *sorted((_folder(scratch, arm) / "logs").glob("*"))):
+        if path.is_file():
+            shutil.copy(path, folder / path.name)
+
+
+def _output(scratch: Path, arm: str) -> Path:
+    return scratch / f"{arm}.log"
+
+
+def _folder(scratch: Path, arm: str) -> Path:
+    return scratch / "runs" / arm.replace("_", "-")
 
 
 def _toml(value: Any) -> str:
@@ -140,6 +178,7 @@ def main() -> int:
     parser.add_argument("--length-mean", type=float, default=300.0)
     parser.add_argument("--length-max", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=7, help=f"of which {_WARMUP} are not counted")
+    parser.add_argument("--limit-seconds", type=float, default=_LIMIT_SECONDS, help="for a run")
     parser.add_argument("--logs", type=Path, help="folder for the runs' logs")
     options = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="colocated-", dir="/dev/shm"))
@@ -162,9 +201,7 @@ def main() -> int:
                 options.json,
             )
             if options.logs:
-                shutil.copytree(
-                    scratch / "runs" / arm.replace("_", "-") / "logs", options.logs / arm, dirs_exist_ok=True
-                )
+                keep_logs(arm, scratch, options.logs / arm)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return 0

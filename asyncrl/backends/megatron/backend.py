@@ -26,7 +26,7 @@ from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import joined_ranks, rank_store, shared_settings, torchrun
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.held_parts import RemotePart
-from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
+from asyncrl.backends.megatron.rank_commands import Command, Job, Left, Place, Scores, left_behind
 from asyncrl.backends.megatron.rank_link import described
 from asyncrl.backends.megatron.refusals import require_quantizable, require_tensors_of_engines, require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
@@ -34,7 +34,7 @@ from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
 from asyncrl.os_process import learner_secret
 from asyncrl.policies.algorithms.algorithm import Algorithm
-from asyncrl.policies.batching.packing import MicroBatch, empty
+from asyncrl.policies.batching.packing import MicroBatch, of_one_length
 from asyncrl.protocols import StepResult
 from asyncrl.protocols.adapter import Layout, RunConfig
 from asyncrl.tensors.snapshot import Snapshot
@@ -187,6 +187,7 @@ class MegatronBackend(BackendAdapter):
         self._followers: Followers | None = None
         self._own: MegatronRank | None = None
         self._exports = 0
+        self._left: list[Left] = []
         self._parts: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # parts that are still in use
 
     def start(self) -> None:
@@ -240,6 +241,7 @@ class MegatronBackend(BackendAdapter):
         if model != POLICY:
             return result
         metrics = {**result.metrics, **self._speed(dp_shards, time.perf_counter() - began)}
+        metrics |= left_behind(self._left)
         return StepResult(metrics=metrics, tokens={**result.tokens, **self._tokens_of_followers(commands)})
 
     def _tokens_of_followers(self, commands: Sequence[Command]) -> dict[int, NDArray[np.float32]]:
@@ -258,7 +260,7 @@ class MegatronBackend(BackendAdapter):
         copies = self._layout.data_parallel
         if len(dp_shards) != copies:
             raise BackendError(f"{copies} data-parallel learner ranks need as many shards, got {len(dp_shards)}")
-        shares = dp_shards if self._layout.expert == 1 else _of_one_length(dp_shards)
+        shares = dp_shards if self._layout.expert == 1 else of_one_length(dp_shards)
         return [
             Command(
                 name=name,
@@ -297,9 +299,8 @@ class MegatronBackend(BackendAdapter):
 
     def export(self) -> Snapshot:
         self._exports += 1
-        held = tuple(sorted({part.export for part in self._parts}))
         exporters = [rank for rank in range(self._layout.ranks) if self._layout.is_exporter(rank)]
-        command = Command(name="export", export=self._exports, held=held)
+        command = Command(name="export", export=self._exports, held=self._held())
         own: Snapshot = self._together([command if rank in exporters else None for rank in range(self._layout.ranks)])
         links = self._followers.parts if self._followers else {}
         others = tuple(RemotePart(links[rank], self._exports) for rank in exporters[1:])
@@ -320,7 +321,13 @@ class MegatronBackend(BackendAdapter):
         return None if files is None else {Path(file): sha256 for file, sha256 in files.items()}
 
     def offload(self) -> None:
-        self._together([Command(name="offload")] * self._layout.ranks)
+        own: Left = self._together([Command(name="offload", held=self._held())] * self._layout.ranks)
+        # Who gets the GPUs next needs the memory of all of them, and a rank may end its first steps seconds after us.
+        self._left = [own, *(self._followers.left() if self._followers else [])]
+
+    def _held(self) -> tuple[int, ...]:
+        """Return the exports whose parts the followers must keep."""
+        return tuple(sorted({part.export for part in self._parts}))
 
     def onload(self) -> None:
         self._together([Command(name="onload")] * self._layout.ranks)
@@ -389,9 +396,3 @@ class MegatronBackend(BackendAdapter):
         if self._own is None:
             raise BackendError("the megatron backend is not started")
         return self._own
-
-
-def _of_one_length(dp_shards: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
-    """Pad shares with empty micro-batches to one length: copies that share experts exchange tokens in every layer."""
-    count = max(map(len, dp_shards))
-    return [[*share, *(empty() for _ in range(count - len(share)))] for share in dp_shards]

@@ -1,7 +1,8 @@
 """Processes of a Megatron learner: rank 0 leads, the other ranks follow.
 
 The leader sends a command, encoded by our codec, over the link of each follower (rank_link.py). All ranks then meet in
-Megatron's collectives. Ranks that have scores return them over their links. A follower exits when its link closes.
+Megatron's collectives. Ranks that have scores return them over their links, and all ranks tell when they have left
+their GPUs: no collective waits for that. A follower exits when its link closes.
 Orders for a follower's part of the weights use the second lane, so they run while the rank trains (held_parts.py).
 
 A collective with a rank that is gone may never return, so a thread waits for the end of each link, and ends the leader.
@@ -29,10 +30,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing import resource_tracker
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from asyncrl.backends.megatron.held_parts import HeldParts, PartLink
-from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
+from asyncrl.backends.megatron.rank_commands import Command, Job, Left, Place, Scores
 from asyncrl.backends.megatron.rank_link import HUNG_SECONDS, TICK_SECONDS, RankLink
 from asyncrl.errors import AsyncRLError, BackendError, StepFailed
 from asyncrl.messages import codec
@@ -51,6 +52,8 @@ exporting do not: torch.save to a stream, and copies between devices, release it
 _PASSES: Final = ("step", "rehearse", "score")
 """Commands that run the model. They may hold the GIL when a model runs them for the first time, because they compile
 kernels."""
+
+_Answer = TypeVar("_Answer", Scores, Left)
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -105,16 +108,20 @@ class Followers:
 
     def scores(self, ranks: Collection[int]) -> list[Scores]:
         """Receive the scores of these ranks. Raises BackendError."""
-        return [self._answer(place, link) for place, link in self._links if place.rank in ranks]
+        return [self._answer(place, link, Scores) for place, link in self._links if place.rank in ranks]
 
     def problems(self) -> list[str]:
         """Receive each follower's error in a step that failed on all ranks. Raises BackendError."""
-        return [self._answer(place, link).problem for place, link in self._links]
+        return [self._answer(place, link, Scores).problem for place, link in self._links]
 
-    def _answer(self, place: Place, link: RankLink) -> Scores:
+    def left(self) -> list[Left]:
+        """Wait until every follower has left its GPU, after "offload". Raises BackendError."""
+        return [self._answer(place, link, Left) for place, link in self._links]
+
+    def _answer(self, place: Place, link: RankLink, kind: type[_Answer]) -> _Answer:
         if not link.poll(place.timeout_seconds):
-            raise BackendError(f"learner rank {place.rank} gave no scores within {place.timeout_seconds:g} s")
-        return codec.decode(self._received(place, link), Scores)
+            raise BackendError(f"learner rank {place.rank} gave no answer within {place.timeout_seconds:g} s")
+        return codec.decode(self._received(place, link), kind)
 
     def _received(self, place: Place, link: RankLink) -> bytes:
         try:
@@ -326,7 +333,7 @@ def obey(rank: Rank, link: RankLink, *, patience: float) -> bool:
                 result = rank.obey(command)
         except StepFailed as error:
             result = Scores(problem=str(error))
-        if isinstance(result, Scores):
+        if isinstance(result, Scores | Left):
             link.send_bytes(codec.encode(result))
 
 

@@ -24,7 +24,7 @@ from asyncrl.backends.megatron.background_save import BackgroundSave, complete
 from asyncrl.backends.megatron.held_parts import HeldParts
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
-from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
+from asyncrl.backends.megatron.rank_commands import Command, Job, Left, Place, Scores
 from asyncrl.backends.megatron.trained_model import TrainedModel
 from asyncrl.errors import CheckpointError
 from asyncrl.protocols import StepResult
@@ -80,8 +80,7 @@ class MegatronRank:
         if command.name == "export":
             return self._export(command)
         if command.name == "offload":
-            process_groups.free_exchange()
-            return self._memory.leave()
+            return self._leave(command)
         if command.name == "onload":
             return self._memory.come_back()
         folders = {name: models.saved_in(Path(command.folder), name) for name in trained}
@@ -103,6 +102,15 @@ class MegatronRank:
         if not command.has_recorded or not self._is_scorer:
             return None
         return Scores(documents=tuple(result.tokens), rows=tuple(result.tokens.values()))
+
+    def _leave(self, command: Command) -> Left:
+        process_groups.free_exchange()
+        self.parts.forget(but=command.held)
+        self._memory.leave()
+        if self._device.type == "cpu":
+            return Left()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return Left(kept_bytes=torch.cuda.memory_reserved(self._device), used_bytes=total - free)
 
     def _export(self, command: Command) -> Snapshot:
         """Export this rank's part. A follower's part stays in this process."""

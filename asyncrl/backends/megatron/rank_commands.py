@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -81,7 +81,7 @@ class Command:
     export: int = 0
     """Number of the export."""
     held: tuple[int, ...] = ()
-    """Earlier exports whose parts are still needed."""
+    """For "export" and "offload": earlier exports whose parts are still needed."""
 
     @property
     def has_recorded(self) -> bool:
@@ -101,3 +101,25 @@ class Scores:
     rows: tuple[NDArray[np.float32], ...] = ()
     documents: tuple[int, ...] = ()
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A rank's result of "offload", and a follower's reply: it has left its GPU. Both numbers are 0 on a CPU.
+
+    kept_bytes  GPU memory that torch keeps in this process, besides the CUDA context and NCCL's buffers
+    used_bytes  used memory of this rank's GPU, by all processes
+    """
+
+    kept_bytes: int = 0
+    used_bytes: int = 0
+
+
+def left_behind(ranks: Sequence[Left]) -> dict[str, float]:
+    """Return metrics of the memory in use on each rank's GPU after the rank had left it; none on a CPU."""
+    return {
+        f"learner/rank{rank}/{name}_memory_bytes": float(num_bytes)
+        for rank, left in enumerate(ranks)
+        for name, num_bytes in (("kept", left.kept_bytes), ("used", left.used_bytes))
+        if left.used_bytes
+    }

@@ -157,6 +157,7 @@ class SGLangEngine(EngineAdapter):
         self._client = ServerClient(options.url.rstrip("/"), request_seconds=options.request_seconds)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._tells_experts = tells_experts
+        self._memory = memory.GpuMemory(self._client)
         self._context_tokens = 2**31  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
         self._has_spans, self._late_tokens = False, 1
@@ -247,10 +248,10 @@ class SGLangEngine(EngineAdapter):
         return report
 
     async def release(self) -> None:
-        await memory.release(self._client)
+        await self._memory.release()
 
     async def resume(self) -> None:
-        await memory.resume(self._client)
+        await self._memory.resume()
 
     @property
     def url(self) -> str:

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from asyncrl.engines.sglang import gpu_memory
 from asyncrl.engines.sglang.client import ServerClient
-from asyncrl.errors import ConfigError, EngineError
+from asyncrl.errors import ConfigError, EngineDied, EngineError
 
 SERVER_ARGUMENTS: Final[Mapping[str, Any]] = {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
 """Weights are backed up on the host, because the engine may resume before newer weights arrive."""
 _IDLE_SECONDS: Final = 30.0
 _LOOK_SECONDS: Final = 0.01
+ROOM_SECONDS: Final = 30.0
+"""Processes that were killed give their memory back within seconds."""
+_LOOK_AT_GPUS_SECONDS: Final = 0.1
+
+log = logging.getLogger(__name__)
 
 
 def check_installed() -> None:
@@ -29,20 +36,80 @@ def check_installed() -> None:
         )
 
 
-async def release(client: ServerClient) -> None:
-    """Release the server's GPU memory. Raises EngineError if the server stays busy: a release would kill it then."""
-    until = time.monotonic() + _IDLE_SECONDS
-    while True:  # the last batch may end shortly after the last answer, and the server sends no notification
+class GpuMemory:
+    """The memory of one server. Test: tests/unit/engines/sglang/test_memory.py."""
+
+    def __init__(
+        self,
+        client: ServerClient,
+        *,
+        free_bytes: Callable[[], Mapping[str, int]] = gpu_memory.free_bytes,
+        room_seconds: float = ROOM_SECONDS,
+    ) -> None:
+        """
+        free_bytes    returns the free memory of each GPU, if that is known
+        room_seconds  time for others to free the memory that the server had
+        """
+        self._client = client
+        self._free_bytes = free_bytes
+        self._room_seconds = room_seconds
+        self._needed: dict[str, int] = {}
+
+    async def release(self) -> None:
+        """Release the server's GPU memory. Raises EngineError if the server stays busy: a release would kill it
+        then."""
+        until = time.monotonic() + _IDLE_SECONDS
+        while True:  # the last batch may end shortly after the last answer, and the server sends no notification
+            try:
+                await self._client.flush()
+                break
+            except EngineError:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(_LOOK_SECONDS)
+        before = await self._free()
+        await self._client.order("/release_memory_occupation", {})
+        for gpu, free in (await self._free()).items():
+            released = max(0, free - before.get(gpu, free))
+            # The least of all times: another server of the same GPU may release at the same time.
+            self._needed[gpu] = min(released, self._needed.get(gpu, released))
+
+    async def resume(self) -> None:
+        """Allocate the server's GPU memory again, once it is free. Raises EngineDied: with too little memory the
+        server's processes exit, so it can be asked only once."""
+        problem = await self._room()
         try:
-            await client.flush()
-            break
-        except EngineError:
+            await self._client.order("/resume_memory_occupation", {})
+        except EngineDied as error:
+            if problem:
+                raise EngineDied(f"{problem}: {error}") from error
+            raise
+
+    async def _room(self) -> str:
+        """Wait until every GPU has room for the server. Returns what is missing if it has none for too long.
+
+        waits for: others' memory    woken by: the clock
+        """
+        until = time.monotonic() + self._room_seconds
+        while problem := self._missing(await self._free()):
             if time.monotonic() > until:
-                raise
-            await asyncio.sleep(_LOOK_SECONDS)
-    await client.order("/release_memory_occupation", {})
+                log.warning("%s", problem)
+                return problem
+            await asyncio.sleep(_LOOK_AT_GPUS_SECONDS)
+        return ""
 
+    def _missing(self, free: Mapping[str, int]) -> str:
+        short = (
+            f"GPU {gpu} has {free[gpu] / 2**30:.1f} GiB free, and the engine needs {needed / 2**30:.1f} GiB"
+            for gpu, needed in self._needed.items()
+            if free.get(gpu, needed) < needed
+        )
+        found = "; ".join(short)
+        return found and (
+            f"run.colocated: {found}, {self._room_seconds:g} s after the learner left; the metrics "
+            "learner/rank*/used_memory_bytes tell what it left in use; lower mem-fraction-static in "
+            "engine.options.server_arguments, or end other processes on that GPU"
+        )
 
-async def resume(client: ServerClient) -> None:
-    """Allocate the server's GPU memory again."""
-    await client.order("/resume_memory_occupation", {})
+    async def _free(self) -> Mapping[str, int]:
+        return await asyncio.to_thread(self._free_bytes)

@@ -197,6 +197,12 @@ def empty() -> MicroBatch:
     return _concatenate([blank], [-1])
 
 
+def of_one_length(shares: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
+    """Pad shares with empty micro-batches to one length: copies that share experts exchange tokens in every layer."""
+    count = max(map(len, shares))
+    return [[*share, *(empty() for _ in range(count - len(share)))] for share in shares]
+
+
 def _concatenate(documents: Sequence[Document], indices: Sequence[int]) -> MicroBatch:
     lengths = [len(document) for document in documents]
     per_token: dict[str, Any] = {name: np.concatenate([getattr(d, name) for d in documents]) for name in _PER_TOKEN}
