@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -163,8 +164,9 @@ class _Reading:
         if data.is_cuda:  # wait for queued copies from the previous user of this memory
             is_free = torch.cuda.Event()  # type: ignore[no-untyped-call]
             is_free.record()
+        # A pool's thread keeps its arguments for a moment after the result is known: they must not keep the bucket.
         self._pieces: list[Future[None]] = [
-            _threads.submit(_read, descriptor, offset + start, data[start : start + _PIECE_BYTES], is_free)
+            _threads.submit(_read, descriptor, offset, weakref.ref(data), start, is_free)
             for start in range(0, data.numel(), _PIECE_BYTES)
         ]
 
@@ -180,11 +182,16 @@ _own = threading.local()
 
 
 @torch.inference_mode()  # like the server's own thread, if SGLANG_ENABLE_TORCH_INFERENCE_MODE is set
-def _read(descriptor: int, offset: int, target: torch.Tensor, is_free: torch.cuda.Event | None) -> None:
-    """Copy the file's bytes from ``offset`` on into ``target``; complete on return.
+def _read(
+    descriptor: int, offset: int, bucket: weakref.ref[torch.Tensor], start: int, is_free: torch.cuda.Event | None
+) -> None:
+    """Copy a piece of the file, which has the bucket at ``offset``, into the bucket from ``start`` on; then return.
 
-    ``is_free`` is recorded when no queued GPU work uses ``target`` any more; None on the CPU.
+    ``is_free`` is recorded when no queued GPU work uses the bucket any more; None on the CPU.
     """
+    data = bucket()
+    assert data is not None  # held by the caller until we are done
+    offset, target = offset + start, data[start : start + _PIECE_BYTES]
     if is_free is None:
         _fill(descriptor, offset, target)
         return
