@@ -50,8 +50,8 @@ FORMATS: Final[Mapping[str, Format]] = {
 """By the values of weights.quantization."""
 
 
-_MADE_FROM: Final = "made_from.txt"
-"""File of a folder with the fingerprint of the model that it was made from."""
+_NAME_LENGTH: Final = 12
+"""Digits of a model's fingerprint in the name of its folder."""
 _LOCK: Final = "lock"
 """File of an unfinished folder, locked by the process that makes it."""
 
@@ -79,13 +79,14 @@ def described(config: Path, quantization: str) -> None:
 
 
 def model_folder(model: Path, into: Path, quantization: str) -> Path:
-    """Quantize the model into the folder ``into``, unless that was made from this model. Returns ``into``.
+    """Quantize the model into a folder whose name begins as ``into``, unless that was done before. Returns the folder.
 
-    Several processes may call this at once. Raises OSError, ValueError, WeightsError.
+    Its name ends in the fingerprint of the model, so that another model has another folder. Several processes may call
+    this at once. Raises OSError, ValueError, WeightsError.
     """
-    made_from = weight_files.fingerprint(model)
-    if _is_made_from(into, made_from):
-        return into
+    made = into.with_name(f"{into.name}-{weight_files.fingerprint(model)[:_NAME_LENGTH]}")
+    if made.exists():
+        return made
     into.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{into.name}-"
     _remove_left(into.parent.glob(f"{prefix}*"))
@@ -94,29 +95,17 @@ def model_folder(model: Path, into: Path, quantization: str) -> Path:
         with (temporary / _LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             _write(model, temporary, quantization)
-            (temporary / _MADE_FROM).write_text(made_from)
-            (temporary / _LOCK).unlink()
             _sync(*temporary.iterdir(), temporary)
-            _replace(into, temporary, made_from)
+            try:
+                temporary.rename(made)
+            except OSError as error:  # another process was first
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            _sync(into.parent)
+            (made / _LOCK).unlink(missing_ok=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return into
-
-
-def _replace(into: Path, made: Path, made_from: str) -> None:
-    """Rename ``made`` to ``into``, unless another process was first. A folder made from another model is removed."""
-    while not _is_made_from(into, made_from):
-        try:
-            made.rename(into)
-            _sync(into.parent)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            old = made.with_suffix(".old")
-            if not _is_made_from(into, made_from):
-                with contextlib.suppress(FileNotFoundError):
-                    into.rename(old)
-                shutil.rmtree(old, ignore_errors=True)
+    return made
 
 
 def _remove_left(folders: Iterable[Path]) -> None:
@@ -125,13 +114,6 @@ def _remove_left(folders: Iterable[Path]) -> None:
         with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_made_from(folder: Path, made_from: str) -> bool:
-    try:
-        return (folder / _MADE_FROM).read_text() == made_from
-    except OSError:
-        return False
 
 
 def _write(model: Path, folder: Path, quantization: str) -> None:

@@ -35,9 +35,9 @@ class Options:
     host: str = ""
     """The learner's address as seen by engines; empty: the one it uses to reach the bus."""
     bucket_megabytes: int = 2048
-    """MiB that an engine needs besides its weights while it receives. SGLang servers that asyncrl launched with one or
-    two GPUs have four buckets of a quarter at a time, other servers one of this size. A larger tensor has its own
-    bucket. Smaller values lengthen the pause."""
+    """MiB that an engine needs besides its weights while it receives; more only for a tensor that is larger. SGLang
+    servers with asyncrl's loader have four buckets of a quarter at a time, other servers one of this size. Smaller
+    values lengthen the pause."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.bucket_megabytes <= 2048:

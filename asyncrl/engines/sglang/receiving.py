@@ -5,7 +5,8 @@ place, and Python waits while a bucket is on its way. Here broadcasts run ahead 
 
 Invariants (tests/unit/engines/sglang/test_receiving.py, test_receiving_order.py):
   A1 no bucket is received into memory that a queued copy still reads, or loaded before it has arrived.
-  A2 at most AT_ONCE buckets are in memory, also if the model keeps their tensors until its call returns.
+  A2 at most AT_ONCE buckets are in memory, also if the model keeps their tensors until its call returns. A tensor that
+     is larger than a bucket takes the room of several.
 """
 
 from __future__ import annotations
@@ -74,14 +75,22 @@ class Arrivals:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._coming: deque[tuple[Bucket, Any]] = deque()
-        self._loaded: list[StorageWeakRef] = []
+        self._loaded: list[tuple[StorageWeakRef, int]] = []
+        """Memory that the model may still hold, and its bytes."""
         # Blocks of one size, so that the allocator always finds a free one. Only a tensor may be larger.
         self._block_bytes = max((_size(entries) for _, entries in buckets if len(entries) > 1), default=0)
 
     def begin(self, *, at_most: int = _AHEAD) -> None:
-        """Begin broadcasts until ``at_most`` are not loaded completely."""
-        while self._left and len(self._coming) < at_most:
+        """Begin broadcasts until ``at_most`` are not loaded completely, or there is no room for another."""
+        while self._left and len(self._coming) < at_most and (not self._coming or self._has_room()):
             self._coming.append(self._begun(*self._left.popleft()))
+
+    def _has_room(self) -> bool:
+        """Whether the next bucket fits into the memory of AT_ONCE buckets, beside those that are there."""
+        coming = sum(bucket.data.untyped_storage().nbytes() for bucket, _ in self._coming)
+        held = sum(num_bytes for memory, num_bytes in self._loaded if not memory.expired())  # type: ignore[no-untyped-call, misc]
+        _, entries = self._left[0]
+        return coming + held + max(_size(entries), self._block_bytes) <= AT_ONCE * self._block_bytes
 
     def load_into(self, model: Any) -> None:
         """Load all tensors.
@@ -99,10 +108,12 @@ class Arrivals:
             bucket, arrived = self._coming.popleft()
             if arrived is not None:
                 torch.cuda.current_stream(self._device).wait_event(arrived)
-            self._loaded.append(StorageWeakRef(bucket.data.untyped_storage()))  # type: ignore[no-untyped-call]
+            memory = bucket.data.untyped_storage()
+            self._loaded.append((StorageWeakRef(memory), memory.nbytes()))  # type: ignore[no-untyped-call]
+            del memory
             yield from bucket.tensors()
             del bucket
-            self._loaded = [one for one in self._loaded if not one.expired()]  # type: ignore[no-untyped-call]
+            self._loaded = [one for one in self._loaded if not one[0].expired()]  # type: ignore[no-untyped-call]
             if len(self._loaded) > 1:
                 return
 

@@ -39,14 +39,14 @@ def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_folder_of_another_model_is_replaced_and_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    """A resumed run may have another model.path."""
+def test_another_model_has_another_folder_and_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    """A server may read the first model's while `asyncrl evaluate` makes one for the second."""
     matrix = "model.layers.0.self_attn.q_proj.weight"
     (tmp_path / ".made-killed").mkdir()
     (tmp_path / ".made-killed" / "lock").touch()
-    for value in (1.0, 2.0):
+    for value in (1.0, 2.0, 1.0):
         model = tmp_path / str(value)
-        model.mkdir()
+        model.mkdir(exist_ok=True)
         (model / "config.json").write_text("{}")
         save_file({matrix: torch.full((128, 128), value, dtype=torch.bfloat16)}, model / "model.safetensors")
         made = load_file(quantized_model.model_folder(model, tmp_path / "made", "int4") / "model.safetensors")
@@ -54,6 +54,7 @@ def test_the_folder_of_another_model_is_replaced_and_what_a_killed_process_left_
             value, rel=0.1
         )
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert len(list(tmp_path.glob("made-*"))) == 2
 
 
 @pytest.mark.parametrize(("quantization", "bits"), [("fp8", 8.002), ("int4", 4.508)])
