@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ import torch.nn.functional as F
 log = logging.getLogger("asyncrl.kernels")
 
 _VARIANTS: Final = 64
-"""Variants of a function that torch compiles."""
+"""Variants of a function that torch compiles. Widths, dtypes, and passes with and without gradients count: a policy, a
+critic and a teacher exceed its default of eight."""
+_TAKES_LIMIT: Final = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,9 +39,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.cache
     def compiled() -> Callable[P, R]:
-        # Widths, dtypes, and passes with and without gradients count: a policy, a critic and a teacher exceed eight.
-        torch._dynamo.config.recompile_limit = max(_VARIANTS, torch._dynamo.config.recompile_limit)
-        return on_rows(torch.compile(function, fullgraph=True))  # lazily: its imports take two seconds
+        limit: dict[str, Any] = {"recompile_limit": _VARIANTS} if _TAKES_LIMIT else {}
+        return on_rows(torch.compile(function, fullgraph=True, **limit))  # lazily: its imports take two seconds
 
     is_compiled = True
 
@@ -47,6 +49,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         nonlocal is_compiled
         first: Any = arguments[0]
         if first.is_cuda and is_compiled:
+            if not _TAKES_LIMIT:
+                torch._dynamo.config.recompile_limit = _VARIANTS  # each thread may have its own
             try:
                 return compiled()(*arguments, **options)
             except (torch._dynamo.exc.BackendCompilerFailed, torch._dynamo.exc.FailOnRecompileLimitHit) as error:

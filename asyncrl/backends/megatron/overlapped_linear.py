@@ -5,7 +5,7 @@ shares, and a row-parallel layer sums the ranks' partial results and keeps its o
 after the other in the forward pass. Here the product of a share runs while the next share is copied, as in
 asynchronous tensor parallelism (Wang et al., "Overlap communication with dependent computation via decomposition",
 ASPLOS 2023). Ranks must run the same layers in the same order, as with collectives.
-Tests: tests/unit/backends/megatron/test_overlapped_linear.py, and test_two_gpus.py on GPUs.
+Tests: tests/unit/backends/megatron/test_overlapped_linear.py, test_overlapped_model.py, and test_two_gpus.py on GPUs.
 """
 
 from __future__ import annotations

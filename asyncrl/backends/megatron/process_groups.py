@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import torch
@@ -11,13 +12,15 @@ from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.overlapped_linear import Exchange
 from asyncrl.backends.megatron.rank_commands import Place
-from asyncrl.backends.megatron.symmetric_memory import Window, is_available
+from asyncrl.backends.megatron.symmetric_memory import Window, why_not
 from asyncrl.protocols.adapter import Layout
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+
+log = logging.getLogger("asyncrl.learner")
 
 _exchange: Exchange | None = None
 
@@ -36,8 +39,8 @@ def join(place: Place, layout: Layout, *, overlaps_tensor_parallel: bool = False
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1)  # nothing draws from this generator, but recomputation needs it to exist
-    if overlaps_tensor_parallel and layout.tensor > 1 and layout.is_sequence_parallel:
-        _exchange = _exchange_of(tensor_parallel_group())
+    if overlaps_tensor_parallel:
+        _exchange = _exchange_of(tensor_parallel_group(), layout)
 
 
 def leave() -> None:
@@ -100,8 +103,12 @@ def pipeline_group() -> dist.ProcessGroup:
     return group
 
 
-def _exchange_of(group: dist.ProcessGroup) -> Exchange | None:
-    if not is_available(group):
+def _exchange_of(group: dist.ProcessGroup, layout: Layout) -> Exchange | None:
+    """Return the exchange of the group, or None where there can be none, with a warning."""
+    is_shared = layout.tensor > 1 and layout.is_sequence_parallel
+    reason = why_not(group) if is_shared else "it needs tensor_parallel > 1 and sequence_parallel"
+    if reason:
+        log.warning("overlap_tensor_parallel has no effect (learner.options): %s", reason)
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     return Exchange(partial(Window, group), rank=group.rank(), size=group.size(), device=device)

@@ -48,32 +48,37 @@ class Window:
         self._handle.barrier()
 
 
-def is_available(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of the group can have windows. Collective; all ranks get the same answer.
+def why_not(group: dist.ProcessGroup) -> str:
+    """Return why the ranks of the group cannot have windows; empty if they can. Collective, with one answer for all.
 
     They cannot if some have made more windows than others, with earlier groups: they would wait for each other forever.
     """
     if dist.get_backend(group) != "nccl":
-        return False
+        return "it needs GPUs"
     told: list[Any] = [None] * group.size()
     dist.all_gather_object(told, (process_space(), Window.made), group=group)
-    if len(set(told)) > 1:  # handles of memory pass between processes of one machine only
-        return False
-    return _agreed(_has_peers(), group) and _agreed(_meets(group), group)
+    if len({space for space, _ in told}) > 1:  # handles of memory pass between processes of one machine only
+        return "the ranks are on several machines, or in containers that do not see each other's processes"
+    if len({made for _, made in told}) > 1:
+        return "one of the ranks belonged to an earlier learner in its process"
+    if not _agreed(_has_peers(), group):
+        return "the GPUs cannot access each other's memory"
+    window, problem = None, ""
+    try:
+        window = Window(group, 2**20)
+    except RuntimeError as error:
+        problem = str(error).partition("\n")[0]
+    if not _agreed(window is not None, group):
+        return f"they cannot share memory: {problem or 'see the log of another rank'}"
+    assert window is not None
+    window.barrier()
+    return ""
 
 
 def _has_peers() -> bool:
     """Whether this GPU can access all others that this process sees."""
     own, count = torch.cuda.current_device(), torch.cuda.device_count()
     return all(torch.cuda.can_device_access_peer(own, other) for other in range(count) if other != own)
-
-
-def _meets(group: dist.ProcessGroup) -> bool:
-    try:
-        Window(group, 2**20).barrier()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _agreed(answer: bool, group: dist.ProcessGroup) -> bool:

@@ -44,6 +44,7 @@ GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
 CASES = (
     ("megatron-2", "qwen3"),
     ("megatron-tp2", "qwen3"),
+    ("megatron-tp2", "qwen3", "overlap_tensor_parallel"),
     ("megatron-pp2", "qwen3"),
     ("megatron-vpp2", "qwen3"),
     ("megatron-cp2", "qwen3"),
@@ -66,9 +67,10 @@ class Done:
     arrived: dict[str, torch.Tensor]
 
 
-def done(kind: str, folder: Path, saved: Path, *, device: str) -> Done:
+def done(kind: str, folder: Path, saved: Path, *options: str, device: str) -> Done:
+    """``options`` of the backend are on."""
     (row,) = pack(documents(), max_tokens=1000)
-    with started(kind, folder, optimizer=GENTLE, device=device) as backend:
+    with started(kind, folder, optimizer=GENTLE, device=device, options=dict.fromkeys(options, True)) as backend:
         scores = scored(backend, kind, row)
         arrived = received(backend.export(), parts=LAYOUTS[kind].exporters) if device == "cuda" else {}
         cut = shares(kind, documents(), max_tokens=30)
@@ -125,7 +127,7 @@ def case(
     tmp_path_factory: pytest.TempPathFactory,
     references: dict[str, tuple[Path, Done]],
 ) -> Iterator[Case]:
-    kind, architecture = request.param
+    kind, architecture, *options = request.param
     saved = tmp_path_factory.mktemp("saved")
     if architecture not in references:
         folder = tiny_model(tmp_path_factory.mktemp("model"), architecture=architecture, num_layers=4)
@@ -133,7 +135,7 @@ def case(
     folder, expected = references[architecture]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in cli/learner.py and bin/test-gpu
-        yield Case(folder, expected, done(kind, folder, saved, device="cuda"))
+        yield Case(folder, expected, done(kind, folder, saved, *options, device="cuda"))
 
 
 def test_scores_are_those_of_one_process(case: Case) -> None:

@@ -1,0 +1,123 @@
+"""Models whose tensor-parallel ranks exchange rows beside their products train as models without do.
+
+Two processes have windows in shared memory and gloo's barriers; on GPUs see test_two_gpus.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from asyncrl.backends.megatron import overlapped_linear, process_groups
+from asyncrl.backends.megatron.overlapped_linear import Exchange
+from asyncrl.backends.megatron.rank import MegatronRank
+from asyncrl.backends.megatron.rank_commands import Command, Job, Place
+from asyncrl.backends.models import POLICY, AuxiliaryModel
+from asyncrl.backends.optimizer_settings import Lora
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.packing import MicroBatch
+from tests.harness.backends import LAYOUTS, LEARNING_RATE, SETTINGS, documents, shares, tiny_model
+from tests.harness.ports import free_ports
+
+KIND = "megatron-tp2"
+ROWS = (documents(0), documents(1, (3, 5)), documents(2, (33, 12, 7, 39, 22)))
+"""Of one step each. Later rows are shorter or longer, so that windows grow."""
+CASES = {
+    "plain": {},
+    "recomputed": {"recompute": "full"},
+    "frozen": {"freeze": ("model.embed_tokens*", "model.layers.0.*")},
+    "adapters": {"lora": Lora(rank=4, alpha=8.0, modules=("all-linear",)), "recompute": "selective"},
+}
+
+
+class Window:
+    """See overlapped_linear.Memory."""
+
+    def __init__(self, folder: Path, numbers: itertools.count[int], group: Any, num_bytes: int) -> None:
+        self.num_bytes, self._group = num_bytes, group
+        number = next(numbers)
+        files = [folder / f"{number}.{rank}" for rank in range(group.size())]
+        files[group.rank()].write_bytes(b"\xff" * num_bytes)
+        dist.barrier(group)
+        self._memory = [
+            torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8)  # type: ignore[call-overload]
+            for file in files
+        ]
+
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made: torch.Tensor = self._memory[rank][: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+        return made
+
+    def barrier(self) -> None:
+        dist.barrier(self._group)
+
+
+def trained(rank: int, job: Job, port: int, rows: list[list[MicroBatch]]) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return the scores before each step, and the weights of this rank after all."""
+    place = Place(rank=rank, ranks=2, host="127.0.0.1", port=port, timeout_seconds=60.0)
+    store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
+    one, scores = MegatronRank(job, place, store=store), []
+    for share in map(tuple, rows):
+        told = one.obey(Command(name="score", micro_batches=share))
+        scores += [torch.from_numpy(score) for score in told.rows] if told else []
+        one.obey(Command(name="step", micro_batches=share, learning_rate=LEARNING_RATE))
+    found = [tensor.detach().clone() for tensor in one._loaded[POLICY].tensors()]
+    one.close()
+    return scores, found
+
+
+def work(rank: int, jobs: dict[str, tuple[Job, Job]], ports: list[int], windows: Path) -> None:
+    overlapped_linear._STEP_BYTES = 4096
+    numbers = itertools.count()
+    process_groups._exchange_of = lambda group, layout: Exchange(  # type: ignore[assignment]
+        partial(Window, windows, numbers, group), rank=rank, size=2, device=torch.device("cpu")
+    )
+    rows = [shares(KIND, each, max_tokens=120)[0] for each in ROWS]
+    for number, (name, (plain, overlapped)) in enumerate(jobs.items()):
+        expected, weights = trained(rank, plain, ports[2 * number], rows)
+        before = next(numbers)
+        scores, found = trained(rank, overlapped, ports[2 * number + 1], rows)
+        assert next(numbers) > before + 2, "no window was used"
+        for one, other in zip([*expected, *weights], [*scores, *found], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_ranks_that_exchange_rows_during_products_train_the_same(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    (tmp_path / "windows").mkdir()
+    jobs = {}
+    for name, case in CASES.items():
+        settings = dict(case)
+        recompute = settings.pop("recompute", "none")
+        policy = AuxiliaryModel(
+            path=folder,
+            objective=resolve(ALGORITHMS["grpo"]),
+            optimizer=dataclasses.replace(SETTINGS, **settings),  # type: ignore[arg-type]
+        )
+        plain = Job(
+            models={POLICY: policy},
+            temperature=1.0,
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            layout=LAYOUTS[KIND],
+            is_distributed_optimizer=False,
+            recompute=str(recompute),
+            is_offloading=False,
+            transformer={},
+        )
+        jobs[name] = (plain, dataclasses.replace(plain, overlaps_tensor_parallel=True))
+    torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
+        work, args=(jobs, free_ports(2 * len(jobs)), tmp_path / "windows"), nprocs=2
+    )
