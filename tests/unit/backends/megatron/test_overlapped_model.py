@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from asyncrl.backends.megatron import overlapped_linear, process_groups
 from asyncrl.backends.megatron.overlapped_linear import Exchange
@@ -31,7 +31,7 @@ from tests.harness.ports import free_ports
 KIND = "megatron-tp2"
 ROWS = (documents(0), documents(1, (3, 5)), documents(2, (33, 12, 7, 39, 22)))
 """Of one step each. Later rows are shorter or longer, so that windows grow."""
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed": {"recompute": "full"},
     "frozen": {"freeze": ("model.embed_tokens*", "model.layers.0.*")},
@@ -103,7 +103,7 @@ def test_ranks_that_exchange_rows_during_products_train_the_same(tmp_path: Path)
         policy = AuxiliaryModel(
             path=folder,
             objective=resolve(ALGORITHMS["grpo"]),
-            optimizer=dataclasses.replace(SETTINGS, **settings),  # type: ignore[arg-type]
+            optimizer=dataclasses.replace(SETTINGS, **settings),
         )
         plain = Job(
             models={POLICY: policy},
@@ -113,11 +113,11 @@ def test_ranks_that_exchange_rows_during_products_train_the_same(tmp_path: Path)
             threads=1,
             layout=LAYOUTS[KIND],
             is_distributed_optimizer=False,
-            recompute=str(recompute),
+            recompute=recompute,
             is_offloading=False,
             transformer={},
         )
         jobs[name] = (plain, dataclasses.replace(plain, overlaps_tensor_parallel=True))
-    torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
+    spawn(  # type: ignore[no-untyped-call]
         work, args=(jobs, free_ports(2 * len(jobs)), tmp_path / "windows"), nprocs=2
     )
