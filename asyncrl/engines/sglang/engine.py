@@ -311,8 +311,8 @@ class SGLangEngine(EngineAdapter):
         stamp = str(model.get("weight_version", ""))
         if is_ours and stamp != self._stamps.of(self._first_version):
             raise EngineDied(f"the server at {self.url} is not the one started here: it serves weights {stamp!r}")
-        is_foreign = self._stamps.is_foreign(stamp)
-        self._loader.version = self._first_version if is_foreign else self._stamps.read(stamp)
+        found = "" if is_ours else attached.other_weights(self._stamps, model, self._model.path)
+        self._loader.version = self._first_version if found else self._stamps.read(stamp)
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
         quantization = None if self._lora else self._model.quantization
         self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
@@ -326,8 +326,9 @@ class SGLangEngine(EngineAdapter):
             shapes=self._model.shapes,
             optional=self._model.optional_names,
         )
-        if is_foreign:
-            await attached.load_model(self._loader, self._model.path, version=self._first_version, url=self.url)
+        if found:
+            first, folder = self._first_version, self._model.path
+            await attached.load_model(self._loader, folder, version=first, url=self.url, found=found)
         if self._adapters is not None and not is_ours:
             await self._adapters.unload_left(await self._client.get("/v1/models"))
         check_pause(self._options.pause, url=self.url, version=str(info.get("version", "0")))

@@ -59,6 +59,11 @@ class Stamps:
         found = _STAMP.fullmatch(stamp)
         return found is not None and (found[3] or "") != self.owner
 
+    def is_ours(self, stamp: str) -> bool:
+        """Whether this owner loaded the server's weights."""
+        found = _STAMP.fullmatch(stamp)
+        return found is not None and (found[3] or "") == self.owner
+
     def read(self, stamp: str) -> Version:
         """Return the version. Raises EngineDied for another owner's stamp."""
         if self.is_foreign(stamp):

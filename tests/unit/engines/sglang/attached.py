@@ -95,7 +95,7 @@ async def attaching(old: Model, tmp_path: Path) -> AsyncIterator[Attach]:
 
         async def make(*, has_sessions: bool = True, **options: Any) -> Attached:
             server.has_sessions = has_sessions
-            server.version = "0.5.23"
+            server.version, server.model_path = "0.5.23", str(old.folder)
             url = str(running.make_url("")).rstrip("/")
             engine = sglang.SGLangEngine(
                 old.folder,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import test_utils
 
-from asyncrl.engines.sglang import launch
+from asyncrl.engines.sglang import attached, launch
 from asyncrl.engines.sglang.stamps import Stamps, kept_owner
 from asyncrl.errors import EngineDied
 from tests.harness.engines import PROMPT, Model
@@ -20,8 +20,9 @@ UPDATE = "/update_weights_from_disk"
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[tuple[FakeServer, str]]:
+async def fake(model: Model) -> AsyncIterator[tuple[FakeServer, str]]:
     server = FakeServer()
+    server.model_path = str(model.folder)
     async with test_utils.TestServer(server.application) as running:
         yield server, str(running.make_url("")).rstrip("/")
 
@@ -60,12 +61,49 @@ async def test_weights_of_another_run_are_replaced_before_anything_is_sampled(
     await engine.close()
 
 
+async def test_a_server_started_on_another_model_loads_ours_first(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its stamp says nothing: "default", or its owner's --weight-version."""
+    server, url = fake
+    for served in ("/models/another", ""):
+        server.weight_version, server.model_path = "default", served
+        engine = make_engine(model, tmp_path / "log", url=url)
+        await engine.start()
+        assert server.bodies(UPDATE)[-1]["model_path"] == server.model_path == str(model.folder)
+        assert server.paths.index(UPDATE) < server.paths.index("/generate")
+        await engine.close()
+    assert len(server.bodies(UPDATE)) == 2
+    assert "has the weights of /models/another; it loads model.path" in caplog.text
+
+
+async def test_a_server_started_on_our_model_loads_nothing(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    (tmp_path / "link").symlink_to(model.folder)
+    for served in (model.folder, tmp_path / "link"):
+        server.model_path = str(served)
+        engine = make_engine(model, tmp_path / "log", url=url)
+        await engine.start()
+        await engine.close()
+    assert UPDATE not in server.paths
+
+
+def test_a_folder_of_another_machine_is_known_by_its_name() -> None:
+    stamps, folder = Stamps(first_version=(0, 0), owner="a1"), Path("models/not-here")
+    about = {"weight_version": "default", "model_path": "models/not-here"}
+    assert not attached.other_weights(stamps, about, folder)
+    assert attached.other_weights(stamps, about | {"weight_version": "0:0:b2"}, folder)
+    assert not attached.other_weights(stamps, {"weight_version": "0:4:a1", "model_path": "/else"}, folder)
+
+
 async def test_a_server_that_keeps_the_weights_of_another_run_is_not_used(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
     server, url = fake
     server.weight_version, server.update_status = "0:12", 400
-    with pytest.raises(EngineDied, match="weights of another run or worker, and cannot load model.path; restart it"):
+    with pytest.raises(EngineDied, match=r"another run or worker \(0:12\), and cannot load model.path; restart it"):
         await make_engine(model, tmp_path / "log", url=url).start()
     assert "/generate" not in server.paths
 

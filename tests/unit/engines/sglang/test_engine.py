@@ -34,7 +34,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.version = "0.5.16"
-        self.weight_version = "default"
+        self.weight_version, self.model_path = "default", ""
         self.info: dict[str, Any] = {}
         self.update_status, self.refusal = 200, "Failed to get model loader: None."
         self.is_silent = self.is_paused = self.is_proxy = False
@@ -56,12 +56,12 @@ class FakeServer:
         if path == "/server_info":
             return web.json_response({"version": self.version, "max_running_requests": 1} | self.info)
         if path == "/model_info":
-            return web.json_response({"weight_version": self.weight_version})
+            return web.json_response({"weight_version": self.weight_version, "model_path": self.model_path})
         if path == "/update_weights_from_disk" and self.update_status == 500:
             self.ended.append(request.transport)
         if path == "/update_weights_from_disk":
             if self.update_status == 200:
-                self.weight_version = asked["weight_version"]
+                self.weight_version, self.model_path = asked["weight_version"], asked["model_path"]
             return web.json_response(
                 {"success": self.update_status == 200, "message": self.refusal}, status=self.update_status
             )
@@ -90,8 +90,9 @@ class FakeServer:
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[tuple[FakeServer, str]]:
+async def fake(model: Model) -> AsyncIterator[tuple[FakeServer, str]]:
     server = FakeServer()
+    server.model_path = str(model.folder)
     async with test_utils.TestServer(server.application) as running:
         yield server, str(running.make_url("")).rstrip("/")
 
