@@ -28,7 +28,7 @@ def check_workers(run: RunConfig) -> None:
 
 
 def other_weights(stamps: Stamps, about: Mapping[str, Any], folder: Path) -> str:
-    """Return which weights the server has unless they are ours, or model.path's; otherwise an empty string.
+    """Return that the server "has weights of ...", unless they are ours or model.path's; then an empty string.
 
     about   the server's /model_info. SGLang changes its model_path with every load of a folder. The server may be on
             another machine, where the folder has the same path
@@ -38,24 +38,29 @@ def other_weights(stamps: Stamps, about: Mapping[str, Any], folder: Path) -> str
     if stamps.is_ours(stamp):
         return ""
     if stamps.is_foreign(stamp):
-        return f"weights of another run or worker ({stamp})"
+        return f"has weights of another run or worker ({stamp})"
     if served and (served == str(folder) or Path(served).resolve() == folder.resolve()):
         return ""
-    return f"the weights of {served or 'an unknown folder'}"
+    return f"has the weights of {served or 'an unknown folder'}"
 
 
-async def load_model(loader: WeightLoader, folder: Path, *, version: Version, url: str, found: str) -> None:
+async def load_model(
+    loader: WeightLoader, folder: Path, *, version: Version, url: str, found: str, is_paused: bool = False
+) -> None:
     """Load model.path into a server that has other weights, or may have them. Raises EngineDied.
 
     The learner announces no weights before the first step, so no load would replace them.
-    found: what the server has, for messages
+    found: what is wrong with the server, for messages
+    is_paused: whether it may be paused with partly loaded weights
     """
-    log.warning("the server at %s has %s; it loads model.path, %s", url, found, folder)
+    log.warning("the server at %s %s; it loads model.path, %s", url, found, folder)
+    loader.doubt_session()
+    if is_paused:
+        loader.doubt_weights()
     first = WeightVersion(incarnation=version[0], policy_version=version[1], uri=str(folder))
     try:
         await loader.load(first, folder)
     except WeightsError as error:
         raise EngineDied(
-            f"the server at {url} has {found}, and cannot load model.path; restart it with --model-path {folder}: "
-            f"{error}"
+            f"the server at {url} {found}, and cannot load model.path; restart it with --model-path {folder}: {error}"
         ) from error

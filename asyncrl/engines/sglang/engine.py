@@ -41,6 +41,7 @@ from asyncrl.engines.sglang.server import (
     check_dtype,
     check_installed,
     check_pause,
+    is_whole,
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.settled import SettledVersion
@@ -317,6 +318,7 @@ class SGLangEngine(EngineAdapter):
         quantization = None if self._lora else self._model.quantization
         self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
         self._loader.is_repacked = quantization in repacking.FORMATS
+        self._loader.is_whole = is_whole(info)
         if self._tells_experts and not info.get(OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{OPTION} of the server at {self.url}')
         self._intake = SGLangIntake(
@@ -326,13 +328,19 @@ class SGLangEngine(EngineAdapter):
             shapes=self._model.shapes,
             optional=self._model.optional_names,
         )
+        load_model = functools.partial(
+            attached.load_model, self._loader, self._model.path, version=self._first_version, url=self.url
+        )
         if found:
-            first, folder = self._first_version, self._model.path
-            await attached.load_model(self._loader, folder, version=first, url=self.url, found=found)
+            await load_model(found=found)
         if self._adapters is not None and not is_ours:
             await self._adapters.unload_left(await self._client.get("/v1/models"))
         check_pause(self._options.pause, url=self.url, version=str(info.get("version", "0")))
-        answer = await first_answer(self._client, self._short_request(), seconds=self._options.start_seconds)
+        heal = None
+        if not is_ours and not found:
+            heal = functools.partial(load_model, found="answers nothing: a load may have broken off", is_paused=True)
+        seconds = self._options.start_seconds
+        answer = await first_answer(self._client, self._short_request, seconds=seconds, heal=heal)
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {info.get('version')}")

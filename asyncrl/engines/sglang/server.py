@@ -291,6 +291,13 @@ def ranks_with_loader(info: Mapping[str, Any], quantization: str | None = "", *,
     return ranks if is_plain and (is_repacked or ranks <= _MOST_RANKS_OF_LOADER) else 0
 
 
+def is_whole(info: Mapping[str, Any]) -> bool:
+    """Whether one process of the server has all its weights, from its /server_info."""
+    parts = ("tp_size", "dp_size", "pp_size", "nnodes")
+    # a draft model reads the folder after the model has been updated
+    return all(int(info.get(part) or 1) == 1 for part in parts) and not info.get("speculative_algorithm")
+
+
 def _require_served(info: Mapping[str, Any], quantization: str) -> None:
     """Raise ConfigError unless an attached server was started on weights in that format. Others die of a load, or
     convert bfloat16 to e4m3 under the scales of the weights before."""

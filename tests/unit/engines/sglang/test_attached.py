@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.unit.engines.sglang.test_engine import SHORT, FakeServer, make_engine
 from tests.unit.engines.sglang.test_reply import finished
 
 UPDATE = "/update_weights_from_disk"
+PAUSE, END, CONTINUE = "/pause_generation", "/end_weight_update", "/continue_generation"
 
 
 @pytest.fixture
@@ -106,6 +108,36 @@ async def test_a_server_that_keeps_the_weights_of_another_run_is_not_used(
     with pytest.raises(EngineDied, match=r"another run or worker \(0:12\), and cannot load model.path; restart it"):
         await make_engine(model, tmp_path / "log", url=url).start()
     assert "/generate" not in server.paths
+
+
+async def test_a_server_that_a_broken_load_left_paused_loads_the_model_once_more(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    before = make_engine(model, tmp_path / "log", url=url)
+    await before.start()
+    await before.load(model.version(5))
+    await before.close()
+    server.asked.clear()
+    server.is_paused, server.has_woken = True, asyncio.Event()
+    engine = make_engine(model, tmp_path / "log", url=url, start_seconds=0.3)
+    await engine.start()
+    assert engine.version == (0, 3)
+    orders = [path for path in server.paths if path in (PAUSE, END, UPDATE, CONTINUE, "/generate")]
+    assert orders == ["/generate", PAUSE, END, UPDATE, CONTINUE, "/generate"]
+    assert finished(await engine.generate(PROMPT, SHORT, seed=0))[1] == [(0, 3)]
+    await engine.close()
+
+
+async def test_a_paused_server_that_cannot_load_the_model_stays_paused(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    """It may have partly loaded weights."""
+    server, url = fake
+    server.is_paused, server.update_status = True, 400
+    with pytest.raises(EngineDied, match="answers nothing: .* cannot load model.path"):
+        await make_engine(model, tmp_path / "log", url=url, start_seconds=0.3).start()
+    assert CONTINUE not in server.paths
 
 
 async def test_another_worker_that_loads_weights_into_the_server_is_noticed(

@@ -38,6 +38,7 @@ class FakeServer:
         self.info: dict[str, Any] = {}
         self.update_status, self.refusal = 200, "Failed to get model loader: None."
         self.is_silent = self.is_paused = self.is_proxy = False
+        self.has_woken, self.can_wake = asyncio.Event(), True
         self.ended: list[Any] = []
         """Connections that carry no more requests: SGLang closes a connection after an unexpected error."""
         self.callers: dict[str, set[int]] = {}
@@ -67,8 +68,10 @@ class FakeServer:
             )
         if path in ("/begin_weight_update", "/end_weight_update"):
             return web.json_response({"success": True})
+        if path == "/continue_generation" and self.can_wake:
+            self.has_woken.set()
         if path == "/generate" and self.is_paused:
-            await asyncio.Event().wait()
+            await self.has_woken.wait()
         if path == "/generate" and not asked["stream"]:
             return web.json_response(body([1], finish_reason=LENGTH))
         if path == "/generate" and self.is_proxy:
@@ -363,7 +366,7 @@ async def test_a_server_that_was_left_paused_is_not_waited_for_without_a_word(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
     """The process that loaded its weights died or ended mid-load. The server is healthy but samples nothing."""
-    fake[0].is_paused = True
+    fake[0].is_paused, fake[0].can_wake = True, False
     engine = make_engine(model, tmp_path / "log", url=fake[1], start_seconds=0.2)
     with pytest.raises(EngineDied, match="paused"):
         async with asyncio.timeout(60):
