@@ -41,6 +41,7 @@ from asyncrl.engines.sglang.server import (
     check_dtype,
     check_installed,
     check_pause,
+    check_spans,
     is_whole,
     ranks_with_loader,
 )
@@ -321,6 +322,9 @@ class SGLangEngine(EngineAdapter):
         self._loader.is_whole = is_whole(info)
         if self._tells_experts and not info.get(OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{OPTION} of the server at {self.url}')
+        version = str(info.get("version", "0"))
+        check_pause(self._options.pause, url=self.url, version=version)
+        check_spans(self._options.version_source, url=self.url, version=version)
         self._intake = SGLangIntake(
             self._client.order,
             self._loader,
@@ -335,7 +339,6 @@ class SGLangEngine(EngineAdapter):
             await load_model(found=found)
         if self._adapters is not None and not is_ours:
             await self._adapters.unload_left(await self._client.get("/v1/models"))
-        check_pause(self._options.pause, url=self.url, version=str(info.get("version", "0")))
         heal = None
         if not is_ours and not found:
             heal = functools.partial(load_model, found="answers nothing: a load may have broken off", is_paused=True)
@@ -343,7 +346,7 @@ class SGLangEngine(EngineAdapter):
         answer = await first_answer(self._client, self._short_request, seconds=seconds, heal=heal)
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
-            raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
+            raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {version}")
         self._has_spans = has_spans and self._options.version_source != "stream"
         self._settled.newest = self._loader.version
         async with self._client.post("/freeze_gc", {}):

@@ -377,9 +377,12 @@ async def test_a_server_that_was_left_paused_is_not_waited_for_without_a_word(
 async def test_what_an_old_server_cannot_do_is_refused(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path, options: dict[str, str]
 ) -> None:
+    """Before the weights of another run in it are replaced."""
+    fake[0].weight_version = "0:12:another0run"
     engine = make_engine(model, tmp_path / "log", url=fake[1], **options)
     with pytest.raises(ConfigError, match=r"0\.5\.16"):
         await engine.start()
+    assert "/update_weights_from_disk" not in fake[0].paths
 
 
 async def test_a_server_that_is_gone_is_a_dead_engine(
