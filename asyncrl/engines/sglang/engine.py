@@ -186,10 +186,10 @@ class SGLangEngine(EngineAdapter):
         read = functools.partial(
             served_model.read, self._model, quantized=self._quantized, tells_experts=self._tells_experts
         )
-        kept = functools.partial(kept_owner, self._log_path.with_suffix(".owner"), model=self._model.path)
         is_ours, run = not self.url, asyncio.get_running_loop().run_in_executor
-        owner = new_owner() if is_ours else await run(self._reader, kept)
         self._model = await run(self._reader, read)
+        kept = functools.partial(kept_owner, self._log_path.with_suffix(".owner"), model=self._model.path)
+        owner = new_owner() if is_ours else await run(self._reader, kept)
         self._stamps = self._loader.stamps = Stamps(first_version=self._first_version, owner=owner)
         if self._adapters is not None:
             self._adapters.owner = owner

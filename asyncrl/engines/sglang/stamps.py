@@ -15,6 +15,7 @@ from typing import Final
 
 from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied
+from asyncrl.tensors import weight_files
 
 _STAMP: Final = re.compile(r"(\d+):(\d+)(?::(\w+))?")
 
@@ -25,9 +26,10 @@ def new_owner() -> str:
 
 
 def kept_owner(file: Path, *, model: Path) -> str:
-    """Return the owner of a server that outlives the worker: always the same for this file and model.
+    """Return the owner of a server that outlives the worker: always the same for this file and these weights.
 
-    The file is created if it does not exist.  model: folder of version 0:0
+    The file is created if it does not exist. A new run in the same folder removes it (run/processes/kept_files.py).
+    model: folder of version 0:0. Raises WeightsError if its weights cannot be read
     """
     try:
         kept = file.read_text()
@@ -37,7 +39,7 @@ def kept_owner(file: Path, *, model: Path) -> str:
         kept = new_owner()
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(kept)
-    return hashlib.sha256(f"{kept} {model.absolute()}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{kept} {weight_files.fingerprint(model)}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -155,12 +156,18 @@ async def test_another_worker_that_loads_weights_into_the_server_is_noticed(
     await other.close()
 
 
-def test_another_first_model_has_another_owner(tmp_path: Path) -> None:
-    """`asyncrl evaluate` gives one server model after model, all as version 0:0."""
-    file = tmp_path / "logs" / "evaluate.engine.owner"
-    owners = [kept_owner(file, model=tmp_path / name) for name in ("a", "b", "a")]
+def test_another_first_model_has_another_owner(model: Model, tmp_path: Path) -> None:
+    """`asyncrl evaluate` gives one server model after model, all as version 0:0, and a folder may get new weights."""
+    file, folder = tmp_path / "logs" / "evaluate.engine.owner", tmp_path / "model"
+    (tmp_path / "trained").mkdir()
+    trained = Model(tmp_path / "trained", seed=1)
+    owners = []
+    for source in (model.folder, trained.folder, model.folder):
+        shutil.copytree(source, folder)
+        owners.append(kept_owner(file, model=folder))
+        shutil.rmtree(folder)
     assert owners[0] == owners[2] != owners[1]
-    assert kept_owner(tmp_path / "other", model=tmp_path / "a") != owners[0]
+    assert kept_owner(tmp_path / "other", model=model.folder) != owners[0]
 
 
 def test_a_stamp_names_its_owner() -> None:
