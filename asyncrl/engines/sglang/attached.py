@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.engines.sglang.adapters import Adapters
+from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.engines.sglang.stamps import Stamps
 from asyncrl.engines.sglang.weights import WeightLoader
 from asyncrl.engines.version_spans import Version
-from asyncrl.errors import ConfigError, EngineDied, WeightsError
+from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.protocols.adapter import RunConfig
 
@@ -25,6 +27,18 @@ def check_workers(run: RunConfig) -> None:
             f"engine.options.url: one server serves one worker, and this run may start {workers} (rollout.workers, "
             "rollout.most_workers, evaluation.workers); use one, or remove url"
         )
+
+
+async def unload_left(adapters: Adapters, client: ServerClient) -> None:
+    """Unload the adapters that an earlier worker left in the server. A proxy may not have the list of them."""
+    try:
+        models = await client.get("/v1/models")
+    except EngineDied:
+        raise
+    except EngineError as error:
+        log.info("adapters of an earlier worker stay in the server and take memory: %s", error)
+        return
+    await adapters.unload_left(models)
 
 
 def other_weights(stamps: Stamps, about: Mapping[str, Any], folder: Path) -> str:

@@ -190,7 +190,7 @@ class SGLangEngine(EngineAdapter):
         self._model = await run(self._reader, read)
         kept = functools.partial(kept_owner, self._log_path.with_suffix(".owner"), model=self._model.path)
         owner = new_owner() if is_ours else await run(self._reader, kept)
-        self._stamps = self._loader.stamps = Stamps(first_version=self._first_version, owner=owner)
+        self._stamps = self._loader.stamps = Stamps(first_version=self._first_version, owner=owner, url=self.url)
         if self._adapters is not None:
             self._adapters.owner = owner
         self._client.open(is_ours=is_ours)
@@ -338,7 +338,7 @@ class SGLangEngine(EngineAdapter):
         if found:
             await load_model(found=found)
         if self._adapters is not None and not is_ours:
-            await self._adapters.unload_left(await self._client.get("/v1/models"))
+            await attached.unload_left(self._adapters, self._client)
         heal = None
         if not is_ours and not found:
             heal = functools.partial(load_model, found="answers nothing: a load may have broken off", is_paused=True)

@@ -48,10 +48,12 @@ class Stamps:
 
     first_version  version for strings that asyncrl did not set, such as the "default" of a fresh server
     owner          empty: versions without an owner
+    url            the server's, for messages; empty if it is not known
     """
 
     first_version: Version
     owner: str = ""
+    url: str = ""
 
     def of(self, version: Version) -> str:
         return ":".join(filter(None, (format_version(version), self.owner)))
@@ -70,8 +72,9 @@ class Stamps:
         """Return the version. Raises EngineDied for another owner's stamp."""
         if self.is_foreign(stamp):
             raise EngineDied(
-                f"another run or worker loaded its weights ({stamp}) into this worker's SGLang server; give each "
-                "worker a server of its own (engine.options.url)"
+                f"another run or worker loaded its weights ({stamp}) into this worker's SGLang server"
+                f"{self.url and f' at {self.url}'}: `asyncrl evaluate`, or a worker that joined with the same url? "
+                "Give each worker a server of its own (engine.options.url)"
             )
         found = _STAMP.fullmatch(stamp)
         return (int(found[1]), int(found[2])) if found else self.first_version

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import test_utils
 
+from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang import attached, launch
 from asyncrl.engines.sglang.stamps import Stamps, kept_owner
 from asyncrl.errors import EngineDied
@@ -111,6 +112,19 @@ async def test_a_server_that_keeps_the_weights_of_another_run_is_not_used(
     assert "/generate" not in server.paths
 
 
+async def test_a_server_that_does_not_list_its_adapters_is_used(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    """What an earlier worker left in it only takes memory."""
+    server, url = fake
+    server.lacks = "/v1/models"
+    lora = LoraSection(rank=4, publish="adapter")
+    engine = make_engine(model, tmp_path / "log", url=url, others={"lora": lora})
+    await engine.start()
+    assert "/v1/models" in server.paths
+    await engine.close()
+
+
 async def test_a_server_that_a_broken_load_left_paused_loads_the_model_once_more(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
@@ -142,15 +156,17 @@ async def test_a_paused_server_that_cannot_load_the_model_stays_paused(
 
 
 async def test_another_worker_that_loads_weights_into_the_server_is_noticed(
-    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, url = fake
+    server, url = fake
     one, other = (make_engine(model, tmp_path / name / "log", url=url) for name in ("one", "other"))
     await one.start()
     await one.load(model.version(5))
+    stamp = server.weight_version
     await other.start()
+    assert f"the server at {url} has weights of another run or worker ({stamp}); it loads model.path" in caplog.text
     assert other.version == (0, 3)
-    with pytest.raises(EngineDied, match="give each worker a server of its own"):
+    with pytest.raises(EngineDied, match=f"SGLang server at {url}: `asyncrl evaluate`, .* Give each worker a server"):
         await one.generate(PROMPT, SHORT, seed=0)
     await one.close()
     await other.close()
@@ -214,6 +230,17 @@ async def test_a_launched_server_that_has_ended_answers_nothing(
         await engine.generate(PROMPT, SHORT, seed=0)
     with pytest.raises(EngineDied, match="exited"):
         await engine.load(model.version(4))
+    server.asked.clear()
+    intake = engine.intake
+    assert intake is not None
+    for order in (
+        intake.join("g", host="127.0.0.1", port=1, kind="nccl"),
+        intake.leave("g"),
+        engine._client.flush(),
+    ):
+        with pytest.raises(EngineDied, match="exited"):
+            await order
+    assert not server.asked
     await engine.close()
 
 

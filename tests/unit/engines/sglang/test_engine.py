@@ -38,7 +38,7 @@ class FakeServer:
         self.info: dict[str, Any] = {}
         self.update_status, self.refusal = 200, "Failed to get model loader: None."
         self.is_silent = self.is_paused = self.is_proxy = False
-        self.has_woken, self.can_wake = asyncio.Event(), True
+        self.has_woken, self.can_wake, self.lacks = asyncio.Event(), True, ""
         self.ended: list[Any] = []
         """Connections that carry no more requests: SGLang closes a connection after an unexpected error."""
         self.callers: dict[str, set[int]] = {}
@@ -56,6 +56,8 @@ class FakeServer:
         self.callers.setdefault(path, set()).add(request.transport.get_extra_info("peername")[1])
         if path == "/server_info":
             return web.json_response({"version": self.version, "max_running_requests": 1} | self.info)
+        if path == self.lacks:
+            return web.Response(status=404)
         if path == "/model_info":
             return web.json_response({"weight_version": self.weight_version, "model_path": self.model_path})
         if path == "/update_weights_from_disk" and self.update_status == 500:
