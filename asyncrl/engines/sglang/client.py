@@ -104,6 +104,7 @@ class ServerClient:
         is_checked: bool = True,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """``is_checked``: raise EngineError for an error status."""
+        self.check_open()
         try:
             async with self._session(of_orders=is_order).request(method, self.url + path, json=body) as response:
                 if is_order and response.status >= 500:  # SGLang closes the connection after an unexpected error

@@ -41,6 +41,8 @@ from asyncrl.engines.sglang.server import (
     check_dtype,
     check_installed,
     check_pause,
+    check_spans,
+    is_whole,
     ranks_with_loader,
 )
 from asyncrl.engines.sglang.settled import SettledVersion
@@ -184,11 +186,11 @@ class SGLangEngine(EngineAdapter):
         read = functools.partial(
             served_model.read, self._model, quantized=self._quantized, tells_experts=self._tells_experts
         )
-        kept = functools.partial(kept_owner, self._log_path.with_suffix(".owner"), model=self._model.path)
         is_ours, run = not self.url, asyncio.get_running_loop().run_in_executor
-        owner = new_owner() if is_ours else await run(self._reader, kept)
         self._model = await run(self._reader, read)
-        self._stamps = self._loader.stamps = Stamps(first_version=self._first_version, owner=owner)
+        kept = functools.partial(kept_owner, self._log_path.with_suffix(".owner"), model=self._model.path)
+        owner = new_owner() if is_ours else await run(self._reader, kept)
+        self._stamps = self._loader.stamps = Stamps(first_version=self._first_version, owner=owner, url=self.url)
         if self._adapters is not None:
             self._adapters.owner = owner
         self._client.open(is_ours=is_ours)
@@ -311,14 +313,18 @@ class SGLangEngine(EngineAdapter):
         stamp = str(model.get("weight_version", ""))
         if is_ours and stamp != self._stamps.of(self._first_version):
             raise EngineDied(f"the server at {self.url} is not the one started here: it serves weights {stamp!r}")
-        is_foreign = self._stamps.is_foreign(stamp)
-        self._loader.version = self._first_version if is_foreign else self._stamps.read(stamp)
+        found = "" if is_ours else attached.other_weights(self._stamps, model, self._model.path)
+        self._loader.version = self._first_version if found else self._stamps.read(stamp)
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
         quantization = None if self._lora else self._model.quantization
         self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
         self._loader.is_repacked = quantization in repacking.FORMATS
+        self._loader.is_whole = is_whole(info)
         if self._tells_experts and not info.get(OPTION.replace("-", "_")):
             raise ConfigError(f'rollout.routing_replay = "on" needs --{OPTION} of the server at {self.url}')
+        version = str(info.get("version", "0"))
+        check_pause(self._options.pause, url=self.url, version=version)
+        check_spans(self._options.version_source, url=self.url, version=version)
         self._intake = SGLangIntake(
             self._client.order,
             self._loader,
@@ -326,15 +332,21 @@ class SGLangEngine(EngineAdapter):
             shapes=self._model.shapes,
             optional=self._model.optional_names,
         )
-        if is_foreign:
-            await attached.load_model(self._loader, self._model.path, version=self._first_version, url=self.url)
+        load_model = functools.partial(
+            attached.load_model, self._loader, self._model.path, version=self._first_version, url=self.url
+        )
+        if found:
+            await load_model(found=found)
         if self._adapters is not None and not is_ours:
-            await self._adapters.unload_left(await self._client.get("/v1/models"))
-        check_pause(self._options.pause, url=self.url, version=str(info.get("version", "0")))
-        answer = await first_answer(self._client, self._short_request(), seconds=self._options.start_seconds)
+            await attached.unload_left(self._adapters, self._client)
+        heal = None
+        if not is_ours and not found:
+            heal = functools.partial(load_model, found="answers nothing: a load may have broken off", is_paused=True)
+        seconds = self._options.start_seconds
+        answer = await first_answer(self._client, self._short_request, seconds=seconds, heal=heal)
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
-            raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
+            raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {version}")
         self._has_spans = has_spans and self._options.version_source != "stream"
         self._settled.newest = self._loader.version
         async with self._client.post("/freeze_gc", {}):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from asyncrl.engines.sglang.client import ServerClient
@@ -34,16 +34,28 @@ async def until_healthy(client: ServerClient, *, seconds: float) -> None:
     log.info("SGLang at %s is up after %.0f s", client.url, time.monotonic() - began)
 
 
-async def first_answer(client: ServerClient, request: Mapping[str, Any], *, seconds: float) -> Any:
-    """Return the answer to a first request, which also warms up the server. Raises EngineDied without an answer."""
+async def first_answer(
+    client: ServerClient,
+    request: Callable[[], Mapping[str, Any]],
+    *,
+    seconds: float,
+    heal: Callable[[], Awaitable[None]] | None = None,
+) -> Any:
+    """Return the answer to a first request, which also warms up the server. Raises EngineDied without an answer.
+
+    heal: called once if there is no answer; then the server is asked again
+    """
     try:
-        async with asyncio.timeout(seconds), client.post("/generate", request) as response:
+        async with asyncio.timeout(seconds), client.post("/generate", request()) as response:
             return await response.json()
     except TimeoutError:
-        raise EngineDied(
-            f"SGLang at {client.url} generates no tokens: is it paused? A process that died while loading weights "
-            "leaves it paused, perhaps with partly loaded weights; restart it"
-        ) from None
+        if heal is None:
+            raise EngineDied(
+                f"SGLang at {client.url} generates no tokens: is it paused? A process that died while loading weights "
+                "leaves it paused, perhaps with partly loaded weights; restart it"
+            ) from None
+    await heal()
+    return await first_answer(client, request, seconds=seconds)
 
 
 async def _is_healthy(client: ServerClient) -> bool:

@@ -14,7 +14,8 @@ from asyncrl.errors import ConfigError
 class Options:
     url: str = ""
     """http://HOST:PORT of a running server, for one worker; a worker that joins needs another one. If the server has
-    weights of another run, it first loads model.path. If empty, asyncrl launches a server on a free port."""
+    other weights than those of model.path or this run, it first loads model.path. If empty, asyncrl launches a server
+    on a free port."""
     tensor_parallel: int = 1
     """GPUs of the launched server."""
     server_arguments: Mapping[str, Any] = field(default_factory=dict)

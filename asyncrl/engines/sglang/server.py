@@ -31,6 +31,7 @@ _HERE = Path(__file__).parent
 _LOG_TAIL_BYTES = 3000
 _FIRST_SAFE_RETRACT = (0, 5, 23)
 """Older servers crash when their cache is flushed while requests are retracted."""
+_FIRST_WITH_SPANS = (0, 5, 23)
 
 LOADER = "asyncrl.engines.sglang.loader.load"
 """Loader of weight files in servers launched by us."""
@@ -68,9 +69,21 @@ _OPTIONS: Final = Options()
 
 def check_pause(pause: str, *, url: str, version: str) -> None:
     """Check that this server can retract requests if ``pause`` needs it. Raises ConfigError."""
-    number = tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
-    if pause == "retract" and number < _FIRST_SAFE_RETRACT:
+    if pause == "retract" and _number(version) < _FIRST_SAFE_RETRACT:
         raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
+
+
+def check_spans(version_source: str, *, url: str, version: str) -> None:
+    """Check that this server reports version spans if ``version_source`` needs them. Raises ConfigError.
+
+    A server built from source may not know its version.
+    """
+    if version_source == "spans" and (0, 0, 0) < _number(version) < _FIRST_WITH_SPANS:
+        raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {url} is {version}")
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
 
 
 def check_attached(*, quantization: str, is_colocated: bool) -> None:
@@ -289,6 +302,13 @@ def ranks_with_loader(info: Mapping[str, Any], quantization: str | None = "", *,
             'machines and speculative decoding exclude; remove them from engine.options.server_arguments, or use "fp8"'
         )
     return ranks if is_plain and (is_repacked or ranks <= _MOST_RANKS_OF_LOADER) else 0
+
+
+def is_whole(info: Mapping[str, Any]) -> bool:
+    """Whether one process of the server has all its weights, from its /server_info."""
+    parts = ("tp_size", "dp_size", "pp_size", "nnodes")
+    # a draft model reads the folder after the model has been updated
+    return all(int(info.get(part) or 1) == 1 for part in parts) and not info.get("speculative_algorithm")
 
 
 def _require_served(info: Mapping[str, Any], quantization: str) -> None:

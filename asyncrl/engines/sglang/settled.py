@@ -38,11 +38,15 @@ class SettledVersion:
         return SentRequest(self, sent)
 
     def loaded(self, version: Version, *, before: Version) -> None:
-        """Note that a load of this version has ended. If there was a newer one before, newest follows."""
-        self._latest = max(self._latest, before)
+        """Note that a load of this version has ended. If there was a newer one before, newest follows.
+
+        before: the version before the load, or less if that is not known (after a transfer that broke off)
+        """
+        self._latest = max(self._latest, before, self.newest)
         if version < self._latest:
             self.newest = min(self.newest, version)
             self.older_loads.append(version)
+        self._latest = max(self._latest, version)
 
     def stamped(self, version: Version) -> None:
         """Note that the server reports this version as loaded.

@@ -46,6 +46,8 @@ _UNCHANGED: Final = "Failed to get model loader"
 """In the answer to _FROM_FOLDER if every rank refused it before it changed anything. Any other failure may come after
 a change: a load that broke off is "rolled back" to the same folder, a cache that is not flushed fails a load that
 happened, and an answer may be lost (weight_updater.py of 0.5.16 and 0.5.23)."""
+_NO_FILES: Final = "Failed to get weights iterator"
+"""In that answer if the rank that answers found no files, before it changed anything. Others may have found them."""
 _NO_VERSION: Final = (-1, -1)
 """Version of a server with partly updated weights; any offered version is newer."""
 _STUCK_SECONDS: Final = 90.0
@@ -73,9 +75,20 @@ class WeightLoader:
         self.is_repacked = False
         """Whether only our loader can update the layers (repacking.py). The first session then stays open: at its end
         the server would repack the layers once more."""
+        self.is_whole = False
+        """Whether one process of the server has all weights, so its answer to a load is that of every rank."""
         self.finds_groups = True
         """False once our loader has not found a group that the server had joined."""
         self._is_torn = False
+        self._knows_session = True
+
+    def doubt_session(self) -> None:
+        """Note that an earlier process may have left a session open; the next load ends it first."""
+        self._knows_session = False
+
+    def doubt_weights(self) -> None:
+        """Note that the server may have partly updated weights, so it may only continue after a complete load."""
+        self._is_torn = True
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[tuple[Version, dict[str, str]]]:
@@ -89,7 +102,7 @@ class WeightLoader:
         loader cannot read the file, since an error in the loader kills the server.
         """
         # The files are held open, so our loader can read them even if the folder is removed. (A load is cancelled only
-        # when the worker exits, and its server exits with it.)
+        # when the worker exits, and a server with our loader, which we launched, exits with it.)
         with contextlib.ExitStack() as stack:
             try:
                 paths = await asyncio.to_thread(weight_files.paths, folder)
@@ -98,7 +111,8 @@ class WeightLoader:
                 raise WeightsError(f"{folder}: {error.strerror}; removed to make room for newer versions?") from error
             if not self.ranks_with_loader:
                 updates = [(_FROM_FOLDER, {"model_path": str(folder)} | self._body(weights.order))]
-                return await self._switch(weights.order, updates, what=str(folder), files=paths)
+                files = () if self.is_whole else paths
+                return await self._switch(weights.order, updates, what=str(folder), files=files)
             held = [Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}") for stream in streams]
             order = loader.serialized(*zip(held, paths, strict=True))
             return await self.take(weights.order, order, what=str(folder))
@@ -170,8 +184,8 @@ class WeightLoader:
         """Pause, update, continue.
 
         problem  the file in which our loader says why it did nothing
-        files    what each rank reads by its path. The server answers for one rank only, so the load counts if no file
-                 was removed meanwhile
+        files    what each of several ranks reads by its path. The server answers for one rank only, so the load counts
+                 if no file was removed meanwhile
         """
         asked = time.monotonic()
         async with self._lock:
@@ -181,8 +195,9 @@ class WeightLoader:
             was_torn = self._is_torn
             try:
                 await self._post("/pause_generation", {"mode": self._pause})
-                if self.has_sessions and (self.is_repacked or self._is_torn):
+                if self.has_sessions and (self.is_repacked or self._is_torn or not self._knows_session):
                     await self._settle_session()
+                    self._knows_session = True
                 for path, body in updates:
                     self._is_torn = True
                     await self._order(path, body)
@@ -196,7 +211,7 @@ class WeightLoader:
             except EngineDied:
                 raise
             except EngineError as error:
-                if _UNCHANGED in str(error):
+                if _UNCHANGED in str(error) or (self.is_whole and _NO_FILES in str(error)):
                     self._is_torn = was_torn
                 if self._is_torn:
                     self.version = _NO_VERSION

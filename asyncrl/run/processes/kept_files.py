@@ -82,6 +82,13 @@ class KeyFile:
         key_files.write(self.path, self._text, mode=self._mode)
 
 
+def forget_workers(directory: Path) -> None:
+    """Remove what the workers of an earlier run in this folder kept for their restarts: by it they would take weights
+    that they left in a server of their own for those of this run (engines/sglang/stamps.py)."""
+    for path in (directory / "logs").glob("*.owner"):
+        path.unlink(missing_ok=True)
+
+
 def of_run(directory: Path, server: BusServer | None) -> list[KeptFile]:
     """Return the files of this run that exist. ``server``: server of the run's own bus"""
     keys = [path for name in KEY_FILES if (path := directory / name).exists()]

@@ -82,6 +82,8 @@ async def launch(
         if server is None:  # the run's own server serves no other run
             await stack.enter_async_context(_only_one(run_config, resume=resume, token=token))
             _make(directory)  # only after the server at bus.url has answered
+        if not resume:
+            kept_files.forget_workers(directory)
         environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}
         if server is not None:
             environment = {"ASYNCRL_BUS_URL": server.url, "ASYNCRL_BUS_TOKEN": server.token}

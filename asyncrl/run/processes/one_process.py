@@ -21,6 +21,7 @@ from asyncrl.run.assembly.build_worker import build_reward_worker, build_worker
 from asyncrl.run.assembly.training import train
 from asyncrl.run.checks import single_learner
 from asyncrl.run.checks.own_code import checksums
+from asyncrl.run.processes import kept_files
 from asyncrl.run.processes.process_manager import Outcome
 
 log = logging.getLogger("asyncrl.run")
@@ -43,6 +44,7 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
         bus = await registry.own_bus(run)
         try:
             with single_learner.in_folder(run.run_directory):
+                kept_files.forget_workers(run.run_directory)
                 workers = [await _worker(run, bus, name=f"w{number}") for number in range(run.rollout.workers)]
                 evaluating = [
                     await _worker(run, bus, name=f"e{number}", is_dedicated=True)

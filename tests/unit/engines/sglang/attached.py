@@ -6,7 +6,7 @@ import asyncio
 import base64
 import contextlib
 import pickle
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,15 @@ Attach = Callable[..., Any]
 
 @contextlib.asynccontextmanager
 async def attaching(old: Model, tmp_path: Path) -> AsyncIterator[Attach]:
-    """Yield ``await attach(has_sessions=..., pause=...)``, which returns an engine attached to a fake server."""
+    """Yield ``await attach(has_sessions=..., info=..., pause=...)``, an engine on a fake server."""
     server = Server()
     engines: list[sglang.SGLangEngine] = []
 
     async with test_utils.TestServer(server.application) as running:
 
-        async def make(*, has_sessions: bool = True, **options: Any) -> Attached:
-            server.has_sessions = has_sessions
-            server.version = "0.5.23"
+        async def make(*, has_sessions: bool = True, info: Mapping[str, Any] | None = None, **options: Any) -> Attached:
+            server.has_sessions, server.info = has_sessions, dict(info or {})
+            server.version, server.model_path = "0.5.23", str(old.folder)
             url = str(running.make_url("")).rstrip("/")
             engine = sglang.SGLangEngine(
                 old.folder,

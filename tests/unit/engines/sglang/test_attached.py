@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 from aiohttp import test_utils
 
-from asyncrl.engines.sglang import launch
+from asyncrl.config.learner import LoraSection
+from asyncrl.engines.sglang import attached, launch
 from asyncrl.engines.sglang.stamps import Stamps, kept_owner
 from asyncrl.errors import EngineDied
 from tests.harness.engines import PROMPT, Model
@@ -17,11 +20,13 @@ from tests.unit.engines.sglang.test_engine import SHORT, FakeServer, make_engine
 from tests.unit.engines.sglang.test_reply import finished
 
 UPDATE = "/update_weights_from_disk"
+PAUSE, END, CONTINUE = "/pause_generation", "/end_weight_update", "/continue_generation"
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[tuple[FakeServer, str]]:
+async def fake(model: Model) -> AsyncIterator[tuple[FakeServer, str]]:
     server = FakeServer()
+    server.model_path = str(model.folder)
     async with test_utils.TestServer(server.application) as running:
         yield server, str(running.make_url("")).rstrip("/")
 
@@ -60,37 +65,125 @@ async def test_weights_of_another_run_are_replaced_before_anything_is_sampled(
     await engine.close()
 
 
+async def test_a_server_started_on_another_model_loads_ours_first(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its stamp says nothing: "default", or its owner's --weight-version."""
+    server, url = fake
+    for served in ("/models/another", ""):
+        server.weight_version, server.model_path = "default", served
+        engine = make_engine(model, tmp_path / "log", url=url)
+        await engine.start()
+        assert server.bodies(UPDATE)[-1]["model_path"] == server.model_path == str(model.folder)
+        assert server.paths.index(UPDATE) < server.paths.index("/generate")
+        await engine.close()
+    assert len(server.bodies(UPDATE)) == 2
+    assert "has the weights of /models/another; it loads model.path" in caplog.text
+
+
+async def test_a_server_started_on_our_model_loads_nothing(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    (tmp_path / "link").symlink_to(model.folder)
+    for served in (model.folder, tmp_path / "link"):
+        server.model_path = str(served)
+        engine = make_engine(model, tmp_path / "log", url=url)
+        await engine.start()
+        await engine.close()
+    assert UPDATE not in server.paths
+
+
+def test_a_folder_of_another_machine_is_known_by_its_name() -> None:
+    stamps, folder = Stamps(first_version=(0, 0), owner="a1"), Path("models/not-here")
+    about = {"weight_version": "default", "model_path": "models/not-here"}
+    assert not attached.other_weights(stamps, about, folder)
+    assert attached.other_weights(stamps, about | {"weight_version": "0:0:b2"}, folder)
+    assert not attached.other_weights(stamps, {"weight_version": "0:4:a1", "model_path": "/else"}, folder)
+
+
 async def test_a_server_that_keeps_the_weights_of_another_run_is_not_used(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
     server, url = fake
     server.weight_version, server.update_status = "0:12", 400
-    with pytest.raises(EngineDied, match="weights of another run or worker, and cannot load model.path; restart it"):
+    with pytest.raises(EngineDied, match=r"another run or worker \(0:12\), and cannot load model.path; restart it"):
         await make_engine(model, tmp_path / "log", url=url).start()
     assert "/generate" not in server.paths
 
 
-async def test_another_worker_that_loads_weights_into_the_server_is_noticed(
+async def test_a_server_that_does_not_list_its_adapters_is_used(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
-    _, url = fake
+    """What an earlier worker left in it only takes memory."""
+    server, url = fake
+    server.lacks = "/v1/models"
+    lora = LoraSection(rank=4, publish="adapter")
+    engine = make_engine(model, tmp_path / "log", url=url, others={"lora": lora})
+    await engine.start()
+    assert "/v1/models" in server.paths
+    await engine.close()
+
+
+async def test_a_server_that_a_broken_load_left_paused_loads_the_model_once_more(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    before = make_engine(model, tmp_path / "log", url=url)
+    await before.start()
+    await before.load(model.version(5))
+    await before.close()
+    server.asked.clear()
+    server.is_paused, server.has_woken = True, asyncio.Event()
+    engine = make_engine(model, tmp_path / "log", url=url, start_seconds=0.3)
+    await engine.start()
+    assert engine.version == (0, 3)
+    orders = [path for path in server.paths if path in (PAUSE, END, UPDATE, CONTINUE, "/generate")]
+    assert orders == ["/generate", PAUSE, END, UPDATE, CONTINUE, "/generate"]
+    assert finished(await engine.generate(PROMPT, SHORT, seed=0))[1] == [(0, 3)]
+    await engine.close()
+
+
+async def test_a_paused_server_that_cannot_load_the_model_stays_paused(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    """It may have partly loaded weights."""
+    server, url = fake
+    server.is_paused, server.update_status = True, 400
+    with pytest.raises(EngineDied, match="answers nothing: .* cannot load model.path"):
+        await make_engine(model, tmp_path / "log", url=url, start_seconds=0.3).start()
+    assert CONTINUE not in server.paths
+
+
+async def test_another_worker_that_loads_weights_into_the_server_is_noticed(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, url = fake
     one, other = (make_engine(model, tmp_path / name / "log", url=url) for name in ("one", "other"))
     await one.start()
     await one.load(model.version(5))
+    stamp = server.weight_version
     await other.start()
+    assert f"the server at {url} has weights of another run or worker ({stamp}); it loads model.path" in caplog.text
     assert other.version == (0, 3)
-    with pytest.raises(EngineDied, match="give each worker a server of its own"):
+    with pytest.raises(EngineDied, match=f"SGLang server at {url}: `asyncrl evaluate`, .* Give each worker a server"):
         await one.generate(PROMPT, SHORT, seed=0)
     await one.close()
     await other.close()
 
 
-def test_another_first_model_has_another_owner(tmp_path: Path) -> None:
-    """`asyncrl evaluate` gives one server model after model, all as version 0:0."""
-    file = tmp_path / "logs" / "evaluate.engine.owner"
-    owners = [kept_owner(file, model=tmp_path / name) for name in ("a", "b", "a")]
+def test_another_first_model_has_another_owner(model: Model, tmp_path: Path) -> None:
+    """`asyncrl evaluate` gives one server model after model, all as version 0:0, and a folder may get new weights."""
+    file, folder = tmp_path / "logs" / "evaluate.engine.owner", tmp_path / "model"
+    (tmp_path / "trained").mkdir()
+    trained = Model(tmp_path / "trained", seed=1)
+    owners = []
+    for source in (model.folder, trained.folder, model.folder):
+        shutil.copytree(source, folder)
+        owners.append(kept_owner(file, model=folder))
+        shutil.rmtree(folder)
     assert owners[0] == owners[2] != owners[1]
-    assert kept_owner(tmp_path / "other", model=tmp_path / "a") != owners[0]
+    assert kept_owner(tmp_path / "other", model=model.folder) != owners[0]
 
 
 def test_a_stamp_names_its_owner() -> None:
@@ -137,6 +230,17 @@ async def test_a_launched_server_that_has_ended_answers_nothing(
         await engine.generate(PROMPT, SHORT, seed=0)
     with pytest.raises(EngineDied, match="exited"):
         await engine.load(model.version(4))
+    server.asked.clear()
+    intake = engine.intake
+    assert intake is not None
+    for order in (
+        intake.join("g", host="127.0.0.1", port=1, kind="nccl"),
+        intake.leave("g"),
+        engine._client.flush(),
+    ):
+        with pytest.raises(EngineDied, match="exited"):
+            await order
+    assert not server.asked
     await engine.close()
 
 

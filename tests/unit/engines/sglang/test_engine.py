@@ -34,10 +34,11 @@ class FakeServer:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.version = "0.5.16"
-        self.weight_version = "default"
+        self.weight_version, self.model_path = "default", ""
         self.info: dict[str, Any] = {}
         self.update_status, self.refusal = 200, "Failed to get model loader: None."
         self.is_silent = self.is_paused = self.is_proxy = False
+        self.has_woken, self.can_wake, self.lacks = asyncio.Event(), True, ""
         self.ended: list[Any] = []
         """Connections that carry no more requests: SGLang closes a connection after an unexpected error."""
         self.callers: dict[str, set[int]] = {}
@@ -55,20 +56,24 @@ class FakeServer:
         self.callers.setdefault(path, set()).add(request.transport.get_extra_info("peername")[1])
         if path == "/server_info":
             return web.json_response({"version": self.version, "max_running_requests": 1} | self.info)
+        if path == self.lacks:
+            return web.Response(status=404)
         if path == "/model_info":
-            return web.json_response({"weight_version": self.weight_version})
+            return web.json_response({"weight_version": self.weight_version, "model_path": self.model_path})
         if path == "/update_weights_from_disk" and self.update_status == 500:
             self.ended.append(request.transport)
         if path == "/update_weights_from_disk":
             if self.update_status == 200:
-                self.weight_version = asked["weight_version"]
+                self.weight_version, self.model_path = asked["weight_version"], asked["model_path"]
             return web.json_response(
                 {"success": self.update_status == 200, "message": self.refusal}, status=self.update_status
             )
         if path in ("/begin_weight_update", "/end_weight_update"):
             return web.json_response({"success": True})
+        if path == "/continue_generation" and self.can_wake:
+            self.has_woken.set()
         if path == "/generate" and self.is_paused:
-            await asyncio.Event().wait()
+            await self.has_woken.wait()
         if path == "/generate" and not asked["stream"]:
             return web.json_response(body([1], finish_reason=LENGTH))
         if path == "/generate" and self.is_proxy:
@@ -90,8 +95,9 @@ class FakeServer:
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[tuple[FakeServer, str]]:
+async def fake(model: Model) -> AsyncIterator[tuple[FakeServer, str]]:
     server = FakeServer()
+    server.model_path = str(model.folder)
     async with test_utils.TestServer(server.application) as running:
         yield server, str(running.make_url("")).rstrip("/")
 
@@ -362,7 +368,7 @@ async def test_a_server_that_was_left_paused_is_not_waited_for_without_a_word(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
     """The process that loaded its weights died or ended mid-load. The server is healthy but samples nothing."""
-    fake[0].is_paused = True
+    fake[0].is_paused, fake[0].can_wake = True, False
     engine = make_engine(model, tmp_path / "log", url=fake[1], start_seconds=0.2)
     with pytest.raises(EngineDied, match="paused"):
         async with asyncio.timeout(60):
@@ -373,9 +379,12 @@ async def test_a_server_that_was_left_paused_is_not_waited_for_without_a_word(
 async def test_what_an_old_server_cannot_do_is_refused(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path, options: dict[str, str]
 ) -> None:
+    """Before the weights of another run in it are replaced."""
+    fake[0].weight_version = "0:12:another0run"
     engine = make_engine(model, tmp_path / "log", url=fake[1], **options)
     with pytest.raises(ConfigError, match=r"0\.5\.16"):
         await engine.start()
+    assert "/update_weights_from_disk" not in fake[0].paths
 
 
 async def test_a_server_that_is_gone_is_a_dead_engine(

@@ -118,6 +118,15 @@ async def test_tokens_that_come_after_two_loads_may_be_from_the_older_one() -> N
     assert request.newest == (0, 10)
 
 
+async def test_a_torn_transfer_does_not_hide_that_the_next_load_is_older() -> None:
+    """Transfers are not noted as loads: 5 is known by its tokens only."""
+    settled = settling(Server(), (0, 1))
+    request = settled.request((0, 5))
+    request.answered()
+    settled.loaded((0, 3), before=(-1, -1))
+    assert (settled.newest, request.newest) == ((0, 3), (0, 3))
+
+
 async def test_a_torn_load_does_not_hide_that_the_next_one_is_older() -> None:
     settled = settling(Server(), (0, 1))
     settled.loaded((0, 9), before=(0, 1))

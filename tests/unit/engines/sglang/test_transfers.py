@@ -33,6 +33,7 @@ from tests.unit.engines.sglang.attached import (
     PAUSE,
     UPDATE,
     Attach,
+    Attached,
     attaching,
 )
 
@@ -146,7 +147,7 @@ async def test_a_torn_server_takes_a_load_only_once_its_session_is_over(attach: 
     ],
 )
 async def test_a_server_that_may_have_loaded_a_folder_stays_paused(attach: Attach, old: Model, problem: str) -> None:
-    attached = await attach()
+    attached = await attach(info={"tp_size": 2})
     attached.server.refuses, attached.server.says = {(FROM_FOLDER, 1)}, problem
     with pytest.raises(WeightsError, match=problem[:20]):
         await attached.engine.load(old.version(4))
@@ -157,9 +158,8 @@ async def test_a_server_that_may_have_loaded_a_folder_stays_paused(attach: Attac
     assert attached.engine.version == (0, 4)
 
 
-async def test_a_folder_that_is_removed_during_its_load_does_not_count(attach: Attach, tmp_path: Path) -> None:
-    """With tensor parallelism one rank answers, and another may have failed."""
-    attached = await attach()
+def removed_during_a_load(attached: Attached, tmp_path: Path) -> Model:
+    """Return a model whose weights are removed once the engine's server has loaded them."""
     model = Model(tmp_path / "model", seed=0)
 
     async def removed(path: str, body: Mapping[str, Any]) -> Any:
@@ -170,6 +170,21 @@ async def test_a_folder_that_is_removed_during_its_load_does_not_count(attach: A
 
     loader = attached.engine._loader
     post, loader._post = loader._post, removed
+    return model
+
+
+async def test_a_folder_that_is_removed_once_the_only_rank_has_read_it_counts(attach: Attach, tmp_path: Path) -> None:
+    attached = await attach()
+    model = removed_during_a_load(attached, tmp_path)
+    await attached.engine.load(model.version(4))
+    assert attached.paths[-3:] == [PAUSE, FROM_FOLDER, CONTINUE]
+    assert attached.engine.version == (0, 4)
+
+
+async def test_a_folder_that_is_removed_during_its_load_does_not_count(attach: Attach, tmp_path: Path) -> None:
+    """With tensor parallelism one rank answers, and another may have failed."""
+    attached = await attach(info={"tp_size": 2})
+    model = removed_during_a_load(attached, tmp_path)
     with pytest.raises(WeightsError, match="model.safetensors was removed during the load"):
         await attached.engine.load(model.version(4))
     assert attached.paths[-2:] == [PAUSE, FROM_FOLDER]
@@ -245,9 +260,13 @@ async def test_a_torn_server_that_refuses_a_folder_too_stays_paused(attach: Atta
     assert attached.paths[-1] == CONTINUE
 
 
-async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, old: Model) -> None:
-    attached = await attach()
-    attached.server.refuses, attached.server.says = {(FROM_FOLDER, 1)}, "Failed to get model loader: GGUF."
+@pytest.mark.parametrize(
+    ("problem", "ranks"),
+    [("Failed to get model loader: GGUF.", 2), ("Failed to get weights iterator: ENOENT.", 1)],
+)
+async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, old: Model, problem: str, ranks: int) -> None:
+    attached = await attach(info={"tp_size": ranks})
+    attached.server.refuses, attached.server.says = {(FROM_FOLDER, 1)}, problem
     with pytest.raises(WeightsError):
         await attached.engine.load(old.version(4))
     assert attached.paths[-3:] == [PAUSE, FROM_FOLDER, CONTINUE]

@@ -35,6 +35,16 @@ async def kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[l
     await asyncio.wait((keeping,))
 
 
+def test_a_new_run_in_a_used_folder_inherits_no_servers(tmp_path: Path) -> None:
+    """Its workers would take versions that the run before left in a server of their own for theirs."""
+    kept_files.forget_workers(tmp_path / "new")
+    (tmp_path / "logs").mkdir()
+    for name in ("w0.engine.owner", "e0.engine.owner", "w0.engine.log"):
+        (tmp_path / "logs" / name).touch()
+    kept_files.forget_workers(tmp_path)
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["w0.engine.log"]
+
+
 async def until(said: list[str], count: int) -> None:
     async with asyncio.timeout(120):
         while len(said) < count:
