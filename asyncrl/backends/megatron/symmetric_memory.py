@@ -7,7 +7,7 @@ run meanwhile, and the products could keep NCCL's kernels from starting.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
