@@ -78,6 +78,8 @@ class Followers:
         """
         members  name for people, place and link of each follower
         end      ends this process with an exit code
+
+        Raises BackendError if no thread can be started.
         """
         self._end = end
         self._is_told = threading.Event()
@@ -86,8 +88,12 @@ class Followers:
         self._losing = threading.Condition()
         self._links = [(place, link) for _, place, link in members]
         self.parts = {place.rank: PartLink(place.rank, link.parts) for _, place, link in members}
-        for name, _, link in members:
-            threading.Thread(target=self._watch, args=(name, link), name="rank-watch", daemon=True).start()
+        try:
+            for name, _, link in members:
+                threading.Thread(target=self._watch, args=(name, link), name="rank-watch", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            self._is_told.set()  # the ranks end now, and those already watched must not end this process
+            raise BackendError(f"the learner cannot watch its ranks: {error}") from error
 
     def wait_until_ready(self) -> None:
         """Wait until every follower has finished its imports and is about to join. Raises BackendError."""
@@ -206,9 +212,9 @@ class ChildRanks(Followers):
         with contextlib.ExitStack() as undone:
             undone.callback(self._kill)
             members = [self._start(context, job, place, undone) for place in places]
+            self._end_process = end
+            super().__init__(members, end=self._kill_and_end)
             undone.pop_all()
-        self._end_process = end
-        super().__init__(members, end=self._kill_and_end)
         atexit.register(self._close_at_exit)  # multiprocessing would send those left SIGTERM, and wait for them
 
     def _start(self, context: Any, job: Job, place: Place, undone: contextlib.ExitStack) -> tuple[str, Place, RankLink]:
@@ -221,10 +227,10 @@ class ChildRanks(Followers):
                     target=follow, args=(job, place, theirs), name=f"learner-rank-{place.rank}", daemon=True
                 )
                 process.start()
-        except OSError as error:  # no memory, descriptors or processes are left
+            self._processes.append((place, process))
+            link = RankLink(ours, patience=place.timeout_seconds)
+        except (OSError, RuntimeError) as error:  # no memory, descriptors, processes or threads are left
             raise BackendError(f"learner rank {place.rank} cannot be started: {error}") from error
-        self._processes.append((place, process))
-        link = RankLink(ours, patience=place.timeout_seconds)
         undone.callback(link.close)
         return f"learner rank {place.rank} (pid {process.pid})", place, link
 

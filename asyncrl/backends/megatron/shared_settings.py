@@ -1,4 +1,4 @@
-"""What all ranks of a learner must share, as digests: code, packages, settings, and the weights of the models.
+"""What all ranks of a learner must share, as digests: code, packages, settings, configurations and weights of models.
 
 Each rank that is started separately builds its models from its own run file, code and folders. If they differed, the
 ranks would train a mixture of them, so they are compared when a rank joins (joined_ranks.py).
@@ -12,13 +12,19 @@ import functools
 import hashlib
 import hmac
 import importlib.util
+import json
 import re
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Final
 
+from asyncrl.errors import WeightsError
 from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors import weight_files
+
+_UNREAD: Final = ("_name_or_path", "transformers_version")
+"""Keys of a config.json that no model depends on; tools that copy a folder rewrite them."""
 
 
 def shared_settings(run: RunConfig, *, options: object) -> dict[str, object]:
@@ -56,15 +62,25 @@ def _own_parts(run: RunConfig) -> dict[str, str]:
 
 
 def digests(secret: str, settings: Mapping[str, object], models: Mapping[str, Path]) -> dict[str, str]:
-    """Return digests of our code, its packages, ``settings``, and the weights in the folders ``models``, by name.
+    """Return digests of our code, its packages, ``settings``, and the models in the folders ``models``, by name.
 
     They are keyed by the secret, so they reveal nothing. Raises WeightsError.
     """
     values = {"the code of asyncrl": _code(), "torch": metadata.version("torch")}
     values["megatron-core"] = metadata.version("megatron-core")
     values |= {name: repr(_normalized(value)) for name, value in settings.items()}
+    values |= {f"the configuration of {name}": _configuration(folder) for name, folder in models.items()}
     values |= {f"the weights of {name}": weight_files.fingerprint(folder) for name, folder in models.items()}
     return {name: hmac.digest(secret.encode(), value.encode(), "sha256").hex()[:16] for name, value in values.items()}
+
+
+def _configuration(folder: Path) -> str:
+    """Return what a folder's config.json says: a rank with another rope or norm would compute another model."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        return repr(_normalized({key: value for key, value in config.items() if key not in _UNREAD}))
+    except (OSError, ValueError, AttributeError) as error:
+        raise WeightsError(f"{folder}: cannot read its config.json: {error}") from error
 
 
 def _normalized(value: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import socket
 import threading
@@ -69,14 +70,21 @@ def test_a_rank_with_another_secret_other_code_or_other_settings_is_refused_and_
         link.close()
 
 
-def test_a_rank_whose_folder_holds_other_weights_is_refused(tmp_path: Path) -> None:
-    """Both folders have the same config.json. The ranks would train a mixture of both models."""
+@pytest.mark.parametrize("other", ["weights", "configuration"])
+def test_a_rank_whose_folder_holds_another_model_is_refused(tmp_path: Path, other: str) -> None:
+    """The ranks would train a mixture of both models. Tools that copy a folder may rewrite the version in it."""
     port = free_ports(1)[0]
     folder = tiny_model(tmp_path / "model")
     shutil.copytree(folder, tmp_path / "other")
-    tensors = load_file(folder / "model.safetensors")
-    shifted = {name: tensor + 0.01 for name, tensor in tensors.items()}
-    save_file(shifted, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    changed = config | {"transformers_version": "0"}
+    if other == "weights":
+        tensors = load_file(folder / "model.safetensors")
+        shifted = {name: tensor + 0.01 for name, tensor in tensors.items()}
+        save_file(shifted, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    else:
+        changed["rms_norm_eps"] = 2 * config["rms_norm_eps"]
+    (tmp_path / "other" / "config.json").write_text(json.dumps(changed))
 
     def made(folder: Path, rank: int) -> MegatronBackend:
         return MegatronBackend(
@@ -94,7 +102,7 @@ def test_a_rank_whose_folder_holds_other_weights_is_refused(tmp_path: Path) -> N
 
     with ThreadPoolExecutor() as threads:
         learner = threads.submit(made(folder, 0).start)
-        with pytest.raises(ConfigError, match=r"differs from the learner in the weights of model\.path;"):
+        with pytest.raises(ConfigError, match=rf"differs from the learner in the {other} of model\.path;"):
             made(tmp_path / "other", 1).serve()
         with pytest.raises(BackendError, match="rank 1 of 2 has not joined"):
             learner.result()

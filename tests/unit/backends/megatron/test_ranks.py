@@ -269,11 +269,11 @@ def test_a_rank_that_never_joins_a_collective_ends_the_leader_in_one_line(
     )
 
 
-@pytest.mark.parametrize("lacking", ["descriptors", "processes"])
+@pytest.mark.parametrize("lacking", ["descriptors", "processes", "threads", "watches"])
 def test_ranks_of_which_one_cannot_be_started_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
-    """The first rank starts, and is killed once the second one does not."""
+    """The first rank starts, and is killed once the second one does not. The leader does not end with them."""
     layout = Layout(ranks=3)
     job = Job(  # on a GPU, so that each process is a new one
         models={},
@@ -289,13 +289,18 @@ def test_ranks_of_which_one_cannot_be_started_leave_nothing_behind(
     )
     places = [Place(rank=rank, ranks=3, host="127.0.0.1", port=1, timeout_seconds=60.0) for rank in (1, 2)]
     resource_tracker.ensure_running()  # the first process would start it, and it stays
-    owner, name = (socket, "socketpair") if lacking == "descriptors" else (SpawnProcess, "start")
+    owner, name = {"descriptors": (socket, "socketpair"), "processes": (SpawnProcess, "start")}.get(
+        lacking, (threading.Thread, "start")
+    )
+    failing = {"threads": ("rank-link", 4), "watches": ("rank-watch", 2)}  # a link has two threads
+    of, number = failing.get(lacking, ("", 2))
     works, calls = getattr(owner, name), list[object]()
 
     def fail_second(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise OSError(errno.EMFILE, f"too many {lacking}")
+        if not of or arguments[0].name == of:
+            calls.append(arguments)
+            if len(calls) == number:
+                raise RuntimeError("no threads") if of else OSError(errno.EMFILE, f"too many {lacking}")
         return works(*arguments)
 
     def links() -> list[threading.Thread]:
@@ -303,13 +308,18 @@ def test_ranks_of_which_one_cannot_be_started_leave_nothing_behind(
 
     monkeypatch.setattr(owner, name, fail_second)
     before, open_before = links(), os.listdir("/proc/self/fd")
-    with pytest.raises(BackendError, match=f"^learner rank 2 cannot be started: .*too many {lacking}$"):
-        ChildRanks(job, places, end=Ends())
+    problem = (
+        "the learner cannot watch its ranks: no threads" if lacking == "watches" else "rank 2 cannot be started: .*"
+    )
+    ends = Ends()
+    with pytest.raises(BackendError, match=problem):
+        ChildRanks(job, places, end=ends)
     assert not multiprocessing.active_children()
     for thread in set(links()) - set(before):
         thread.join(60)
         assert not thread.is_alive()
     assert len(os.listdir("/proc/self/fd")) == len(open_before)
+    assert not ends.codes
 
 
 @pytest.mark.slow
