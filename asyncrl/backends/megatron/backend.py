@@ -58,8 +58,8 @@ class Options:
     overlap_tensor_parallel: bool = False
     """Experimental. Tensor-parallel ranks of one machine exchange rows while they multiply (CUDA, NVLink)."""
     timeout_seconds: float = 600.0
-    """Timeout for ranks waiting for one another, and for one micro-batch of several ranks, in seconds: 1 to 1000000.
-    If one takes longer, the learner fails."""
+    """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. The learner fails if rank 0 begins no
+    micro-batch for so long in a step; the end of a step counts too, when rank 0 waits for ranks with more to do."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.timeout_seconds <= 1_000_000:
@@ -340,6 +340,7 @@ class MegatronBackend(BackendAdapter):
             if optimizer_state.format_of(saved) != optimizer_state.DISTRIBUTED_FORMAT:
                 optimizer_state.saved_ranks(saved, tensor_parallel=self._layout.tensor)
             lora.require_base(saved, self._job.models[name])
+        self._started().require_restorable(folder)
         self._together([Command(name="restore", folder=str(folder))] * self._layout.ranks)
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ class Followers:
 
     @contextlib.contextmanager
     def watched(self, doing: str, progress: Callable[[], int], *, seconds: float) -> Iterator[None]:
-        """End this process if it runs the command ``doing`` and ``progress`` stands still for ``seconds``.
+        """End this process if it runs the command ``doing`` and ``progress``, rank 0's, stands still for ``seconds``.
 
         This process, too, is alive and waits if a GPU of any rank does not finish its work. Seconds are counted in
         ticks: while this process is stopped, there is no progress.
@@ -163,7 +163,8 @@ class Followers:
                 if still >= seconds:
                     self._end_for(
                         f"{doing} stands still for {seconds:g} s (learner.options.timeout_seconds): the learner's "
-                        "ranks wait for one that does not go on; look at the GPUs of all ranks"
+                        "ranks wait for one that does not go on (look at the GPUs of all ranks), or that has much "
+                        "more to do than rank 0 (raise the timeout)"
                     )
                     return
 

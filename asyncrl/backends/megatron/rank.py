@@ -93,6 +93,12 @@ class MegatronRank:
                 model.restore(folders[name])
         return None
 
+    def require_restorable(self, folder: Path) -> None:
+        """Raise CheckpointError if this rank can tell that the checkpoint is of another model. Changes nothing."""
+        for name, model in self._loaded.items():
+            if isinstance(model, TrainedModel):
+                model.require_restorable(models.saved_in(folder, name))
+
     def _step(self, model: TrainedModel, command: Command) -> StepResult | Scores | None:
         """Run a step. A follower returns scores of recorded tokens if it reports for its copy of the model."""
         is_rehearsal = command.name == "rehearse"

@@ -36,6 +36,9 @@ _PARTS: Final = 1 << 62
 _REASON: Final = 1 << 61
 """Flag added to the size of the last message, which says why its sender fails."""
 
+_MOST_CHARACTERS: Final = 300
+"""Length of an error in one line."""
+
 
 class _Inbox:
     """Unread messages of one lane. No more messages arrive once ``gone`` is set."""
@@ -172,8 +175,9 @@ class RankLink(_Inbox):
 
 
 def described(error: Exception) -> str:
-    """Return the error in one line."""
-    text = next(iter(str(error).splitlines()), "")
+    """Return the error in one line: its first lines may be empty, or only say where it was found."""
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
     return text if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {text}"
 
 

@@ -237,6 +237,14 @@ class TrainedModel(LoadedModel):
                 self._adamw(held).state[piece.main] = optimizer_state.shaped(moments, piece.main)
         saved.restore_random_states(dist.get_rank())
 
+    def require_restorable(self, folder: Path) -> None:
+        """Raise CheckpointError if the checkpoint has more weights than the model, or other sizes of this rank's."""
+        if optimizer_state.format_of(folder) != optimizer_state.FORMAT:
+            saved = SavedModel(folder)
+            self._require_no_more(saved)
+            for held in self._held_parameters():
+                _require_size(saved, held.place.key, held.place)
+
     def _require_no_more(self, saved: SavedModel) -> None:
         """Raise CheckpointError if the checkpoint has layers or adapters that the model lacks: they would be lost."""
         maps: Iterable[Mapping] = weight_map(self._shape, head=self._model.head)
@@ -351,13 +359,17 @@ class _Piece:
 
 def _read(saved: TorchDist, key: str, place: weight_places.Place, into: torch.Tensor, *, start: int = 0) -> None:
     """Fill a tensor whose flattened elements are those of ``place`` from ``start`` on. Raises CheckpointError."""
+    _require_size(saved, key, place)
+    for view, corner in place.views(into.detach().view(-1), start):
+        view.copy_(saved.read(key, corner, tuple(view.shape)))
+
+
+def _require_size(saved: TorchDist, key: str, place: weight_places.Place) -> None:
     if key in saved and saved.size(key) != place.whole:
         raise CheckpointError(
             f"{saved.folder}: {key} has the size {list(saved.size(key))}, the model needs {list(place.whole)}; is it a "
             "checkpoint of another model?"
         )
-    for view, corner in place.views(into.detach().view(-1), start):
-        view.copy_(saved.read(key, corner, tuple(view.shape)))
 
 
 def _is_copy(weight: Any) -> bool:

@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl import os_process
 from asyncrl.backends.megatron.rank_commands import Command
-from asyncrl.errors import BackendError, StepFailed
+from asyncrl.errors import BackendError, CheckpointError, StepFailed
 from tests.harness.backends import LEARNING_RATE, RANKS, documents, shares, started, tiny_model
 from tests.harness.ranks import Ends, follower_pid
 
@@ -68,6 +68,20 @@ def test_a_rank_that_fails_while_it_writes_its_part_of_a_checkpoint_ends_the_lea
         assert ends.ended.wait(60)
         follower.join()  # the leader ends with it
     assert re.search(r"rank 1 \(pid \d+\) is gone: it failed: KeyError: 'unknown'", capfd.readouterr().err)
+
+
+def test_a_checkpoint_of_a_larger_model_is_refused_before_any_rank_is_told(folder: Path, tmp_path: Path) -> None:
+    larger = tiny_model(tmp_path / "larger", num_layers=3)
+    with started("megatron-1", larger) as backend:
+        backend.save(tmp_path / "saved")
+    ends = Ends()
+    with started("megatron-2", folder) as backend:
+        own: Any = backend
+        own._followers._end_process = ends
+        with pytest.raises(CheckpointError, match="which the model or its adapters lack"):
+            backend.restore(tmp_path / "saved")
+        backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)  # all ranks are there
+    assert not ends.codes
 
 
 def test_ranks_go_on_after_a_sigterm_to_every_process_so_that_the_leader_can_drain(folder: Path) -> None:

@@ -265,7 +265,8 @@ def test_a_rank_that_never_joins_a_collective_ends_the_leader_in_one_line(
     assert ends.codes[0] == 1
     assert capfd.readouterr().err.splitlines()[0] == (
         "asyncrl learner: step stands still for 2 s (learner.options.timeout_seconds): the learner's ranks wait for "
-        "one that does not go on; look at the GPUs of all ranks"
+        "one that does not go on (look at the GPUs of all ranks), or that has much more to do than rank 0 (raise the "
+        "timeout)"
     )
 
 
