@@ -131,7 +131,7 @@ def test_a_run_of_real_processes_trains_resumes_and_refuses_to_overwrite(
         return subprocess.run([*command, *extra], capture_output=True, text=True, env=environment, check=False)
 
     owner = folder / "runs" / "tiny" / "logs" / "w0.engine.owner"  # of a run that ended before its first step
-    owner.parent.mkdir(parents=True)
+    owner.parent.mkdir(parents=True, exist_ok=True)
     owner.touch()
     first = run("--set", "run.steps=3")
     assert not owner.exists()
