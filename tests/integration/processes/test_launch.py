@@ -131,12 +131,12 @@ def test_a_run_whose_output_is_read_by_nobody_starts_and_ends(stage: Stage, monk
 
 def test_a_run_that_is_cancelled_drains_what_it_started(stage: Stage) -> None:
     """As from a program: `asyncio.run` cancels on Ctrl-C, and a notebook when its cell is interrupted."""
-    drained = stage.folder / "drained"
-    body = f"trap 'touch {drained}; exit 0' TERM\nwhile true; do sleep 0.01; done"
+    drained, ready = stage.folder / "drained", stage.folder / "ready"
+    body = f"trap 'touch {drained}; exit 0' TERM\ntouch {ready}\nwhile true; do sleep 0.01; done"
 
     async def main() -> None:
         task = asyncio.create_task(stage.launch(body, placement=ON_THE_CPU))
-        while not stage.log.exists():
+        while not ready.exists():  # before, the signal would end the shell
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
