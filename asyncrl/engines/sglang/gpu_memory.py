@@ -1,27 +1,22 @@
-"""Free memory of the GPUs that this process may use, from NVIDIA's management library.
+"""Free memory of the GPUs that this process may use, from NVIDIA's management library. The only file that imports it.
 
 CUDA could tell as well, but its context would itself take half a gigabyte of each GPU.
 """
 
 from __future__ import annotations
 
-import ctypes
+import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-_LIBRARY: Final = "libnvidia-ml.so.1"
+_LIBRARY: Final = "pynvml"
+"""Package nvidia-ml-py, which SGLang needs on GPUs."""
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
 def free_bytes(
-    environment: Mapping[str, str] = os.environ, *, load: Callable[[str], Any] = ctypes.CDLL
+    environment: Mapping[str, str] = os.environ, *, load: Callable[[str], Any] = importlib.import_module
 ) -> dict[str, int]:
     """Return the free bytes of each visible GPU, by its number or UUID; nothing where the driver does not tell.
 
@@ -29,9 +24,11 @@ def free_bytes(
     """
     try:
         library = load(_LIBRARY)
-    except OSError:  # no driver
+    except ImportError:
         return {}
-    if library.nvmlInit_v2():
+    try:
+        library.nvmlInit()
+    except library.NVMLError:  # no driver
         return {}
     try:
         found = {name: _free(library, name) for name in _visible(library, environment)}
@@ -43,16 +40,12 @@ def free_bytes(
 def _visible(library: Any, environment: Mapping[str, str]) -> list[str]:
     if _VISIBLE in environment:
         return [name for name in map(str.strip, environment[_VISIBLE].split(",")) if name]
-    count = ctypes.c_uint()
-    return [] if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) else list(map(str, range(count.value)))
+    return list(map(str, range(library.nvmlDeviceGetCount())))
 
 
 def _free(library: Any, name: str) -> int | None:
-    device, memory = ctypes.c_void_p(), _Memory()
-    if name.isdecimal():
-        failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(device))
-    else:
-        failed = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device))
-    if failed or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+    try:
+        of_name = library.nvmlDeviceGetHandleByIndex if name.isdecimal() else library.nvmlDeviceGetHandleByUUID
+        return int(library.nvmlDeviceGetMemoryInfo(of_name(int(name) if name.isdecimal() else name)).free)
+    except library.NVMLError:
         return None
-    return int(memory.free)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,33 +102,36 @@ async def test_a_server_is_asked_at_once_where_nothing_is_known_of_its_gpus() ->
 class Library:
     """NVIDIA's management library on a machine with three GPUs, the last of which is lost."""
 
-    def __init__(self) -> None:
-        self.is_open = False
+    class NVMLError(Exception):
+        """As in pynvml."""
 
-    def nvmlInit_v2(self) -> int:  # noqa: N802
+    def __init__(self, *, has_driver: bool = True) -> None:
+        self.has_driver, self.is_open = has_driver, False
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if not self.has_driver:
+            raise self.NVMLError("Driver Not Loaded")
         self.is_open = True
-        return 0
 
-    def nvmlShutdown(self) -> int:  # noqa: N802
+    def nvmlShutdown(self) -> None:  # noqa: N802
         self.is_open = False
-        return 0
 
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802
-        count._obj.value = 3
-        return 0
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 3
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index: ctypes.c_uint, device: Any) -> int:  # noqa: N802
-        device._obj.value = index.value + 1
-        return 15 if index.value == 2 else 0
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
 
-    def nvmlDeviceGetHandleByUUID(self, name: bytes, device: Any) -> int:  # noqa: N802
-        device._obj.value = 2
-        return 0 if name == b"GPU-1" else 6
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> int:  # noqa: N802
+        if name != "GPU-1":
+            raise self.NVMLError("Not Found")
+        return 1
 
-    def nvmlDeviceGetMemoryInfo(self, device: ctypes.c_void_p, memory: Any) -> int:  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:  # noqa: N802
         assert self.is_open
-        memory._obj.total, memory._obj.free = 100, 10 * (device.value or 0)
-        return 0
+        if device == 2:
+            raise self.NVMLError("GPU is lost")
+        return SimpleNamespace(total=100, free=10 * (device + 1))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +146,9 @@ def test_free_memory_is_of_the_gpus_that_the_process_sees(visible: str | None, e
     assert not library.is_open
 
 
-def test_nothing_is_known_of_gpus_without_a_driver() -> None:
+def test_nothing_is_known_of_gpus_without_a_driver_or_its_package() -> None:
     def missing(name: str) -> None:
-        raise OSError(name)
+        raise ImportError(name)
 
     assert free_bytes({}, load=missing) == {}
+    assert free_bytes({}, load=lambda name: Library(has_driver=False)) == {}
