@@ -74,8 +74,17 @@ class Adapter(torch.nn.Module):
         return (self.up.unsqueeze(-2) * self.scales.unsqueeze(-1)).flatten(-2)
 
 
-class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron's column-parallel layer with an optional adapter. With one rank it is torch's linear layer."""
+class _TensorParallelLinear(torch.nn.Module):
+    """Comes before one of Megatron's tensor-parallel layers, and adds an optional adapter.
+
+    With one rank it is torch's linear layer.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    config: Any
+    skip_bias_add: bool
+    sequence_parallel: bool
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -94,8 +103,22 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
         exchange = process_groups.exchange()
         if exchange is None:
             return super().forward(x)
-        output = overlapped_linear.column(x, self.weight, exchange)
+        output = self._overlapped(x, exchange)
         return (output if added is None else output + added), returned
+
+    def _overlapped(self, x: torch.Tensor, exchange: overlapped_linear.Exchange) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _share(self, narrow: torch.Tensor) -> torch.Tensor:
+        """Exchange the narrow side of the adapter."""
+        raise NotImplementedError
+
+
+class ColumnLinear(_TensorParallelLinear, ColumnParallelLinear):  # type: ignore[misc]
+    """Megatron's column-parallel layer: every rank has some outputs."""
+
+    def _overlapped(self, x: torch.Tensor, exchange: overlapped_linear.Exchange) -> torch.Tensor:
+        return overlapped_linear.column(x, self.weight, exchange)
 
     def _share(self, narrow: torch.Tensor) -> torch.Tensor:
         """Give every rank all tokens; in the backward pass, sum the gradients of the ranks' output parts."""
@@ -104,28 +127,11 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
         return copy_to_tensor_model_parallel_region(narrow)  # type: ignore[no-any-return]
 
 
-class RowLinear(RowParallelLinear):  # type: ignore[misc]
-    """Megatron's row-parallel layer with an optional adapter. With one rank it is torch's linear layer."""
+class RowLinear(_TensorParallelLinear, RowParallelLinear):  # type: ignore[misc]
+    """Megatron's row-parallel layer: every rank has some inputs."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.weight_adapter: Adapter | None = None
-
-    def forward(self, x: torch.Tensor) -> Any:
-        output, bias = self._product(x)
-        if self.weight_adapter is not None and self.weight_adapter.is_on:
-            output = output + self.weight_adapter(x, self._share)
-        return output, bias
-
-    def _product(self, x: torch.Tensor) -> Any:
-        added, returned = (None, self.bias) if self.skip_bias_add else (self.bias, None)
-        if self.config.tensor_model_parallel_size == 1:
-            return F.linear(x, self.weight, added), returned  # Megatron's function takes more of the host's time
-        exchange = process_groups.exchange()
-        if exchange is None:
-            return super().forward(x)
-        output = overlapped_linear.row(x, self.weight, exchange)
-        return (output if added is None else output + added), returned
+    def _overlapped(self, x: torch.Tensor, exchange: overlapped_linear.Exchange) -> torch.Tensor:
+        return overlapped_linear.row(x, self.weight, exchange)
 
     def _share(self, narrow: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks: each rank computes a partial sum from its part of the input."""

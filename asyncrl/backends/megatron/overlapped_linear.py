@@ -89,7 +89,7 @@ class Exchange:
         return None if self._stream is None else self._stream.record_event()
 
     def _free(self, turn: int) -> None:
-        """Free a window once our GPU has passed its last barrier, after which no other rank uses that window."""
+        """Free a window. Our GPU must have reached the barrier of a later use: nobody uses this window after that."""
         if self._stream is not None:
             torch.cuda.synchronize()
         self._windows[turn] = None
