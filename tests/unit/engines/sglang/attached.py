@@ -19,7 +19,7 @@ from asyncrl.protocols import LoadReport
 from asyncrl.weights.collective import CollectiveOffer
 from tests.harness.engines import Model
 from tests.harness.transfers import layouts, receiver_of
-from tests.unit.engines.sglang.test_engine import FakeServer
+from tests.unit.engines.sglang.fake_server import FakeServer
 
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 BEGIN, UPDATE, END = "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"

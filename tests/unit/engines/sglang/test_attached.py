@@ -5,35 +5,20 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from aiohttp import test_utils
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang import attached, launch
 from asyncrl.engines.sglang.stamps import Stamps, kept_owner
 from asyncrl.errors import EngineDied
 from tests.harness.engines import PROMPT, Model
-from tests.unit.engines.sglang.test_engine import SHORT, FakeServer, make_engine
+from tests.unit.engines.sglang.fake_server import SHORT, FakeServer, make_engine
 from tests.unit.engines.sglang.test_reply import finished
 
 UPDATE = "/update_weights_from_disk"
 PAUSE, END, CONTINUE = "/pause_generation", "/end_weight_update", "/continue_generation"
-
-
-@pytest.fixture
-async def fake(model: Model) -> AsyncIterator[tuple[FakeServer, str]]:
-    server = FakeServer()
-    server.model_path = str(model.folder)
-    async with test_utils.TestServer(server.application) as running:
-        yield server, str(running.make_url("")).rstrip("/")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 async def test_a_worker_that_starts_again_finds_its_version_on_its_server(

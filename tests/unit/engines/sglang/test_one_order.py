@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,19 +28,7 @@ from tests.unit.engines.sglang.attached import (
     UPDATE,
     Attach,
     Attached,
-    attaching,
 )
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("old"), seed=0)
-
-
-@pytest.fixture
-async def attach(old: Model, tmp_path: Path) -> AsyncIterator[Attach]:
-    async with attaching(old, tmp_path) as attach:
-        yield attach
 
 
 async def with_loader(attached: Attached) -> None:
@@ -100,7 +88,7 @@ async def test_the_learner_is_told_how_many_buckets_are_in_memory_at_once(attach
 
 
 async def test_a_loader_that_does_not_find_the_group_is_replaced_by_sglangs(
-    attach: Attach, old: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    attach: Attach, model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first transfer fails with one line, a folder takes its place, and the next transfer works."""
     attached = await attach()
@@ -123,7 +111,7 @@ async def test_a_loader_that_does_not_find_the_group_is_replaced_by_sglangs(
     assert not await asyncio.to_thread(os.listdir, problems)
     assert CONTINUE not in attached.paths
     monkeypatch.undo()
-    await attached.engine.load(old.version(4))
+    await attached.engine.load(model.version(4))
     assert attached.paths[-1] == CONTINUE
     await attached.join()
     await attached.receive()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,21 +34,9 @@ from tests.unit.engines.sglang.attached import (
     UPDATE,
     Attach,
     Attached,
-    attaching,
 )
 
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("old"), seed=0)
-
-
-@pytest.fixture
-async def attach(old: Model, tmp_path: Path) -> AsyncIterator[Attach]:
-    async with attaching(old, tmp_path) as attach:
-        yield attach
 
 
 async def test_the_server_joins_as_the_ranks_after_the_learners(attach: Attach) -> None:
@@ -121,7 +109,7 @@ async def test_a_session_that_cannot_begin_fails_the_load_and_keeps_the_old_weig
     assert attached.engine.version == (0, 3)
 
 
-async def test_a_torn_server_takes_a_load_only_once_its_session_is_over(attach: Attach, old: Model) -> None:
+async def test_a_torn_server_takes_a_load_only_once_its_session_is_over(attach: Attach, model: Model) -> None:
     attached = await attach()
     await attached.join()
     attached.server.refuses = {(UPDATE, 2), (END, 1), (END, 2)}
@@ -129,11 +117,11 @@ async def test_a_torn_server_takes_a_load_only_once_its_session_is_over(attach: 
         await attached.receive()
     attached.server.says = "no memory to repack the weights"
     with pytest.raises(WeightsError, match="weights 0:4 from .*no memory to repack"):
-        await attached.engine.load(old.version(4))
+        await attached.engine.load(model.version(4))
     assert attached.paths[-2:] == [PAUSE, END]
     assert attached.engine.version < (0, 0)
     attached.server.says = "no weight-update session is open; call begin_weight_update() first"
-    await attached.engine.load(old.version(4))
+    await attached.engine.load(model.version(4))
     assert attached.paths[-4:] == [PAUSE, END, FROM_FOLDER, CONTINUE]
 
 
@@ -146,14 +134,14 @@ async def test_a_torn_server_takes_a_load_only_once_its_session_is_over(attach: 
         "Failed to get weights iterator: ENOENT.",  # of one rank, or of the draft model
     ],
 )
-async def test_a_server_that_may_have_loaded_a_folder_stays_paused(attach: Attach, old: Model, problem: str) -> None:
+async def test_a_server_that_may_have_loaded_a_folder_stays_paused(attach: Attach, model: Model, problem: str) -> None:
     attached = await attach(info={"tp_size": 2})
     attached.server.refuses, attached.server.says = {(FROM_FOLDER, 1)}, problem
     with pytest.raises(WeightsError, match=problem[:20]):
-        await attached.engine.load(old.version(4))
+        await attached.engine.load(model.version(4))
     assert attached.paths[-2:] == [PAUSE, FROM_FOLDER]
     assert attached.engine.version < (0, 0)
-    await attached.engine.load(old.version(4))
+    await attached.engine.load(model.version(4))
     assert attached.paths[-1] == CONTINUE
     assert attached.engine.version == (0, 4)
 
@@ -234,29 +222,29 @@ async def test_a_torn_update_keeps_the_server_paused(attach: Attach) -> None:
     waiting.cancel()
 
 
-async def test_a_folder_brings_a_torn_server_back(attach: Attach, old: Model) -> None:
+async def test_a_folder_brings_a_torn_server_back(attach: Attach, model: Model) -> None:
     attached = await attach()
     await attached.join()
     attached.server.refuses = {(UPDATE, 2)}
     with pytest.raises(WeightsError):
         await attached.receive()
     attached.server.asked.clear()
-    await attached.engine.load(old.version(4))
+    await attached.engine.load(model.version(4))
     assert attached.paths == [PAUSE, END, FROM_FOLDER, CONTINUE]
     assert attached.engine.version == (0, 4)
     assert len((await attached.engine.generate(PROMPT, SHORT, seed=0)).tokens)
 
 
-async def test_a_torn_server_that_refuses_a_folder_too_stays_paused(attach: Attach, old: Model) -> None:
+async def test_a_torn_server_that_refuses_a_folder_too_stays_paused(attach: Attach, model: Model) -> None:
     attached = await attach()
     await attached.join()
     attached.server.refuses = {(UPDATE, 2), (FROM_FOLDER, 1)}
     with pytest.raises(WeightsError):
         await attached.receive()
     with pytest.raises(WeightsError):
-        await attached.engine.load(old.version(4))
+        await attached.engine.load(model.version(4))
     assert CONTINUE not in attached.paths
-    await attached.engine.load(old.version(4))
+    await attached.engine.load(model.version(4))
     assert attached.paths[-1] == CONTINUE
 
 
@@ -264,21 +252,21 @@ async def test_a_torn_server_that_refuses_a_folder_too_stays_paused(attach: Atta
     ("problem", "ranks"),
     [("Failed to get model loader: GGUF.", 2), ("Failed to get weights iterator: ENOENT.", 1)],
 )
-async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, old: Model, problem: str, ranks: int) -> None:
+async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, model: Model, problem: str, ranks: int) -> None:
     attached = await attach(info={"tp_size": ranks})
     attached.server.refuses, attached.server.says = {(FROM_FOLDER, 1)}, problem
     with pytest.raises(WeightsError):
-        await attached.engine.load(old.version(4))
+        await attached.engine.load(model.version(4))
     assert attached.paths[-3:] == [PAUSE, FROM_FOLDER, CONTINUE]
     assert attached.engine.version == (0, 3)
 
 
-async def test_weights_of_another_model_are_refused_before_the_server_is_paused(attach: Attach, old: Model) -> None:
+async def test_weights_of_another_model_are_refused_before_the_server_is_paused(attach: Attach, model: Model) -> None:
     """The learner is already sending, so the engine leaves the group to end the broadcast."""
     attached = await attach()
     await attached.join()
     with pytest.raises(WeightsError, match="missing"):
-        await attached.receiver.receive(changed(attached.offer, buckets=layouts(old)[1:]))
+        await attached.receiver.receive(changed(attached.offer, buckets=layouts(model)[1:]))
     assert attached.paths == [LEAVE]
     assert attached.engine.version == (0, 3)
 
