@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     run_config = arguments.load(options)
     is_launched = end_with_parent()
+    for name, value in channel_class(run_config).learner_environment(run_config).items():
+        os.environ.setdefault(name, value)  # in every rank: each has a part of the model to send
     if rank := backend_class(run_config).rank_here(run_config):
         return _serve(run_config, rank=rank)
     run_config = arguments.with_bus_address(run_config)
-    for name, value in channel_class(run_config).learner_environment(run_config).items():
-        os.environ.setdefault(name, value)
     logs.log_to(run_config.run_directory / "logs" / "learner.log")
     return run_learner(
         run_config, resume=options.resume, token=arguments.bus_token(run_config), is_launched=is_launched

@@ -3,7 +3,7 @@
 Each engine has its own process group with every rank of the learner that has a part of the model. The learner's rank is
 rank 0, and the engine's processes are the others. No engine waits for another, and a dying engine loses only its own
 transfer. GPUs use NCCL, CPUs use gloo. Two processes on one GPU cannot use NCCL and load the folder instead.
-NCCL_CUMEM_ENABLE must be 0 in the learner's environment, as in SGLang's own; cli/learner.py sets it.
+NCCL_CUMEM_ENABLE must be 0 in the learner's environment, as in SGLang's own; cli/learner.py sets it in every rank.
 Tests: tests/unit/weights/test_nccl.py.
 """
 
@@ -45,6 +45,8 @@ _HIGH_PRIORITY: Final = False
 _HANDOVER_SECONDS: Final = 1.0
 """An engine may ask again just before our thread notices that the last transfer is complete."""
 _GIVEN_UP: Final = "it was given up: the engine was restarted"
+CUMEM: Final = "NCCL_CUMEM_ENABLE"
+"""Both ends must agree on it: NCCL exchanges memory handles of one kind or the other, and does not compare."""
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT: Final = threading.Lock()
 """The process has one environment, so concurrent joins must take turns."""
@@ -125,6 +127,8 @@ class Sender:
             raise WeightsError(f"no room for {engine}: the learner has groups with {room:,} engines already")
 
     def _opened(self, request: TransferRequest, kind: str) -> _Group:
+        if kind == "nccl" and CUMEM not in os.environ:
+            raise WeightsError(f"{CUMEM} is not set in this process; before it uses a GPU, set what engines have: 0")
         try:
             return _Group(request.group, kind, 1 + request.num_ranks, seconds=self._patience)
         except RuntimeError as error:  # torch found no free port or file descriptor

@@ -25,7 +25,7 @@ from asyncrl.tensors.snapshot import BUCKET_BYTES, PartWorker, Snapshot
 from asyncrl.weights.adapter import ChannelAdapter
 from asyncrl.weights.collective import CollectiveOffer, CollectiveReceiver, group_of_part
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.nccl import Sender, Transfer
+from asyncrl.weights.nccl import CUMEM, Sender, Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class NCCLChannel(ChannelAdapter):
 
     @classmethod
     def learner_environment(cls, run: RunConfig) -> Mapping[str, str]:
-        return {"NCCL_CUMEM_ENABLE": "0"}  # as in SGLang; both ends must agree
+        return {CUMEM: "0"}  # as in SGLang
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path, host: str, bucket_bytes: int) -> None:
         """See Sender."""

@@ -11,18 +11,22 @@ trainer    the learner's logprobs minus the engine's for fresh answers: mean, ma
 own        the same, where the learner has the engine's own weights in bfloat16: what remains is the kernels' rounding
 previous   as "trainer", where the learner still has the version before: "own" is far smaller, unless the load failed
 
-Exit code 1 unless it is for every engine. The model is the one of benchmarks.gpu.versions. On a new machine, SGLang
-compiles the kernels of int4 while its server starts.
+Exit code 1 unless it is for every engine, and for a stage that does not end in time. The model is the one of
+benchmarks.gpu.versions. On a new machine, SGLang compiles the kernels of int4 while its server starts.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import json
+import os
 import shutil
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +43,19 @@ from asyncrl.weights.collective import CollectiveReceiver
 from asyncrl.weights.files import add_companions
 from asyncrl.weights.nccl import Sender
 from benchmarks.gpu.rows import machine
-from benchmarks.gpu.versions import LONG, PLACE, SHORT, answers, engine, learner, loaded, mismatch, model, packed
+from benchmarks.gpu.versions import (
+    LONG,
+    PLACE,
+    SHORT,
+    START_SECONDS,
+    answers,
+    engine,
+    learner,
+    loaded,
+    mismatch,
+    model,
+    packed,
+)
 from benchmarks.gpu.versions import published as published_versions
 
 KINDS: Final = ("bf16", "fp8", "int4")
@@ -49,6 +65,36 @@ ENDS: Final = (int4.PACKED, "_scale", "_shape", fp8.scale_of(""))
 """What the names of the tensors of a quantized matrix end in."""
 SEPARATION: Final = 2.0
 """The least factor between "previous" and "own"."""
+_LIMIT_SECONDS: Final = 120.0
+_LOG_LINES: Final = 20
+
+
+class Stages:
+    """Prints each stage when it begins, after the seconds so far. A stage without an end is the end of the process.
+
+    That also ends the servers (reaper.py). Nothing else ends a thread that waits inside NCCL.
+    """
+
+    def __init__(self, logs: Path, *, limit_seconds: float) -> None:
+        self.logs = logs
+        self._limit = limit_seconds
+        self._began = time.monotonic()
+        self._timer = threading.Timer(0, int)
+
+    def begin(self, stage: str, *, limit_seconds: float = 0.0) -> None:
+        self._timer.cancel()
+        print(f"{time.monotonic() - self._began:6.1f} s  {stage}", flush=True)
+        seconds = limit_seconds or self._limit
+        self._timer = threading.Timer(seconds, self._give_up, (stage, seconds))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _give_up(self, stage: str, seconds: float) -> None:
+        for log in sorted(self.logs.glob("*.log")):
+            print(f"end of {log}:", *log.read_text(errors="replace").splitlines()[-_LOG_LINES:], sep="\n", flush=True)
+        faulthandler.dump_traceback()
+        print(f"no end of this stage within {seconds:.0f} s: {stage}", flush=True)
+        os._exit(1)
 
 
 @dataclass
@@ -134,57 +180,76 @@ async def received(served: SGLangEngine, snapshot: Snapshot, *, version: int, ha
 
 
 async def sampled(
-    up: Mapping[str, SGLangEngine], made: Mapping[str, Sequence[Snapshot]], folder: Path, *, has_own_gpu: bool
+    up: Mapping[str, SGLangEngine],
+    made: Mapping[str, Sequence[Snapshot]],
+    folder: Path,
+    stages: Stages,
+    *,
+    has_own_gpu: bool,
 ) -> list[Sample]:
     found = []
     for kind, served in up.items():
+        stages.begin(f"{kind}: version 1 is published, and loaded with answers in flight")
         first = published_versions(kind, made[kind][1:2], folder)
         row = {"kind": kind, "way": "folder"} | await loaded(served, first)
+        stages.begin(f"{kind}: answers of version 1")
         found.append(Sample(kind, 1, await answers(served, SHORT), row))
         if kind == "int4":
+            stages.begin(f"{kind}: version 2 is sent over {'nccl' if has_own_gpu else 'gloo'}, with answers in flight")
             row = {"kind": kind} | await received(served, made[kind][2], version=2, has_own_gpu=has_own_gpu)
+            stages.begin(f"{kind}: answers of version 2")
             found.append(Sample(kind, 2, await answers(served, SHORT), row))
     return found
 
 
-async def measured(kinds: Sequence[str], rows: list[dict[str, Any]]) -> None:
+async def measured(kinds: Sequence[str], rows: list[dict[str, Any]], stages: Stages) -> None:
     has_own_gpu = torch.cuda.device_count() > 1
+    stages.begin("folders of the model")
     folder = await asyncio.to_thread(model)
     for kind in kinds:
         if kind in quantized_model.FORMATS:
             quantized_model.model_folder(folder, PLACE / f"model-{kind}", kind)
     place = {"base-gpu-id": 1} if has_own_gpu else {}
-    up = {kind: engine(folder, kind, **place) for kind in kinds}
-    began = time.monotonic()
+    up = {kind: engine(folder, kind, logs=stages.logs, **place) for kind in kinds}
+    stages.begin(f"servers of {', '.join(kinds)} start", limit_seconds=START_SECONDS + _LIMIT_SECONDS)
     try:
         async with asyncio.TaskGroup() as group:
             for one in up.values():
                 group.create_task(one.start())
-        print(f"{list(up)} up after {time.monotonic() - began:.0f} s", flush=True)
+        stages.begin("the learner starts")
         trained = learner(folder, lora=None)
         trained.start()
         try:
-            first = await answers(next(iter(up.values())), SHORT)
+            stages.begin(f"{kinds[0]}: answers of version 0")
+            first = await answers(up[kinds[0]], SHORT)
             snapshots = [trained.export()]
-            for _ in range(2):
+            for number in (1, 2):
+                stages.begin(f"step {number} of the learner")
                 trained.step(packed(first), learning_rate=LEARNING_RATE)
                 snapshots.append(trained.export())
+            stages.begin("versions are quantized")
             made, taken = in_formats(snapshots, kinds)
-            samples = await sampled(up, made, folder, has_own_gpu=has_own_gpu)
+            samples = await sampled(up, made, folder, stages, has_own_gpu=has_own_gpu)
+        except Exception:
+            traceback.print_exc()  # asyncio.run raises it after its threads have ended, and one may wait inside NCCL
+            raise
         finally:
             trained.close()
     finally:
+        stages.begin("servers end")
         await asyncio.gather(*(one.close() for one in up.values()))
     for sample in samples:
         sample.row |= taken.get(sample.kind, {})
-    compare(samples, made | {"trainer": snapshots}, folder)
+    compare(samples, made | {"trainer": snapshots}, folder, stages)
     for sample in samples:
         sample.row["is_right"] = sample.row["previous"][0] > SEPARATION * sample.row["own"][0]
         rows.append(sample.row)
         print(json.dumps(sample.row), flush=True)
 
 
-def compare(samples: Sequence[Sample], versions: Mapping[str, Sequence[Snapshot]], model_path: Path) -> None:
+def compare(
+    samples: Sequence[Sample], versions: Mapping[str, Sequence[Snapshot]], model_path: Path, stages: Stages
+) -> None:
     """Add the differences of each sample's logprobs from those of three sets of weights to its row."""
     wanted: dict[tuple[str, int], list[tuple[str, Sample]]] = {}
     for sample in samples:
@@ -196,6 +261,7 @@ def compare(samples: Sequence[Sample], versions: Mapping[str, Sequence[Snapshot]
         ):
             wanted.setdefault((kind, number), []).append((what, sample))
     for (kind, number), of_samples in wanted.items():
+        stages.begin(f"logprobs of the learner with version {number} of {kind}")
         folder = folder_of(versions[kind][number], name=f"{kind}-{number}", model_path=model_path)
         scorer = learner(folder, lora=None)
         scorer.start()
@@ -216,11 +282,14 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("out", type=Path, metavar="OUT.jsonl", help="write one object a line")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--logs", type=Path, default=PLACE, metavar="FOLDER", help="keep the servers' logs there")
+    parser.add_argument("--limit-seconds", type=float, default=_LIMIT_SECONDS, help="for a stage, once servers are up")
     options = parser.parse_args()
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as cli/learner.py does
     shutil.rmtree(PLACE, ignore_errors=True)
     rows: list[dict[str, Any]] = []
     try:
-        asyncio.run(measured(options.kinds, rows))
+        asyncio.run(measured(options.kinds, rows, Stages(options.logs, limit_seconds=options.limit_seconds)))
     finally:
         options.out.write_text("".join(json.dumps(row | machine()) + "\n" for row in rows))
         shutil.rmtree(PLACE, ignore_errors=True)

@@ -40,6 +40,8 @@ from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
 
 PLACE: Final = Path("/dev/shm/versions")
+START_SECONDS: Final = 540.0
+"""For a server; it may have to compile kernels."""
 PROMPT: Final = np.array([5, 9, 12, 7, 30, 8, 21, 33], dtype=np.int32)
 IN_FLIGHT: Final = 32
 LONG: Final = SamplingParams(max_new_tokens=1024, ignore_eos=True)
@@ -73,14 +75,14 @@ def model() -> Path:
     return folder
 
 
-def engine(folder: Path, kind: str, **server_arguments: Any) -> SGLangEngine:
+def engine(folder: Path, kind: str, *, logs: Path = PLACE, **server_arguments: Any) -> SGLangEngine:
     return SGLangEngine(
         folder,
         device="cuda",
         dtype="bfloat16",
         version=(0, 0),
-        options=Options(server_arguments=ARGUMENTS | server_arguments, start_seconds=540.0),
-        log_path=PLACE / f"{kind}.log",
+        options=Options(server_arguments=ARGUMENTS | server_arguments, start_seconds=START_SECONDS),
+        log_path=logs / f"{kind}.log",
         lora=LoraSection(rank=RANK, publish="adapter") if kind == "adapter" else None,
         quantization=kind if kind in quantized_model.FORMATS else "",
         quantized=PLACE / f"model-{kind}",

@@ -105,6 +105,14 @@ def test_over_nccl_another_gpu_gets_the_bytes_of_the_snapshot(monkeypatch: pytes
         peer.close()
 
 
+def test_without_the_memory_handles_of_engines_nothing_is_sent_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise our thread may wait inside NCCL, where no timeout of ours ends it."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setattr(nccl, "_kind_of", lambda snapshot: "nccl")
+    with pytest.raises(WeightsError, match="NCCL_CUMEM_ENABLE is not set"):
+        holding(weights(0)).begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))
+
+
 def test_an_engine_gets_the_part_of_every_rank_from_that_rank(peers: Any) -> None:
     """Two ranks, with one group each: the engine receives their buckets, one rank after the other."""
     whole = weights(0)
