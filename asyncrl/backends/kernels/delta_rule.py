@@ -9,13 +9,16 @@ A loop over tokens would be slow, so documents are cut into chunks of 64 tokens.
 follows from one triangular system for each chunk and head, given the state before the chunk. All systems are solved at
 once. Only the states need a loop, over the chunks of the longest document, with one step for all documents.
 
-On CUDA in 16 bits, flash-linear-attention does all of this if it is installed. Computation is in float32.
+On CUDA in 16 bits, flash-linear-attention does all of this if it is installed, and computes the same in a first try:
+it refuses the gradient with some versions of Triton on some GPUs. Computation is in float32.
 Tests: tests/unit/backends/kernels/test_delta_rule.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +32,10 @@ from asyncrl.backends.kernels.fused import fused
 from asyncrl.backends.micro_batches import to_device
 
 CHUNK: Final = 64
+_TRIED: Final = np.array([0, 70, 71, 200], np.int32)
+"""Boundaries of the documents on which kernels are compared with plain torch."""
+
+log = logging.getLogger("asyncrl.kernels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +91,12 @@ def short_convolution(x: torch.Tensor, kernels: torch.Tensor, chunks: Chunks) ->
 
     x [N, channels], kernels [channels, 1, width] -> [N, channels]
     """
-    if _has_kernels(x):
+    if _may_have_kernels(x) and convolution_agrees(x.device, x.dtype, kernels.shape[0], kernels.shape[-1]):
         return flash_linear_attention.short_convolution(x, kernels, chunks.boundaries, chunks.host_boundaries)
+    return _convolved(x, kernels, chunks)
+
+
+def _convolved(x: torch.Tensor, kernels: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     wide, kernels = x.float(), kernels.float()
     total = wide * kernels[:, 0, -1]
     for back in range(1, kernels.shape[-1]):
@@ -109,9 +120,20 @@ def gated_delta_rule(
     log_decay   f32[N, value heads]: g, not above 0
     step        f32[N, value heads]: b
     """
-    if _has_kernels(value):
-        boundaries = (chunks.boundaries, chunks.host_boundaries)
-        return flash_linear_attention.gated_delta_rule(query, key, value, log_decay, step, *boundaries)
+    rows = (query, key, value, log_decay, step)
+    if _may_have_kernels(value) and rule_agrees(value.device, value.dtype, key.shape[1:], value.shape[1:]):
+        return flash_linear_attention.gated_delta_rule(*rows, chunks.boundaries, chunks.host_boundaries)
+    return _read(*rows, chunks)
+
+
+def _read(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    step: torch.Tensor,
+    chunks: Chunks,
+) -> torch.Tensor:
     per_key = value.shape[1] // key.shape[1]
     read = _by_chunk(
         _in_chunks(_unit(query) * query.shape[-1] ** -0.5, 1, chunks),
@@ -125,8 +147,65 @@ def gated_delta_rule(
     return by_token[chunks.order].to(value.dtype)
 
 
-def _has_kernels(x: torch.Tensor) -> bool:
+def _may_have_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and flash_linear_attention.is_installed()
+
+
+@functools.cache
+def convolution_agrees(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
+    """Return whether the package's convolution computes what plain torch does. Logs once if not."""
+    chunks = Chunks.of(_TRIED, device)
+    inputs = _random([(int(_TRIED[-1]), channels), (channels, 1, width)], device, dtype)
+    return _agrees(
+        lambda x, y: flash_linear_attention.short_convolution(x, y, chunks.boundaries, chunks.host_boundaries),
+        lambda x, y: _convolved(x, y, chunks),
+        inputs,
+    )
+
+
+@functools.cache
+def rule_agrees(device: torch.device, dtype: torch.dtype, of_key: torch.Size, of_value: torch.Size) -> bool:
+    """Return whether the package's delta rule computes what plain torch does. Logs once if not.
+
+    of_key, of_value: (heads, size)
+    """
+    chunks, tokens = Chunks.of(_TRIED, device), int(_TRIED[-1])
+    heads = _random([(tokens, *of_key), (tokens, *of_key), (tokens, *of_value)], device, dtype)
+    decay, step = _random([(tokens, of_value[0])] * 2, device, torch.float32)
+    boundaries = (chunks.boundaries, chunks.host_boundaries)
+    return _agrees(
+        lambda q, k, v, d, s: flash_linear_attention.gated_delta_rule(q, k, v, d, s, *boundaries),
+        lambda q, k, v, d, s: _read(q, k, v, d, s, chunks),
+        [*heads, -decay.square(), step.sigmoid()],
+    )
+
+
+def _random(shapes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    random = torch.Generator(device).manual_seed(0)
+    return [torch.randn(*shape, device=device, dtype=dtype, generator=random) for shape in shapes]
+
+
+def _agrees(
+    kernels: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> bool:
+    """Compare outputs and gradients, up to the rounding of 8 bits in a sum of products."""
+    inputs = [one.detach().requires_grad_() for one in inputs]
+    results = []
+    try:
+        with torch.enable_grad():
+            for compute in (plain, kernels):
+                out = compute(*inputs)
+                slope = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+                results.append([out, *torch.autograd.grad((out * slope).sum(), inputs)])
+        if all((b - a).float().norm() < 0.05 * a.float().norm() for a, b in zip(*results, strict=True)):
+            return True
+        problem = "its results differ"
+    except torch.OutOfMemoryError:  # says nothing about the package
+        raise
+    except Exception as error:  # it compiles kernels and may raise anything
+        problem = f"{type(error).__name__}: {error}"
+    log.warning("linear attention runs in plain torch, without the kernels of flash-linear-attention: %s", problem)
+    return False
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

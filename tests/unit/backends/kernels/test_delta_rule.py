@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from asyncrl.backends.kernels import delta_rule
+from asyncrl.backends.kernels import delta_rule, flash_linear_attention
 from asyncrl.backends.kernels.delta_rule import Chunks
 
 CPU = torch.device("cpu")
@@ -95,3 +95,44 @@ def test_the_loop_has_a_step_for_each_chunk_of_the_longest_document_alone() -> N
     assert chunks.indices[:, 0].tolist() == [68, 0, 65, 132, 64, 196, 260]
     assert torch.equal(chunks.indices.flatten()[chunks.order], torch.arange(268))
     assert chunks.positions[[0, 64, 65, 68, 267]].tolist() == [0, 64, 0, 0, 199]
+
+
+def refuse(of_out: torch.Tensor) -> None:
+    raise RuntimeError("Triton 3.6 on Hopper is wrong")
+
+
+def keep(of_out: torch.Tensor) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("factor", "hook", "problem"),
+    [(1.0, keep, ""), (1.2, keep, "its results differ"), (1.0, refuse, "RuntimeError: Triton 3.6 on Hopper is wrong")],
+    ids=["right", "wrong", "without gradients"],
+)
+def test_kernels_of_a_package_are_used_only_where_they_compute_the_same(
+    factor: float,
+    hook: Callable[[torch.Tensor], None],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Otherwise the first step would fail: the package refuses the gradient with some versions of Triton."""
+
+    def kernels(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        step: torch.Tensor,
+        boundaries: torch.Tensor,
+        host_boundaries: torch.Tensor,
+    ) -> torch.Tensor:
+        chunks = Chunks.of(boundaries.int().numpy(), CPU)
+        out = factor * delta_rule.gated_delta_rule(query, key, value, log_decay, step, chunks)
+        out.register_hook(hook)
+        return out
+
+    monkeypatch.setattr(flash_linear_attention, "gated_delta_rule", kernels)
+    agrees = delta_rule.rule_agrees.__wrapped__  # remembers nothing
+    assert agrees(CPU, torch.float32, torch.Size([2, 8]), torch.Size([4, 8])) == (not problem)
+    assert [one.getMessage().partition("attention: ")[2] for one in caplog.records] == ([problem] if problem else [])
