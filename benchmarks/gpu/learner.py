@@ -101,12 +101,13 @@ HEADER: Final = (
 def run_shape(arguments: argparse.Namespace, folder: Path, variants: list[Variant]) -> Iterator[dict[str, Any]]:
     """Yield the result of every variant. After a failure, a new child takes the rest.
 
-    A variant with overlap has a child of its own: all ranks must be new (symmetric_memory.is_available).
+    A variant with overlap has a child of its own: all ranks must be new (symmetric_memory.why_not).
     """
     task = {"folder": str(folder), "device": arguments.device, "steps": arguments.steps, "agree": None}
     task["profile"], task["checkpoints"] = arguments.profile or "", arguments.checkpoints or ""
     while variants:
-        batch = variants[:1] if variants[0].overlap else list(itertools.takewhile(lambda v: not v.overlap, variants))
+        alone = variants[0].is_overlapped
+        batch = variants[:1] if alone else list(itertools.takewhile(lambda v: not v.is_overlapped, variants))
         todo = {**task, "variants": [dataclasses.asdict(v) for v in batch]}
         done = 0
         for result in run_child(todo):
@@ -149,7 +150,7 @@ def main() -> int:
     parser.add_argument("--micro-batches", nargs="*", type=int, default=[1], help="rows a copy trains per step")
     parser.add_argument("--compile", nargs="*", default=["on"], choices=["on", "off"])
     parser.add_argument("--offload", nargs="*", default=["off"], choices=["on", "off"])
-    parser.add_argument("--overlap", nargs="*", default=["off"], choices=["on", "off"], help="of tensor parallelism")
+    parser.add_argument("--overlap", nargs="*", default=["on"], choices=["on", "off"], help="of tensor parallelism")
     parser.add_argument("--variants", nargs="*", help="only those whose name contains one of these words")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--profile", help="folder for one text file per variant")
@@ -189,6 +190,7 @@ def lead(arguments: argparse.Namespace, models: Path) -> int:
             arguments.recompute,
         )
     ]
+    variants = list({v.name: v for v in variants}.values())  # one rank has nothing to overlap
     if arguments.variants is not None:
         variants = [v for v in variants if any(word in v.name for word in arguments.variants)]
     print(HEADER, flush=True)

@@ -63,7 +63,7 @@ class Variant:
     length: int = 1024
     compile: bool = True
     offload: bool = False
-    overlap: bool = False
+    overlap: bool = True
     """Tensor-parallel ranks exchange rows while they multiply."""
     distributed_optimizer: bool = True
 
@@ -77,10 +77,14 @@ class Variant:
             "" if self.compile else "eager",
             "" if self.distributed_optimizer else "replicated",
             "offload" if self.offload else "",
-            "overlap" if self.overlap else "",
+            "overlap" if self.is_overlapped else "",
         ]
         parts = [self.shape, f"{self.tokens}x{self.micro_batches}", layout, self.recompute, *filter(None, extras)]
         return "-".join(parts)
+
+    @property
+    def is_overlapped(self) -> bool:
+        return self.overlap and self.tensor_parallel > 1
 
     @property
     def layout(self) -> Layout:

@@ -4,9 +4,10 @@ A quarter of every head is rotated. Norms are zero-centred, except the one withi
 Qwen3-MoE, and a shared expert has a gate. Multi-token-prediction layers are ignored: neither trained nor exported.
 
 Tensor-parallel ranks share the key heads of linear attention. Its state runs through the row, so context_parallel is
-refused. On GPUs in 16 bits, kernels of the package flash-linear-attention compute it, if that is installed. None of
-this was run on a GPU yet. Nor was it run with an engine: the in-process engine refuses linear attention, and SGLang
-refuses it without a GPU. The exported names and shapes are those of the published folder, which SGLang loads.
+refused. On GPUs in 16 bits, kernels of the package flash-linear-attention compute it, if that is installed and works
+(on Hopper with Triton 3.7.1 or newer). On a GPU only scores in float32 were compared yet. Nothing was run with an
+engine: the in-process engine refuses linear attention, and SGLang refuses it without a GPU. The exported names and
+shapes are those of the published folder, which SGLang loads.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Options:
     """
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between steps: 8 bytes a parameter, copied both ways every step."""
-    overlap_tensor_parallel: bool = False
-    """Experimental. Tensor-parallel ranks of one machine exchange rows while they multiply (CUDA, NVLink)."""
+    overlap_tensor_parallel: bool = True
+    """Tensor-parallel ranks exchange rows during products, if their GPUs can access each other's memory."""
     timeout_seconds: float = 600.0
     """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. The learner fails if rank 0 begins no
     micro-batch for so long in a step; the end of a step counts too, when rank 0 waits for ranks with more to do."""

@@ -39,7 +39,7 @@ def join(place: Place, layout: Layout, *, overlaps_tensor_parallel: bool = False
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1)  # nothing draws from this generator, but recomputation needs it to exist
-    if overlaps_tensor_parallel:
+    if overlaps_tensor_parallel and layout.tensor > 1:
         _exchange = _exchange_of(tensor_parallel_group(), layout)
 
 
@@ -104,11 +104,10 @@ def pipeline_group() -> dist.ProcessGroup:
 
 
 def _exchange_of(group: dist.ProcessGroup, layout: Layout) -> Exchange | None:
-    """Return the exchange of the group, or None where there can be none, with a warning."""
-    is_shared = layout.tensor > 1 and layout.is_sequence_parallel
-    reason = why_not(group) if is_shared else "it needs tensor_parallel > 1 and sequence_parallel"
+    """Return the exchange of the group, or None where there can be none, and log why."""
+    reason = why_not(group) if layout.is_sequence_parallel else "it needs sequence_parallel"
     if reason:
-        log.warning("overlap_tensor_parallel has no effect (learner.options): %s", reason)
+        log.info("learner.options.overlap_tensor_parallel has no effect: %s", reason)
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     return Exchange(partial(Window, group), rank=group.rank(), size=group.size(), device=device)

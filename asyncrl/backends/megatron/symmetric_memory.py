@@ -7,6 +7,7 @@ run meanwhile, and the products could keep NCCL's kernels from starting.
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import ClassVar, Final
 
 import torch
@@ -67,10 +68,11 @@ def why_not(group: dist.ProcessGroup) -> str:
         return "one of the ranks belonged to an earlier learner in its process"
     if not _agreed(_has_peers(), group):
         return "the GPUs cannot access each other's memory"
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here multicasts
     window, problem = None, ""
     try:
         window = Window(group, 2**20)
-    except RuntimeError as error:
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # torch's interface is not public
         problem = str(error).partition("\n")[0]
     if not _agreed(window is not None, group):
         return f"they cannot share memory: {problem or 'see the log of another rank'}"

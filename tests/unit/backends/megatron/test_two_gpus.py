@@ -67,10 +67,10 @@ class Done:
     arrived: dict[str, torch.Tensor]
 
 
-def done(kind: str, folder: Path, saved: Path, *options: str, device: str) -> Done:
-    """``options`` of the backend are on."""
+def done(kind: str, folder: Path, saved: Path, *without: str, device: str) -> Done:
+    """``without``: options of the backend that are off."""
     (row,) = pack(documents(), max_tokens=1000)
-    with started(kind, folder, optimizer=GENTLE, device=device, options=dict.fromkeys(options, True)) as backend:
+    with started(kind, folder, optimizer=GENTLE, device=device, options=dict.fromkeys(without, False)) as backend:
         scores = scored(backend, kind, row)
         arrived = received(backend.export(), parts=LAYOUTS[kind].exporters) if device == "cuda" else {}
         cut = shares(kind, documents(), max_tokens=30)
@@ -121,13 +121,18 @@ def references() -> dict[str, tuple[Path, Done]]:
     return {}
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def name_of(case: tuple[str, ...]) -> str:
+    kind, architecture, *without = case
+    return "-".join([kind, architecture, *(f"without-{option}" for option in without)])
+
+
+@pytest.fixture(scope="module", params=CASES, ids=name_of)
 def case(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     references: dict[str, tuple[Path, Done]],
 ) -> Iterator[Case]:
-    kind, architecture, *options = request.param
+    kind, architecture, *without = request.param
     saved = tmp_path_factory.mktemp("saved")
     if architecture not in references:
         folder = tiny_model(tmp_path_factory.mktemp("model"), architecture=architecture, num_layers=4)
@@ -135,7 +140,7 @@ def case(
     folder, expected = references[architecture]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in cli/learner.py and bin/test-gpu
-        yield Case(folder, expected, done(kind, folder, saved, *options, device="cuda"))
+        yield Case(folder, expected, done(kind, folder, saved, *without, device="cuda"))
 
 
 def test_scores_are_those_of_one_process(case: Case) -> None:
