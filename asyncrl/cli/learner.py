@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 
 from asyncrl import logs
@@ -18,7 +17,7 @@ from asyncrl.os_process import end_with_parent, exit_within
 from asyncrl.run.checks import resume_checks, resume_settings, same_version, single_learner
 from asyncrl.run.checks.run_file import check_learner
 from asyncrl.run.keys import signing_keys
-from asyncrl.run.registry import backend_class, channel_class, connect, serve_rank
+from asyncrl.run.registry import backend_class, connect, serve_rank, set_learner_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     run_config = arguments.load(options)
     is_launched = end_with_parent()
-    for name, value in channel_class(run_config).learner_environment(run_config).items():
-        os.environ.setdefault(name, value)  # in every rank: each has a part of the model to send
+    set_learner_environment(run_config)  # in every rank: each has a part of the model to send
     if rank := backend_class(run_config).rank_here(run_config):
         return _serve(run_config, rank=rank)
     run_config = arguments.with_bus_address(run_config)

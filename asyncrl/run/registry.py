@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,6 +81,12 @@ def channel_class(run: RunConfig) -> type[ChannelAdapter]:
     from asyncrl.weights.adapter import ChannelAdapter
 
     return _adapter(run.weights.channel, where="weights.channel", table=CHANNELS, port=ChannelAdapter)
+
+
+def set_learner_environment(run: RunConfig) -> None:
+    """Set what the weight channel needs in a process of the learner, before it uses a GPU."""
+    for name, value in channel_class(run).learner_environment(run).items():
+        os.environ.setdefault(name, value)
 
 
 def launcher_class(run: RunConfig) -> type[LauncherAdapter]:

@@ -222,7 +222,7 @@ def table_row(row: Mapping[str, Any]) -> str:
 
 def measure(arguments: argparse.Namespace, place: Path, layout: str) -> dict[str, Any]:
     """Measure one layout of the model in ``place``, where its logs and its checkpoint go."""
-    variant = Variant(shape=place.name, tokens=arguments.tokens, length=256, **layout_of(layout))
+    variant = Variant(shape=place.name, tokens=arguments.tokens, length=256, overlap=False, **layout_of(layout))
     folder = place / variant.name
     folder.mkdir()
     task = {

@@ -260,7 +260,8 @@ def test_waits_for_more_or_fewer_answers_are_one_wait() -> None:
 )
 def test_a_layout_is_named_as_it_was_asked_for(word: str, name: str, ranks: int) -> None:
     variant = Variant(shape="tiny", tokens=64, **layout_of(word))
-    assert variant.name == f"tiny-64x1-{name}-none"
+    assert variant.name.removesuffix("-overlap") == f"tiny-64x1-{name}-none"
+    assert variant.is_overlapped == variant.name.endswith("-overlap") == (variant.tensor_parallel > 1)
     assert variant.layout.ranks == ranks
     assert variant.layout.is_sequence_parallel == (variant.tensor_parallel > 1)
 

@@ -157,6 +157,7 @@ def convolution_agrees(device: torch.device, dtype: torch.dtype, channels: int, 
     chunks = Chunks.of(_TRIED, device)
     inputs = _random([(int(_TRIED[-1]), channels), (channels, 1, width)], device, dtype)
     return _agrees(
+        "the convolution",
         lambda x, y: flash_linear_attention.short_convolution(x, y, chunks.boundaries, chunks.host_boundaries),
         lambda x, y: _convolved(x, y, chunks),
         inputs,
@@ -174,6 +175,7 @@ def rule_agrees(device: torch.device, dtype: torch.dtype, of_key: torch.Size, of
     decay, step = _random([(tokens, of_value[0])] * 2, device, torch.float32)
     boundaries = (chunks.boundaries, chunks.host_boundaries)
     return _agrees(
+        "the delta rule",
         lambda q, k, v, d, s: flash_linear_attention.gated_delta_rule(q, k, v, d, s, *boundaries),
         lambda q, k, v, d, s: _read(q, k, v, d, s, chunks),
         [*heads, -decay.square(), step.sigmoid()],
@@ -186,13 +188,16 @@ def _random(shapes: Sequence[Sequence[int]], device: torch.device, dtype: torch.
 
 
 def _agrees(
-    kernels: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    part: str,
+    kernels: Callable[..., torch.Tensor],
+    plain: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
 ) -> bool:
     """Compare outputs and gradients, up to the rounding of 8 bits in a sum of products."""
-    inputs = [one.detach().requires_grad_() for one in inputs]
     results = []
     try:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = [one.clone().requires_grad_() for one in inputs]
             for compute in (plain, kernels):
                 out = compute(*inputs)
                 slope = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
@@ -200,11 +205,11 @@ def _agrees(
         if all((b - a).float().norm() < 0.05 * a.float().norm() for a, b in zip(*results, strict=True)):
             return True
         problem = "its results differ"
-    except torch.OutOfMemoryError:  # says nothing about the package
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # says nothing about the package; the GPU is unusable
         raise
     except Exception as error:  # it compiles kernels and may raise anything
         problem = f"{type(error).__name__}: {error}"
-    log.warning("linear attention runs in plain torch, without the kernels of flash-linear-attention: %s", problem)
+    log.warning("%s runs in plain torch, without the kernels of flash-linear-attention: %s", part, problem)
     return False
 
 

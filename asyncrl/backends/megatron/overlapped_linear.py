@@ -45,6 +45,8 @@ class Exchange:
         self._allocate = allocate
         self._windows: list[Memory | None] = [None, None]
         self._turn = 0
+        self.uses = 0
+        """How often memory was exchanged. Equal on all ranks that are at the same place of the same layer."""
         # torch's own streams and events take a fraction of the host's time that those of torch.cuda take
         self._stream = torch.Stream(device) if device.type == "cuda" else None
 
@@ -60,6 +62,7 @@ class Exchange:
         """Return the window whose turn it is, with room for such a tensor. All ranks ask for the same size."""
         num_bytes = math.prod(shape) * dtype.itemsize
         self._turn = 1 - self._turn
+        self.uses += 1
         window = self._windows[self._turn]
         if window is None or window.num_bytes < num_bytes:
             del window

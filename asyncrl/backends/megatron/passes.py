@@ -20,7 +20,7 @@ from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.model import PackedGPT
-from asyncrl.backends.megatron.process_groups import pipeline_group
+from asyncrl.backends.megatron.process_groups import exchange, pipeline_group
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.policies.batching.packing import MicroBatch, empty
 
@@ -60,7 +60,9 @@ class Passes(Generic[T]):
 
     @property
     def where(self) -> str:
-        return f"after the beginning of {self._forwards} passes of {self.begun} micro-batches"
+        exchanging = exchange()
+        uses = exchanging.uses if exchanging else 0
+        return f"after the beginning of {self._forwards} passes of {self.begun} micro-batches, at exchange {uses}"
 
     def run(self, share: Sequence[MicroBatch], *, is_scoring: bool = False) -> list[T]:
         """Return the results of the micro-batches that succeeded; only the last stage has any.

@@ -104,10 +104,11 @@ def pipeline_group() -> dist.ProcessGroup:
 
 
 def _exchange_of(group: dist.ProcessGroup, layout: Layout) -> Exchange | None:
-    """Return the exchange of the group, or None where there can be none, and log why."""
-    reason = why_not(group) if layout.is_sequence_parallel else "it needs sequence_parallel"
-    if reason:
-        log.info("learner.options.overlap_tensor_parallel has no effect: %s", reason)
+    """Return the exchange of the group, or None, with a warning if the ranks have sequence parallelism and GPUs."""
+    if not layout.is_sequence_parallel or dist.get_backend(group) != "nccl":
+        return None
+    if reason := why_not(group):
+        log.warning("tensor-parallel ranks use collectives (learner.options.overlap_tensor_parallel): %s", reason)
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     return Exchange(partial(Window, group), rank=group.rank(), size=group.size(), device=device)

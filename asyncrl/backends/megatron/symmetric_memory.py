@@ -13,8 +13,10 @@ from typing import ClassVar, Final
 import torch
 import torch.distributed as dist
 
+from asyncrl.backends.megatron.overlapped_linear import Memory
 from asyncrl.os_process import process_space
 
+_TRIED_BYTES: Final = 2**16
 _KEPT: Final = 256
 """Tensors that a window keeps. Rows have different lengths in every step."""
 
@@ -51,12 +53,10 @@ class Window:
 
 
 def why_not(group: dist.ProcessGroup) -> str:
-    """Return why the ranks of the group cannot have windows; empty if they can. Collective, with one answer for all.
+    """Return why the ranks of an NCCL group cannot have windows; empty if they can. Collective, one answer for all.
 
     They cannot if some have made more windows than others, with earlier groups: they would wait for each other forever.
     """
-    if dist.get_backend(group) != "nccl":
-        return "it needs GPUs"
     space = int.from_bytes(hashlib.sha256(process_space().encode()).digest()[:7])
     own = torch.tensor([space, Window.made], device="cuda")
     told = own.new_empty(group.size(), 2)
@@ -67,8 +67,7 @@ def why_not(group: dist.ProcessGroup) -> str:
     if len(set(made)) > 1:
         return "one of the ranks belonged to an earlier learner in its process"
     if not _agreed(_has_peers(), group):
-        return "the GPUs cannot access each other's memory"
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here multicasts
+        return "the GPUs cannot access each other's memory, or NCCL_P2P_DISABLE is set"
     window, problem = None, ""
     try:
         window = Window(group, 2**20)
@@ -77,12 +76,25 @@ def why_not(group: dist.ProcessGroup) -> str:
     if not _agreed(window is not None, group):
         return f"they cannot share memory: {problem or 'see the log of another rank'}"
     assert window is not None
-    window.barrier()
+    if not _agreed(reads_all(window, rank=group.rank(), size=group.size()), group):
+        return "the GPUs read other bytes than were written"  # as on hosts that need NCCL_P2P_DISABLE=1
     return ""
 
 
+def reads_all(window: Memory, *, rank: int, size: int) -> bool:
+    """Return whether this rank reads what every rank has written to its own memory. Collective."""
+    shape = (_TRIED_BYTES,)
+    window.of(rank, shape, torch.uint8).fill_(1 + rank)
+    window.barrier()
+    read = torch.stack([window.of(other, shape, torch.uint8).clone() for other in range(size)])
+    written = torch.arange(1, 1 + size, dtype=torch.uint8, device=read.device)
+    return bool((read == written[:, None]).all())
+
+
 def _has_peers() -> bool:
-    """Whether this GPU can access all others that this process sees."""
+    """Whether this GPU can access all others that this process sees, and may."""
+    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+        return False
     own, count = torch.cuda.current_device(), torch.cuda.device_count()
     return all(torch.cuda.can_device_access_peer(own, other) for other in range(count) if other != own)
 

@@ -61,6 +61,11 @@ def check_intake_arguments(server_arguments: Mapping[str, Any]) -> None:
                 f"engine.options: server_arguments: with {key} SGLang cannot receive weights from the learner's "
                 'memory; use tensor_parallel, or weights.channel = "files"'
             )
+        if option_name(key) == "enable-symm-mem" and value:  # it sets NCCL_CUMEM_ENABLE=1 (weights/nccl.py)
+            raise ConfigError(
+                f"engine.options: server_arguments: with {key} SGLang's NCCL and the learner's wait for each other "
+                'forever; remove it, or use weights.channel = "files"'
+            )
 
 
 _FOR_ALL: Final = frozenset(

@@ -39,6 +39,7 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
             f'--resume: bus.kind = "{run.bus.kind}" keeps nothing of a run that has ended; start another with '
             "--set run.name=NAME"
         )
+    registry.set_learner_environment(run)
     with _logging(run, owns_process=owns_process):
         logs.print_line(f"one process   run {run.run.name}   logs in {run.run_directory}/logs")
         bus = await registry.own_bus(run)

@@ -87,6 +87,7 @@ def test_over_nccl_an_engine_gets_smaller_buckets_if_it_has_several_at_once(
     monkeypatch: pytest.MonkeyPatch, at_once: int | None, buckets: list[int]
 ) -> None:
     monkeypatch.setattr(nccl, "_kind_of", lambda snapshot: "nccl")
+    monkeypatch.setenv(nccl.CUMEM, "0")
     payload = encode(CollectiveRequest(buckets_at_once=at_once)) if at_once else b""
     sender = Sender("127.0.0.1", bucket_bytes=1700)
     sender.hold(weights(0), incarnation=0, policy_version=1)

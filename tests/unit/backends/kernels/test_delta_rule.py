@@ -136,3 +136,35 @@ def test_kernels_of_a_package_are_used_only_where_they_compute_the_same(
     agrees = delta_rule.rule_agrees.__wrapped__  # remembers nothing
     assert agrees(CPU, torch.float32, torch.Size([2, 8]), torch.Size([4, 8])) == (not problem)
     assert [one.getMessage().partition("attention: ")[2] for one in caplog.records] == ([problem] if problem else [])
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_the_convolution_of_a_package_is_used_only_where_it_computes_the_same(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernels(
+        x: torch.Tensor, weights: torch.Tensor, boundaries: torch.Tensor, host_boundaries: torch.Tensor
+    ) -> torch.Tensor:
+        return factor * delta_rule.short_convolution(x, weights, Chunks.of(boundaries.int().numpy(), CPU))
+
+    monkeypatch.setattr(flash_linear_attention, "short_convolution", kernels)
+    with torch.inference_mode():  # as a first call may be
+        assert delta_rule.convolution_agrees.__wrapped__(CPU, torch.float32, 6, 4) == (factor == 1.0)
+
+
+@pytest.mark.parametrize("agrees", [False, True])
+def test_kernels_that_do_not_agree_are_not_called(agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+
+    def kernels(name: str) -> Callable[..., torch.Tensor]:
+        return lambda first, *_: used.append(name) or first
+
+    for name in ("gated_delta_rule", "short_convolution"):
+        monkeypatch.setattr(flash_linear_attention, name, kernels(name))
+    monkeypatch.setattr(delta_rule, "_may_have_kernels", lambda x: True)
+    for name in ("rule_agrees", "convolution_agrees"):
+        monkeypatch.setattr(delta_rule, name, lambda *_: agrees)
+    chunks = Chunks.of(boundaries((3,)), CPU)
+    delta_rule.gated_delta_rule(*inputs(3), chunks)
+    delta_rule.short_convolution(torch.zeros(3, 2), torch.zeros(2, 1, WIDTH), chunks)
+    assert used == (["gated_delta_rule", "short_convolution"] if agrees else [])

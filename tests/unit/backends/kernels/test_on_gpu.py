@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from typing import Any
 
@@ -129,8 +130,11 @@ def test_linear_attention_in_kernels_is_that_in_plain_torch() -> None:
     """In bfloat16, on documents of 100, 1 and 200 tokens, up to the rounding of 8 bits in a sum of products."""
     if not flash_linear_attention.is_installed():
         pytest.skip("needs flash-linear-attention")
-    if not delta_rule.rule_agrees(torch.device("cuda", 0), torch.bfloat16, torch.Size([2, 64]), torch.Size([4, 64])):
-        pytest.skip("flash-linear-attention cannot be used with this GPU and this Triton (see the log)")
+    if torch.cuda.get_device_capability()[0] == 9 and (3, 4) <= triton_version() < (3, 7, 1):
+        pytest.skip("flash-linear-attention refuses gradients on Hopper with this Triton")
+    gpu = torch.device("cuda", 0)
+    assert delta_rule.convolution_agrees(gpu, torch.bfloat16, 8 * 64, 4)
+    assert delta_rule.rule_agrees(gpu, torch.bfloat16, torch.Size([2, 64]), torch.Size([4, 64]))
     boundaries = np.array([0, 100, 101, 301], np.int32)
     mixed, kernels = random(301, 8 * 64), random(8 * 64, 1, 4)
     decays, steps = -random(301, 4, seed=1).square(), random(301, 4).sigmoid()
@@ -145,3 +149,7 @@ def test_linear_attention_in_kernels_is_that_in_plain_torch() -> None:
         results[device] = [read, *torch.autograd.grad((read * slope).sum(), [x, weights, decay, step])]
     for expected, got in zip(results["cpu"], results["cuda"], strict=True):
         assert (got.cpu().float() - expected).norm() < 0.05 * expected.norm()
+
+
+def triton_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:3])

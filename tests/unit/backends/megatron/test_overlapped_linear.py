@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from asyncrl.backends.megatron import overlapped_linear
 from asyncrl.backends.megatron.overlapped_linear import Exchange
+from asyncrl.backends.megatron.symmetric_memory import reads_all
 
 HIDDEN, INNER = 6, 8
 
@@ -152,3 +153,31 @@ def test_memory_that_was_released_is_allocated_again() -> None:
         for before, after in zip(made[: len(made) // 2], made[len(made) // 2 :], strict=True):
             assert torch.equal(before, after)
     assert all(len(offered) == 4 for offered in board.offered)
+
+
+class Apart(Window):
+    """Every rank has memory of its own alone, as on hosts where copies between GPUs go wrong."""
+
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return super().of(rank, shape, dtype).clone() if rank else super().of(rank, shape, dtype)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Window, True), (Apart, False)], ids=["shared", "apart"])
+def test_memory_is_used_only_if_every_rank_reads_what_the_others_wrote(kind: type[Window], expected: bool) -> None:
+    board = Board(3, seed=0)
+
+    def work(rank: int) -> list[torch.Tensor]:
+        return [torch.tensor(reads_all(kind(board, rank, 2**16), rank=rank, size=3))]
+
+    assert together(3, work) == [[torch.tensor(expected)]] * 3
+
+
+def test_ranks_at_other_places_of_a_layer_have_exchanged_other_numbers_of_times() -> None:
+    """A failure is shared only by ranks that failed at the same place (passes.py)."""
+    (exchange,) = [Board(1, seed=0).exchange(0)]
+    counts = []
+    for _ in range(2):
+        exchange.gather(torch.zeros(4, 2))
+        counts.append(exchange.uses)
+    exchange.scatter((4, 2), like=torch.zeros(4, 2))
+    assert [*counts, exchange.uses] == [1, 2, 3]

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed": {"recompute": "full"},
     "frozen": {"freeze": ("model.embed_tokens*", "model.layers.0.*")},
+    "experts": {"architecture": "qwen3_moe", "recompute": "full"},
+    "latent attention": {"architecture": "deepseek_v3"},
     "adapters": {"lora": Lora(rank=4, alpha=8.0, modules=("all-linear",)), "recompute": "selective"},
 }
 
@@ -92,11 +94,13 @@ def work(rank: int, jobs: dict[str, tuple[Job, Job]], ports: list[int], folder: 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_ranks_that_exchange_rows_during_products_train_the_same(tmp_path: Path) -> None:
-    folder = tiny_model(tmp_path / "model")
     jobs = {}
     for name, case in CASES.items():
         settings = dict(case)
         recompute = settings.pop("recompute", "none")
+        architecture = settings.pop("architecture", "qwen3")
+        if not (folder := tmp_path / architecture).exists():
+            tiny_model(folder, architecture=architecture)
         policy = AuxiliaryModel(
             path=folder,
             objective=resolve(ALGORITHMS["grpo"]),

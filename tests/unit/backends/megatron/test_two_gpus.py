@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.backends.megatron import process_groups
 from asyncrl.tensors.snapshot import Bucket, TensorEntry
 from asyncrl.weights.nccl_channel import ModelSender
 from tests.harness.backends import (
@@ -71,6 +72,8 @@ def done(kind: str, folder: Path, saved: Path, *without: str, device: str) -> Do
     """``without``: options of the backend that are off."""
     (row,) = pack(documents(), max_tokens=1000)
     with started(kind, folder, optimizer=GENTLE, device=device, options=dict.fromkeys(without, False)) as backend:
+        if kind == "megatron-tp2" and device == "cuda":
+            assert (process_groups.exchange() is None) == bool(without)
         scores = scored(backend, kind, row)
         arrived = received(backend.export(), parts=LAYOUTS[kind].exporters) if device == "cuda" else {}
         cut = shares(kind, documents(), max_tokens=30)

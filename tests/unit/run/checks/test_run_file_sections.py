@@ -36,6 +36,10 @@ SFT = ["algorithm.name=sft", "rollout.group_size=1"]
             ["weights.channel=nccl", "engine.kind=sglang", "engine.options={server_arguments={pp-size=2}}"],
             "with pp-size SGLang cannot receive weights from the learner's memory",
         ),
+        (
+            ["weights.channel=nccl", "engine.kind=sglang", "engine.options={server_arguments={enable-symm-mem=true}}"],
+            "with enable-symm-mem SGLang's NCCL and the learner's wait for each other forever",
+        ),
         (["rollout.most_workers=3", *SERVER], "one server serves one worker, and this run may start 3"),
         (["rollout.repetition_penalty=1.1"], "rollout.repetition_penalty changes the distribution"),
         (["rollout.presence_penalty=0.0"], "an evaluation may set it"),
