@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from asyncrl.backends.kernels import flash_linear_attention
 from asyncrl.backends.kernels.fused import fused
+from asyncrl.backends.kernels.trial import problem_of, with_gradients
 from asyncrl.backends.micro_batches import to_device
 
 CHUNK: Final = 64
@@ -85,6 +86,11 @@ class Chunks:
         )
         return cls(runs=runs, host_boundaries=torch.from_numpy(ends), **moved)
 
+    @property
+    def ends(self) -> dict[str, torch.Tensor]:
+        """The boundaries as arguments of flash_linear_attention."""
+        return {"boundaries": self.boundaries, "host_boundaries": self.host_boundaries}
+
 
 def short_convolution(x: torch.Tensor, kernels: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     """Return silu of sum over j of kernels[:, 0, -1 - j] x x[t - j], with zeros before a document.
@@ -92,7 +98,7 @@ def short_convolution(x: torch.Tensor, kernels: torch.Tensor, chunks: Chunks) ->
     x [N, channels], kernels [channels, 1, width] -> [N, channels]
     """
     if _may_have_kernels(x) and convolution_agrees(x.device, x.dtype, kernels.shape[0], kernels.shape[-1]):
-        return flash_linear_attention.short_convolution(x, kernels, chunks.boundaries, chunks.host_boundaries)
+        return flash_linear_attention.short_convolution(x, kernels, **chunks.ends)
     return _convolved(x, kernels, chunks)
 
 
@@ -122,18 +128,12 @@ def gated_delta_rule(
     """
     rows = (query, key, value, log_decay, step)
     if _may_have_kernels(value) and rule_agrees(value.device, value.dtype, key.shape[1:], value.shape[1:]):
-        return flash_linear_attention.gated_delta_rule(*rows, chunks.boundaries, chunks.host_boundaries)
-    return _read(*rows, chunks)
+        return flash_linear_attention.gated_delta_rule(*rows, **chunks.ends)
+    return _read(rows, chunks)
 
 
-def _read(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    step: torch.Tensor,
-    chunks: Chunks,
-) -> torch.Tensor:
+def _read(rows: Sequence[torch.Tensor], chunks: Chunks) -> torch.Tensor:
+    query, key, value, log_decay, step = rows
     per_key = value.shape[1] // key.shape[1]
     read = _by_chunk(
         _in_chunks(_unit(query) * query.shape[-1] ** -0.5, 1, chunks),
@@ -155,12 +155,11 @@ def _may_have_kernels(x: torch.Tensor) -> bool:
 def convolution_agrees(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> bool:
     """Return whether the package's convolution computes what plain torch does. Logs once if not."""
     chunks = Chunks.of(_TRIED, device)
-    inputs = _random([(int(_TRIED[-1]), channels), (channels, 1, width)], device, dtype)
     return _agrees(
         "the convolution",
-        lambda x, y: flash_linear_attention.short_convolution(x, y, chunks.boundaries, chunks.host_boundaries),
-        lambda x, y: _convolved(x, y, chunks),
-        inputs,
+        lambda x, weights: flash_linear_attention.short_convolution(x, weights, **chunks.ends),
+        lambda x, weights: _convolved(x, weights, chunks),
+        _random([(int(_TRIED[-1]), channels), (channels, 1, width)], device, dtype),
     )
 
 
@@ -173,11 +172,10 @@ def rule_agrees(device: torch.device, dtype: torch.dtype, of_key: torch.Size, of
     chunks, tokens = Chunks.of(_TRIED, device), int(_TRIED[-1])
     heads = _random([(tokens, *of_key), (tokens, *of_key), (tokens, *of_value)], device, dtype)
     decay, step = _random([(tokens, of_value[0])] * 2, device, torch.float32)
-    boundaries = (chunks.boundaries, chunks.host_boundaries)
     return _agrees(
         "the delta rule",
-        lambda q, k, v, d, s: flash_linear_attention.gated_delta_rule(q, k, v, d, s, *boundaries),
-        lambda q, k, v, d, s: _read(q, k, v, d, s, chunks),
+        lambda *rows: flash_linear_attention.gated_delta_rule(*rows, **chunks.ends),
+        lambda *rows: _read(rows, chunks),
         [*heads, -decay.square(), step.sigmoid()],
     )
 
@@ -193,24 +191,15 @@ def _agrees(
     plain: Callable[..., torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> bool:
-    """Compare outputs and gradients, up to the rounding of 8 bits in a sum of products."""
-    results = []
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            inputs = [one.clone().requires_grad_() for one in inputs]
-            for compute in (plain, kernels):
-                out = compute(*inputs)
-                slope = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
-                results.append([out, *torch.autograd.grad((out * slope).sum(), inputs)])
-        if all((b - a).float().norm() < 0.05 * a.float().norm() for a, b in zip(*results, strict=True)):
-            return True
-        problem = "its results differ"
-    except (torch.OutOfMemoryError, torch.AcceleratorError):  # says nothing about the package; the GPU is unusable
-        raise
-    except Exception as error:  # it compiles kernels and may raise anything
-        problem = f"{type(error).__name__}: {error}"
-    log.warning("%s runs in plain torch, without the kernels of flash-linear-attention: %s", part, problem)
-    return False
+    """Compare outputs and gradients, up to the rounding of 8 bits in a sum of products. Logs why they differ."""
+
+    def agrees() -> bool:
+        pairs = zip(with_gradients(plain, inputs), with_gradients(kernels, inputs), strict=True)
+        return all((b - a).float().norm() < 0.05 * a.float().norm() for a, b in pairs)
+
+    if problem := problem_of(agrees):
+        log.warning("%s runs in plain torch, without the kernels of flash-linear-attention: %s", part, problem)
+    return not problem
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

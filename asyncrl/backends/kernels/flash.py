@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from asyncrl.backends.kernels.trial import problem_of, with_gradients
 from asyncrl.errors import BackendError
 
 _PACKAGE: Final = "flash-attn-4"
@@ -116,18 +117,14 @@ def _has_newer(dtype: torch.dtype, head_size: int, repeats: int) -> bool:
         importlib.metadata.version(_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return False
-    try:
-        # Its compiler warns of an argument of the package itself.
-        warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted", UserWarning)
-        if _agrees(_newer, dtype, head_size=head_size, repeats=repeats):
-            return True
-        problem = "its results differ"
-    except torch.OutOfMemoryError:  # says nothing about the package
-        raise
-    except Exception as error:  # it compiles kernels and may raise anything; torch has others
-        problem = f"{type(error).__name__}: {error}"
-    log.warning("%s cannot be used with heads of %d, so torch's FlashAttention is: %s", _PACKAGE, head_size, problem)
-    return False
+    # Its compiler warns of an argument of the package itself.
+    warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted", UserWarning)
+    problem = problem_of(lambda: _agrees(_newer, dtype, head_size=head_size, repeats=repeats))
+    if problem:
+        log.warning(
+            "%s cannot be used with heads of %d, so torch's FlashAttention is: %s", _PACKAGE, head_size, problem
+        )
+    return not problem
 
 
 @functools.cache
@@ -147,14 +144,19 @@ def _agrees(kernels: Callable[..., torch.Tensor], dtype: torch.dtype, *, head_si
     random = torch.Generator("cuda").manual_seed(0)
     of_queries = torch.tensor([0, 120, 176], dtype=torch.int32, device="cuda")
     of_keys = torch.tensor([0, 200, 256], dtype=torch.int32, device="cuda")
-    query, key, value = (
-        torch.randn(tokens, heads, head_size, device="cuda", dtype=dtype, generator=random).requires_grad_()
+    inputs = [
+        torch.randn(tokens, heads, head_size, device="cuda", dtype=dtype, generator=random)
         for tokens, heads in ((176, 2 * repeats), (256, 2), (256, 2))
-    )
-    results = []
-    with torch.enable_grad():
-        for attend, times in ((kernels, 1), (_of_torch, repeats)):
-            keys, values = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (key, value))
-            out = attend(query, keys, values, of_queries, of_keys, 120, 200)
-            results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
+    ]
+
+    def attended(
+        attend: Callable[..., torch.Tensor], times: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        keys, values = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (key, value))
+        return attend(query, keys, values, of_queries, of_keys, 120, 200)
+
+    results = [
+        with_gradients(functools.partial(attended, attend, times), inputs)
+        for attend, times in ((kernels, 1), (_of_torch, repeats))
+    ]
     return all(torch.allclose(a, b, atol=5e-2, rtol=5e-2) for a, b in zip(*results, strict=True))

@@ -118,17 +118,8 @@ def test_kernels_of_a_package_are_used_only_where_they_compute_the_same(
 ) -> None:
     """Otherwise the first step would fail: the package refuses the gradient with some versions of Triton."""
 
-    def kernels(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        log_decay: torch.Tensor,
-        step: torch.Tensor,
-        boundaries: torch.Tensor,
-        host_boundaries: torch.Tensor,
-    ) -> torch.Tensor:
-        chunks = Chunks.of(boundaries.int().numpy(), CPU)
-        out = factor * delta_rule.gated_delta_rule(query, key, value, log_decay, step, chunks)
+    def kernels(*rows: torch.Tensor, boundaries: torch.Tensor, host_boundaries: torch.Tensor) -> torch.Tensor:
+        out = factor * delta_rule.gated_delta_rule(*rows, chunks=Chunks.of(boundaries.int().numpy(), CPU))
         out.register_hook(hook)
         return out
 
@@ -157,7 +148,7 @@ def test_kernels_that_do_not_agree_are_not_called(agrees: bool, monkeypatch: pyt
     used: list[str] = []
 
     def kernels(name: str) -> Callable[..., torch.Tensor]:
-        return lambda first, *_: used.append(name) or first
+        return lambda first, *_, **__: used.append(name) or first
 
     for name in ("gated_delta_rule", "short_convolution"):
         monkeypatch.setattr(flash_linear_attention, name, kernels(name))
