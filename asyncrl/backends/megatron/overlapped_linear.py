@@ -44,7 +44,6 @@ class Exchange:
         """The ranks from our own on, so that no two ranks copy from one at the same time."""
         self._allocate = allocate
         self._windows: list[Memory | None] = [None, None]
-        self._turn = 0
         self.uses = 0
         """How often memory was exchanged. Equal on all ranks that are at the same place of the same layer."""
         # torch's own streams and events take a fraction of the host's time that those of torch.cuda take
@@ -61,13 +60,13 @@ class Exchange:
     def window(self, shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
         """Return the window whose turn it is, with room for such a tensor. All ranks ask for the same size."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        self._turn = 1 - self._turn
         self.uses += 1
-        window = self._windows[self._turn]
+        turn = self.uses % 2
+        window = self._windows[turn]
         if window is None or window.num_bytes < num_bytes:
             del window
-            self._free(self._turn)
-            self._windows[self._turn] = window = self._allocate(-(-num_bytes // _STEP_BYTES) * _STEP_BYTES)
+            self._free(turn)
+            self._windows[turn] = window = self._allocate(-(-num_bytes // _STEP_BYTES) * _STEP_BYTES)
         return window
 
     def release(self) -> None:
