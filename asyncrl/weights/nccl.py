@@ -3,7 +3,8 @@
 Each engine has its own process group with every rank of the learner that has a part of the model. The learner's rank is
 rank 0, and the engine's processes are the others. No engine waits for another, and a dying engine loses only its own
 transfer. GPUs use NCCL, CPUs use gloo. Two processes on one GPU cannot use NCCL and load the folder instead.
-NCCL_CUMEM_ENABLE must be 0 in the learner's environment, as in SGLang's own; cli/learner.py sets it in every rank.
+NCCL_CUMEM_ENABLE must be 0 in the learner's environment, as in SGLang's own; run/registry.py sets it in every process
+of the learner.
 Tests: tests/unit/weights/test_nccl.py.
 """
 
@@ -40,8 +41,6 @@ _POLL_SECONDS: Final = 5e-4
 _QUEUED: Final = 4
 """NCCL broadcasts to one engine that are queued at a time, so that one begins as soon as another ends. They share a
 stream: only the first takes part of the GPU while it waits for the engine."""
-_HIGH_PRIORITY: Final = False
-"""Whether NCCL's kernels go before others that wait for the learner's GPU."""
 _HANDOVER_SECONDS: Final = 1.0
 """An engine may ask again just before our thread notices that the last transfer is complete."""
 _GIVEN_UP: Final = "it was given up: the engine was restarted"
@@ -194,7 +193,6 @@ class _Group:
             return
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=1)  # our own timeout is shorter
-        options.is_high_priority_stream = _HIGH_PRIORITY
         with _left_alone():
             self._collective = dist.ProcessGroupNCCL(keys, 0, self._size, options)
 

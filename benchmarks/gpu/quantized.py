@@ -79,10 +79,11 @@ class Stages:
         self.logs = logs
         self._limit = limit_seconds
         self._began = time.monotonic()
-        self._timer = threading.Timer(0, int)
+        self._timer: threading.Timer | None = None
 
     def begin(self, stage: str, *, limit_seconds: float = 0.0) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         print(f"{time.monotonic() - self._began:6.1f} s  {stage}", flush=True)
         seconds = limit_seconds or self._limit
         self._timer = threading.Timer(seconds, self._give_up, (stage, seconds))
@@ -285,7 +286,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=PLACE, metavar="FOLDER", help="keep the servers' logs there")
     parser.add_argument("--limit-seconds", type=float, default=_LIMIT_SECONDS, help="for a stage, once servers are up")
     options = parser.parse_args()
-    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as cli/learner.py does
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as run/registry.py does
     shutil.rmtree(PLACE, ignore_errors=True)
     rows: list[dict[str, Any]] = []
     try:

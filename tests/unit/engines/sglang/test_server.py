@@ -10,39 +10,19 @@ import signal
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from asyncrl.engines.sglang import engine as sglang
 from asyncrl.engines.sglang import launch
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages import SamplingParams
 from tests import ROOT
 from tests.harness.engines import PROMPT, TOLERANCE, Check, Model
-
-SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
-
+from tests.unit.engines.sglang.fake_server import SHORT, make_engine
 
 TWENTY = SamplingParams(max_new_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-def make_engine(model: Model, log_path: Path, **options: Any) -> sglang.SGLangEngine:
-    return sglang.SGLangEngine(
-        model.folder,
-        device="cpu",
-        dtype="float32",
-        version=(0, 3),
-        options=sglang.Options(**options),
-        log_path=log_path,
-    )
 
 
 async def test_a_missing_sglang_says_how_to_install_it(
