@@ -107,10 +107,13 @@ class Proxy:
 
     def __init__(self, port: int, *, bytes_per_second: float = 0.0) -> None:
         """bytes_per_second   limit of the traffic to the server; 0 is unlimited
-        carried            bytes sent to the server so far"""
+        carried            bytes sent to the server so far
+        turns_away         whether it accepts connections only to close them, as a server does that is just starting
+        num_turned_away    how many it has closed so"""
         self._server_port, self._port = port, 0
         self._pause = 1 / bytes_per_second if bytes_per_second else 0.0
         self.carried = 0
+        self.turns_away, self.num_turned_away = False, 0
         self._ways: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
     @property
@@ -140,6 +143,10 @@ class Proxy:
             writer.transport.abort()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.turns_away:
+            self.num_turned_away += 1
+            writer.close()
+            return
         way = asyncio.current_task()
         assert way is not None
         self._ways[way] = writer

@@ -40,6 +40,13 @@ def expect_signs_of_life(client: Any) -> None:
         way.setsockopt(socket.IPPROTO_TCP, option, _DEAD_SECONDS * 1000)
 
 
+def end_attempt(client: Any) -> None:
+    """Close the connection of an attempt to reconnect that failed. nats-py only forgets it. Errors of other tasks have
+    nothing to do with an attempt, and change nothing."""
+    if client._reconnection_task is not None and asyncio.current_task() is client._reconnection_task:
+        client._transport.close()
+
+
 async def drained(client: Any, subscription: Any) -> None:
     """Drain a subscription. Raises the errors of nats-py, which waits ten seconds for the server.
 

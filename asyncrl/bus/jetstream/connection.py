@@ -30,7 +30,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from asyncrl.bus.jetstream.cancellation import guarded
-from asyncrl.bus.jetstream.connecting import connect_error, drained, expect_signs_of_life, require_version
+from asyncrl.bus.jetstream.connecting import connect_error, drained, end_attempt, expect_signs_of_life, require_version
 from asyncrl.bus.jetstream.errors import (
     BUSY,
     IN_PROCESS,
@@ -352,6 +352,7 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         """Handle an error of nats-py. Cancelled connection attempts also end here: asyncio.wait_for can lose their
         cancellation, and they would go on forever after ``close`` or after the time limit of ``open``."""
+        end_attempt(self._client)
         task = asyncio.current_task()
         if (self._is_closing or self._is_starting) and task is not None and task.cancelling():
             raise asyncio.CancelledError

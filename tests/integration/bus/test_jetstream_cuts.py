@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -27,6 +28,21 @@ async def closing(bus: JetStreamBus) -> AsyncIterator[JetStreamBus]:
         yield bus
     finally:
         await bus.close()
+
+
+async def test_connections_that_the_server_closes_at_once_are_closed_on_our_side_too(
+    nats_server: EmbeddedServer,
+) -> None:
+    async with Proxy(nats_server.port) as proxy:
+        bus = await JetStreamBus.connect(proxy.url, run="away", token=nats_server.token, **SIZES)
+        async with closing(bus):
+            proxy.turns_away = True
+            proxy.cut()
+            while proxy.num_turned_away < 3:
+                await asyncio.sleep(0.01)
+            proxy.turns_away = False
+            assert await bus.depth(PROMPTS) == 0
+        gc.collect()  # an open one would warn
 
 
 # -- work --------------------------------------------------------------------------------------------------------------
