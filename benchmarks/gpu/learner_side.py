@@ -113,10 +113,11 @@ def part_of(folder: Path, number: int, ranks: int) -> dict[str, torch.Tensor]:
 class LearnerSide:
     """The learner's work for a publish, one transfer at a time.
 
-    ranks  number of ranks that share the model
+    ranks    number of ranks that share the model
+    is_idle  whether the GPU multiplies no matrices
     """
 
-    def __init__(self, folder: Path, patience_seconds: float, ranks: int) -> None:
+    def __init__(self, folder: Path, patience_seconds: float, ranks: int, is_idle: bool) -> None:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as run/registry.py does
         self._folder, self._patience = folder, patience_seconds
         self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -128,7 +129,7 @@ class LearnerSide:
             for number, process in enumerate(self._processes, start=1)
         ]
         self._tensors = part_of(folder, 0, ranks)
-        self._products = Products(self._device)
+        self._products = None if is_idle else Products(self._device)
         self._version = 0
         self._threads = ThreadPoolExecutor(max(1, ranks))
         self._root: Path | None = None
@@ -167,14 +168,15 @@ class LearnerSide:
         self._sending.result()
 
     def seconds(self, since: float, until: float) -> float:
-        return self._products.seconds(since, until)
+        return self._products.seconds(since, until) if self._products is not None else float("nan")
 
     def computes(self) -> bool:
         ones = torch.ones(64, 64, device=self._device)
         return float((ones @ ones)[0, 0]) == 64.0
 
     def close(self) -> None:
-        self._products.stop()
+        if self._products is not None:
+            self._products.stop()
         for process in self._processes:
             process.shutdown()
         if self._root is not None:
@@ -190,10 +192,12 @@ _Process.register("OtherRank", OtherRank)
 
 
 @contextlib.contextmanager
-def learner_side(folder: Path, *, patience_seconds: float, ranks: int = 1) -> Iterator[LearnerSide]:
+def learner_side(
+    folder: Path, *, patience_seconds: float, ranks: int = 1, is_idle: bool = False
+) -> Iterator[LearnerSide]:
     process = _Process(ctx=multiprocessing.get_context("spawn"))
     with process:
-        learner = cast(LearnerSide, process.LearnerSide(folder, patience_seconds, ranks))  # type: ignore[attr-defined]
+        learner = cast(LearnerSide, process.LearnerSide(folder, patience_seconds, ranks, is_idle))  # type: ignore[attr-defined]
         try:
             yield learner
         finally:

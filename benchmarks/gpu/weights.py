@@ -15,9 +15,10 @@ pause    seconds from the pause request until the server continues; it samples n
 export   the snapshot on the learner's GPU: its stall for one publish
 publish  seconds until the folder is written and hashed, concurrently with the next step (files only)
 slower   slowdown of the matrix products during transfers, as a share of their time before
+empty    pause of an update that loads nothing: the server only finishes the steps that it has begun
 bare     a broadcast of the same bytes in the same buckets between two otherwise idle processes (bare.py), while the
-         engine is still empty: its seconds over those of the whole pause, and over those of the pause without the
-         requests to pause and to continue
+         engine is still empty: its seconds over those of the whole pause, and over those that the pause takes longer
+         than an empty one
 """
 
 from __future__ import annotations
@@ -33,18 +34,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from asyncrl.engines.sglang.client import ServerClient
-from asyncrl.engines.sglang.engine import Options, SGLangEngine
-from asyncrl.engines.sglang.weights import WeightLoader
-from asyncrl.engines.version_spans import Version
-from asyncrl.errors import EngineError, WeightsError
-from asyncrl.messages import SamplingParams
+from asyncrl.engines.sglang.engine import Options
+from asyncrl.errors import WeightsError
 from asyncrl.protocols import LoadReport, Receiver
 from asyncrl.tensors.snapshot import BUCKET_BYTES
 from asyncrl.weights.collective import CollectiveReceiver
@@ -54,89 +49,12 @@ from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.learner_side import LearnerSide, learner_side
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
+from benchmarks.gpu.timed_engine import TimedEngine, full_load
 
 TRANSPORTS: Final = ("nccl", "nccl-sglang", "shm", "disk", "shm-sglang", "disk-sglang")
 NCCL: Final = TRANSPORTS[:2]
 
 _PATIENCE_SECONDS: Final = 5.0
-
-
-class TimedClient(ServerClient):
-    """Records the time of every request to the server: (path, seconds)."""
-
-    def __init__(self, url: str, *, request_seconds: float) -> None:
-        super().__init__(url, request_seconds=request_seconds)
-        self.taken: list[tuple[str, float]] = []
-
-    async def order(self, path: str, body: Mapping[str, Any]) -> Any:
-        began = time.monotonic()
-        try:
-            return await super().order(path, body)
-        finally:
-            self.taken.append((path, time.monotonic() - began))
-
-
-class TimedEngine(SGLangEngine):
-    """Launches its server, as a rollout worker does, and records the time of every request to it."""
-
-    def __init__(
-        self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options, log_path: Path
-    ) -> None:
-        super().__init__(model_path, device=device, dtype=dtype, version=version, options=options, log_path=log_path)
-        self._client = self._timed = TimedClient(self.url, request_seconds=options.request_seconds)
-        self._loader = WeightLoader(
-            self._timed.order, pause=options.pause, first_version=version, is_open=self._places.is_open
-        )
-
-    @contextlib.contextmanager
-    def reading(self, transport: str) -> Iterator[None]:
-        """Use SGLang's own reading or receiving for a transport named after it, otherwise ours."""
-        ranks = self._loader.ranks_with_loader
-        self._loader.ranks_with_loader = 0 if transport.endswith("-sglang") else ranks
-        try:
-            yield
-        finally:
-            self._loader.ranks_with_loader = ranks
-
-    async def kill(self) -> None:
-        assert self._client.server is not None
-        await self._client.server.close()
-
-    def stages(self) -> dict[str, tuple[float, float]]:
-        """Return median and worst seconds by path since the last call."""
-        taken: dict[str, list[float]] = {}
-        for path, seconds in self._timed.taken:
-            taken.setdefault(path, []).append(seconds)
-        self._timed.taken.clear()
-        return {path: (statistics.median(seconds), max(seconds)) for path, seconds in taken.items()}
-
-
-@contextlib.asynccontextmanager
-async def full_load(engine: SGLangEngine, requests: int) -> AsyncIterator[list[int]]:
-    """Keep answers in progress all the time; yield the running count of tokens, by version at each answer's end."""
-    generator = np.random.default_rng(0)
-    finished: list[int] = []
-    failed: list[EngineError] = []
-
-    async def one() -> None:
-        while True:
-            prompt = generator.integers(10, 30, 128).astype(np.int32)
-            length = int(generator.integers(256, 1024))
-            try:
-                made = await engine.generate(prompt, SamplingParams(max_new_tokens=length, ignore_eos=True), seed=0)
-                finished.append(len(made.tokens))
-            except EngineError as error:  # another one replaces it, so the engine always has load
-                failed.append(error)
-
-    tasks = [asyncio.create_task(one()) for _ in range(requests)]
-    try:
-        yield finished
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if failed:
-            print(f"{len(failed)} answers of the load failed, the last one: {failed[-1]}", flush=True)
 
 
 async def send(receiver: Receiver, learner: LearnerSide) -> LoadReport:
@@ -169,8 +87,19 @@ class Bench:
         self._options, self._shape, self._engine, self._learner = options, shape, engine, learner
         self._ranks, self._of_bare = ranks, of_bare
         self._version = 0
+        self._empty_pause = float("nan")
         assert engine.intake is not None
         self._receiver = CollectiveReceiver(engine.intake, engine="w0", num_ranks=engine.intake.num_ranks)
+
+    async def pause_without_load(self) -> None:
+        """Measure the pauses of updates that load nothing: how long the server needs to finish what it has begun."""
+        pauses = []
+        for _ in range(self._options.loads + 1):
+            await asyncio.sleep(0.2)
+            self._version += 1
+            pauses.append((await self._engine.load_nothing((0, self._version))).pause_seconds)
+        self._empty_pause = statistics.median(pauses[1:])
+        self._engine.stages()
 
     async def row(self, transport: str, bucket_megabytes: int) -> dict[str, Any]:
         learner, ask = self._learner, asyncio.to_thread
@@ -199,9 +128,9 @@ class Bench:
         before, during = await ask(learner.seconds, *quiet), statistics.mean(busy[1:])
         stages, found = self._engine.stages(), self._of_bare.get(bucket_megabytes, {}) if transport in NCCL else {}
         if found:
-            orders = sum(stages.get(path, (0.0, 0.0))[0] for path in ("/pause_generation", "/continue_generation"))
             bare_seconds, pause = found["bare_seconds"], statistics.median(pauses)
-            found = {**found, "bare_of_pause": bare_seconds / pause, "bare_of_update": bare_seconds / (pause - orders)}
+            loading = pause - self._empty_pause
+            found = {**found, "bare_of_pause": bare_seconds / pause, "bare_of_load": bare_seconds / loading}
         return {
             "shape": self._shape,
             "transport": transport,
@@ -216,11 +145,12 @@ class Bench:
             "pauses": [round(report.pause_seconds, 4) for report in reports],
             "pause_p50": statistics.median(pauses),
             "pause_p99": pauses[math.ceil(0.99 * len(pauses)) - 1],
+            "empty_pause_p50": self._empty_pause,
             "stages": stages,
             "export_p50": statistics.median(exports[1:]),
             "export_max": max(exports[1:]),
             "publish_p50": statistics.median(publishes[1:]) if publishes else None,
-            "slower": during / before - 1.0,
+            "slower": None if self._options.idle else during / before - 1.0,
         }
 
     async def leave(self) -> None:
@@ -292,11 +222,12 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
             for ranks in options.ranks:
                 with on_gpu(options.learner_gpu):
                     learner = learners.enter_context(
-                        learner_side(folder, patience_seconds=_PATIENCE_SECONDS, ranks=ranks)
+                        learner_side(folder, patience_seconds=_PATIENCE_SECONDS, ranks=ranks, is_idle=options.idle)
                     )
                 bench = Bench(options, shape, engine, learner, ranks=ranks, of_bare=found)
                 async with full_load(engine, options.requests) as finished:
                     await asyncio.sleep(3.0)
+                    await bench.pause_without_load()
                     for transport in options.transports:
                         for bucket in options.bucket_megabytes if transport in NCCL else [BUCKET_BYTES // 2**20]:
                             report(rows, await guarded(bench.row(transport, bucket), shape, transport), options.json)
@@ -350,12 +281,13 @@ def line(row: Mapping[str, Any]) -> str:
     table = (
         f"{head}  {row['megabytes']:5.0f}  {row['bucket_megabytes']:6d}  {1e3 * row['pause_first']:12.0f}"
         f"  {1e3 * row['pause_p50']:7.1f}  {1e3 * row['pause_p99']:7.1f}  {1e3 * row['export_p50']:10.1f}   {publish}"
-        f"  {row['slower']:7.1%}"
     )
+    table += f"  {row['slower']:7.1%}" if row["slower"] is not None else "        -"
     if "bare_of_pause" in row:
         table += (
             f"\n    {row['gigabytes_per_second']:.0f} GB/s, bare {row['bare_gigabytes_per_second']:.0f}: "
-            f"{row['bare_of_pause']:.0%} of the pause, {row['bare_of_update']:.0%} without its two orders"
+            f"{row['bare_of_pause']:.0%} of the pause, {row['bare_of_load']:.0%} of what it adds to an empty one "
+            f"({1e3 * row['empty_pause_p50']:.1f} ms)"
         )
     stages = [
         f"    {path:32s} {1e3 * p50:7.1f} ms, worst {1e3 * worst:.1f}" for path, (p50, worst) in row["stages"].items()
@@ -377,6 +309,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--folder-loads", type=int, default=5, help="by a folder: seconds each (default 5)")
     add("--ranks", nargs="+", type=int, default=[1], help="of the learner, each with its part; one after another")
     add("--bare", action="store_true", help="measure a bare broadcast of the same bytes before")
+    add("--idle", action="store_true", help="the learner's GPU multiplies no matrices")
     add("--learner-gpu", type=int, default=0)
     add("--engine-gpu", type=int, default=1)
     add("--memory", type=float, default=0.85, help="mem-fraction-static of the server")
@@ -385,6 +318,8 @@ def main(given: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if max(options.ranks) > 1 and not set(options.transports) <= set(NCCL):
         parser.error("--ranks 2 and more send by nccl: add --transports nccl")
+    if options.kill and options.idle:
+        parser.error("--kill shows that the learner's products go on: leave --idle out")
     rows: list[dict[str, Any]] = []
     print(HEAD)
     for shape in options.shapes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from aiohttp import test_utils
 
 from asyncrl.engines.sglang.engine import Options
-from benchmarks.gpu.weights import TimedEngine
+from benchmarks.gpu.timed_engine import TimedEngine
 from tests.harness.engines import Model
 from tests.unit.engines.sglang.test_engine import FakeServer
 
