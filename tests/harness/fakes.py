@@ -68,6 +68,7 @@ class Engine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.running = 0
+        self.prompts: list[NDArray[np.int32]] = []
         self.loads: list[int] = []
         self.running_at_load: list[int] = []
         self.failures = 0
@@ -92,6 +93,7 @@ class Engine:
             self.failures -= 1
             raise EngineError("a request failed")
         started = self.version
+        self.prompts.append(prompt_tokens)
         self.running += 1
         try:
             await self.gate.wait()
