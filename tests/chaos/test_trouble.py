@@ -98,8 +98,10 @@ async def test_a_worker_continues_when_its_lost_connection_is_back(
     async with worker(storm, forks, "x0", url=proxy.url), storm.up() as seen:
         await storm.until(lambda: seen.published.get("x0", 0) > 0, "x0 has joined")
         steps = seen.step[1]
-        await cut_off(proxy)
-        assert seen.step[1] > steps  # the other workers did not wait for it
+        proxy.shut()
+        await asyncio.sleep(CUT_SECONDS)
+        await storm.until(lambda: seen.step[1] > steps, "a step: the other workers do not wait for it")
+        await proxy.open()
         published = seen.published["x0"]
         await storm.until(lambda: seen.published["x0"] > published, "x0 works again")
     assert LOST in log_of(storm, "x0")

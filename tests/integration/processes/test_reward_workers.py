@@ -91,7 +91,8 @@ async def test_a_killed_reward_worker_loses_nothing_and_a_slow_judge_holds_no_en
 
     assert set(evaluations(run)) == {1.0}, "each is complete"
     notes = [one for one in judged(tmp_path) if one["by"] == "reward-worker"]
-    graded = Counter(one["group"] for one in notes if one["what"] == "graded")
+    # The killed one may have graded a group and not acked it. The other one grades it again, which is harmless.
+    graded = Counter(one["group"] for one in notes if one["what"] == "graded" and one["pid"] != killed)
     assert left and left <= graded.keys()
     assert set(graded.values()) == {1}
     in_hands = most = 0

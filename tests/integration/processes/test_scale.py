@@ -172,7 +172,10 @@ async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make,
     async with runs[0].heard(), runs[1].heard():
         for run in runs:
             assert await asyncio.to_thread(run.wait) == 0
-        await asyncio.sleep(0.5)  # wait for the last events
+        for run in runs:
+            while len([event for event in run.events if event.kind == "joined"]) < 2:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)  # further events would be of the other run
         for run in runs:
             assert {event.actor for event in run.events} == {"w0", "learner"}
             assert len([event for event in run.events if event.kind == "joined"]) == 2

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from asyncrl.messages.topics import ACTORS
+from asyncrl.messages.topics import ACTORS, SEGMENTS
 from asyncrl.policies.health.faults import WORKER
 from asyncrl.rollouts.agent.entry import Entry
 from asyncrl.run import registry
@@ -118,8 +118,9 @@ async def test_a_killed_worker_s_sessions_are_over_and_its_samples_are_played_ag
             await run.until(lambda: run.steps >= 2, "a step")
             gate.clear()
             await run.until(lambda: all(one.is_held for one in producers), "sessions of one call each")
-            await asyncio.sleep(1.0)  # time to save the sampled tokens
             over = [one.sessions[-1] for one in producers]
+            while not {one.sample for one in over} <= await saved_samples(run):
+                await asyncio.sleep(0.1)
             os.kill(await worker_pid(run), signal.SIGKILL)
             await run.until(lambda: "restart 1 of" in run.said, "its end")
             gate.set()
@@ -144,6 +145,16 @@ async def test_a_killed_worker_s_sessions_are_over_and_its_samples_are_played_ag
     assert {group for group, _ in twice} <= {group for group, _ in (one.sample for one in over)}, "with their group"
     found = run.audit()
     assert (found["code"], found["lost"], found["duplicated"], found["failed"]) == (0, 0, 0, 0)
+
+
+async def saved_samples(run: RunProcess) -> set[Sample]:
+    """Return the samples with a finished call whose tokens are on the bus."""
+    bus = await registry.observe(run.config(), token=run.token)
+    try:
+        saved = (await bus.states(SEGMENTS)).values()
+    finally:
+        await bus.close()
+    return {(segment.group_id, call.index) for segment in saved for call in segment.calls if call.finish_reason}
 
 
 async def worker_pid(run: RunProcess) -> int:
