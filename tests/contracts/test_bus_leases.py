@@ -18,6 +18,7 @@ SOON = 60.0
 @pytest.fixture(autouse=True)
 def leases_that_outlive_what_is_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     long_leases(monkeypatch)
+    monkeypatch.setattr("asyncrl.bus.jetstream.lease._LEAVE_SECONDS", SOON / 2)  # of a server that is slow
 
 
 class Holder:
@@ -148,7 +149,7 @@ async def test_who_is_cancelled_in_the_moment_of_taking_takes_nothing_with_it(bu
 
 
 async def test_a_lease_held_for_longer_than_it_lives_is_kept(bus_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    brief_leases(monkeypatch)
+    brief_leases(monkeypatch, seconds=2.0)
     bus, other = await bus_factory(), await bus_factory()
     holder = await held(bus)
     waiting = Holder(other)

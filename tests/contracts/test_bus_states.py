@@ -104,7 +104,7 @@ async def test_a_forgotten_state_is_gone_and_may_be_set_again(bus: Bus) -> None:
 
 
 async def test_a_state_dies_with_its_time(bus: Bus) -> None:
-    brief = Topic("brief", "state", Heartbeat, seconds_to_live=0.3)
+    brief = Topic("brief", "state", Heartbeat, seconds_to_live=2.0)
     await bus.put(brief, heartbeat("a"), key="a")
     assert set(await bus.states(brief)) == {"a"}
     for tick in range(1, 100):  # "b" keeps sending heartbeats and outlives "a"

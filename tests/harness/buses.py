@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.messages import (
     Event,
@@ -78,6 +79,15 @@ async def first(bus: Bus, count: int, *, after: int = 0, topic: Topic[Any] = TRA
         return [await anext(records) for _ in range(count)]
 
 
+async def until_waiting(bus: Bus, count: int) -> None:
+    """Wait until that many consumers of prompts wait at the server, which answers later requests before it has queued
+    theirs."""
+    if isinstance(bus, JetStreamBus):
+        shared = f"CONSUMER.INFO.{bus._layout.stream(PROMPTS)}.workers"
+        while (await bus._connection.api(shared))["num_waiting"] < count:
+            await asyncio.sleep(0.01)
+
+
 async def until_acked(bus: Bus, topic: Topic[Any]) -> None:
     """Wait until no message of the topic is left: whoever answers one acks it afterwards."""
     while await bus.depth(topic):
@@ -90,9 +100,9 @@ async def first_event(bus: Bus, kind: str) -> Event:
         return await anext(event async for event in events if event is not None and event.kind == kind)
 
 
-def brief_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let leases of runs created from now on live for one second."""
-    _leases_live(1.0, monkeypatch)
+def brief_leases(monkeypatch: pytest.MonkeyPatch, *, seconds: float = 1.0) -> None:
+    """Let leases of runs created from now on live for a moment."""
+    _leases_live(seconds, monkeypatch)
 
 
 def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,8 @@ async def test_a_log_is_read_in_order_without_a_consumer_while_it_is_trimmed_and
 
 async def test_an_observer_sees_every_actor_of_a_large_fleet(server: Server, learner: Any) -> None:
     names = {f"w{number}" for number in range(150)}
-    await asyncio.gather(*(learner.put(ACTORS, heartbeat(name), key=name) for name in names))
     async with connected(server, "observer") as observer:
+        await asyncio.gather(*(learner.put(ACTORS, heartbeat(name), key=name) for name in names))
         assert (await observer.states(ACTORS)).keys() == names
 
 
