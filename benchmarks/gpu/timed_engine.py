@@ -78,7 +78,7 @@ class TimedEngine(SGLangEngine):
 
 @contextlib.asynccontextmanager
 async def full_load(engine: SGLangEngine, requests: int) -> AsyncIterator[list[int]]:
-    """Keep answers in progress all the time; yield the running count of tokens, by version at each answer's end."""
+    """Keep answers in progress all the time; yield the list to which each finished answer adds its number of tokens."""
     generator = np.random.default_rng(0)
     finished: list[int] = []
     failed: list[EngineError] = []

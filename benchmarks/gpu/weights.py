@@ -6,9 +6,9 @@
     python -m benchmarks.gpu.weights --transports nccl --ranks 1 2 --bare  one rank, then two; and a bare broadcast
 
 The engine always has --requests answers in progress. The learner is a separate process, as in a run. Its GPU multiplies
-matrices all the time, to show how much a transfer slows down training. Each transport does --loads updates, or
---folder-loads (the first is a warm-up and is reported separately). With --kill, the server is then killed during a
-transfer, and the learner must go on.
+matrices all the time (unless --idle), to show how much a transfer slows down training. Each transport does --loads
+updates, or --folder-loads (the first is a warm-up and is reported separately). With --kill, the server is then killed
+during a transfer, and the learner must go on.
 
 pause    seconds from the pause request until the server continues; it samples no token except in the first few
          milliseconds
