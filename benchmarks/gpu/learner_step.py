@@ -206,6 +206,9 @@ def measure(
 ) -> dict[str, Any]:
     """Run two steps to warm up (kernels are compiled), then ``steps`` timed ones.
 
+    A step returns while the device still updates the weights. So it lasts until the next one begins, and the last one
+    until the device is idle.
+
     checkpoints  folder for two checkpoints
     """
     torch.compiler.set_stance("default" if variant.compile else "force_eager")
@@ -219,13 +222,15 @@ def measure(
         started = time.perf_counter()
         for share in packed[:2]:
             learner.step(share, learning_rate=LEARNING_RATE)
+        _synchronise(device)
         warm = time.perf_counter()
-        seconds: list[float] = []
+        begins: list[float] = []
         metrics: Mapping[str, float] = {}
         for share in packed[2:]:
-            begin = time.perf_counter()
+            begins.append(time.perf_counter())
             metrics = learner.step(share, learning_rate=LEARNING_RATE).metrics
-            seconds.append(time.perf_counter() - begin)
+        _synchronise(device)
+        seconds = np.diff([*begins, time.perf_counter()]).tolist()
         peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
         begin = time.perf_counter()
         learner.export()
@@ -262,6 +267,11 @@ def measure(
         "torch": torch.__version__,
         **phases,
     }
+
+
+def _synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def profiled(
