@@ -101,7 +101,7 @@ def within_documents(
         key, value = _of_the_row(key, value, how.order)
     attended = []
     for piece in how.pieces:
-        q, k, v = query[piece.queries], key[piece.keys], value[piece.keys]
+        q, k, v = _cut(query, piece.queries), _cut(key, piece.keys), _cut(value, piece.keys)
         if uses_varlen(query.device, query.dtype):
             attended.append(varlen(q, k, v, piece))
             continue
@@ -109,6 +109,11 @@ def within_documents(
             run = plain(*(x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys])))
             attended.append(run[0].transpose(0, 1))
     return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+
+def _cut(x: torch.Tensor, part: slice) -> torch.Tensor:
+    """Return x[part]. Autograd copies the gradient of a slice into zeros, even if the slice is all of x."""
+    return x if part == slice(0, len(x)) else x[part]
 
 
 def _of_the_row(key: torch.Tensor, value: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
