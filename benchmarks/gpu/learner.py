@@ -32,28 +32,38 @@ from typing import Any, Final
 
 from benchmarks.gpu.learner_step import Sizes, Variant, agree, measure
 from benchmarks.gpu.rows import command, keep, machine
-from benchmarks.gpu.shapes import SHAPES, make_model
+from benchmarks.gpu.shapes import SHAPES
 
 SILENCE_SECONDS: Final = 120.0
 """A child that prints nothing for this long is killed."""
 
 
 def child(task: dict[str, Any]) -> int:
-    """Measure each variant in turn, and print a JSON line for each, so that the parent knows the progress."""
+    """Measure each variant in turn. Print a JSON line for each, and for each step, so that the parent sees progress."""
     folder, profile = Path(task["folder"]), Path(task["profile"]) if task["profile"] else None
     checkpoints = Path(task["checkpoints"]) if task["checkpoints"] else None
     for entry in task["variants"]:
         variant = Variant(**entry)
-        print(json.dumps({"begins": variant.name}), flush=True)
         result = measure(
-            variant, folder, device=task["device"], steps=task["steps"], profile=profile, checkpoints=checkpoints
+            variant,
+            folder,
+            device=task["device"],
+            warm_up=task["warm_up"],
+            steps=task["steps"],
+            profile=profile,
+            checkpoints=checkpoints,
+            told=begins,
         )
         print(json.dumps({"result": result}), flush=True)
     if task["agree"]:
-        print(json.dumps({"begins": "agree"}), flush=True)
+        begins("agree")
         result = agree(folder, device=task["device"], **task["agree"])
         print(json.dumps({"result": result}), flush=True)
     return 0
+
+
+def begins(what: str) -> None:
+    print(json.dumps({"begins": what}), flush=True)
 
 
 def run_child(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -103,7 +113,8 @@ def run_shape(arguments: argparse.Namespace, folder: Path, variants: list[Varian
 
     A variant with overlap has a child of its own: all ranks must be new (symmetric_memory.why_not).
     """
-    task = {"folder": str(folder), "device": arguments.device, "steps": arguments.steps, "agree": None}
+    task = {"folder": str(folder), "device": arguments.device, "agree": None}
+    task["warm_up"], task["steps"] = arguments.warm_up, arguments.steps
     task["profile"], task["checkpoints"] = arguments.profile or "", arguments.checkpoints or ""
     while variants:
         alone = variants[0].is_overlapped
@@ -152,7 +163,8 @@ def main() -> int:
     parser.add_argument("--offload", nargs="*", default=["off"], choices=["on", "off"])
     parser.add_argument("--overlap", nargs="*", default=["on"], choices=["on", "off"], help="of tensor parallelism")
     parser.add_argument("--variants", nargs="*", help="only those whose name contains one of these words")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warm-up", type=int, default=20, help="steps before the timed ones")
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", help="folder for one text file per variant")
     parser.add_argument("--checkpoints", help="an existing folder; each variant writes two there, and removes them")
     parser.add_argument("--agree", action="store_true", help="compare 1x1 with --layouts after three steps")
@@ -199,7 +211,7 @@ def lead(arguments: argparse.Namespace, models: Path) -> int:
         for dtype in ("bfloat16", "float32") if arguments.agree else ("bfloat16",):
             folder = models / f"{shape}-{dtype}"
             if not (folder / "model.safetensors").exists():
-                make_model(SHAPES[shape], folder, dtype=dtype)
+                make_model(shape, folder, dtype=dtype)
             if arguments.agree:
                 report(arguments, compare(arguments, folder, dtype))
         print(f"# {shape}: model ready after {time.monotonic() - began:.1f} s", flush=True)
@@ -207,6 +219,11 @@ def lead(arguments: argparse.Namespace, models: Path) -> int:
             for result in run_shape(arguments, folder, [v for v in variants if v.shape == shape]):
                 report(arguments, result)
     return 0
+
+
+def make_model(shape: str, folder: Path, *, dtype: str) -> None:
+    """Make the model in a process that ends, because this one would keep a CUDA context on the learner's GPU."""
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu.shapes", shape, str(folder), dtype], check=True, stdout=2)
 
 
 def compare(arguments: argparse.Namespace, folder: Path, dtype: str) -> dict[str, Any]:
@@ -217,7 +234,6 @@ def compare(arguments: argparse.Namespace, folder: Path, dtype: str) -> dict[str
         "variants": [],
         "profile": "",
         "checkpoints": "",
-        "steps": 0,
         "agree": {"dtype": dtype, "tokens": min(arguments.tokens), "layouts": layouts},
     }
     return next(iter(list(run_child(task))), {"name": f"agree {folder.name}", "failed": True}) | {"model": folder.name}

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import gc
 import json
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
@@ -25,6 +25,7 @@ from asyncrl.config.layout import Layout
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
+from benchmarks.gpu.learner_profile import profiled
 
 PEAKS: Final = (790e12, 989e12)
 LEARNING_RATE: Final = 1e-6
@@ -202,31 +203,42 @@ def checkpointed(learner: MegatronBackend, share: Sequence[Sequence[MicroBatch]]
 
 
 def measure(
-    variant: Variant, folder: Path, *, device: str, steps: int, profile: Path | None, checkpoints: Path | None
+    variant: Variant,
+    folder: Path,
+    *,
+    device: str,
+    warm_up: int,
+    steps: int,
+    profile: Path | None,
+    checkpoints: Path | None,
+    told: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run two steps to warm up (kernels are compiled), then ``steps`` timed ones.
+    """Run ``warm_up`` steps, in which kernels are compiled and memory is allocated, then ``steps`` timed ones.
 
     A step returns while the device still updates the weights. So it lasts until the next one begins, and the last one
     until the device is idle.
 
     checkpoints  folder for two checkpoints
+    told         called with the name of each step that begins
     """
     torch.compiler.set_stance("default" if variant.compile else "force_eager")
     shape = huggingface.read_shape(folder)
-    batches = [documents(variant, vocabulary=shape.vocabulary_size, seed=seed) for seed in range(steps + 2)]
+    batches = [documents(variant, vocabulary=shape.vocabulary_size, seed=seed) for seed in range(warm_up + steps)]
     packed = [shares(variant, batch) for batch in batches]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     with backend(variant, folder, device=device, dtype="bfloat16") as learner:
         started = time.perf_counter()
-        for share in packed[:2]:
+        for number, share in enumerate(packed[:warm_up]):
+            told(f"warm-up {number}")
             learner.step(share, learning_rate=LEARNING_RATE)
         _synchronise(device)
         warm = time.perf_counter()
         begins: list[float] = []
         metrics: Mapping[str, float] = {}
-        for share in packed[2:]:
+        for number, share in enumerate(packed[warm_up:]):
+            told(f"step {number}")
             begins.append(time.perf_counter())
             metrics = learner.step(share, learning_rate=LEARNING_RATE).metrics
         _synchronise(device)
@@ -235,14 +247,19 @@ def measure(
         begin = time.perf_counter()
         learner.export()
         exported = time.perf_counter() - begin
-        phases = profiled(learner, packed[-1], variant, device, profile) if profile else {}
+        phases: dict[str, Any] = {}
+        if profile:
+            again = partial(learner.step, packed[-1], learning_rate=LEARNING_RATE)
+            phases |= profiled(again, name=variant.name, device=device, folder=profile)
         phases |= checkpointed(learner, packed[-1], checkpoints) if checkpoints else {}
-    lengths = [[len(d) for d in batch] for batch in batches[2:]]
+    lengths = [[len(d) for d in batch] for batch in batches[warm_up:]]
     work = sum(flops.training_flops(shape, step) for step in lengths) / sum(seconds)
     ranks = variant.layout.ranks
     return {
         **dataclasses.asdict(variant),
         "name": variant.name,
+        "warm_up": warm_up,
+        "steps": steps,
         "documents": len(lengths[0]),
         "step_tokens": sum(lengths[0]),
         "step_seconds": float(np.median(seconds)),
@@ -272,78 +289,6 @@ def measure(
 def _synchronise(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def profiled(
-    learner: MegatronBackend, share: list[list[MicroBatch]], variant: Variant, device: str, folder: Path
-) -> dict[str, float]:
-    """Run one step under torch.profiler; write its kernels to a file, return phase times and the GPU's busy share."""
-    on = [torch.profiler.ProfilerActivity.CPU]
-    if device == "cuda":
-        on.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=on) as profile:
-        learner.step(share, learning_rate=LEARNING_RATE)
-    key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-    averages = profile.key_averages()
-    result = {}
-    for event in averages:
-        if event.key.startswith("learner:"):
-            result[f"{event.key[9:]}_host_seconds"] = event.cpu_time_total / 1e6
-    for event in profile.events():
-        if event.device_type.name == "CUDA" and event.name.startswith("learner:"):
-            name = f"{event.name[9:]}_gpu_seconds"
-            result[name] = result.get(name, 0.0) + event.time_range.elapsed_us() / 1e6
-    kernels, waits = [], []
-    if device == "cuda":
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:  # the host is faster
-            learner.step(share, learning_rate=LEARNING_RATE)
-        kernels = sorted(
-            (e.time_range.start, e.time_range.end, e.name)
-            for e in profile.events()
-            if e.device_type.name == "CUDA" and not e.name.startswith("learner:")
-        )
-        waits = gaps(kernels)
-        whole = max(end for _, end, _ in kernels) - kernels[0][0]
-        result |= {"gpu_busy": 1 - sum(us for us, _ in waits) / whole, "num_kernels": float(len(kernels))}
-    folder.mkdir(parents=True, exist_ok=True)
-    table = averages.table(sort_by=key, row_limit=25, max_name_column_width=90)
-    by_kernel, by_wait = dict[str, list[float]](), dict[str, list[float]]()
-    for start, end, name in kernels:
-        by_kernel.setdefault(name, []).append(end - start)
-    for us, where in waits:
-        by_wait.setdefault(where, []).append(us)
-    lines = [*largest(by_kernel, 25), "", "The GPU waits for kernels:", *largest(by_wait, 15)]
-    text = "\n".join([variant.name, json.dumps(result), "", "GPU time by kernel:", *lines, "", table])
-    (folder / f"{variant.name}.txt").write_text(text)
-    print(
-        "\n".join(["", f"GPU time by kernel, {variant.name}: {json.dumps(result)}", *lines]),
-        file=sys.stderr,
-        flush=True,
-    )
-    return result
-
-
-def gaps(kernels: Sequence[tuple[float, float, str]]) -> list[tuple[float, str]]:
-    """Return microseconds without any kernel, with the part of the step and the kernels before and after.
-
-    kernels  start, end and name of each, in order of their starts
-    """
-    begin, found = kernels[0][0], []
-    whole = max(end for _, end, _ in kernels) - begin
-    until, before = kernels[0][1], kernels[0][2]
-    for start, end, name in kernels:
-        if start > until:
-            found.append((start - until, f"at {(start - begin) / whole:.1f}: {before[:60]} -> {name[:60]}"))
-        if end > until:
-            until, before = end, name
-    return found
-
-
-def largest(by_name: Mapping[str, Sequence[float]], rows: int) -> list[str]:
-    """Return a line for each name with the largest sum of microseconds."""
-    total = sum(map(sum, by_name.values())) or 1.0
-    ordered = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:rows]
-    return [f"{sum(us) / 1e3:9.2f} ms {sum(us) / total:6.1%} {len(us):6d} x  {name[:150]}" for name, us in ordered]
 
 
 # -- agreement of layouts ----------------------------------------------------------------------------------------------
