@@ -215,8 +215,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run ``warm_up`` steps, in which kernels are compiled and memory is allocated, then ``steps`` timed ones.
 
-    A step returns while the device still updates the weights. So it lasts until the next one begins, and the last one
-    until the device is idle.
+    A step lasts until the next one begins, and the last one until the device is idle.
 
     checkpoints  folder for two checkpoints
     told         called with the name of each step that begins

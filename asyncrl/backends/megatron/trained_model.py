@@ -1,8 +1,8 @@
 """One rank's part of training a model with Megatron: gradients of its shard of the batch, its part of the optimizer.
 
 Gradients are the *sum* over data-parallel ranks and micro-batches of loss x weight, because the weights already include
-the denominators of the whole batch. Metrics are reduced over the same ranks. The host waits for the device once in a
-step, for the gradient norm. While the device updates the weights, the host already prepares the next step.
+the denominators of the whole batch. Metrics are reduced over the same ranks. The host does not synchronise with the
+device between the first micro-batch and the gradient norm.
 Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/backends/megatron/test_megatron.py.
 """
 
@@ -99,11 +99,10 @@ class TrainedModel(LoadedModel):
                 self._scale_gradients(scale)
             failed = torch.full((), float(problem is not None), dtype=torch.float64, device=self._device)
             _reduce(failed, dist.group.WORLD, dist.ReduceOp.MAX)
-            totals, grad_norm, is_failed = _on_host(totals, self._grad_norm(), failed)
+            loss, grad_norm, is_failed = torch.stack([totals.sums[0].double(), self._grad_norm(), failed]).tolist()
         if is_failed:
             raise StepFailed("" if problem is None else f"{type(problem).__name__}: {problem}") from problem
-        tokens = self._recorded.on_host()
-        is_skipped = not is_trainable(float(totals.sums[0]), grad_norm)
+        is_skipped = not is_trainable(loss, grad_norm)
         if not is_skipped and not is_rehearsal:
             learning_rate *= self._objective.learning_rate_share(totals)
             with record_function("learner: optimizer"):
@@ -117,7 +116,7 @@ class TrainedModel(LoadedModel):
         )
         if self._device.type == "cuda" and self._name == POLICY:
             metrics = {**metrics, "learner/memory_bytes": float(torch.cuda.max_memory_allocated())}
-        return StepResult(metrics=metrics, tokens=tokens)
+        return StepResult(metrics=metrics, tokens=self._recorded.on_host())
 
     def _accumulated(self, share: Sequence[MicroBatch]) -> tuple[diagnostics.Sums, Exception | None]:
         """Accumulate the gradients of all micro-batches in Megatron's buffers. Returns metric sums and the error.
@@ -376,15 +375,6 @@ def _require_size(saved: TorchDist, key: str, place: weight_places.Place) -> Non
 def _is_copy(weight: Any) -> bool:
     """Return whether the weight is the output layer of a last stage whose original is on the first stage."""
     return bool(getattr(weight, "shared", False))
-
-
-def _on_host(
-    totals: diagnostics.Sums, norm: torch.Tensor, failed: torch.Tensor
-) -> tuple[diagnostics.Sums, float, float]:
-    """Copy the totals and two f64 scalars to the host, in one transfer."""
-    told = torch.cat([totals.sums, totals.maxima, norm.reshape(1), failed.reshape(1)]).cpu()
-    end = len(totals.sums)
-    return diagnostics.Sums(sums=told[:end], maxima=told[end:-2]), float(told[-2]), float(told[-1])
 
 
 def _reduce(values: torch.Tensor, group: dist.ProcessGroup | None, operation: Any = dist.ReduceOp.SUM) -> None:
