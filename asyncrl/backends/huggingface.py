@@ -20,6 +20,10 @@ SAME_ARCHITECTURE: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
 """Model types that only the model's own code reads, and the same architecture's type in transformers."""
 
 
+_OUTPUT: Final = "lm_head.weight"
+_EMBEDDING: Final = "model.embed_tokens.weight"
+
+
 def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
     """Return the shape of the model in ``folder``; ``where`` is the run file's key for the folder.
 
@@ -33,7 +37,9 @@ def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
         )
     try:
         _refuse_others(config, family)
-        return family.shape(config)
+        shape = family.shape(config)
+        _refuse_sizes(shape)
+        return shape
     except Unsupported as error:
         raise ConfigError(
             f"{where}: {folder}: the megatron backend does not support {architecture} with {error}"
@@ -81,6 +87,22 @@ def _refuse_others(config: Any, family: Family) -> None:
             raise Unsupported(f"{key} = {value!r}")
 
 
+def _refuse_sizes(shape: ModelShape) -> None:
+    """Raise Unsupported for sizes that do not fit together."""
+    heads, keys = shape.num_heads, shape.num_key_value_heads
+    if not shape.latent and heads % keys:
+        raise Unsupported(f"num_attention_heads = {heads}, no multiple of num_key_value_heads = {keys}")
+    if not shape.latent and shape.head_size % 2:
+        raise Unsupported(f"heads of odd size, {shape.head_size}")
+    if shape.experts is None:
+        return
+    chosen, number, groups = shape.experts.experts_per_token, shape.experts.num_experts, shape.experts.num_groups
+    if chosen > number:
+        raise Unsupported(f"num_experts_per_tok = {chosen} of {number} experts")
+    if groups > 1 and (number % groups or number // groups < 2):
+        raise Unsupported(f"n_group = {groups} groups of {number} experts")
+
+
 def weight_names(folder: Path) -> list[str]:
     """Return the names of the tensors that ``open_weights`` reads. The files must exist."""
     index = folder / "model.safetensors.index.json"
@@ -113,6 +135,22 @@ def open_weights(folder: Path, *, where: str = "model.path") -> Iterator[Callabl
             return tensor
 
         yield read
+
+
+def require_tied(folder: Path, *, where: str = "model.path") -> None:
+    """Raise ConfigError if the folder has an output layer of its own although config.json ties it to the embedding.
+
+    Training would ignore that layer, as some engines do and others do not.
+    """
+    with _reading(folder, where):
+        if _OUTPUT not in weight_names(folder):
+            return
+    with open_weights(folder, where=where) as read:
+        if not torch.equal(read(_OUTPUT), read(_EMBEDDING)):
+            raise ConfigError(
+                f"{where}: {folder}: {_OUTPUT} differs from {_EMBEDDING}, but config.json has tie_word_embeddings = "
+                "true; set it to false, or remove the tensor"
+            )
 
 
 @contextmanager

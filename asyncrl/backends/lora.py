@@ -29,8 +29,8 @@ from asyncrl.tensors.adapter_names import module_of
 ALL: Final = "all-linear"
 _SERVED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules whose adapters were tested with engines."""
-_GROUP_OF_16_BYTES: Final = 8
-"""bfloat16 numbers in 16 bytes. Kernels for experts process whole groups of this size."""
+EXPERT_ALIGNMENT: Final = {"bfloat16": 8, "float32": 4}
+"""Numbers in 16 bytes, by dtype. Kernels for experts process whole groups of this size."""
 
 
 def with_adapters(maps: Iterable[Mapping], lora: Lora) -> Iterator[Mapping]:
@@ -141,10 +141,10 @@ def check(run: RunConfig) -> None:
                 'learner.lora.publish: "adapter" supports only dense models with q_proj to down_proj, but this has '
                 f'{", ".join(sorted(names))}{" of experts" if entry.is_of_experts else ""}; use "merged"'
             )
-        is_odd = run.model.dtype == "bfloat16" and settings.rank % _GROUP_OF_16_BYTES
-        if entry.is_of_experts and is_odd and _is_adapted(entry, settings.modules):
+        alignment = EXPERT_ALIGNMENT[run.model.dtype]
+        if entry.is_of_experts and settings.rank % alignment and _is_adapted(entry, settings.modules):
             raise ConfigError(
-                f"learner.lora.rank: kernels for experts need a multiple of {_GROUP_OF_16_BYTES}, got {settings.rank}"
+                f"learner.lora.rank: kernels for experts need a multiple of {alignment}, got {settings.rank}"
             )
 
 

@@ -17,8 +17,14 @@ from asyncrl.errors import ConfigError
 def require_divisible(shape: ModelShape, tensor_parallel: int, *, where: str = "model.path") -> None:
     """Raise ConfigError if the model cannot be split over ``tensor_parallel`` ranks."""
     whose = "the model" if where == "model.path" else f"the {where.removesuffix('.path')}"
+    if padded_vocabulary(shape, tensor_parallel) // tensor_parallel * (tensor_parallel - 1) >= shape.vocabulary_size:
+        raise ConfigError(
+            f"learner.tensor_parallel: {whose}'s vocabulary of {shape.vocabulary_size} leaves the last of "
+            f"{tensor_parallel} ranks without a token; use fewer ranks"
+        )
+    heads, keys = ("num_attention_heads", shape.num_heads), ("num_key_value_heads", shape.num_key_value_heads)
     for what, number in (
-        ("num_key_value_heads", shape.num_key_value_heads),
+        heads if shape.latent else keys,
         ("linear_num_key_heads", shape.linear.num_key_heads if shape.linear else 0),
         ("intermediate_size", shape.feed_forward_size),
         ("shared expert's size", shape.experts.shared_size if shape.experts else 0),

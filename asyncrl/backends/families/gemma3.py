@@ -47,7 +47,7 @@ def _rope_of(config: Any, kind: str) -> torch.Tensor:
     parameters = config.rope_parameters[kind]
     if parameters["rope_type"] not in ("default", "linear"):
         raise Unsupported(f"rope type {parameters['rope_type']!r}; supported: default, linear")
-    factor: float = parameters.get("factor", 1.0)
+    factor: float = parameters.get("factor", 1.0) if parameters["rope_type"] == "linear" else 1.0
     return plain_rope(parameters["rope_theta"], head_size(config)) / factor
 
 

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from asyncrl.backends import flops, frozen, huggingface, lora, models, optimizer_state
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.backends.megatron import joined_ranks, rank_store, shared_settings, torchrun
+from asyncrl.backends.megatron import joined_ranks, rank_store, refusals, shared_settings, torchrun
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.held_parts import RemotePart
 from asyncrl.backends.megatron.rank_commands import Command, Job, Left, Place, Scores, left_behind
 from asyncrl.backends.megatron.rank_link import described
-from asyncrl.backends.megatron.refusals import require_quantizable, require_tensors_of_engines, require_trainable
+from asyncrl.backends.megatron.refusals import require_tensors_of_engines, require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
@@ -130,14 +130,9 @@ class MegatronBackend(BackendAdapter):
     @classmethod
     def check(cls, run: RunConfig) -> None:
         cls.options(run)
-        for key, folder in run.model_paths.items():
-            shape = require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
-            if key == "model.path":
-                require_tensors_of_engines(folder, shape)
+        refusals.check(run)
         frozen.check(run, are_fused=True)
         lora.check(run)
-        if run.weights.quantization:
-            require_quantizable(huggingface.read_shape(Path(run.model.path)), run.weights.quantization)
 
     def __init__(
         self,

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from asyncrl.backends import huggingface, weight_cuts
 from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.lora import EXPERT_ALIGNMENT
 from asyncrl.backends.weight_map import weight_map
 from asyncrl.errors import ConfigError, WeightsError
-from asyncrl.protocols.adapter import Layout
+from asyncrl.protocols.adapter import Layout, RunConfig
 from asyncrl.tensors import quantized_model
 from asyncrl.tensors.model_tensors import check_layout, read_shapes, trained_shapes
 
@@ -24,16 +25,29 @@ _UNEVEN: Final = (
 """Megatron's fields for stages of different lengths. Megatron checks their values."""
 
 
+def check(run: RunConfig) -> None:
+    """Raise ConfigError for models that the run's learner cannot train, or its engines cannot load."""
+    for key, folder in run.model_paths.items():
+        shape = require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
+        _require_aligned_experts(shape, run.model.dtype, where=key)
+        if key == "model.path":
+            require_tensors_of_engines(folder, shape)
+            if run.weights.quantization:
+                require_quantizable(shape, run.weights.quantization)
+
+
 def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: Mapping[str, Any]) -> ModelShape:
     """Return the model's shape. Raises ConfigError if the backend cannot train the model in that layout.
 
     where: the run file's key for the folder.  transformer: extra fields of Megatron's TransformerConfig
     """
     shape = huggingface.read_shape(folder, where=where)
+    if shape.is_tied:
+        huggingface.require_tied(folder, where=where)
     weight_cuts.require_divisible(shape, layout.tensor, where=where)
     whose = "the model" if where == "model.path" else f"the {where.removesuffix('.path')}"
     parts = layout.pipeline * layout.virtual_pipeline
-    if shape.num_layers % parts and not any(field in transformer for field in _UNEVEN):
+    if shape.num_layers % parts and not any(transformer.get(field) for field in _UNEVEN):
         keys = "pipeline_parallel" + (" x virtual_pipeline" if layout.virtual_pipeline > 1 else "")
         raise ConfigError(
             f"learner.{keys}: {parts} does not divide {whose}'s num_hidden_layers, {shape.num_layers}; for stages of "
@@ -46,6 +60,20 @@ def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: 
         )
     _require_experts(shape, layout, whose)
     return shape
+
+
+def _require_aligned_experts(shape: ModelShape, dtype: str, *, where: str) -> None:
+    """Raise ConfigError for experts whose sizes torch's grouped product does not take in the learner's dtype."""
+    if shape.experts is None:
+        return
+    alignment = EXPERT_ALIGNMENT[dtype]
+    sizes = {"hidden_size": shape.hidden_size, "an expert's intermediate size": shape.experts.feed_forward_size}
+    for name, size in sizes.items():
+        if size % alignment:
+            raise ConfigError(
+                f"{where}: {name} is {size}, and kernels for experts need a multiple of {alignment} in {dtype}; use "
+                'learner.backend = "reference"'
+            )
 
 
 def require_quantizable(shape: ModelShape, quantization: str) -> None:

@@ -147,6 +147,12 @@ def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") ->
         if isinstance(default, bool | int | float) and isinstance(default, bool) != isinstance(value, bool):
             expected = "true or false" if isinstance(default, bool) else "a number"
             raise ConfigError(f"learner.megatron: {name} must be {expected}, got {value!r}")
+    first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+    if job.layout.virtual_pipeline > 1 and job.layout.pipeline == 2 and {first, last} <= job.transformer.keys():
+        raise ConfigError(
+            f"learner.megatron: {first} and {last} leave no stage between them, which Megatron needs with "
+            "virtual_pipeline; remove one of the two"
+        )
     try:
         with quiet():
             transformer_config(job, shape, job.torch_dtype)

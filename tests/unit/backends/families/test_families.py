@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from asyncrl.backends import flops, huggingface, weight_cuts
 from asyncrl.backends.families.table import FAMILIES
@@ -154,6 +154,11 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
         ("qwen3_next", {"output_gate_type": "sigmoid"}, ["output_gate_type = 'sigmoid'"]),
         ("deepseek_v3", {"v_head_dim": 25}, ["v_head_dim = 25, more than qk_nope_head_dim + qk_rope_head_dim = 24"]),
         ("gemma3", {"sliding_window": None}, ["sliding_window = None and layers of sliding_attention"]),
+        ("qwen3", {"num_attention_heads": 5}, ["num_attention_heads = 5, no multiple of num_key_value_heads = 2"]),
+        ("qwen3", {"head_dim": 7}, ["heads of odd size, 7"]),
+        ("qwen3_moe", {"num_experts_per_tok": 99}, ["num_experts_per_tok = 99 of 8 experts"]),
+        ("deepseek_v3", {"n_group": 3}, ["n_group = 3 groups of 16 experts"]),
+        ("deepseek_v3", {"n_group": 16}, ["n_group = 16 groups of 16 experts"]),
     ],
     ids=[
         "groups",
@@ -170,6 +175,11 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
         "gate",
         "values",
         "no window",
+        "shared keys",
+        "odd heads",
+        "more than all experts",
+        "uneven groups",
+        "groups of one",
     ],
 )
 def test_what_would_be_silently_wrong_is_refused(
@@ -218,6 +228,56 @@ def test_linear_attention_is_cut_by_its_key_heads(tmp_path: Path) -> None:
     shape = huggingface.read_shape(edited(tiny_model(tmp_path, architecture="qwen3_next"), linear_num_key_heads=1))
     with pytest.raises(ConfigError, match="2 does not divide the model's linear_num_key_heads, 1"):
         weight_cuts.require_divisible(shape, 2)
+
+
+def test_latent_attention_is_cut_by_its_heads(tmp_path: Path) -> None:
+    """DeepSeek-V3's code ignores num_key_value_heads, whose default is 128."""
+    folder = edited(tiny_model(tmp_path, architecture="deepseek_v3"), num_attention_heads=4, num_key_value_heads=1)
+    weight_cuts.require_divisible(huggingface.read_shape(folder), 2)
+    with pytest.raises(ConfigError, match="2 does not divide the model's num_attention_heads, 3"):
+        weight_cuts.require_divisible(huggingface.read_shape(edited(folder, num_attention_heads=3)), 2)
+
+
+def test_every_rank_needs_a_token_of_the_vocabulary(tmp_path: Path) -> None:
+    folder = edited(tiny_model(tmp_path, architecture="qwen3"), num_key_value_heads=4)
+    for vocabulary in (7, 8):
+        weight_cuts.require_divisible(huggingface.read_shape(edited(folder, vocab_size=vocabulary)), 4)
+    for vocabulary in (5, 6):
+        with pytest.raises(ConfigError, match=f"vocabulary of {vocabulary} leaves the last of 4 ranks without a token"):
+            weight_cuts.require_divisible(huggingface.read_shape(edited(folder, vocab_size=vocabulary)), 4)
+
+
+def test_an_output_layer_that_is_tied_must_not_differ_from_the_embedding(tmp_path: Path) -> None:
+    """transformers would not tie them, and other engines would."""
+    folder = edited(tiny_model(tmp_path, architecture="qwen3"), tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    refusals.require_trainable(folder, where="model.path", layout=Layout(), transformer={})
+    save_file(weights | {"lm_head.weight": embedding + 1}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"^teacher.path: .*lm_head.weight differs from model.embed_tokens.weight"):
+        refusals.require_trainable(folder, where="teacher.path", layout=Layout(), transformer={})
+
+
+def test_uneven_stages_need_a_field_that_says_how(tmp_path: Path) -> None:
+    folder = edited(tiny_model(tmp_path, architecture="llama"), num_hidden_layers=3)
+    layout, field = Layout(ranks=2, pipeline=2), "account_for_embedding_in_pipeline_split"
+    refusals.require_trainable(folder, where="model.path", layout=layout, transformer={field: True})
+    with pytest.raises(ConfigError, match="2 does not divide the model's num_hidden_layers, 3"):
+        refusals.require_trainable(folder, where="model.path", layout=layout, transformer={field: False})
+
+
+def test_default_rope_of_gemma_3_has_no_factor(tmp_path: Path) -> None:
+    """transformers reads a factor only with "linear"."""
+    folder = tiny_model(tmp_path, architecture="gemma3")
+    kinds = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    frequencies = {}
+    for kind, factor in (("default", 1.0), ("default", 8.0), ("linear", 8.0)):
+        rope = kinds["full_attention"] | {"rope_type": kind, "factor": factor}
+        shape = huggingface.read_shape(edited(folder, rope_parameters=kinds | {"full_attention": rope}))
+        frequencies[kind, factor] = shape.rope_frequencies
+    assert torch.equal(frequencies["default", 8.0], frequencies["default", 1.0])
+    assert torch.equal(frequencies["linear", 8.0], frequencies["default", 1.0] / 8)
 
 
 def test_linear_attention_needs_whole_rows(tmp_path: Path) -> None:

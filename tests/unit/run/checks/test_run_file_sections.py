@@ -103,6 +103,15 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
         (["learner.megatron={softmax_scale=0.01}"], "softmax_scale is for a feature that asyncrl does not support"),
         (["learner.megatron={attention_output_gate=true}"], "attention_output_gate is set by asyncrl"),
         (["learner.megatron={microbatch_group_size_per_vp_stage=1}"], "is for a feature that asyncrl does not support"),
+        (
+            [
+                "learner.ranks=2",
+                "learner.pipeline_parallel=2",
+                "learner.virtual_pipeline=2",
+                "learner.megatron={num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=2}",
+            ],
+            "leave no stage between them, which Megatron needs with virtual_pipeline; remove one",
+        ),
         (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
         (["learner.options={timeout_seconds=0}"], "learner.options.*timeout_seconds must be 1 to 1000000, got 0"),
         (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], 'this is "reference"'),
