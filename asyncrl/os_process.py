@@ -116,6 +116,24 @@ def is_alive(pid: int) -> bool:
     return state_letter(pid) not in ("Z", "X")
 
 
+@contextlib.contextmanager
+def exiting_on_signals() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM and SIGHUP inside the block, so that unfinished files are removed.
+
+    In the main thread only.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def exit_within(seconds: float, code: int) -> None:
     """Exit with ``code`` if this process still runs after ``seconds``, for example in a call that never returns."""
     timer = threading.Timer(seconds, os._exit, (code,))

@@ -27,9 +27,13 @@ from asyncrl.tensors.model_tensors import Shapes
 from asyncrl.tensors.snapshot import TensorEntry
 from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist
 
+METADATA: Final = torch_dist.METADATA
+"""File of a distributed checkpoint that says where its tensors are."""
 FILE_BYTES: Final = 4 * 2**30
 """Size limit of a safetensors file; a single larger parameter exceeds it."""
-_LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.")
+_LAYER: Final = re.compile(r"^(?:decoder|model)\.layers\.(\d+)\.")
+_OF_EVERY_MODEL: Final = ("decoder.layers.", "output_layer.")
+"""Beginnings of keys in a checkpoint; its layers may be a dimension of one tensor."""
 _NOT_THE_MODEL: Final = ("optimizer.", "asyncrl.", "rng_state", "rerun_state_machine_state")
 
 
@@ -51,7 +55,7 @@ class Converted:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether the folder is a distributed checkpoint of Megatron."""
-    return (folder / torch_dist.METADATA).is_file()
+    return (folder / METADATA).is_file()
 
 
 class _Held:
@@ -105,14 +109,17 @@ def to_megatron(source: Path, destination: Path) -> Converted:
     Raises ConfigError for a model that the megatron backend does not support, CheckpointError, OSError.
     """
     shape, held = huggingface.read_shape(source, where="source"), _Held()
+    if shape.is_tied:
+        huggingface.require_tied(source, where="source")
+    used = {name for one in _parameters(shape) for name in one.entry.huggingface}
+    left_out = sorted(set(huggingface.weight_names(source)) - used)
+    _refuse_layers_of_others(source, (name for name in left_out if not name.endswith("inv_freq")), shape)
     stored: list[Stored] = []
-    used: set[str] = set()
     with huggingface.open_weights(source, where="source") as read:
 
         def chunks(of: Iterable[_Parameter]) -> Iterator[Chunk]:
             for one in of:
                 entry = one.entry
-                used.update(entry.huggingface)
                 parts = [held.noted(read(name)) for name in entry.huggingface]
                 (whole,) = weight_cuts.fuse(parts, entry.cut, shape, tensor_parallel=1)
                 if len(parts) > 1:
@@ -131,8 +138,19 @@ def to_megatron(source: Path, destination: Path) -> Converted:
         num_tensors=len({one.key for one in stored}),
         num_bytes=sum(one.length for one in stored),
         peak_bytes=held.peak_bytes,
-        left_out=tuple(sorted(set(huggingface.weight_names(source)) - used)),
+        left_out=tuple(left_out),
     )
+
+
+def _refuse_layers_of_others(source: Path, left_out: Iterable[str], shape: ModelShape) -> None:
+    """Raise CheckpointError if a tensor that is left out belongs to the model's own layers or output layer."""
+    for name in left_out:
+        layer = _LAYER.search(name)
+        if (layer and int(layer[1]) < shape.num_layers) or name.startswith(_OF_EVERY_MODEL):
+            raise CheckpointError(
+                f"{source}: has {name}, which a {shape.architecture} with tie_word_embeddings = "
+                f"{str(shape.is_tied).lower()} has not; is config.json another model's?"
+            )
 
 
 def _by_layers(parameters: Iterable[_Parameter]) -> list[list[_Parameter]]:
@@ -150,10 +168,12 @@ def to_huggingface(source: Path, destination: Path, *, model: Path, check: Calla
 
     Raises ConfigError, CheckpointError, OSError.
     """
-    shape, held, saved = huggingface.read_shape(model, where="--model"), _Held(), TorchDist(source)
-    used: set[str] = set()
+    shape, held, saved = huggingface.read_shape(model, where="--model"), _Held(), TorchDist(source, checks_sums=True)
     parameters = [_Found.of(one, saved, shape) for one in _parameters(shape)]
     _refuse_further_layers(saved, shape)
+    others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
+    left_out = sorted(set(others) - {found.key for found in parameters})
+    _refuse_layers_of_others(source, left_out, shape)
     check({entry.name: entry.shape for found in parameters for entry in found.entries})
     files = _cut_into_files(parameters)
     names: dict[str, str] = {}
@@ -162,17 +182,15 @@ def to_huggingface(source: Path, destination: Path, *, model: Path, check: Calla
         with (destination / name).open("wb") as stream:
             safetensors_file.write(stream, _blocks(file, saved, shape, held))
         names |= {entry.name: name for found in file for entry in found.entries}
-        used.update(found.key for found in file)
     num_bytes = sum(entry.num_bytes for file in files for found in file for entry in found.entries)
     if len(files) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": names}
         (destination / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
     return Converted(
         num_tensors=len(names),
         num_bytes=num_bytes,
         peak_bytes=held.peak_bytes,
-        left_out=tuple(sorted(set(others) - used)),
+        left_out=tuple(left_out),
         padding=max(found.padding for found in parameters),
     )
 

@@ -23,10 +23,11 @@ def require_divisible(shape: ModelShape, tensor_parallel: int, *, where: str = "
             f"{tensor_parallel} ranks without a token; use fewer ranks"
         )
     heads, keys = ("num_attention_heads", shape.num_heads), ("num_key_value_heads", shape.num_key_value_heads)
+    is_all_sparse = all(shape.has_experts(layer) for layer in range(shape.num_layers))  # experts are not cut
     for what, number in (
         heads if shape.latent else keys,
         ("linear_num_key_heads", shape.linear.num_key_heads if shape.linear else 0),
-        ("intermediate_size", shape.feed_forward_size),
+        ("intermediate_size", 0 if is_all_sparse else shape.feed_forward_size),
         ("shared expert's size", shape.experts.shared_size if shape.experts else 0),
     ):
         if number % tensor_parallel:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from asyncrl.os_process import exiting_on_signals
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -26,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from asyncrl.run.convert import convert  # imports for seconds
 
-    done = convert(options.source, options.destination, model=options.model)
+    with exiting_on_signals():
+        done = convert(options.source, options.destination, model=options.model)
     print(
         f"{options.destination}: {done.num_tensors:,} tensors, {done.num_bytes / 1e6:,.1f} MB; at most "
         f"{done.peak_bytes / 1e6:,.1f} MB of weights were in memory"

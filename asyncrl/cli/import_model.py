@@ -7,6 +7,7 @@ from pathlib import Path
 
 from asyncrl.data.import_model import import_model
 from asyncrl.errors import ConfigError
+from asyncrl.os_process import exiting_on_signals
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
 
         if options.dtype == "float32":
             raise ConfigError("--dtype: a quantized folder becomes bfloat16; remove it")
-        import_folder(Path(options.source), options.destination)
+        with exiting_on_signals():
+            import_folder(Path(options.source), options.destination)
     else:
         import_model(options.source, options.destination, dtype=options.dtype or "float32")
     return 0

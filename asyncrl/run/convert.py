@@ -11,6 +11,7 @@ The destination is created completely or not at all.
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,7 @@ from asyncrl.backends.conversion import Converted
 from asyncrl.data.model_folder import check_weights
 from asyncrl.data.new_folder import copy_all_but_weights, new_folder
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.state import manifest
 
 _LATEST: Final = "latest_checkpointed_iteration.txt"
 _WITHOUT_WEIGHTS: Final = "huggingface"
@@ -30,7 +32,7 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
     Raises ConfigError if ``source`` has neither format, the model is not supported, its config.json does not fit the
     weights, or the destination exists.
     """
-    if destination.exists():
+    if os.path.lexists(destination):
         raise ConfigError(f"{destination}: exists; name a folder that does not")
     if not destination.absolute().parent.is_dir():
         raise ConfigError(f"{destination.parent}: is not a folder; make it first")
@@ -67,8 +69,12 @@ def _checkpoint_in(source: Path) -> Path | None:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{source / _LATEST}: cannot be read: {error}") from error
         source = source / (f"iter_{int(text):07d}" if text.isdigit() else text)
+        if not source.is_dir():
+            raise ConfigError(f"{source}: is not there, but {source.parent / _LATEST} names it")
     for folder in (source, source / "backend"):
         if conversion.is_checkpoint(folder):
+            if (folder.parent / manifest.FILE).is_file() and (problem := _damage(folder)):
+                raise ConfigError(f"{folder.parent}: is damaged: {problem}; convert another checkpoint of the run")
             return folder
     if (source / "config.json").is_file():
         return None
@@ -77,10 +83,17 @@ def _checkpoint_in(source: Path) -> Path | None:
             f"{source}: is a checkpoint of the reference backend or of an earlier version, which convert does not "
             "read; a run of the megatron backend that is resumed writes the new format"
         )
+    if steps := sorted([*source.glob("step-*/backend"), *source.glob("checkpoints/step-*/backend")]):
+        raise ConfigError(f"{source}: has checkpoints of a run; name one of them, such as {steps[-1].parent}")
     raise ConfigError(
         f"{source}: is neither a Hugging Face model folder (config.json) nor a distributed checkpoint of Megatron's "
         f"(.metadata or {_LATEST}), nor a checkpoint of a run with the megatron backend"
     )
+
+
+def _damage(checkpoint: Path) -> str:
+    """Describe what is wrong with the files of a run's checkpoint; the tensors have sums of their own."""
+    return manifest.damage(checkpoint.parent, only=f"{checkpoint.name}/{conversion.METADATA}")
 
 
 def _model_of(source: Path) -> Path:

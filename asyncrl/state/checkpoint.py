@@ -110,9 +110,8 @@ def _given_up_on_failure(begun: Begun) -> Iterator[None]:
         shutil.rmtree(begun.partial, ignore_errors=True)
         if problem is None:
             raise
-        raise CheckpointError(
-            f"{begun.final}: {problem.strerror or problem}; the checkpoint before it is untouched"
-        ) from problem
+        others = "the checkpoint before it is untouched" if complete(begun.final.parent) else "there is none before it"
+        raise CheckpointError(f"{begun.final}: {problem.strerror or problem}; {others}") from problem
 
 
 def latest(directory: Path, *, say: Callable[[str], None] = lambda line: None) -> tuple[LearnerState, Path] | None:

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import pickle
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,12 @@ def write_chunks(path: Path, chunks: Iterable[Chunk]) -> tuple[list[Stored], str
         stream = _HashedStream(file)
         for chunk in chunks:
             offset = stream.num_bytes
-            torch.save(chunk.data.contiguous(), stream)  # type: ignore[arg-type]  # needs only write and flush
+            try:
+                torch.save(chunk.data.contiguous(), stream)  # type: ignore[arg-type]  # needs only write and flush
+            except RuntimeError:
+                if stream.problem is not None:  # torch reports what it could not finish after that
+                    raise stream.problem from None
+                raise
             about = Stored(
                 key=chunk.key,
                 dtype=str(chunk.data.dtype).removeprefix("torch."),
@@ -108,10 +114,15 @@ class _HashedStream:
         self._file = file
         self.digest = hashlib.sha256()
         self.num_bytes = 0
+        self.problem: OSError | None = None
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.problem = error
+            raise
         self.num_bytes += len(data)
         return len(data)
 
@@ -163,9 +174,10 @@ def _write(path: Path, data: bytes) -> None:
 class TorchDist:
     """Reads a checkpoint in ``folder``: the tensors by key, or any rectangle of a tensor."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError."""
+    def __init__(self, folder: Path, *, checks_sums: bool = False) -> None:
+        """Raises CheckpointError. checks_sums: compare what is read with its CRC-32, where nothing else has"""
         self.folder = folder
+        self._checks_sums = checks_sums
         made = _read_metadata(folder / METADATA)
         self._tensors: Mapping[str, Any] = {
             key: about for key, about in made.state_dict_metadata.items() if hasattr(about, "chunks")
@@ -228,13 +240,23 @@ class TorchDist:
             with (self.folder / place.relative_path).open("rb") as file:
                 file.seek(place.offset)
                 data = file.read(place.length)
+            if len(data) < place.length:
+                raise CheckpointError(f"{self.folder / place.relative_path}: ends within {key}; was it copied whole?")
+            if self._checks_sums and zipfile.ZipFile(io.BytesIO(data)).testzip() is not None:
+                raise CheckpointError(f"{self.folder / place.relative_path}: {key} is not as it was written")
             tensor: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (OSError, KeyError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except _UNREADABLE as error:
             raise CheckpointError(f"{self.folder}: {key} cannot be read: {type(error).__name__} {error}") from error
         if not torch.is_tensor(tensor) or tensor.shape != torch.Size(chunk.sizes):
             raise CheckpointError(f"{self.folder}: {key} is not as {METADATA} says")
         self._held = (index, tensor.detach())
         return self._held[1]
+
+
+_UNREADABLE: Final = (
+    *(OSError, KeyError, RuntimeError, ValueError, EOFError),
+    *(pickle.UnpicklingError, zipfile.BadZipFile),
+)
 
 
 def _read_metadata(path: Path) -> Any:

@@ -297,6 +297,8 @@ def follow(job: Job, place: Place, connection: socket.socket) -> None:
         link.fail(error)  # first: this process ends when its part of a checkpoint is written
         if isinstance(error, AsyncRLError):
             sys.exit(error.exit_code)
+        if isinstance(error, ConnectionError):
+            sys.exit(f"asyncrl learner: rank {place.rank}: the learner has ended: {error}")
         raise
     rank.close()
 

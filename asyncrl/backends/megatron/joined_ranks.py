@@ -97,6 +97,7 @@ def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds:
 
 def _listen(seat: Seat, deadline: float) -> socket.socket:
     """Listen at the port. Retries until the deadline, because another process's connection may use the port."""
+    has_said = False
     while True:
         left = deadline - time.monotonic()
         try:
@@ -106,6 +107,10 @@ def _listen(seat: Seat, deadline: float) -> socket.socket:
                 raise BackendError(
                     f"learner rank 0 cannot listen at {seat.host}:{seat.port} (MASTER_PORT): {error}"
                 ) from None
+            if not has_said:
+                where = f"{seat.host}:{seat.port} (MASTER_PORT)"
+                log.warning("cannot listen at %s yet: %s; retrying for %.0f s", where, error, left)
+                has_said = True
             time.sleep(_RETRY_SECONDS)
 
 
@@ -220,7 +225,8 @@ def _join(seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> t
         )
         return RankLink(connection, patience=welcome.timeout_seconds), place
     raise BackendError(
-        f"learner rank {seat.rank}: no learner at {seat.host}:{seat.port} within {timeout_seconds:g} s; is rank 0 up?"
+        f"learner rank {seat.rank}: no learner at {seat.host}:{seat.port} within {timeout_seconds:g} s; is rank 0 "
+        f"up, and no other process rank {seat.rank} already?"
     )
 
 

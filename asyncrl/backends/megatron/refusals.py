@@ -49,9 +49,10 @@ def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: 
     parts = layout.pipeline * layout.virtual_pipeline
     if shape.num_layers % parts and not any(transformer.get(field) for field in _UNEVEN):
         keys = "pipeline_parallel" + (" x virtual_pipeline" if layout.virtual_pipeline > 1 else "")
+        mend = f"for stages of different lengths set learner.megatron = {{ {_UNEVEN[1]} = n }}"
         raise ConfigError(
-            f"learner.{keys}: {parts} does not divide {whose}'s num_hidden_layers, {shape.num_layers}; for stages of "
-            f"different lengths set learner.megatron = {{ {_UNEVEN[1]} = n }}"
+            f"learner.{keys}: {parts} does not divide {whose}'s num_hidden_layers, {shape.num_layers}; "
+            f"{mend if parts < shape.num_layers else 'use fewer stages'}"
         )
     if shape.linear and layout.context > 1:
         raise ConfigError(

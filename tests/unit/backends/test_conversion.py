@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import get_args
 
@@ -18,6 +20,7 @@ from asyncrl.cli.main import main
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.run.convert import convert
+from asyncrl.state import manifest
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, TorchDist
 
@@ -126,7 +129,11 @@ def edited(model: Path, folder: Path, **changes: object) -> Path:
         ({"hidden_size": 32}, "hidden_size is 32, and model.embed_tokens", "hidden_size is 32, and model.embed_tokens"),
         ({"num_experts": 4, "num_local_experts": 4}, None, "is 2, with 4 experts; is it a checkpoint"),
         ({"vocab_size": 99}, "vocab_size is 99", "the model needs .99, 64. at"),
-        ({"num_key_value_heads": 3}, "is not a multiple of num_key_value_heads 3", "which is not the model's"),
+        (
+            {"num_key_value_heads": 3},
+            "is not a multiple of num_key_value_heads 3",
+            "no multiple of num_key_value",
+        ),
     ],
 )
 def test_a_config_of_another_model_is_refused(
@@ -142,6 +149,51 @@ def test_a_config_of_another_model_is_refused(
     with pytest.raises(ConfigError, match=from_checkpoint):
         convert(tmp_path / "megatron", tmp_path / "x", model=other)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "from_folder", "from_checkpoint"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "k_norm.weight, which a Llama", "k_layernorm"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from", "has output_layer.weight, which a Qwen3ForCaus"),
+    ],
+    ids=["fewer tensors", "tied"],
+)
+def test_a_config_that_would_lose_tensors_of_the_model_is_refused(
+    tmp_path: Path, changes: dict[str, object], from_folder: str, from_checkpoint: str
+) -> None:
+    folder = made(tmp_path / "model", "qwen3")
+    convert(folder, tmp_path / "megatron")
+    other = edited(folder, tmp_path / "other", **changes)
+    with pytest.raises(ConfigError, match=from_folder):
+        convert(other, tmp_path / "x")
+    with pytest.raises(ConfigError, match=from_checkpoint):
+        convert(tmp_path / "megatron", tmp_path / "x", model=other)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_damaged_checkpoint_of_a_run_is_refused(tmp_path: Path) -> None:
+    folder = made(tmp_path / "model", "qwen3")
+    convert(folder, tmp_path / "megatron")
+    step = tmp_path / "step-00000001"
+    shutil.copytree(tmp_path / "megatron" / "release", step / "backend")
+    manifest.write(step)
+    convert(step, tmp_path / "whole", model=folder)
+    with (step / "backend" / ".metadata").open("r+b") as file:
+        file.write(b"\0")
+    with pytest.raises(ConfigError, match=r"step-00000001: is damaged: backend/.metadata is not as it was written"):
+        convert(step, tmp_path / "x", model=folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_conversion_that_is_ended_leaves_nothing(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made(tmp_path / "model", "qwen3")
+    monkeypatch.setattr(torch_dist, "write_chunks", lambda *_: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        main(["convert", str(folder), str(tmp_path / "x")])
+    assert sorted(tmp_path.iterdir()) == [folder]
 
 
 def test_rows_that_a_smaller_vocabulary_cuts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,11 +217,13 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path, capsys: pytest.
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step-00000001" / "backend").mkdir(parents=True)
     larger = made(tmp_path / "larger", "qwen2")
     before = sorted(tmp_path.iterdir())
     for words, said in (
         (["empty", "x"], "empty: is neither a Hugging Face model folder"),
         (["nowhere", "x"], "nowhere: is neither a Hugging Face model folder"),
+        (["run", "x"], "run: has checkpoints of a run; name one of them, such as"),
         (["model", "empty"], "empty: exists"),
         (["model", "a/b/x"], "is not a folder; make it first"),
         (["other", "x"], ", this is GPT2LMHeadModel"),

@@ -63,7 +63,7 @@ def test_the_sha256_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / ".metadata").unlink(), "is not a distributed checkpoint of Megatron"),
         (lambda folder: os.truncate(folder / ".metadata", 40), "cannot be read"),
-        (lambda folder: os.truncate(folder / "__0_0.distcp", 90), "matrix cannot be read"),
+        (lambda folder: os.truncate(folder / "__0_0.distcp", 90), r"__0_0.distcp: ends within matrix; was it copied"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "matrix cannot be read"),
     ],
 )
@@ -73,6 +73,24 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path, damage: object,
     with pytest.raises(CheckpointError, match=said) as caught:
         TorchDist(folder).read("matrix")
     assert str(folder) in str(caught.value)
+
+
+def test_a_changed_bit_is_noticed_where_sums_are_checked(tmp_path: Path) -> None:
+    folder = written(tmp_path, cut(slice(0, 10)))
+    before = TorchDist(folder, checks_sums=True).read("matrix")
+    file = folder / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.index(before.numpy().tobytes()[:16]) + 5] ^= 1
+    file.write_bytes(data)
+    assert not torch.equal(TorchDist(folder).read("matrix"), before)
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: matrix is not as it was written"):
+        TorchDist(folder, checks_sums=True).read("matrix")
+
+
+def test_a_full_disk_is_the_error_of_a_write() -> None:
+    large = Chunk(key="large", whole=(2**20,), start=(0,), data=torch.zeros(2**20))
+    with pytest.raises(OSError, match="No space left on device"):
+        torch_dist.write_chunks(Path("/dev/full"), [large])
 
 
 def test_another_model_s_sizes_are_refused(tmp_path: Path) -> None:
