@@ -31,7 +31,7 @@ METADATA: Final = torch_dist.METADATA
 """File of a distributed checkpoint that says where its tensors are."""
 FILE_BYTES: Final = 4 * 2**30
 """Size limit of a safetensors file; a single larger parameter exceeds it."""
-_LAYER: Final = re.compile(r"^(?:decoder|model)\.layers\.(\d+)\.")
+_LAYER: Final = re.compile(r"(?:decoder|model)\.layers\.(\d+)\.")
 _OF_EVERY_MODEL: Final = ("decoder.layers.", "output_layer.")
 """Beginnings of keys in a checkpoint; its layers may be a dimension of one tensor."""
 _NOT_THE_MODEL: Final = ("optimizer.", "asyncrl.", "rng_state", "rerun_state_machine_state")
@@ -145,7 +145,7 @@ def to_megatron(source: Path, destination: Path) -> Converted:
 def _refuse_layers_of_others(source: Path, left_out: Iterable[str], shape: ModelShape) -> None:
     """Raise CheckpointError if a tensor that is left out belongs to the model's own layers or output layer."""
     for name in left_out:
-        layer = _LAYER.search(name)
+        layer = _LAYER.match(name)
         if (layer and int(layer[1]) < shape.num_layers) or name.startswith(_OF_EVERY_MODEL):
             raise CheckpointError(
                 f"{source}: has {name}, which a {shape.architecture} with tie_word_embeddings = "

@@ -18,8 +18,6 @@ from asyncrl.errors import ConfigError
 
 SAME_ARCHITECTURE: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
 """Model types that only the model's own code reads, and the same architecture's type in transformers."""
-
-
 _OUTPUT: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
 

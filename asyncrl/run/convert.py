@@ -20,7 +20,7 @@ from asyncrl.backends.conversion import Converted
 from asyncrl.data.model_folder import check_weights
 from asyncrl.data.new_folder import copy_all_but_weights, new_folder
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.state import manifest
+from asyncrl.state import checkpoint, manifest
 
 _LATEST: Final = "latest_checkpointed_iteration.txt"
 _WITHOUT_WEIGHTS: Final = "huggingface"
@@ -30,20 +30,20 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
     """Convert ``source`` to the other format. model: folder with the config.json of the checkpoint's model
 
     Raises ConfigError if ``source`` has neither format, the model is not supported, its config.json does not fit the
-    weights, or the destination exists.
+    weights, the checkpoint is damaged, or the destination exists.
     """
     if os.path.lexists(destination):
         raise ConfigError(f"{destination}: exists; name a folder that does not")
     if not destination.absolute().parent.is_dir():
         raise ConfigError(f"{destination.parent}: is not a folder; make it first")
-    checkpoint = _checkpoint_in(source)
-    if checkpoint is None and model is not None:
+    saved = _checkpoint_in(source)
+    if saved is None and model is not None:
         raise ConfigError(f"--model: {source} is a Hugging Face folder, which has its own config.json; remove it")
     if model is not None and not (model / "config.json").is_file():  # transformers would ask the hub for it
         raise ConfigError(f"--model: {model}: no config.json there, so no Hugging Face model folder")
     try:
         with new_folder(destination) as folder:
-            if checkpoint is None:
+            if saved is None:
                 check_weights(source)
                 (folder / "release").mkdir()
                 done = conversion.to_megatron(source, folder / "release")
@@ -52,7 +52,7 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
             else:
                 model = model or _model_of(source)
                 check = functools.partial(check_weights, model)
-                done = conversion.to_huggingface(checkpoint, folder, model=model, check=check)
+                done = conversion.to_huggingface(saved, folder, model=model, check=check)
                 copy_all_but_weights(model, folder)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
@@ -83,17 +83,17 @@ def _checkpoint_in(source: Path) -> Path | None:
             f"{source}: is a checkpoint of the reference backend or of an earlier version, which convert does not "
             "read; a run of the megatron backend that is resumed writes the new format"
         )
-    if steps := sorted([*source.glob("step-*/backend"), *source.glob("checkpoints/step-*/backend")]):
-        raise ConfigError(f"{source}: has checkpoints of a run; name one of them, such as {steps[-1].parent}")
+    if steps := checkpoint.complete(source) or checkpoint.complete(source / "checkpoints"):
+        raise ConfigError(f"{source}: has checkpoints of a run; name one of them, such as the newest, {steps[-1]}")
     raise ConfigError(
         f"{source}: is neither a Hugging Face model folder (config.json) nor a distributed checkpoint of Megatron's "
         f"(.metadata or {_LATEST}), nor a checkpoint of a run with the megatron backend"
     )
 
 
-def _damage(checkpoint: Path) -> str:
+def _damage(saved: Path) -> str:
     """Describe what is wrong with the files of a run's checkpoint; the tensors have sums of their own."""
-    return manifest.damage(checkpoint.parent, only=f"{checkpoint.name}/{conversion.METADATA}")
+    return manifest.damage(saved.parent, only=f"{saved.name}/{conversion.METADATA}")
 
 
 def _model_of(source: Path) -> Path:

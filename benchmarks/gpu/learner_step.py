@@ -215,8 +215,6 @@ def measure(
 ) -> dict[str, Any]:
     """Run ``warm_up`` steps, in which kernels are compiled and memory is allocated, then ``steps`` timed ones.
 
-    A step lasts until the next one begins, and the last one until the device is idle.
-
     checkpoints  folder for two checkpoints
     told         called with the name of each step that begins
     """
@@ -229,19 +227,8 @@ def measure(
     began = time.perf_counter()
     with backend(variant, folder, device=device, dtype="bfloat16") as learner:
         started = time.perf_counter()
-        for number, share in enumerate(packed[:warm_up]):
-            told(f"warm-up {number}")
-            learner.step(share, learning_rate=LEARNING_RATE)
-        _synchronise(device)
-        warm = time.perf_counter()
-        begins: list[float] = []
-        metrics: Mapping[str, float] = {}
-        for number, share in enumerate(packed[warm_up:]):
-            told(f"step {number}")
-            begins.append(time.perf_counter())
-            metrics = learner.step(share, learning_rate=LEARNING_RATE).metrics
-        _synchronise(device)
-        seconds = np.diff([*begins, time.perf_counter()]).tolist()
+        warm_seconds, _ = timed(learner, packed[:warm_up], device=device, told=told)
+        seconds, metrics = timed(learner, packed[warm_up:], device=device, told=told)
         peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
         begin = time.perf_counter()
         learner.export()
@@ -276,7 +263,7 @@ def measure(
         "peak_gib": peak,
         "export_seconds": exported,
         "start_seconds": started - began,
-        "warm_seconds": warm - started,
+        "warm_seconds": sum(warm_seconds),
         "loss": metrics["loss"],
         "entropy": metrics["entropy"],
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -285,9 +272,26 @@ def measure(
     }
 
 
-def _synchronise(device: str) -> None:
+def timed(
+    learner: MegatronBackend,
+    packed: Sequence[Sequence[Sequence[MicroBatch]]],
+    *,
+    device: str,
+    told: Callable[[str], None],
+) -> tuple[list[float], Mapping[str, float]]:
+    """Run a step on each share. Return their seconds and the metrics of the last.
+
+    A step lasts until the next one begins, and the last one until the device is idle.
+    """
+    begins: list[float] = []
+    metrics: Mapping[str, float] = {}
+    for number, share in enumerate(packed):
+        told(f"step {number}")
+        begins.append(time.perf_counter())
+        metrics = learner.step(share, learning_rate=LEARNING_RATE).metrics
     if device == "cuda":
         torch.cuda.synchronize()
+    return np.diff([*begins, time.perf_counter()]).tolist(), metrics
 
 
 # -- agreement of layouts ----------------------------------------------------------------------------------------------

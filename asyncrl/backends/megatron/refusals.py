@@ -29,7 +29,7 @@ def check(run: RunConfig) -> None:
     """Raise ConfigError for models that the run's learner cannot train, or its engines cannot load."""
     for key, folder in run.model_paths.items():
         shape = require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
-        _require_aligned_experts(shape, run.model.dtype, where=key)
+        require_aligned_experts(shape, run.model.dtype, where=key)
         if key == "model.path":
             require_tensors_of_engines(folder, shape)
             if run.weights.quantization:
@@ -63,7 +63,7 @@ def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: 
     return shape
 
 
-def _require_aligned_experts(shape: ModelShape, dtype: str, *, where: str) -> None:
+def require_aligned_experts(shape: ModelShape, dtype: str, *, where: str) -> None:
     """Raise ConfigError for experts whose sizes torch's grouped product does not take in the learner's dtype."""
     if shape.experts is None:
         return

@@ -213,6 +213,17 @@ def test_what_is_damaged_is_never_deleted_nor_replaced(directory: Path) -> None:
     assert (directory / "damaged-step-00000015-1" / "learner.json").exists()
 
 
+def test_a_disk_that_takes_no_checkpoint_says_whether_there_is_one_before(tmp_path: Path) -> None:
+    def refuse(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="No space left on device; there is none before it$"):
+        checkpoint.write(tmp_path, saved(1), save_backend=refuse, keep=3)
+    checkpoint.write(tmp_path, saved(1), save_backend=save_backend, keep=3)
+    with pytest.raises(CheckpointError, match="No space left on device; the checkpoint before it is untouched$"):
+        checkpoint.write(tmp_path, saved(2), save_backend=refuse, keep=3)
+
+
 def test_names_that_are_not_ours_are_left_alone_and_named_once(directory: Path) -> None:
     for name in (
         "step-foo",

@@ -259,12 +259,29 @@ def test_an_output_layer_that_is_tied_must_not_differ_from_the_embedding(tmp_pat
         refusals.require_trainable(folder, where="teacher.path", layout=Layout(), transformer={})
 
 
+@pytest.mark.parametrize("changes", [{"hidden_size": 60}, {"moe_intermediate_size": 20}])
+def test_experts_need_sizes_of_whole_groups_of_16_bytes(tmp_path: Path, changes: dict[str, int]) -> None:
+    shape = huggingface.read_shape(edited(tiny_model(tmp_path, architecture="qwen3_moe"), **changes))
+    refusals.require_aligned_experts(shape, "float32", where="model.path")
+    with pytest.raises(ConfigError, match=r"^model.path: .* is .0, and kernels for experts need a multiple of 8 in bf"):
+        refusals.require_aligned_experts(shape, "bfloat16", where="model.path")
+
+
+def test_a_mixture_without_dense_layers_has_no_intermediate_size_to_cut(tmp_path: Path) -> None:
+    folder = edited(tiny_model(tmp_path, architecture="qwen3_moe"), intermediate_size=33)
+    weight_cuts.require_divisible(huggingface.read_shape(folder), 2)
+    with pytest.raises(ConfigError, match="2 does not divide the model's intermediate_size, 33"):
+        weight_cuts.require_divisible(huggingface.read_shape(edited(folder, mlp_only_layers=[1])), 2)
+
+
 def test_uneven_stages_need_a_field_that_says_how(tmp_path: Path) -> None:
     folder = edited(tiny_model(tmp_path, architecture="llama"), num_hidden_layers=3)
     layout, field = Layout(ranks=2, pipeline=2), "account_for_embedding_in_pipeline_split"
     refusals.require_trainable(folder, where="model.path", layout=layout, transformer={field: True})
-    with pytest.raises(ConfigError, match="2 does not divide the model's num_hidden_layers, 3"):
+    with pytest.raises(ConfigError, match="2 does not divide the model's num_hidden_layers, 3; for stages of diff"):
         refusals.require_trainable(folder, where="model.path", layout=layout, transformer={field: False})
+    with pytest.raises(ConfigError, match="4 does not divide the model's num_hidden_layers, 3; use fewer stages"):
+        refusals.require_trainable(folder, where="model.path", layout=Layout(ranks=4, pipeline=4), transformer={})
 
 
 def test_default_rope_of_gemma_3_has_no_factor(tmp_path: Path) -> None:

@@ -159,6 +159,14 @@ def test_the_learner_says_which_ranks_have_not_joined() -> None:
         gather(seat(0, port=free_ports(1)[0], ranks=3), seconds=0.1)
 
 
+def test_a_learner_whose_port_is_in_use_says_so_before_it_gives_up(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(BackendError, match=rf"cannot listen at 127.0.0.1:{port} \(MASTER_PORT\): .*in use"):
+            gather(seat(0, port=port), seconds=0.1)
+    assert [f"cannot listen at 127.0.0.1:{port} (MASTER_PORT) yet" in line for line in caplog.messages] == [True]
+
+
 def test_a_rank_whose_learner_does_not_come_says_so() -> None:
     with pytest.raises(BackendError, match="rank 1: no learner at 127.0.0.1"):
         join(seat(1, port=free_ports(1)[0]), seconds=0.1)

@@ -143,8 +143,13 @@ def test_layouts_that_do_not_fit_the_model_are_refused(make_run: RunMaker, setti
             ["learner.ranks=2", "learner.tensor_parallel=2", "learner.sequence_parallel=off"],
             'learner.sequence_parallel: a mixture of experts needs "on" or "auto"',
         ),
+        (["learner.lora={rank=2}"], "learner.lora.rank: kernels for experts need a multiple of 4, got 2"),
+        (
+            ["learner.lora={rank=4}", "model.dtype=bfloat16"],
+            "learner.lora.rank: kernels for experts need a multiple of 8, got 4",
+        ),
     ],
-    ids=["experts", "cut", "sequence"],
+    ids=["experts", "cut", "sequence", "adapters", "adapters in bfloat16"],
 )
 def test_layouts_that_do_not_fit_a_mixture_of_experts_are_refused(
     make_run: RunMaker, tmp_path: Path, settings: list[str], problem: str
