@@ -15,11 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from asyncrl.backends import weight_cuts
 from asyncrl.backends.kernels import fused
 from asyncrl.policies.batching.packing import Document, empty
 from asyncrl.policies.batching.packing import documents as document_slices
-from asyncrl.protocols import Backend
 from asyncrl.tensors.expert_tensors import by_names_in_files
 from tests.harness.backends import (
     LEARNING_RATE,
@@ -28,6 +26,7 @@ from tests.harness.backends import (
     distance,
     documents,
     expected_logprobs,
+    gradients_of_megatron,
     hugging_face,
     learned,
     num_shares,
@@ -70,19 +69,6 @@ def gradients_by_hand(folder: Path, batch: Sequence[Document]) -> tuple[Any, dic
         (-logprobs * importance * weight).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return model, by_names_in_files(gradients, model_type=model.config.model_type)
-
-
-def gradients_of_megatron(backend: Backend) -> dict[str, torch.Tensor]:
-    """Return gradients by their Hugging Face names."""
-    policy: Any = backend
-    policy = policy._own._loaded["policy"]
-    found: dict[str, torch.Tensor] = {}
-    for name, entry in policy._maps.items():
-        if entry.is_bias_of_choice:
-            continue
-        parts = weight_cuts.unfuse([policy._parameters[name].main_grad], entry.cut, policy._shape)
-        found |= dict(zip(entry.huggingface, parts, strict=True))
-    return found
 
 
 def test_logprobs_are_those_of_transformers(kind: str, folder: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from asyncrl.backends import weight_cuts
 from asyncrl.backends.megatron import backend as megatron
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
@@ -107,6 +108,19 @@ def tiny_model(
                 buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
     model.save_pretrained(folder)
     return folder
+
+
+def gradients_of_megatron(backend: Backend) -> dict[str, torch.Tensor]:
+    """Return the gradients of a step of one rank by their Hugging Face names."""
+    policy: Any = backend
+    policy = policy._own._loaded["policy"]
+    found: dict[str, torch.Tensor] = {}
+    for name, entry in policy._maps.items():
+        if entry.is_bias_of_choice:
+            continue
+        parts = weight_cuts.unfuse([policy._parameters[name].main_grad], entry.cut, policy._shape)
+        found |= dict(zip(entry.huggingface, parts, strict=True))
+    return found
 
 
 def hugging_face(folder: Path) -> Any:

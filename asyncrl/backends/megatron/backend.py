@@ -11,9 +11,8 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import joined_ranks, rank_store, refusals, shared_settings, torchrun
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.held_parts import RemotePart
+from asyncrl.backends.megatron.options import Options
 from asyncrl.backends.megatron.rank_commands import Command, Job, Left, Place, Scores, left_behind
 from asyncrl.backends.megatron.rank_link import described
 from asyncrl.backends.megatron.refusals import require_tensors_of_engines, require_trainable
@@ -41,29 +41,6 @@ from asyncrl.tensors.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from asyncrl.backends.megatron.rank import MegatronRank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """[learner.options] of the megatron backend."""
-
-    distributed_optimizer: bool = True
-    """With several ranks, shard the float32 weights and AdamW's moments over them."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation. selective: only cheap activations (norms and gates); saves a fifth of the memory at
-    almost no cost. full: all but one activation per layer; a third more work.
-    """
-    offload_optimizer: bool = False
-    """Keep AdamW's moments in host memory between steps: 8 bytes a parameter, copied both ways every step."""
-    overlap_tensor_parallel: bool = True
-    """Tensor-parallel ranks exchange rows during products, if their GPUs can access each other's memory."""
-    timeout_seconds: float = 600.0
-    """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. The learner fails if rank 0 begins no
-    micro-batch for so long in a step; the end of a step counts too, when rank 0 waits for ranks with more to do."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.timeout_seconds <= 1_000_000:
-            raise ConfigError(f"timeout_seconds must be 1 to 1000000, got {self.timeout_seconds:g}")
 
 
 class MegatronBackend(BackendAdapter):
@@ -129,8 +106,7 @@ class MegatronBackend(BackendAdapter):
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        cls.options(run)
-        refusals.check(run)
+        refusals.check(run, balances_experts=cls.options(run).aux_loss_coefficient > 0)
         frozen.check(run, are_fused=True)
         lora.check(run)
 
@@ -173,6 +149,7 @@ class MegatronBackend(BackendAdapter):
             overlaps_tensor_parallel=options.overlap_tensor_parallel,
             transformer=dict(transformer or {}),
             quantization=quantization,
+            aux_loss_coefficient=options.aux_loss_coefficient,
         )
         self._timeout_seconds = options.timeout_seconds
         self._layout = layout
@@ -256,11 +233,13 @@ class MegatronBackend(BackendAdapter):
         if len(dp_shards) != copies:
             raise BackendError(f"{copies} data-parallel learner ranks need as many shards, got {len(dp_shards)}")
         shares = dp_shards if self._layout.expert == 1 else of_one_length(dp_shards)
+        batch_tokens = sum(micro_batch.num_real for shard in dp_shards for micro_batch in shard)
         return [
             Command(
                 name=name,
                 model=model,
                 micro_batches=tuple(shares[self._layout.share(rank)]),
+                batch_tokens=batch_tokens,
                 learning_rate=learning_rate,
             )
             for rank in range(self._layout.ranks)

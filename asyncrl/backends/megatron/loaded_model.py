@@ -165,7 +165,7 @@ class LoadedModel:
         logprobs, _entropy = self._outputs(row, hidden)
         return hidden, logprobs.new_zeros(num_tokens).index_copy(0, row.row.rows, logprobs)
 
-    def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64]) -> RowPart:
+    def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64], *, batch_tokens: int = 0) -> RowPart:
         self.rows_begun += 1
         return RowPart.of(
             micro_batch,
@@ -175,6 +175,7 @@ class LoadedModel:
             device=self._device,
             dtype=self._dtype,
             is_routed=self._is_policy,  # the engine ran no other model
+            batch_tokens=batch_tokens,
         )
 
     def _outputs(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

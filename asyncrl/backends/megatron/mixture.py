@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import Adapter
+from asyncrl.backends.megatron.load_balance import ExpertUse, with_loss
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.own_experts import OwnExperts
 from asyncrl.backends.megatron.recompute import forgetting
 from asyncrl.backends.megatron.routing import Chosen
+from asyncrl.backends.megatron.row_part import RowPart
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer import TransformerConfig
@@ -26,14 +28,27 @@ with quiet(), cpu_shim.without_compilation():
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Megatron's choice of experts, from float32 logits. (Megatron 0.16's own logits need Transformer Engine.)"""
+    """Megatron's choice of experts, from float32 logits. (Megatron 0.16's own logits need Transformer Engine.)
+
+    row  the row that the next pass routes
+    use  how the passes used the experts
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.router_replay = Chosen()
+        self.row: RowPart | None = None
+        self.use = ExpertUse()
 
     def gating(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden.float(), self.weight.float())
+
+    def routing(self, logits: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, is_chosen = super().routing(logits, *arguments, **options)
+        if self.row is None or not torch.is_grad_enabled():
+            return scores, is_chosen
+        loss = self.use.note(self.row, self.config, logits.flatten(0, -2), is_chosen)
+        return scores if loss is None else with_loss(scores, loss), is_chosen
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
         """Keep the bias in float32 when the model is cast: 16 bits would choose other experts."""

@@ -85,6 +85,12 @@ def context_parallel_group() -> dist.ProcessGroup:
     return group
 
 
+def shared_rows_group() -> dist.ProcessGroup:
+    """The ranks that share every packed row in a mixture: context-parallel, and tensor-parallel by sequence."""
+    group: dist.ProcessGroup = parallel_state.get_tensor_and_context_parallel_group()
+    return group
+
+
 def expert_replicas_group() -> dist.ProcessGroup:
     """The ranks that hold the same experts."""
     group: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()

@@ -101,8 +101,12 @@ class MegatronRank:
 
     def _step(self, model: TrainedModel, command: Command) -> StepResult | Scores | None:
         """Run a step. A follower returns scores of recorded tokens if it reports for its copy of the model."""
-        is_rehearsal = command.name == "rehearse"
-        result = model.step(command.micro_batches, learning_rate=command.learning_rate, is_rehearsal=is_rehearsal)
+        result = model.step(
+            command.micro_batches,
+            batch_tokens=command.batch_tokens,
+            learning_rate=command.learning_rate,
+            is_rehearsal=command.name == "rehearse",
+        )
         if self._is_leader:
             return result
         if not command.has_recorded or not self._is_scorer:

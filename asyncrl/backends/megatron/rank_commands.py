@@ -57,6 +57,8 @@ class Job:
     """Whether tensor-parallel ranks exchange rows by overlapped_linear.py where they can."""
     quantization: str = ""
     """Format of exports (tensors/quantized_model.py); empty: the folder's dtype."""
+    aux_loss_coefficient: float = 0.0
+    """Coefficient of the load-balancing loss of mixtures of experts (load_balance.py)."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -69,12 +71,14 @@ class Command:
     """A collective operation: step, rehearse, score, export, save, saved, restore, offload or onload.
 
     micro_batches  the receiver's shard
+    batch_tokens   tokens of all shards, prompts included, without fillers
     waits          for "saved": wait until the state from "save" is on disk
     """
 
     name: str
     model: str = POLICY
     micro_batches: tuple[MicroBatch, ...] = ()
+    batch_tokens: int = 0
     learning_rate: float = 0.0
     folder: str = ""
     waits: bool = False

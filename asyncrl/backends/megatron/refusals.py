@@ -25,13 +25,18 @@ _UNEVEN: Final = (
 """Megatron's fields for stages of different lengths. Megatron checks their values."""
 
 
-def check(run: RunConfig) -> None:
+def check(run: RunConfig, *, balances_experts: bool) -> None:
     """Raise ConfigError for models that the run's learner cannot train, or its engines cannot load."""
     for key, folder in run.model_paths.items():
         shape = require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
         require_aligned_experts(shape, run.model.dtype, where=key)
         if key == "model.path":
             require_tensors_of_engines(folder, shape)
+            if balances_experts and not shape.experts:
+                raise ConfigError(
+                    "learner.options.aux_loss_coefficient: balances the use of experts, and the model has none; remove "
+                    "it"
+                )
             if run.weights.quantization:
                 require_quantizable(shape, run.weights.quantization)
 

@@ -40,7 +40,7 @@ class Chosen:
 
 
 class SparseLayer(Layer):
-    """A layer with a mixture of experts."""
+    """A layer with a mixture of experts. Its router needs the row: the engine's choice, and what is padding."""
 
     def forward(self, *arguments: Any, packed_seq_params: RowParameters, **options: Any) -> Any:
         row = packed_seq_params.row
@@ -50,4 +50,5 @@ class SparseLayer(Layer):
             group = tensor_parallel_group()
             experts = experts.chunk(group.size())[group.rank()]
         self.mlp.router.router_replay.experts = experts
+        self.mlp.router.row = row
         return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)

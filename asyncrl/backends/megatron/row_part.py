@@ -35,6 +35,8 @@ class RowPart:
     kept               i64[n]: positions of the part's tokens in the padded row; None: all of them
     experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None if it always does
     length             N
+    num_own            tokens of this rank that are not padding; they come first
+    share_of_batch     the row's tokens / the batch's; 0 for a row that trains nothing
     row                the unpadded row: the objective's inputs
     micro_batch        the same data on the host
     """
@@ -48,6 +50,8 @@ class RowPart:
     kept: torch.Tensor | None
     experts: torch.Tensor | None
     length: int
+    num_own: int
+    share_of_batch: float
     row: PackedRow
     micro_batch: MicroBatch
 
@@ -62,16 +66,19 @@ class RowPart:
         device: torch.device,
         dtype: torch.dtype,
         is_routed: bool = False,
+        batch_tokens: int = 0,
     ) -> RowPart:
         """
-        rows       i64[M]: tokens that need a logprob
-        is_routed  whether to use the engine's experts, if the micro-batch has them
+        rows          i64[M]: tokens that need a logprob
+        is_routed     whether to use the engine's experts, if the micro-batch has them
+        batch_tokens  tokens of the batch that is trained; 0 if none is
         """
+        share = micro_batch.num_real / batch_tokens if batch_tokens else 0.0
         chosen = _by_layers(micro_batch.experts) if is_routed and len(micro_batch.experts) else None
         if layout.row_multiple == 1:
             in_rectangles = not uses_varlen(device, dtype)
             row = PackedRow.of(micro_batch, rows, device=device, in_rectangles=in_rectangles)
-            return _whole(micro_batch, row, None if chosen is None else torch.from_numpy(chosen).to(device))
+            return _whole(micro_batch, row, None if chosen is None else torch.from_numpy(chosen).to(device), share)
         length = -(-micro_batch.num_tokens // layout.row_multiple) * layout.row_multiple
         tokens = np.pad(micro_batch.tokens.astype(np.int64), (0, length - micro_batch.num_tokens))
         boundaries = _padded(micro_batch, length)
@@ -110,6 +117,8 @@ class RowPart:
             kept=moved["kept"] if is_cut else None,
             experts=moved.get("experts"),
             length=length,
+            num_own=int(np.searchsorted(kept, micro_batch.num_tokens)),
+            share_of_batch=share,
             row=PackedRow.of(micro_batch, rows, device=device, in_rectangles=False),
             micro_batch=micro_batch,
         )
@@ -130,7 +139,7 @@ def _by_layers(experts: ExpertArray) -> NDArray[np.int16]:
     return np.where(experts.transpose(1, 0, 2) == unrouted(experts), np.int16(-1), by_layers)
 
 
-def _whole(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | None) -> RowPart:
+def _whole(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | None, share: float) -> RowPart:
     """Return a part that holds the whole row."""
     how: Rectangles | Pieces | None = row.layout
     if how is None:
@@ -157,6 +166,8 @@ def _whole(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | None
         kept=None,
         experts=experts,
         length=len(row.tokens),
+        num_own=len(row.tokens),
+        share_of_batch=share,
         row=row,
         micro_batch=micro_batch,
     )

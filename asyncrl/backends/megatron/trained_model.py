@@ -23,6 +23,7 @@ from asyncrl.backends import lora, micro_batches, optimizer_state, weight_places
 from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.background_save import STATE, RankState, SavedModel, random_states
+from asyncrl.backends.megatron.load_balance import ExpertUses
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.passes import Passes
 from asyncrl.backends.megatron.process_groups import expert_replicas_group
@@ -61,6 +62,8 @@ class TrainedModel(LoadedModel):
         self._is_distributed = job.is_distributed_optimizer
         self._buffers = optimizer.with_gradient_buffers(self._stages, job)
         self._optimizers = optimizer.build_optimizers(job, self._settings, self._buffers, device)
+        self._expert_uses = ExpertUses(self._stages, self._shape, has_loss=job.aux_loss_coefficient > 0, device=device)
+        self._batch_tokens = 0
         self._base = lora.fingerprint(self._model) if dist.get_rank() == 0 else ""
         self._moments = [HostMoments(part.adamw) for part in self._optimizers] if job.is_offloading else []
 
@@ -77,16 +80,22 @@ class TrainedModel(LoadedModel):
         for wrapper in self._buffers:
             yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
 
-    def step(self, share: Sequence[MicroBatch], *, learning_rate: float, is_rehearsal: bool = False) -> StepResult:
+    def step(
+        self, share: Sequence[MicroBatch], *, batch_tokens: int, learning_rate: float, is_rehearsal: bool = False
+    ) -> StepResult:
         """Run one optimizer step. All ranks see the same reduced loss and norm, so all of them update or all skip.
 
-        is_rehearsal: skip the update. Raises StepFailed on every rank if a copy of the model could not compute its
-        share. An error that leaves ranks in different collectives is raised unchanged, on the rank where it occurred.
+        batch_tokens: of all shares.  is_rehearsal: skip the update
+
+        Raises StepFailed on every rank if a copy of the model could not compute its share. An error that leaves ranks
+        in different collectives is raised unchanged, on the rank where it occurred.
         """
         optimizer.begin_gradients(self._buffers)
         for part in self._optimizers:
             part.megatron.zero_grad()
         self._recorded = RecordedTokens()
+        self._expert_uses.forget()
+        self._batch_tokens = batch_tokens
         totals, problem = self._accumulated(share or (empty(),))
         with record_function("learner: reduce"):
             optimizer.reduce_gradients(self._buffers)
@@ -99,7 +108,8 @@ class TrainedModel(LoadedModel):
                 self._scale_gradients(scale)
             failed = torch.full((), float(problem is not None), dtype=torch.float64, device=self._device)
             _reduce(failed, dist.group.WORLD, dist.ReduceOp.MAX)
-            loss, grad_norm, is_failed = torch.stack([totals.sums[0].double(), self._grad_norm(), failed]).tolist()
+            reduced = torch.stack([totals.sums[0].double(), self._grad_norm(), failed])
+            loss, grad_norm, is_failed, *use = torch.cat([reduced, self._expert_uses.summary()]).tolist()
         if is_failed:
             raise StepFailed("" if problem is None else f"{type(problem).__name__}: {problem}") from problem
         is_skipped = not is_trainable(loss, grad_norm)
@@ -114,6 +124,8 @@ class TrainedModel(LoadedModel):
             learning_rate=learning_rate,
             is_skipped=is_skipped,
         )
+        if self._name == POLICY:
+            metrics = {**metrics, **self._expert_uses.metrics(use)}
         if self._device.type == "cuda" and self._name == POLICY:
             metrics = {**metrics, "learner/memory_bytes": float(torch.cuda.max_memory_allocated())}
         return StepResult(metrics=metrics, tokens=self._recorded.on_host())
@@ -138,7 +150,7 @@ class TrainedModel(LoadedModel):
         return sum(sums, start=self._objective.zero(self._device)), passes.problem
 
     def _trained_row(self, micro_batch: MicroBatch) -> RowPart:
-        return self._row(micro_batch, micro_batches.response_rows(micro_batch))
+        return self._row(micro_batch, micro_batches.response_rows(micro_batch), batch_tokens=self._batch_tokens)
 
     def _loss(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:
         """Return a micro-batch's loss and the sums for its metrics."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from typing import Any, Final
+from types import NoneType
+from typing import Any, Final, Literal, get_args, get_origin
 
 import torch
 import torch.nn.functional as F
@@ -66,11 +67,11 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         bias_activation_fusion=False,
         **_RECOMPUTE[job.recompute],
         **_parallel_fields(job.layout),
-        **(_mixture_fields(shape, shape.experts) if shape.experts else {}),
+        **(_mixture_fields(job, shape, shape.experts) if shape.experts else {}),
     )
 
 
-def _mixture_fields(shape: ModelShape, experts: Experts) -> dict[str, Any]:
+def _mixture_fields(job: Job, shape: ModelShape, experts: Experts) -> dict[str, Any]:
     return dict(
         num_moe_experts=experts.num_experts,
         moe_layer_freq=[int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
@@ -86,7 +87,8 @@ def _mixture_fields(shape: ModelShape, experts: Experts) -> dict[str, Any]:
         moe_shared_expert_intermediate_size=experts.shared_size or None,
         moe_shared_expert_gate=experts.has_shared_gate,
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",  # Megatron's balancing losses are for pretraining
+        moe_router_load_balancing_type="none",  # Megatron's own is scaled for pretraining; load_balance.py has ours
+        moe_aux_loss_coeff=job.aux_loss_coefficient,
     )
 
 
@@ -123,19 +125,37 @@ _NOT_OURS: Final = re.compile(
 learner.options."""
 
 
+_KINDS: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: ""}
+
+
+def _not_of_type(annotation: Any, value: object) -> str:
+    """Return what a value of the field's type is; empty if ``value`` is one, or Megatron must decide."""
+    kinds = get_args(annotation) or (annotation,)
+    if get_origin(annotation) is Literal:
+        return "" if value in kinds else " or ".join(f'"{kind}"' for kind in kinds)
+    if not _KINDS.keys() >= set(kinds):
+        return ""
+    is_one = type(value) in kinds or (type(value) is int and float in kinds)
+    return "" if is_one else " or ".join(filter(None, (_KINDS[kind] for kind in kinds)))
+
+
 def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") -> None:
     """Raise ConfigError unless ``job.transformer`` holds valid values for fields of TransformerConfig that users may
     set.
 
     where: the run file's key for the model
     """
-    known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    known = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
     own = _own_fields(job, shape, job.torch_dtype)
     for name, value in job.transformer.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"learner.megatron: {name} is not a field of Megatron's TransformerConfig{hint}")
+        if name == "moe_aux_loss_coeff":
+            raise ConfigError(
+                f"learner.megatron: {name} is learner.options.aux_loss_coefficient here; set that instead"
+            )
         if name in own:
             raise ConfigError(f"learner.megatron: {name} is set by asyncrl, from the model or other keys; remove it")
         if _NOT_OURS.match(name):
@@ -143,9 +163,7 @@ def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") ->
                 f"learner.megatron: {name} is for a feature that asyncrl does not support or sets by another key; "
                 "remove it"
             )
-        default = known[name]
-        if isinstance(default, bool | int | float) and isinstance(default, bool) != isinstance(value, bool):
-            expected = "true or false" if isinstance(default, bool) else "a number"
+        if expected := _not_of_type(known[name], value):
             raise ConfigError(f"learner.megatron: {name} must be {expected}, got {value!r}")
     first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
     if job.layout.virtual_pipeline > 1 and job.layout.pipeline == 2 and {first, last} <= job.transformer.keys():

@@ -72,6 +72,11 @@ class MicroBatch:
         return len(self.tokens)
 
     @property
+    def num_real(self) -> int:
+        """Number of tokens; 0 for the filler of ``empty``."""
+        return self.num_tokens if (self.documents >= 0).any() else 0
+
+    @property
     def positions(self) -> NDArray[np.int32]:
         """i32[N]: index of each token in its document."""
         lengths = np.diff(self.boundaries)

@@ -1,0 +1,209 @@
+"""The load-balancing loss of a mixture's routers equals the paper's, under every layout, and evens their use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from asyncrl.backends.megatron.backend import Options
+from asyncrl.errors import ConfigError
+from asyncrl.policies.batching.packing import MicroBatch, empty
+from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.protocols import Backend
+from asyncrl.tensors.expert_tensors import by_names_in_files
+from tests.harness.backends import (
+    LAYOUT_RANKS,
+    SETTINGS,
+    distance,
+    documents,
+    gradients_of_megatron,
+    hugging_face,
+    num_shares,
+    started,
+    tiny_model,
+    weights,
+)
+from tests.harness.packing import pack
+
+COEFFICIENT = 0.3
+WITH_LOSS = {"aux_loss_coefficient": COEFFICIENT}
+GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e9)
+LAYOUTS = (
+    ("megatron-ep2", "qwen3_moe", {}),
+    ("megatron-tp2-ep2", "qwen3_moe", {}),
+    ("megatron-cp2-ep2", "glm4_moe", {"recompute": "full"}),
+    ("megatron-pp2-ep2", "qwen3_moe", {}),
+    ("megatron-vpp2", "gpt_oss", {"recompute": "full"}),
+    ("megatron-tp2-ep4", "gpt_oss", {"recompute": "selective"}),
+)
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "gpt_oss"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp(request.param), architecture=request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3_moe")
+
+
+def rows() -> list[MicroBatch]:
+    """Rows of 35, 37 and 38 tokens, so that ranks fill some of them up, with a policy loss of 0."""
+    packed = pack(
+        [dataclasses.replace(one, advantages=np.zeros_like(one.advantages)) for one in documents()], max_tokens=45
+    )
+    assert [row.num_tokens for row in packed] == [35, 37, 38]
+    return packed
+
+
+def dealt(kind: str, packed: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+    """The same rows for any number of copies of the model; the last ones have fewer."""
+    return [list(packed[copy :: num_shares(kind)]) or [empty()] for copy in range(num_shares(kind))]
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHand:
+    """loss: mean over tokens and layers;  chosen: i64[layers, E], as the paper counts it"""
+
+    gradients: Mapping[str, torch.Tensor]
+    loss: float
+    chosen: torch.Tensor
+
+
+def by_hand(folder: Path, packed: Sequence[MicroBatch]) -> ByHand:
+    """The loss from what transformers' routers see, document by document."""
+    model = hugging_face(folder)
+    seen: dict[str, list[torch.Tensor]] = defaultdict(list)
+    gates = {name: part for name, part in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))}
+    gates = {name: part for name, part in gates.items() if hasattr(part, "weight")}
+    for name, gate in gates.items():
+        gate.register_forward_pre_hook(lambda _, inputs, name=name: seen[name].append(inputs[0]))
+    config = model.config
+    experts_per_token = config.num_experts_per_tok
+    num_tokens = sum(row.num_tokens for row in packed)
+    total, chosen = torch.zeros(()), []
+    for row in packed:
+        seen.clear()
+        for where in document_slices(row):
+            model(torch.from_numpy(row.tokens[where].astype(np.int64))[None])
+        of_layers = []
+        for name, gate in gates.items():
+            hidden = torch.cat([one.reshape(-1, one.shape[-1]) for one in seen[name]])
+            logits = F.linear(hidden, gate.weight, getattr(gate, "bias", None))
+            scores = logits.sigmoid() if hasattr(gate, "e_score_correction_bias") else logits.softmax(-1)
+            scores = scores / scores.sum(-1, keepdim=True)
+            counts = torch.bincount(scores.topk(experts_per_token).indices.flatten(), minlength=scores.shape[1])
+            shares = counts / (len(hidden) * experts_per_token)
+            loss = scores.shape[1] * (shares * scores.mean(0)).sum()
+            total = total + loss * row.num_tokens / num_tokens
+            of_layers.append(counts)
+        chosen.append(torch.stack(of_layers))
+    (COEFFICIENT * total).backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return ByHand(
+        gradients=by_names_in_files(gradients, model_type=config.model_type),
+        loss=float(total.detach()) / len(gates),
+        chosen=torch.stack(chosen).sum(0),
+    )
+
+
+def rehearsed(backend: Backend, packed: Sequence[MicroBatch]) -> Mapping[str, float]:
+    rehearsing: Any = backend
+    metrics: Mapping[str, float] = rehearsing.rehearse([list(packed)]).metrics
+    return metrics
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_loss_and_gradients_are_those_of_the_paper(mixture: Path, recompute: str) -> None:
+    expected = by_hand(mixture, rows())
+    with started("megatron-1", mixture, options={**WITH_LOSS, "recompute": recompute}) as backend:
+        metrics = rehearsed(backend, rows())
+        found = gradients_of_megatron(backend)
+    assert metrics["learner/aux_loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert found.keys() == expected.gradients.keys()
+    routers = 0
+    for name, gradient in expected.gradients.items():
+        scale = float(gradient.abs().max())
+        assert float((found[name] - gradient).abs().max()) < 2e-5 * scale + 1e-8, name
+        routers += scale > 0 and ("mlp.gate.weight" in name or "mlp.router.weight" in name)
+    assert routers
+
+
+def test_the_loss_is_added_to_the_policys(folder: Path) -> None:
+    packed = pack(documents(), max_tokens=45)
+    found = {}
+    for coefficient in (0.0, COEFFICIENT, 2 * COEFFICIENT):
+        with started("megatron-1", folder, options={"aux_loss_coefficient": coefficient}) as backend:
+            metrics = rehearsed(backend, packed)
+            found[coefficient] = gradients_of_megatron(backend)
+        assert ("learner/aux_loss" in metrics) == (coefficient > 0)
+    for name, without in found[0.0].items():
+        once, twice = found[COEFFICIENT][name] - without, found[2 * COEFFICIENT][name] - without
+        torch.testing.assert_close(2 * once, twice, rtol=1e-3, atol=1e-5 * float(without.abs().max()) + 1e-7)
+        assert float(once.abs().max()) > 0 or ".experts." in name or "lm_head" in name or "model.norm" in name, name
+
+
+def test_metrics_tell_how_unevenly_a_batch_uses_the_experts(folder: Path) -> None:
+    chosen = by_hand(folder, rows()).chosen.double()
+    with started("megatron-1", folder) as backend:
+        metrics = rehearsed(backend, rows())
+    most = (chosen.amax(1) / chosen.mean(1)).mean()
+    assert metrics["learner/expert_load_max"] == pytest.approx(float(most))
+    assert metrics["learner/experts_unused"] == pytest.approx(float((chosen == 0).double().mean()))
+
+
+def test_a_row_without_documents_counts_for_nothing(folder: Path) -> None:
+    found = []
+    for packed in (rows(), [empty(), *rows(), empty()]):
+        with started("megatron-1", folder, options=WITH_LOSS) as backend:
+            found.append((dict(rehearsed(backend, packed)), gradients_of_megatron(backend)))
+    (metrics, gradients), (again, filled) = found
+    for name in ("learner/aux_loss", "learner/expert_load_max", "learner/experts_unused"):
+        assert metrics[name] == pytest.approx(again[name])
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(filled[name], gradient, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind, architecture, options", LAYOUTS)
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=LAYOUT_RANKS)], ids=[""])
+def test_every_layout_trains_it_as_one_process(
+    tmp_path: Path, kind: str, architecture: str, options: Mapping[str, Any], marked: None
+) -> None:
+    """The ranks share experts, rows or layers. Rows are filled up to a length that ranks can share, and copies get
+    different numbers of rows."""
+    folder = tiny_model(tmp_path / "model", architecture=architecture, num_layers=4)
+    found = []
+    for one, own in (("megatron-1", {}), (kind, dict(options))):
+        with started(one, folder, optimizer=GENTLE, options={**WITH_LOSS, **own}) as backend:
+            before = weights(backend)
+            metrics = backend.step(dealt(one, rows()), learning_rate=0.1).metrics
+            found.append((metrics, weights(backend)))
+    (expected, alone), (metrics, together) = found
+    for name in ("learner/aux_loss", "learner/expert_load_max", "learner/experts_unused", "grad_norm"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+    moved = distance(alone, before)
+    assert moved > 1e-4
+    assert distance(together, alone) < 1e-3 * moved
+
+
+def test_training_with_it_evens_the_use_of_experts(folder: Path) -> None:
+    settings = dataclasses.replace(SETTINGS, weight_decay=0.0)
+    with started("megatron-1", folder, optimizer=settings, options=WITH_LOSS) as backend:
+        told = [backend.step([rows()], learning_rate=5e-3).metrics for _ in range(20)]
+    assert told[-1]["learner/aux_loss"] - 1.0 < 0.5 * (told[0]["learner/aux_loss"] - 1.0)
+    assert told[-1]["learner/expert_load_max"] < told[0]["learner/expert_load_max"]
+
+
+@pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf")])
+def test_a_coefficient_that_is_no_weight_is_refused(wrong: float) -> None:
+    with pytest.raises(ConfigError, match="aux_loss_coefficient must be 0 or more"):
+        Options(aux_loss_coefficient=wrong)
