@@ -19,7 +19,8 @@ import torch
 
 from asyncrl.backends import flops, huggingface
 from asyncrl.backends.megatron import torchrun
-from asyncrl.backends.megatron.backend import MegatronBackend, Options
+from asyncrl.backends.megatron.backend import MegatronBackend
+from asyncrl.backends.megatron.options import Options
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.config.layout import Layout
 from asyncrl.policies.algorithms.spec import resolve

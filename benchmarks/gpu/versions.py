@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl.backends.megatron.backend import MegatronBackend
-from asyncrl.backends.megatron.backend import Options as LearnerOptions
+from asyncrl.backends.megatron.options import Options as LearnerOptions
 from asyncrl.backends.optimizer_settings import Lora, OptimizerSettings
 from asyncrl.config.learner import LoraSection
 from asyncrl.data.tiny_model import make_tiny_model

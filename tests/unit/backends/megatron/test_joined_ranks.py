@@ -15,8 +15,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from asyncrl.backends.megatron import joined_ranks, torchrun
-from asyncrl.backends.megatron.backend import MegatronBackend, Options
+from asyncrl.backends.megatron.backend import MegatronBackend
 from asyncrl.backends.megatron.followers import Followers
+from asyncrl.backends.megatron.options import Options
 from asyncrl.backends.megatron.rank_commands import Command, Place
 from asyncrl.backends.megatron.rank_link import RankLink
 from asyncrl.errors import BackendError, ConfigError
