@@ -69,6 +69,8 @@ def balance_loss(
 ) -> torch.Tensor:
     """Return this rank's part of a row's loss in one layer. The parts of the ranks that share the row add up to it.
 
+    What counts is the router's own choice, by its scores alone: no bias, no groups of experts, no replay.
+
     logits      f32[n, E] of this rank's tokens
     scores      "softmax" or "sigmoid"
     num_tokens  tokens of the row on all ranks of ``group``
@@ -79,9 +81,7 @@ def balance_loss(
     else:
         shares = logits.sigmoid()
         shares = shares / shares.sum(1, keepdim=True).clamp(min=1e-20)
-    best = (
-        shares.detach().topk(experts_per_token, dim=1).indices
-    )  # of the router itself: without bias, groups or replay
+    best = shares.detach().topk(experts_per_token, dim=1).indices
     chosen = torch.zeros_like(shares.detach()).scatter_(1, best, 1.0).sum(0)
     if group is not None and group.size() > 1:
         dist.all_reduce(chosen, group=group)
@@ -136,13 +136,11 @@ class ExpertUses:
         """Return f64[3] of all ranks, or f64[0], for ``metrics``. Collective; waits for nothing on the host."""
         if not self._layers:
             return torch.zeros(0, dtype=torch.float64, device=self._device)
-        table = torch.zeros(len(self._layers), self._num_experts + 1, device=self._device)
-        for row, layer in zip(table, self._layers, strict=True):
-            use = self._uses.get(layer, ExpertUse())
-            if use.chosen is not None:
-                row[:-1] = use.chosen
-            if use.loss is not None:
-                row[-1] = use.loss
+        none = torch.zeros(self._num_experts, device=self._device)
+        uses = [self._uses.get(layer, ExpertUse()) for layer in self._layers]
+        of_chosen = torch.stack([none if use.chosen is None else use.chosen for use in uses])
+        of_losses = torch.stack([none[0] if use.loss is None else use.loss for use in uses])
+        table = torch.cat([of_chosen, of_losses[:, None]], dim=1)
         if dist.get_world_size() > 1:
             dist.all_reduce(table)
         chosen, losses = table[:, :-1].double(), table[:, -1].double()
