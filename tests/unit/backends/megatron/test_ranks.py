@@ -375,3 +375,18 @@ if __name__ == "__main__":
         os.close(follower)
         leader.wait(60)
     assert is_over
+
+
+def test_a_child_rank_whose_learner_has_ended_in_its_start_says_so_in_one_line() -> None:
+    program = """
+import socket
+from asyncrl.backends.megatron.followers import follow
+from asyncrl.backends.megatron.rank_commands import Place
+
+learner, own = socket.socketpair()
+learner.close()
+follow(None, Place(rank=3, ranks=4, host="127.0.0.1", port=1, timeout_seconds=60.0), own)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert re.fullmatch(r"asyncrl learner: rank 3: the learner has ended: .*\n", ended.stderr), ended.stderr
