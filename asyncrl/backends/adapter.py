@@ -54,6 +54,10 @@ class BackendAdapter(Adapter):
         frozen.check(run, are_fused=False)
 
     @classmethod
+    def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:
+        """Raise ConfigError for an algorithm that the backend cannot train with the run's settings."""
+
+    @classmethod
     def check_machine(cls, run: RunConfig) -> None:
         if run.learner.device == "cuda":
             require_gpu("learner")

@@ -69,9 +69,10 @@ SCHEMA: dict[str, str] = {
     "learner/step_tokens_per_second": "packed tokens, prompts included, divided by step_seconds",
     "learner/expert_load_max": "tokens of the busiest expert divided by the mean over experts, mean over layers; 1 if "
     "all experts are used alike; mixtures of experts on megatron only",
-    "learner/experts_unused": "share of experts that no token of the batch was sent to, mean over layers; the same",
-    "learner/aux_loss": "load-balancing loss of a layer without its coefficient, mean over tokens and layers; 1 if all "
-    "experts are used alike; with learner.options.aux_loss_coefficient",
+    "learner/experts_unused": "share of experts that no token of the batch was sent to, mean over layers; mixtures of "
+    "experts on megatron only",
+    "learner/aux_loss": "load-balancing loss of a layer without its coefficient, mean over tokens and layers; 1 if the "
+    "routers prefer all experts alike, usually more otherwise; with learner.options.aux_loss_coefficient",
     "learner/memory_bytes": "peak GPU memory of tensors on the first rank since the start; GPU only",
     "learner/score_seconds": "part of step_seconds in which other models scored the batch and advantages were computed",
     "learner/prepare_seconds": "time on the host to pack a batch into micro-batches, usually during the previous step",

@@ -105,6 +105,15 @@ class MegatronBackend(BackendAdapter):
                 refuse_options(job, huggingface.read_shape(folder, where=key), where=key)
 
     @classmethod
+    def check_algorithm(cls, run: RunConfig, algorithm: Algorithm) -> None:
+        if cls.options(run).aux_loss_coefficient and algorithm.scales_gradients:
+            raise ConfigError(
+                "learner.options.aux_loss_coefficient: the gradients of a batch are divided by what is left after the "
+                'correction (algorithm.denominator = "after", or self_norm), which would scale this loss as well; '
+                "remove one of them"
+            )
+
+    @classmethod
     def check(cls, run: RunConfig) -> None:
         refusals.check(run, balances_experts=cls.options(run).aux_loss_coefficient > 0)
         frozen.check(run, are_fused=True)

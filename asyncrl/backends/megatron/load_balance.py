@@ -2,8 +2,8 @@
 
 In a layer, a packed row of T tokens has the loss E sum_e f_e P_e (Switch Transformer, arXiv:2101.03961, eq. 4 to 6):
 f_e is the share of the row's T k choices that falls on expert e, P_e the mean of its score after normalisation over all
-E experts. The loss is 1 if all experts are used alike, and at most E / k. A batch has the mean over its tokens, summed
-over layers, times learner.options.aux_loss_coefficient.
+E experts. The loss is 1 if the router prefers all experts alike, and at most E / k. A batch has the mean over its
+tokens, summed over layers, times learner.options.aux_loss_coefficient. Only the policy has this loss.
 
 Megatron's own loss is not used. It multiplies the loss by the row's tokens and expects the gradients to be divided by
 the batch's tokens later, but our loss weights already include their denominators. It also counts padding, and the rows
@@ -115,12 +115,12 @@ def with_loss(values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertUses:
-    """How the routers of a model use their experts in a step. Empty for a model without experts."""
+    """How the policy's routers use their experts in a step. Empty for a model without experts."""
 
     def __init__(
         self, stages: Iterable[torch.nn.Module], shape: ModelShape, *, has_loss: bool, device: torch.device
     ) -> None:
-        """stages: this rank's part of the model"""
+        """stages: this rank's part of the policy"""
         found = [layer for stage in stages for layer in stage.modules() if isinstance(layer, SparseLayer)]
         self._uses: dict[int, ExpertUse] = {layer.layer_number - 1: layer.mlp.router.use for layer in found}
         self._layers = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
@@ -133,7 +133,7 @@ class ExpertUses:
             use.forget()
 
     def summary(self) -> torch.Tensor:
-        """Return f64[3] of all ranks, or f64[0], for ``metrics``. Collective; waits for nothing on the host."""
+        """Return f64[4] of all ranks, or f64[0], for ``metrics``. Collective; waits for nothing on the host."""
         if not self._layers:
             return torch.zeros(0, dtype=torch.float64, device=self._device)
         none = torch.zeros(self._num_experts, device=self._device)
@@ -145,12 +145,13 @@ class ExpertUses:
             dist.all_reduce(table)
         chosen, losses = table[:, :-1].double(), table[:, -1].double()
         even = chosen.mean(1).clamp(min=1e-30)
-        return torch.stack([(chosen.amax(1) / even).mean(), (chosen == 0).double().mean(), losses.mean()])
+        most, unused = (chosen.amax(1) / even).mean(), (chosen == 0).double().mean()
+        return torch.stack([chosen.sum(), most, unused, losses.mean()])
 
     def metrics(self, summary: Sequence[float]) -> dict[str, float]:
-        """Return the step's metrics, means over layers; {} for a model without experts."""
-        if not self._layers:
+        """Return the step's metrics, means over layers; {} for a model without experts, or a batch without tokens."""
+        if not self._layers or not summary[0]:
             return {}
-        most, unused, loss = summary
+        _, most, unused, loss = summary
         of_loss = {"learner/aux_loss": loss} if self._has_loss else {}
         return {"learner/expert_load_max": most, "learner/experts_unused": unused, **of_loss}

@@ -30,7 +30,7 @@ with quiet(), cpu_shim.without_compilation():
 class Router(TopKRouter):  # type: ignore[misc]
     """Megatron's choice of experts, from float32 logits. (Megatron 0.16's own logits need Transformer Engine.)
 
-    row  the row that the next pass routes
+    row  the row that is routed; None between passes
     use  how the passes used the experts
     """
 
@@ -45,10 +45,9 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def routing(self, logits: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         scores, is_chosen = super().routing(logits, *arguments, **options)
-        row, self.row = self.row, None  # it would keep its tensors on the GPU
-        if row is None or not torch.is_grad_enabled():
+        if self.row is None or not torch.is_grad_enabled():
             return scores, is_chosen
-        loss = self.use.note(row, self.config, logits.flatten(0, -2), is_chosen)
+        loss = self.use.note(self.row, self.config, logits.flatten(0, -2), is_chosen)
         return scores if loss is None else with_loss(scores, loss), is_chosen
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:

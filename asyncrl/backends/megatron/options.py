@@ -24,10 +24,10 @@ class Options:
     overlap_tensor_parallel: bool = True
     """Tensor-parallel ranks exchange rows during products, if their GPUs can access each other's memory."""
     aux_loss_coefficient: float = 0.0
-    """Coefficient of the load-balancing loss of mixtures of experts (Switch Transformer, arXiv:2101.03961): in each
-    layer, 1 for a packed row that uses all experts alike, more for others; the batch's loss has the mean over tokens,
-    summed over layers. As Megatron's --moe-aux-loss-coeff. 0, usual for reinforcement learning, is off. A correction or
-    denominator that divides the batch's gradients afterwards divides this one's, too.
+    """Coefficient of the load-balancing loss of mixtures of experts (Switch Transformer, arXiv:2101.03961). The loss of
+    a packed row in a layer is 1 if the router prefers all experts alike, usually more otherwise. It is averaged over
+    the batch by tokens, prompts included, and summed over layers. As Megatron's --moe-aux-loss-coeff. 0, usual for
+    reinforcement learning, is off.
     """
     timeout_seconds: float = 600.0
     """Timeout for ranks waiting for one another, in seconds: 1 to 1000000. The learner fails if rank 0 begins no

@@ -49,6 +49,9 @@ class SparseLayer(Layer):
         if experts is not None and self.config.sequence_parallel:
             group = tensor_parallel_group()
             experts = experts.chunk(group.size())[group.rank()]
-        self.mlp.router.router_replay.experts = experts
-        self.mlp.router.row = row
-        return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+        router = self.mlp.router
+        router.router_replay.experts, router.row = experts, row
+        try:
+            return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+        finally:  # a router keeps no tensors on the GPU
+            router.router_replay.experts = router.row = None

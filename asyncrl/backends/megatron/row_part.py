@@ -36,7 +36,7 @@ class RowPart:
     experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None if it always does
     length             N
     num_own            tokens of this rank that are not padding; they come first
-    share_of_batch     the row's tokens / the batch's; 0 for a row that trains nothing
+    share_of_batch     the row's tokens, prompts included, / the batch's; 0 for fillers, and if the row is only scored
     row                the unpadded row: the objective's inputs
     micro_batch        the same data on the host
     """

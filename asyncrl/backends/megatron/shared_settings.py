@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from asyncrl.backends.megatron.options import Options
 from asyncrl.errors import WeightsError
 from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors import weight_files
@@ -27,13 +28,14 @@ _UNREAD: Final = ("_name_or_path", "transformers_version")
 """Keys of a config.json that no model depends on; tools that copy a folder rewrite them."""
 
 
-def shared_settings(run: RunConfig, *, options: object) -> dict[str, object]:
+def shared_settings(run: RunConfig, *, options: Options) -> dict[str, object]:
     """Return the settings that all ranks must share, because losses and updates depend on them.
 
     Folders may differ between machines.  options: [learner.options] with defaults
     """
-    names = [field.name for field in dataclasses.fields(run.learner) if field.name != "gpus"]
-    own = {f"learner.{name}": getattr(run.learner, name) for name in names} | {"learner.options": options}
+    names = [field.name for field in dataclasses.fields(run.learner) if field.name not in ("gpus", "options")]
+    own: dict[str, object] = {f"learner.{name}": getattr(run.learner, name) for name in names}
+    own |= {f"learner.options.{name}": value for name, value in dataclasses.asdict(options).items()}
     models = {"critic": run.critic, "reference": run.reference, "teacher": run.teacher}
     others = {name: one and dataclasses.asdict(one) | {"path": bool(one.path)} for name, one in models.items()}
     shared = {

@@ -30,7 +30,7 @@ from asyncrl.backends.megatron.process_groups import expert_replicas_group
 from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.micro_batches import RecordedTokens
-from asyncrl.backends.models import POLICY, VALUE_HEAD
+from asyncrl.backends.models import VALUE_HEAD
 from asyncrl.backends.offload import HostMoments
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
 from asyncrl.backends.weight_map import Mapping, weight_map
@@ -62,8 +62,11 @@ class TrainedModel(LoadedModel):
         self._is_distributed = job.is_distributed_optimizer
         self._buffers = optimizer.with_gradient_buffers(self._stages, job)
         self._optimizers = optimizer.build_optimizers(job, self._settings, self._buffers, device)
-        self._expert_uses = ExpertUses(self._stages, self._shape, has_loss=job.aux_loss_coefficient > 0, device=device)
+        self._expert_uses: ExpertUses | None = None
         self._batch_tokens = 0
+        if self._is_policy:
+            has_loss = job.aux_loss_coefficient > 0
+            self._expert_uses = ExpertUses(self._stages, self._shape, has_loss=has_loss, device=device)
         self._base = lora.fingerprint(self._model) if dist.get_rank() == 0 else ""
         self._moments = [HostMoments(part.adamw) for part in self._optimizers] if job.is_offloading else []
 
@@ -94,8 +97,9 @@ class TrainedModel(LoadedModel):
         for part in self._optimizers:
             part.megatron.zero_grad()
         self._recorded = RecordedTokens()
-        self._expert_uses.forget()
-        self._batch_tokens = batch_tokens
+        if self._expert_uses:
+            self._expert_uses.forget()
+            self._batch_tokens = batch_tokens
         totals, problem = self._accumulated(share or (empty(),))
         with record_function("learner: reduce"):
             optimizer.reduce_gradients(self._buffers)
@@ -109,7 +113,9 @@ class TrainedModel(LoadedModel):
             failed = torch.full((), float(problem is not None), dtype=torch.float64, device=self._device)
             _reduce(failed, dist.group.WORLD, dist.ReduceOp.MAX)
             reduced = torch.stack([totals.sums[0].double(), self._grad_norm(), failed])
-            loss, grad_norm, is_failed, *use = torch.cat([reduced, self._expert_uses.summary()]).tolist()
+            if self._expert_uses:
+                reduced = torch.cat([reduced, self._expert_uses.summary()])
+            loss, grad_norm, is_failed, *use = reduced.tolist()
         if is_failed:
             raise StepFailed("" if problem is None else f"{type(problem).__name__}: {problem}") from problem
         is_skipped = not is_trainable(loss, grad_norm)
@@ -124,9 +130,9 @@ class TrainedModel(LoadedModel):
             learning_rate=learning_rate,
             is_skipped=is_skipped,
         )
-        if self._name == POLICY:
+        if self._expert_uses:
             metrics = {**metrics, **self._expert_uses.metrics(use)}
-        if self._device.type == "cuda" and self._name == POLICY:
+        if self._device.type == "cuda" and self._is_policy:
             metrics = {**metrics, "learner/memory_bytes": float(torch.cuda.max_memory_allocated())}
         return StepResult(metrics=metrics, tokens=self._recorded.on_host())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from types import NoneType
-from typing import Any, Final, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 import torch
 import torch.nn.functional as F
@@ -130,13 +130,17 @@ _KINDS: Final = {bool: "true or false", int: "a whole number", float: "a number"
 
 def _not_of_type(annotation: Any, value: object) -> str:
     """Return what a value of the field's type is; empty if ``value`` is one, or Megatron must decide."""
-    kinds = get_args(annotation) or (annotation,)
-    if get_origin(annotation) is Literal:
-        return "" if value in kinds else " or ".join(f'"{kind}"' for kind in kinds)
-    if not _KINDS.keys() >= set(kinds):
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    types = [kind for kind in kinds if get_origin(kind) is not Literal]
+    if (
+        not _KINDS.keys() >= set(types)
+        or value in words
+        or type(value) in types
+        or (type(value) is int and float in types)
+    ):
         return ""
-    is_one = type(value) in kinds or (type(value) is int and float in kinds)
-    return "" if is_one else " or ".join(filter(None, (_KINDS[kind] for kind in kinds)))
+    return " or ".join([*(f'"{word}"' for word in words), *filter(None, (_KINDS[kind] for kind in types))])
 
 
 def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") -> None:

@@ -199,18 +199,24 @@ class Algorithm:
         made, scale = metrics(totals), self.gradient_scale(totals)
         return made if scale is None else made | {"loss": made["loss"] * scale}
 
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether the gradients of a batch are multiplied by ``gradient_scale`` after they are summed."""
+        divides_by_kept = self.denominator == "after" and self.aggregation.divides_by == "batch"
+        return divides_by_kept or chains.norm_level(self.correction) is not None
+
     def gradient_scale(self, totals: Sums) -> float | None:
         """Return the factor for the summed gradients of the whole batch before the step; None if it is 1.
 
         The divisor is known only after all micro-batches: the mean weight (self_norm), or the share of kept tokens
         (denominator "after").
         """
+        if not self.scales_gradients:
+            return None
         level = chains.norm_level(self.correction)
         if level is not None:
             return 1.0 / mean_weight(totals, level=level)
-        if self.denominator == "after" and self.aggregation.divides_by == "batch":
-            return totals["tokens"] / max(totals["tokens"] - totals["rejected"], 1.0)
-        return None
+        return totals["tokens"] / max(totals["tokens"] - totals["rejected"], 1.0)
 
     def learning_rate_share(self, totals: Sums) -> float:
         """Return the factor for the learning rate of this step, in [0, 1]: VCPO's share, from the ESS of the batch.

@@ -22,6 +22,7 @@ from asyncrl.tensors.expert_tensors import by_names_in_files
 from tests.harness.backends import (
     LAYOUT_RANKS,
     SETTINGS,
+    critic,
     distance,
     documents,
     gradients_of_megatron,
@@ -30,6 +31,7 @@ from tests.harness.backends import (
     started,
     tiny_model,
     weights,
+    with_returns,
 )
 from tests.harness.packing import pack
 
@@ -42,6 +44,7 @@ LAYOUTS = (
     ("megatron-cp2-ep2", "glm4_moe", {"recompute": "full"}),
     ("megatron-pp2-ep2", "qwen3_moe", {}),
     ("megatron-vpp2", "gpt_oss", {"recompute": "full"}),
+    ("megatron-cp2-tp2", "qwen3_moe", {}),
     ("megatron-tp2-ep4", "gpt_oss", {"recompute": "selective"}),
 )
 
@@ -193,6 +196,40 @@ def test_every_layout_trains_it_as_one_process(
     moved = distance(alone, before)
     assert moved > 1e-4
     assert distance(together, alone) < 1e-3 * moved
+
+
+def test_what_the_engine_chose_counts_for_the_load_and_the_routers_own_choice_for_the_loss(folder: Path) -> None:
+    (alone,) = pack([documents()[0]], max_tokens=100)
+    layers, experts_per_token, num_experts = 2, 2, 8
+    chosen = np.zeros((alone.num_tokens, layers, experts_per_token), np.uint8)
+    chosen[..., 1] = 1  # all tokens to experts 0 and 1
+    one_layer = tiny_model(folder.parent / "one", architecture="qwen3_moe", num_layers=1)  # others see other inputs
+    for where, replayed in ((folder, chosen), (one_layer, chosen[:, :1])):
+        with started("megatron-1", where, options=WITH_LOSS) as backend:
+            own = rehearsed(backend, [alone])
+            told = rehearsed(backend, [dataclasses.replace(alone, experts=replayed)])
+        assert told["learner/expert_load_max"] == pytest.approx(num_experts / experts_per_token)
+        assert told["learner/experts_unused"] == pytest.approx(1 - experts_per_token / num_experts)
+        assert own["learner/expert_load_max"] < num_experts / experts_per_token
+    assert told["learner/aux_loss"] == pytest.approx(own["learner/aux_loss"], rel=1e-6)
+
+
+def test_only_the_policy_has_the_loss(folder: Path) -> None:
+    auxiliary = {"critic": dataclasses.replace(critic(folder), optimizer=GENTLE)}
+    found = []
+    for options in ({}, WITH_LOSS):
+        with started("megatron-1", folder, optimizer=GENTLE, auxiliary=auxiliary, options=options) as backend:
+            batch = with_returns([pack(documents(), max_tokens=45)])
+            told = [backend.step(batch, learning_rate=1e-2, model="critic").metrics for _ in range(2)]
+        assert not [name for name in told[1] if "expert" in name or "aux" in name]
+        found.append(told[1])
+    assert found[0] == found[1]
+
+
+def test_a_batch_without_tokens_tells_nothing_of_experts(folder: Path) -> None:
+    with started("megatron-1", folder, options=WITH_LOSS) as backend:
+        metrics = backend.step([[empty()]], learning_rate=1e-3).metrics
+    assert not [name for name in metrics if "expert" in name or "aux" in name]
 
 
 def test_training_with_it_evens_the_use_of_experts(folder: Path) -> None:

@@ -116,6 +116,7 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
         (["learner.megatron={num_layers_in_first_pipeline_stage='1'}"], "_stage must be a whole number, got '1'"),
         (["learner.megatron={init_method_std='x'}"], "init_method_std must be a number, got 'x'"),
         (["learner.megatron={cross_entropy_fusion_impl='x'}"], '_impl must be "native" or "te", got \'x\''),
+        (["learner.megatron={symmetric_ar_type='x'}"], "symmetric_ar_type must be .*\"one_shot\".*, got 'x'"),
         (["learner.megatron={moe_aux_loss_coeff=0.1}"], "is learner.options.aux_loss_coefficient here; set that"),
         (["learner.options={aux_loss_coefficient=0.1}"], "aux_loss_coefficient: .* the model has none; remove it"),
         (
@@ -276,6 +277,21 @@ def test_ranks_share_the_settings_that_their_losses_depend_on(run_file: Path, se
     """A rank with others would train something else. Folders may differ between machines."""
     overrides = ["reference.kl_coef=0.1", "reference.path='here'"]
     assert (digested(run_file, overrides) != digested(run_file, [*overrides, setting])) == is_shared
+
+
+@pytest.mark.parametrize("setting", ["algorithm.denominator='after'", "algorithm.correction='tis_token+self_norm'"])
+def test_a_loss_that_the_correction_would_scale_is_refused(run_file: Path, tmp_path: Path, setting: str) -> None:
+    """With denominator "after", a batch that is all rejected would multiply it by the number of tokens."""
+    mixture = make_tiny_model(tmp_path / "mixture", architecture="qwen3_moe", characters=DIGITS)
+    chosen = [f"model.path={json.dumps(str(mixture))}", "learner.options={aux_loss_coefficient=0.1}"]
+    check(config.load(run_file, chosen))
+    with pytest.raises(ConfigError, match=r"^learner.options.aux_loss_coefficient: .* would scale this loss as well"):
+        check(config.load(run_file, [*chosen, "algorithm.aggregation='token_mean'", setting]))
+
+
+def test_a_setting_that_differs_is_named_with_its_option(run_file: Path) -> None:
+    one, other = digested(run_file, []), digested(run_file, ["learner.options={recompute='full'}"])
+    assert [name for name in one if one[name] != other[name]] == ["learner.options.recompute"]
 
 
 @pytest.mark.parametrize(
