@@ -176,10 +176,11 @@ def test_a_row_without_documents_counts_for_nothing(folder: Path) -> None:
         torch.testing.assert_close(filled[name], gradient, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind, architecture, options", LAYOUTS)
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=LAYOUT_RANKS)], ids=[""])
+@pytest.mark.parametrize(
+    ("kind", "architecture", "options"), [pytest.param(*layout, marks=LAYOUT_RANKS) for layout in LAYOUTS]
+)
 def test_every_layout_trains_it_as_one_process(
-    tmp_path: Path, kind: str, architecture: str, options: Mapping[str, Any], marked: None
+    tmp_path: Path, kind: str, architecture: str, options: Mapping[str, Any]
 ) -> None:
     """The ranks share experts, rows or layers. Rows are filled up to a length that ranks can share, and copies get
     different numbers of rows."""
