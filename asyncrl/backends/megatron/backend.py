@@ -242,7 +242,7 @@ class MegatronBackend(BackendAdapter):
         if len(dp_shards) != copies:
             raise BackendError(f"{copies} data-parallel learner ranks need as many shards, got {len(dp_shards)}")
         shares = dp_shards if self._layout.expert == 1 else of_one_length(dp_shards)
-        batch_tokens = sum(micro_batch.num_real for shard in dp_shards for micro_batch in shard)
+        batch_tokens = sum(row.num_tokens for shard in dp_shards for row in shard if not row.is_filler)
         return [
             Command(
                 name=name,

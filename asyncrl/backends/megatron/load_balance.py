@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.backends.megatron.process_groups import shared_rows_group, tensor_parallel_group
+from asyncrl.backends.megatron.process_groups import all_reduce, shared_rows_group, tensor_parallel_group
 from asyncrl.backends.megatron.routing import SparseLayer
 from asyncrl.backends.megatron.row_part import RowPart
 
 
-class ExpertUse:
+class RouterTally:
     """What the passes of one router with gradients add up to, on this rank.
 
     chosen  f32[E]: how often each expert was chosen
@@ -47,13 +47,13 @@ class ExpertUse:
         """
         if not row.share_of_batch:
             return None
-        num_own = own_tokens(row, len(logits), config)
-        chosen = is_chosen[:num_own].sum(0, dtype=torch.float32)
+        num_unpadded = unpadded_tokens(row, len(logits), config)
+        chosen = is_chosen[:num_unpadded].sum(0, dtype=torch.float32)
         self.chosen = chosen if self.chosen is None else self.chosen + chosen
         if not config.moe_aux_loss_coeff:
             return None
         loss = balance_loss(
-            logits[:num_own],
+            logits[:num_unpadded],
             experts_per_token=config.moe_router_topk,
             scores=config.moe_router_score_function,
             num_tokens=row.micro_batch.num_tokens,
@@ -65,7 +65,7 @@ class ExpertUse:
 
 
 def balance_loss(
-    logits: torch.Tensor, *, experts_per_token: int, scores: str, num_tokens: int, group: dist.ProcessGroup | None
+    logits: torch.Tensor, *, experts_per_token: int, scores: str, num_tokens: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return this rank's part of a row's loss in one layer. The parts of the ranks that share the row add up to it.
 
@@ -83,18 +83,17 @@ def balance_loss(
         shares = shares / shares.sum(1, keepdim=True).clamp(min=1e-20)
     best = shares.detach().topk(experts_per_token, dim=1).indices
     chosen = torch.zeros_like(shares.detach()).scatter_(1, best, 1.0).sum(0)
-    if group is not None and group.size() > 1:
-        dist.all_reduce(chosen, group=group)
+    all_reduce(chosen, group)
     return (shares.sum(0) @ chosen) * (num_experts / (experts_per_token * num_tokens**2))
 
 
-def own_tokens(row: RowPart, num_tokens: int, config: Any) -> int:
+def unpadded_tokens(row: RowPart, num_tokens: int, config: Any) -> int:
     """Return how many of a layer's ``num_tokens`` are not padding; they come first.
 
     Sequence-parallel ranks have one piece each of the row's part.
     """
     before = tensor_parallel_group().rank() * num_tokens if config.sequence_parallel else 0
-    return min(max(row.num_own - before, 0), num_tokens)
+    return min(max(row.num_unpadded - before, 0), num_tokens)
 
 
 class _WithLoss(torch.autograd.Function):
@@ -114,7 +113,7 @@ def with_loss(values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     return made
 
 
-class ExpertUses:
+class ExpertBalance:
     """How the policy's routers use their experts in a step. Empty for a model without experts."""
 
     def __init__(
@@ -122,27 +121,26 @@ class ExpertUses:
     ) -> None:
         """stages: this rank's part of the policy"""
         found = [layer for stage in stages for layer in stage.modules() if isinstance(layer, SparseLayer)]
-        self._uses: dict[int, ExpertUse] = {layer.layer_number - 1: layer.mlp.router.use for layer in found}
+        self._tallies: dict[int, RouterTally] = {layer.layer_number - 1: layer.mlp.router.tally for layer in found}
         self._layers = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
         self._num_experts = shape.experts.num_experts if shape.experts else 0
         self._has_loss = has_loss
         self._device = device
 
     def forget(self) -> None:
-        for use in self._uses.values():
-            use.forget()
+        for tally in self._tallies.values():
+            tally.forget()
 
     def summary(self) -> torch.Tensor:
         """Return f64[4] of all ranks, or f64[0], for ``metrics``. Collective; waits for nothing on the host."""
         if not self._layers:
             return torch.zeros(0, dtype=torch.float64, device=self._device)
         none = torch.zeros(self._num_experts, device=self._device)
-        uses = [self._uses.get(layer, ExpertUse()) for layer in self._layers]
-        of_chosen = torch.stack([none if use.chosen is None else use.chosen for use in uses])
-        of_losses = torch.stack([none[0] if use.loss is None else use.loss for use in uses])
+        tallies = [self._tallies.get(layer, RouterTally()) for layer in self._layers]
+        of_chosen = torch.stack([none if one.chosen is None else one.chosen for one in tallies])
+        of_losses = torch.stack([none[0] if one.loss is None else one.loss for one in tallies])
         table = torch.cat([of_chosen, of_losses[:, None]], dim=1)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(table)
+        all_reduce(table, dist.group.WORLD)
         chosen, losses = table[:, :-1].double(), table[:, -1].double()
         even = chosen.mean(1).clamp(min=1e-30)
         most, unused = (chosen.amax(1) / even).mean(), (chosen == 0).double().mean()

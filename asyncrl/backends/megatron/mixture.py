@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.adapters import Adapter
-from asyncrl.backends.megatron.load_balance import ExpertUse, with_loss
+from asyncrl.backends.megatron.load_balance import RouterTally, with_loss
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.own_experts import OwnExperts
 from asyncrl.backends.megatron.recompute import forgetting
@@ -30,15 +30,15 @@ with quiet(), cpu_shim.without_compilation():
 class Router(TopKRouter):  # type: ignore[misc]
     """Megatron's choice of experts, from float32 logits. (Megatron 0.16's own logits need Transformer Engine.)
 
-    row  the row that is routed; None between passes
-    use  how the passes used the experts
+    row    the row that is routed; None between passes
+    tally  what was routed in the passes of a step
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.router_replay = Chosen()
         self.row: RowPart | None = None
-        self.use = ExpertUse()
+        self.tally = RouterTally()
 
     def gating(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden.float(), self.weight.float())
@@ -47,7 +47,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         scores, is_chosen = super().routing(logits, *arguments, **options)
         if self.row is None or not torch.is_grad_enabled():
             return scores, is_chosen
-        loss = self.use.note(self.row, self.config, logits.flatten(0, -2), is_chosen)
+        loss = self.tally.note(self.row, self.config, logits.flatten(0, -2), is_chosen)
         return scores if loss is None else with_loss(scores, loss), is_chosen
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,12 @@ def pipeline_group() -> dist.ProcessGroup:
     """The ranks that share the layers of one copy of the model."""
     group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     return group
+
+
+def all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None, operation: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce ``values`` over the group in place; nothing to do for a rank alone."""
+    if group is not None and group.size() > 1:
+        dist.all_reduce(values, op=operation, group=group)
 
 
 def _exchange_of(group: dist.ProcessGroup, layout: Layout) -> Exchange | None:

@@ -35,7 +35,7 @@ class RowPart:
     kept               i64[n]: positions of the part's tokens in the padded row; None: all of them
     experts            i16[layers, n, k] that the engine chose, -1 where the router chooses; None if it always does
     length             N
-    num_own            tokens of this rank that are not padding; they come first
+    num_unpadded       tokens of this rank that are not padding; they come first
     share_of_batch     the row's tokens, prompts included, / the batch's; 0 for fillers, and if the row is only scored
     row                the unpadded row: the objective's inputs
     micro_batch        the same data on the host
@@ -50,7 +50,7 @@ class RowPart:
     kept: torch.Tensor | None
     experts: torch.Tensor | None
     length: int
-    num_own: int
+    num_unpadded: int
     share_of_batch: float
     row: PackedRow
     micro_batch: MicroBatch
@@ -73,7 +73,7 @@ class RowPart:
         is_routed     whether to use the engine's experts, if the micro-batch has them
         batch_tokens  tokens of the batch that is trained; 0 if none is
         """
-        share = micro_batch.num_real / batch_tokens if batch_tokens else 0.0
+        share = micro_batch.num_tokens / batch_tokens if batch_tokens and not micro_batch.is_filler else 0.0
         chosen = _by_layers(micro_batch.experts) if is_routed and len(micro_batch.experts) else None
         if layout.row_multiple == 1:
             in_rectangles = not uses_varlen(device, dtype)
@@ -117,7 +117,7 @@ class RowPart:
             kept=moved["kept"] if is_cut else None,
             experts=moved.get("experts"),
             length=length,
-            num_own=int(np.searchsorted(kept, micro_batch.num_tokens)),
+            num_unpadded=int(np.searchsorted(kept, micro_batch.num_tokens)),
             share_of_batch=share,
             row=PackedRow.of(micro_batch, rows, device=device, in_rectangles=False),
             micro_batch=micro_batch,
@@ -166,7 +166,7 @@ def _whole(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | None
         kept=None,
         experts=experts,
         length=len(row.tokens),
-        num_own=len(row.tokens),
+        num_unpadded=len(row.tokens),
         share_of_batch=share,
         row=row,
         micro_batch=micro_batch,

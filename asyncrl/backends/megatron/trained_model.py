@@ -23,10 +23,10 @@ from asyncrl.backends import lora, micro_batches, optimizer_state, weight_places
 from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.background_save import STATE, RankState, SavedModel, random_states
-from asyncrl.backends.megatron.load_balance import ExpertUses
+from asyncrl.backends.megatron.load_balance import ExpertBalance
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.passes import Passes
-from asyncrl.backends.megatron.process_groups import expert_replicas_group
+from asyncrl.backends.megatron.process_groups import all_reduce, expert_replicas_group
 from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.micro_batches import RecordedTokens
@@ -62,11 +62,11 @@ class TrainedModel(LoadedModel):
         self._is_distributed = job.is_distributed_optimizer
         self._buffers = optimizer.with_gradient_buffers(self._stages, job)
         self._optimizers = optimizer.build_optimizers(job, self._settings, self._buffers, device)
-        self._expert_uses: ExpertUses | None = None
+        self._balance: ExpertBalance | None = None
         self._batch_tokens = 0
         if self._is_policy:
             has_loss = job.aux_loss_coefficient > 0
-            self._expert_uses = ExpertUses(self._stages, self._shape, has_loss=has_loss, device=device)
+            self._balance = ExpertBalance(self._stages, self._shape, has_loss=has_loss, device=device)
         self._base = lora.fingerprint(self._model) if dist.get_rank() == 0 else ""
         self._moments = [HostMoments(part.adamw) for part in self._optimizers] if job.is_offloading else []
 
@@ -97,24 +97,24 @@ class TrainedModel(LoadedModel):
         for part in self._optimizers:
             part.megatron.zero_grad()
         self._recorded = RecordedTokens()
-        if self._expert_uses:
-            self._expert_uses.forget()
+        if self._balance:
+            self._balance.forget()
             self._batch_tokens = batch_tokens
         totals, problem = self._accumulated(share or (empty(),))
         with record_function("learner: reduce"):
             optimizer.reduce_gradients(self._buffers)
             for group in (self._data_parallel, self._pipeline):  # only a last stage has nonzero sums
-                _reduce(totals.sums, group)
-                _reduce(totals.maxima, group, dist.ReduceOp.MAX)
+                all_reduce(totals.sums, group)
+                all_reduce(totals.maxima, group, dist.ReduceOp.MAX)
             for part in self._optimizers:
                 part.megatron.prepare_grads()
             if (scale := self._objective.gradient_scale(totals)) is not None:
                 self._scale_gradients(scale)
             failed = torch.full((), float(problem is not None), dtype=torch.float64, device=self._device)
-            _reduce(failed, dist.group.WORLD, dist.ReduceOp.MAX)
+            all_reduce(failed, dist.group.WORLD, dist.ReduceOp.MAX)
             reduced = torch.stack([totals.sums[0].double(), self._grad_norm(), failed])
-            if self._expert_uses:
-                reduced = torch.cat([reduced, self._expert_uses.summary()])
+            if self._balance:
+                reduced = torch.cat([reduced, self._balance.summary()])
             loss, grad_norm, is_failed, *use = reduced.tolist()
         if is_failed:
             raise StepFailed("" if problem is None else f"{type(problem).__name__}: {problem}") from problem
@@ -130,8 +130,8 @@ class TrainedModel(LoadedModel):
             learning_rate=learning_rate,
             is_skipped=is_skipped,
         )
-        if self._expert_uses:
-            metrics = {**metrics, **self._expert_uses.metrics(use)}
+        if self._balance:
+            metrics = {**metrics, **self._balance.metrics(use)}
         if self._device.type == "cuda" and self._is_policy:
             metrics = {**metrics, "learner/memory_bytes": float(torch.cuda.max_memory_allocated())}
         return StepResult(metrics=metrics, tokens=self._recorded.on_host())
@@ -173,7 +173,7 @@ class TrainedModel(LoadedModel):
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if gradients:
             total = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-        _reduce(total, dist.group.WORLD)
+        all_reduce(total, dist.group.WORLD)
         return total.sqrt()
 
     def _counts(self, weight: Any, part: optimizer.PartOptimizer) -> bool:
@@ -393,8 +393,3 @@ def _require_size(saved: TorchDist, key: str, place: weight_places.Place) -> Non
 def _is_copy(weight: Any) -> bool:
     """Return whether the weight is the output layer of a last stage whose original is on the first stage."""
     return bool(getattr(weight, "shared", False))
-
-
-def _reduce(values: torch.Tensor, group: dist.ProcessGroup | None, operation: Any = dist.ReduceOp.SUM) -> None:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(values, op=operation, group=group)

@@ -128,8 +128,8 @@ learner.options."""
 _KINDS: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: ""}
 
 
-def _not_of_type(annotation: Any, value: object) -> str:
-    """Return what a value of the field's type is; empty if ``value`` is one, or Megatron must decide."""
+def _expected_instead(annotation: Any, value: object) -> str:
+    """Describe the values that a field takes; "" if ``value`` is one of them, or only Megatron can tell."""
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     types = [kind for kind in kinds if get_origin(kind) is not Literal]
@@ -167,7 +167,7 @@ def refuse_options(job: Job, shape: ModelShape, *, where: str = "model.path") ->
                 f"learner.megatron: {name} is for a feature that asyncrl does not support or sets by another key; "
                 "remove it"
             )
-        if expected := _not_of_type(known[name], value):
+        if expected := _expected_instead(known[name], value):
             raise ConfigError(f"learner.megatron: {name} must be {expected}, got {value!r}")
     first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
     if job.layout.virtual_pipeline > 1 and job.layout.pipeline == 2 and {first, last} <= job.transformer.keys():

@@ -72,9 +72,9 @@ class MicroBatch:
         return len(self.tokens)
 
     @property
-    def num_real(self) -> int:
-        """Number of tokens; 0 for the filler of ``empty``."""
-        return self.num_tokens if (self.documents >= 0).any() else 0
+    def is_filler(self) -> bool:
+        """Whether it was made by ``empty``."""
+        return not (self.documents >= 0).any()
 
     @property
     def positions(self) -> NDArray[np.int32]:
