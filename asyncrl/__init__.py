@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.version import VERSION
 
 if TYPE_CHECKING:
-    from asyncrl.run.api import AsyncRLError, ConfigError, OpenedRun, Run, RunResult, Summary, open_run
+    from asyncrl.launch.api import AsyncRLError, ConfigError, OpenedRun, Run, RunResult, Summary, open_run
 
 __version__ = VERSION
 __all__ = ["AsyncRLError", "ConfigError", "OpenedRun", "Run", "RunResult", "Summary", "open_run"]
@@ -22,7 +22,7 @@ __all__ = ["AsyncRLError", "ConfigError", "OpenedRun", "Run", "RunResult", "Summ
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module("asyncrl.run.api"), name)
+        return getattr(importlib.import_module("asyncrl.launch.api"), name)
     raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
 
 

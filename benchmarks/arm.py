@@ -34,6 +34,8 @@ from asyncrl.config.data import DataSection
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.run import CheckpointSection, ModelSection, RolloutSection, RunSection
 from asyncrl.config.staleness import StalenessSection
+from asyncrl.environments.builtin import single_turn
+from asyncrl.launch.assembly.build_learner import LearnerPorts, assemble_learner
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
@@ -43,8 +45,6 @@ from asyncrl.policies.evaluation.results import Measured
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.planning.ideal import Plan
 from asyncrl.policies.planning.timing import Timing
-from asyncrl.rollouts.builtin import single_turn
-from asyncrl.run.assembly.build_learner import LearnerPorts, assemble_learner
 from benchmarks.simulated import EvenLength, Lengths, NoText, NullChannel, PromptRows, SimulatedEngine, TimedBackend
 
 Row = dict[str, Any]

@@ -29,13 +29,13 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.engines.generation import Generation
+from asyncrl.environments.agent.endpoint.chat_format import TemplateFormat
+from asyncrl.environments.agent.endpoint.parsers import PlainParser
+from asyncrl.environments.agent.endpoint.server import EndpointServer
+from asyncrl.environments.agent.endpoint.session import Session
+from asyncrl.environments.agent.endpoint.template import Template
 from asyncrl.messages import VersionSpan
-from asyncrl.protocols import Generation
-from asyncrl.rollouts.agent.endpoint.chat_format import TemplateFormat
-from asyncrl.rollouts.agent.endpoint.parsers import PlainParser
-from asyncrl.rollouts.agent.endpoint.server import EndpointServer
-from asyncrl.rollouts.agent.endpoint.session import Session
-from asyncrl.rollouts.agent.endpoint.template import Template
 from benchmarks.stop_strings import tokenizer as docs_tokenizer
 
 CHAT_TEMPLATE = (

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.backends.port import StepResult
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.planning.timing import Timing
-from asyncrl.protocols import StepResult
 from asyncrl.tensors.snapshot import Snapshot
 from benchmarks.simulated import TimedBackend
 

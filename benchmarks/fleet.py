@@ -39,12 +39,12 @@ from typing import Any, Final
 import torch
 
 from asyncrl import config
+from asyncrl.adapters import registry
+from asyncrl.audit.account import account_of
+from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.config.staleness import StalenessSection
 from asyncrl.messages.topics import PROGRESS, PROMPTS
-from asyncrl.protocols import Bus
-from asyncrl.run import registry
-from asyncrl.run.recorded.account import account_of
 from benchmarks import fleet_processes
 from benchmarks.fleet_probe import MonitoredServer, Reading, between, memory, read
 from benchmarks.fleet_processes import Processes

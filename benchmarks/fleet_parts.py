@@ -19,10 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends.adapter import BackendAdapter
+from asyncrl.backends.port import StepResult
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.port import EngineStats
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration, StepResult
 from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.port import LoadReport
 from tests.harness.tiny.files import FIRST_DIGIT
 
 LOGPROB: Final = -1.0

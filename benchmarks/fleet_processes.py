@@ -24,14 +24,14 @@ from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.training import training_worker
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.supervisor import supervise
+from asyncrl.adapters import registry
+from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
+from asyncrl.environments.builtin import single_turn
 from asyncrl.errors import ConfigError
+from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.os_process import signal_on_parent_death
 from asyncrl.policies.health.faults import Finding
-from asyncrl.protocols import Bus
-from asyncrl.rollouts.builtin import single_turn
-from asyncrl.run import registry
-from asyncrl.run.assembly.build_learner import build_learner
 from benchmarks.fleet_parts import FleetEngine
 from benchmarks.simulated import EvenLength, NoText
 

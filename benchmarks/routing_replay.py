@@ -33,14 +33,15 @@ from asyncrl.backends.megatron.backend import MegatronBackend
 from asyncrl.backends.megatron.options import Options as MegatronOptions
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.inprocess import engine as inprocess
+from asyncrl.engines.port import Engine
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS, unrouted
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import Document, MicroBatch
-from asyncrl.protocols import Engine, Generation
 from tests.harness.packing import pack
 
 ARMS: Final = (

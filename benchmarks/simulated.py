@@ -24,25 +24,19 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.rollout.generation_session import sample_seed
 from asyncrl.backends.adapter import BackendAdapter
+from asyncrl.backends.port import StepResult
 from asyncrl.data.prompts import PromptRow
 from asyncrl.engines.adapter import EngineAdapter
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.port import EngineStats
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.planning.decoding import Decoding, Finished, version_spans
 from asyncrl.policies.planning.ideal import GroupLengths
 from asyncrl.policies.planning.timing import Timing
-from asyncrl.protocols import (
-    EngineStats,
-    Generation,
-    Intake,
-    LoadReport,
-    PartialGeneration,
-    Reward,
-    Sample,
-    StepResult,
-    WeightChannel,
-)
+from asyncrl.rewards.port import Reward, Sample
 from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.port import Intake, LoadReport, WeightChannel
 
 LengthKind = Literal["lognormal", "pareto", "constant"]
 LENGTH_KINDS: Final = ("lognormal", "pareto", "constant")

@@ -50,12 +50,12 @@ import uvloop
 
 from asyncrl import config
 from asyncrl.actors.base import HeartbeatSender
+from asyncrl.adapters import registry
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config import Mode, RunConfig
 from asyncrl.config.staleness import StalenessSection
-from asyncrl.run import registry
-from asyncrl.run.assembly.build_learner import build_learner
-from asyncrl.run.assembly.build_worker import build_worker
+from asyncrl.launch.assembly.build_learner import build_learner
+from asyncrl.launch.assembly.build_worker import build_worker
 from benchmarks.arm import live
 from benchmarks.delayed_channel import SPARE
 from benchmarks.staleness import EVALUATE_EVERY, GROUP_SIZE, GROUPS, HIGH, standard_error

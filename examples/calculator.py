@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.environments.port import Generate
+from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.messages import PromptGroup, Trajectory
-from asyncrl.protocols import Generate
-from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 
 DIGITS = "01234567"
 

@@ -5,7 +5,7 @@
     prompt source --prompts--> rollout worker --trajectories--> learner --weights--> rollout worker
 
 The arrows are topics on a bus. While the learner trains, the worker continues to sample, and loads new weights between
-two tokens. `asyncrl run` builds the same actors from a run file (asyncrl/run/assembly), in separate processes.
+two tokens. `asyncrl run` builds the same actors from a run file (asyncrl/launch/assembly), in separate processes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from asyncrl.actors.rollout.training import training_worker
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.adapters import registry
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.reference import backend as reference
 from asyncrl.bus.memory.bus import MemoryBus
@@ -39,6 +40,7 @@ from asyncrl.data import demo_task
 from asyncrl.data.prompts import PromptDataset
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.engines.inprocess import engine as inprocess
+from asyncrl.environments.builtin import single_turn
 from asyncrl.messages import SamplingParams
 from asyncrl.metrics.sinks import Console, JsonLines
 from asyncrl.policies.groups import saved_table
@@ -46,8 +48,6 @@ from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.rewards.guard import GuardedReward
-from asyncrl.rollouts.builtin import single_turn
-from asyncrl.run import registry
 from asyncrl.state.history import History
 from asyncrl.weights.files import FilesChannel
 

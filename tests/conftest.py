@@ -22,9 +22,9 @@ import torch
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.bus.port import Bus
 from asyncrl.data import demo_task
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
-from asyncrl.protocols import Bus
 from tests.harness import contract_adapters
 from tests.harness.collected import Collected
 from tests.harness.engines import Model

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 from asyncrl.actors.process_resources import used_shares
 from asyncrl.actors.startup_probe import StartSigns, judged
 from asyncrl.actors.wait_tracker import OpenWait, WaitTracker
+from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
 from asyncrl.messages.topics import ACTORS
 from asyncrl.policies.health.faults import BEAT_SECONDS, PATIENCE_SECONDS
 from asyncrl.policies.health.fleet import CLOCK, JUMP_SECONDS
-from asyncrl.protocols import Bus
 
 CLOCK_SECONDS = 60.0
 FORGET_SECONDS = 2.0
@@ -124,7 +124,7 @@ class HeartbeatSender(Actor):
     def __init__(
         self, *actors: Actor, interval: float = BEAT_SECONDS, about: Mapping[str, float] | None = None
     ) -> None:
-        """``about``: constant numbers of the process (run/checks/own_code.py)"""
+        """``about``: constant numbers of the process (launch/checks/own_code.py)"""
         super().__init__(f"{actors[0].name}.heartbeat", actors[0].bus)
         self._actors = actors
         self._interval = interval

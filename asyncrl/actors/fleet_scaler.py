@@ -13,12 +13,12 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from asyncrl.bus.port import Bus
 from asyncrl.errors import AsyncRLError
 from asyncrl.messages import Event
 from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.messages.topics import EVENTS, FLEET, FLEET_STATUS, METRICS
 from asyncrl.policies.planning.fleet_size import Change, FleetSizer
-from asyncrl.protocols import Bus
 
 RETRY_SECONDS = 1.0
 KEEP_SECONDS = 2.0

@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from asyncrl.actors.presence import WATCHER, Launched, PresenceTracker, process_state
 from asyncrl.actors.recent_losses import RecentLosses
+from asyncrl.bus.port import Bus, Loss
 from asyncrl.errors import AsyncRLError, ConfigError, Forbidden, NoAnswer
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.topics import ACTORS, PROGRESS
@@ -32,7 +33,6 @@ from asyncrl.policies.health.faults import (
     Finding,
     Observation,
 )
-from asyncrl.protocols import Bus, Loss
 
 LOOK_SECONDS = 1.0
 LARGE_FLEET = 128

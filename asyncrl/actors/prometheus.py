@@ -22,11 +22,11 @@ from typing import Final
 from aiohttp import web
 
 from asyncrl.actors.base import Actor
+from asyncrl.bus.port import Bus
 from asyncrl.config.addresses import host_and_port
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat
 from asyncrl.metrics import schema
-from asyncrl.protocols import Bus
 
 MOST_PROCESSES: Final = 1000
 """How many ports after the learner's are tried."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from asyncrl.bus.port import Loss
 from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.faults import LostPart
-from asyncrl.protocols import Loss
 
 LOSS_SECONDS = 10.0
 """How long a repaired part of the bus is still reported: longer than `asyncrl doctor` listens."""

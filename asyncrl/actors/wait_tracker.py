@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from asyncrl.engines.port import EngineStats
 from asyncrl.messages import Wait
 from asyncrl.policies.health.faults import FIRST_SECONDS, PARTS, PATIENCE_SECONDS, limit
-from asyncrl.protocols import EngineStats
 
 _REMEMBERED = 32
 

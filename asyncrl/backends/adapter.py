@@ -1,4 +1,4 @@
-"""Base class of training backends. protocols/backend.py specifies what backends must do."""
+"""Base class of training backends. backends/port.py specifies what backends must do."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, ClassVar, cast
 from asyncrl.backends import frozen
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora, OptimizerSettings
+from asyncrl.backends.port import Backend
+from asyncrl.config.adapter import Adapter, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.policies.algorithms.algorithm import Algorithm
-from asyncrl.protocols import Backend
-from asyncrl.protocols.adapter import Adapter, RunConfig
 from asyncrl.tensors.device import require_gpu, resolve_device
 
 
@@ -25,7 +25,7 @@ class BackendAdapter(Adapter):
     """Whether the policy routes tokens to the experts given in a micro-batch (MicroBatch.experts)."""
 
     shares_gpus: ClassVar[bool] = False
-    """Whether the backend can move its memory off its GPUs (protocols.Offloads)."""
+    """Whether the backend can move its memory off its GPUs (Offloads in backends/port.py)."""
 
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> Backend:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from asyncrl.backends import huggingface
 from asyncrl.backends.weight_map import weight_map
+from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.adapter import RunConfig
 
 
 def is_trained(name: str, *, freeze: Sequence[str], train_only: Sequence[str]) -> bool:

@@ -21,8 +21,8 @@ from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping, weight_map
+from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors import adapter_names, weight_files
 from asyncrl.tensors.adapter_names import module_of
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from asyncrl.backends.adapter import BackendAdapter
 from asyncrl.backends.models import AuxiliaryModel
+from asyncrl.backends.port import Backend, StepResult
+from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.protocols import Backend, StepResult
-from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors.snapshot import Snapshot
 
 

@@ -14,10 +14,10 @@ from typing import Any, Final
 from asyncrl.board.lanes import Doing, doing
 from asyncrl.board.readers import Readers
 from asyncrl.board.run_state import Change, RunState
+from asyncrl.board.watched.group_index import GroupIndex
+from asyncrl.board.watched.looker import Looker, View, is_silent, look_seconds
+from asyncrl.board.watched.watched_run import RowTail, WatchedRun, row_of
 from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
-from asyncrl.run.watched.group_index import GroupIndex
-from asyncrl.run.watched.looker import Looker, View, is_silent, look_seconds
-from asyncrl.run.watched.watched_run import RowTail, WatchedRun, row_of
 
 ROW_SECONDS: Final = 1.0
 """Seconds between reads of metrics.jsonl; nothing signals that it grew."""

@@ -32,9 +32,9 @@ from asyncrl.board.hub import Browser, Hub, as_json
 from asyncrl.board.lanes import STATES
 from asyncrl.board.readers import Readers
 from asyncrl.board.run_state import RunState
+from asyncrl.board.watched.group_index import rows_as_json
+from asyncrl.board.watched.watched_run import WatchedRun
 from asyncrl.errors import ConfigError
-from asyncrl.run.watched.group_index import rows_as_json
-from asyncrl.run.watched.watched_run import WatchedRun
 
 STATIC: Final = Path(__file__).parent / "static"
 QUIET_SECONDS: Final = 15.0

@@ -1,16 +1,16 @@
-"""Base class of bus adapters. protocols/bus.py specifies the behaviour of a bus."""
+"""Base class of bus adapters. bus/port.py specifies the behaviour of a bus."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
+from asyncrl.config.adapter import Adapter
 from asyncrl.config.launcher import LauncherSection
 from asyncrl.errors import ConfigError
 from asyncrl.messages.signing import Signatures
-from asyncrl.protocols import Bus
-from asyncrl.protocols.adapter import Adapter
 
 
 class BusServer(Protocol):

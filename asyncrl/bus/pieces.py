@@ -18,12 +18,12 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final, TypeVar
 
 from asyncrl.bus.encoding import Opened, opened, sealed
+from asyncrl.bus.port import Bus
 from asyncrl.errors import MessageError, MessageTooLarge
 from asyncrl.messages.codec import decode, encode, is_encoded
 from asyncrl.messages.pieces import DIGEST_BYTES, MOST_PIECES, InPieces, Piece, digest_of
 from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import PIECES, Topic, public_part
-from asyncrl.protocols import Bus
 
 M = TypeVar("M")
 

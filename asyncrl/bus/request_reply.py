@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from asyncrl.bus.rejections import Rejections
 from asyncrl.errors import MessageError
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import Service
-from asyncrl.protocols.rejections import Rejections
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -23,7 +23,7 @@ Send = Callable[[bytes], Awaitable[None]]
 
 
 class PendingRequest(Generic[Q, A]):
-    """See ``protocols.Asked``."""
+    """See ``Asked in bus/port.py``."""
 
     def __init__(self, question: Q, send: Send) -> None:
         self.question = question

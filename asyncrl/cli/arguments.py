@@ -12,7 +12,7 @@ from typing import Final
 from asyncrl import config
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.run.keys.signing_keys import LEARNER_KEY_VARIABLE
+from asyncrl.launch.keys.signing_keys import LEARNER_KEY_VARIABLE
 
 MOST_STEPS: Final = 2**53
 

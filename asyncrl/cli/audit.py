@@ -24,9 +24,9 @@ import argparse
 import json
 from pathlib import Path
 
+from asyncrl.audit.account import account_of
 from asyncrl.cli import arguments
 from asyncrl.policies.audit.accounting import Account
-from asyncrl.run.recorded.account import account_of
 
 SHOWN_PROBLEMS = 20
 

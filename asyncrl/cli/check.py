@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from asyncrl.cli import arguments
-from asyncrl.run.summary import summarize
+from asyncrl.launch.summary import summarize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

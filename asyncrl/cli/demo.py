@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final
 from asyncrl import config
 from asyncrl.data import demo_task
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.run.checks.run_file import check
-from asyncrl.run.processes.gpus import num_gpus
-from asyncrl.run.processes.launch import launch
+from asyncrl.launch.checks.run_file import check
+from asyncrl.launch.processes.gpus import num_gpus
+from asyncrl.launch.processes.launch import launch
 
 if TYPE_CHECKING:
     from asyncrl.data.tiny_model import Architecture

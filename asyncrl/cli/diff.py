@@ -40,10 +40,10 @@ def run(options: argparse.Namespace) -> int:
     if not 0 <= options.tolerance < 1:
         raise ConfigError(f"--tolerance {options.tolerance:g}: must be in [0, 1)")
 
+    from asyncrl.audit.opened_run import metric_rows
+    from asyncrl.audit.run_folder import RecordedRun
     from asyncrl.metrics.compare import difference  # imports numpy; --help works without
     from asyncrl.policies.audit.entries import present
-    from asyncrl.run.recorded.opened_run import metric_rows
-    from asyncrl.run.recorded.run_folder import RecordedRun
 
     settings, rows, batches = [], [], []
     for directory in (options.run_a, options.run_b):

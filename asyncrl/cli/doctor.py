@@ -13,15 +13,15 @@ import json
 from typing import Any
 
 from asyncrl.actors.health_monitor import LOOK_SECONDS, HealthMonitor, refusal
+from asyncrl.adapters.registry import bus_address, observe
+from asyncrl.audit import run_folder
+from asyncrl.bus.port import Bus
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import without_secrets
 from asyncrl.errors import NoAnswer
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import BUS_SECONDS, SILENT_SECONDS, Finding, Observation, Seen, printable
-from asyncrl.protocols import Bus
-from asyncrl.run.recorded import run_folder
-from asyncrl.run.registry import bus_address, observe
 
 LISTEN_SECONDS = SILENT_SECONDS + 1.5
 """Actors send a heartbeat every 2 s. An actor that was not heard for SILENT_SECONDS of listening is silent. Time in

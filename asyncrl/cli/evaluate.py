@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig, record, slime_evaluation
 from asyncrl.config.run_file import from_table, override
 from asyncrl.errors import INTERRUPTED, ConfigError, NoHistory
-from asyncrl.run.recorded.run_folder import RecordedRun
 
 if TYPE_CHECKING:
     from asyncrl.state.samples import SampleFile
@@ -59,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         print(f"reading {options.where} and the data sets ...", file=sys.stderr, flush=True)
 
+    from asyncrl.launch.evaluate import Results, SavedModel, evaluate, questions, saved_models  # imports torch
     from asyncrl.messages.evaluation import MOST_PROMPTS  # imports numpy
-    from asyncrl.run.evaluate import Results, SavedModel, evaluate, questions, saved_models  # imports torch
     from asyncrl.state.samples import SAVED_MODELS_FILE, SampleFile
 
     models = saved_models(run_config) if is_run else [SavedModel(folder=options.where)]

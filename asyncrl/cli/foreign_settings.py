@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.run import registry
 
 _EVERY_KEY: Final = ("*",)
 _TAKEN: Final[Mapping[str, tuple[str, ...]]] = {

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if Path(options.source).is_dir():
-        from asyncrl.run.import_folder import import_folder  # imports for seconds
+        from asyncrl.launch.import_folder import import_folder  # imports for seconds
 
         if options.dtype == "float32":
             raise ConfigError("--dtype: a quantized folder becomes bfloat16; remove it")

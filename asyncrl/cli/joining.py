@@ -17,17 +17,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl import config
+from asyncrl.adapters.registry import connect
 from asyncrl.cli import arguments, foreign_settings
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.config.addresses import without_secrets
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError
+from asyncrl.launch.keys import signing_keys
 from asyncrl.messages.fleet import RunSettings
 from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import SETTINGS
-from asyncrl.run.keys import signing_keys
-from asyncrl.run.registry import connect
 
 log = logging.getLogger("asyncrl.cli.joining")
 

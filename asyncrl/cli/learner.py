@@ -10,14 +10,14 @@ import logging
 import signal
 
 from asyncrl import logs
+from asyncrl.adapters.registry import backend_class, connect, serve_rank, set_learner_environment
 from asyncrl.cli import arguments
 from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervised
 from asyncrl.config import RunConfig
+from asyncrl.launch.checks import resume_checks, resume_settings, same_version, single_learner
+from asyncrl.launch.checks.run_file import check_learner
+from asyncrl.launch.keys import signing_keys
 from asyncrl.os_process import end_with_parent, exit_within
-from asyncrl.run.checks import resume_checks, resume_settings, same_version, single_learner
-from asyncrl.run.checks.run_file import check_learner
-from asyncrl.run.keys import signing_keys
-from asyncrl.run.registry import backend_class, connect, serve_rank, set_learner_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def _serve(run_config: RunConfig, *, rank: int) -> int:
 
 
 async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched: bool) -> int:
-    from asyncrl.run.assembly.training import train  # imports torch; errors in the run file are reported before
+    from asyncrl.launch.assembly.training import train  # imports torch; errors in the run file are reported before
 
     bus = await connect(run_config, token=token)
     try:

@@ -1,7 +1,7 @@
 """`asyncrl replay RUN_DIR`: trains a run again from its recorded log, without sampling, and compares step by step.
 
 Each step trains the same batch, in the same order and at the same version as in the run, with the run file that applied
-at that step (run/recorded/replay.py). On the reference backend, with the same number of threads on the same kind of
+at that step (audit/replay.py). On the reference backend, with the same number of threads on the same kind of
 machine, every loss and gradient norm equals the one in metrics.jsonl to the last bit. Exit code 1 if one differs, or if
 there is nothing to compare with.
 
@@ -32,15 +32,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from asyncrl.audit.run_folder import RecordedRun, connected
 from asyncrl.cli import arguments
 from asyncrl.cli.arguments import step_range
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import present
-from asyncrl.run.recorded.run_folder import RecordedRun, connected
 
 if TYPE_CHECKING:
+    from asyncrl.audit.replay import Planned
     from asyncrl.policies.batching.batch import Metric
-    from asyncrl.run.recorded.replay import Planned
 
 EXACT: Final = ("loss", "grad_norm")
 """Metrics that must be equal to the last bit if no setting was changed."""
@@ -114,7 +114,7 @@ def replay(
 
     Raises ConfigError.
     """
-    from asyncrl.run.recorded.replay import plan_of  # imports torch; --help works without
+    from asyncrl.audit.replay import plan_of  # imports torch; --help works without
 
     recorded = RecordedRun(directory)
     history = present(recorded.history())
@@ -127,7 +127,7 @@ def replay(
 def train_from(options: argparse.Namespace) -> int:
     """Train a run file on the recorded batches of another run and return the exit code. Raises ConfigError."""
     from asyncrl import config
-    from asyncrl.run.recorded.replay import plan_from  # imports torch; --help works without
+    from asyncrl.audit.replay import plan_from  # imports torch; --help works without
 
     if options.times < 1:
         raise ConfigError(f"--times {options.times}: must be 1 or more")
@@ -165,7 +165,7 @@ def _train(
     has_old: bool = True,
 ) -> int:
     """has_old: there are recorded rows of the same steps to compare with"""
-    from asyncrl.run.recorded.replay import train_again
+    from asyncrl.audit.replay import train_again
 
     directory = recorded.directory
     settings = recorded.newest_settings()

@@ -9,10 +9,10 @@ from asyncrl.actors.base import HeartbeatSender
 from asyncrl.cli import arguments, joining, worker_process
 from asyncrl.cli.actor_process import in_event_loop, supervised
 from asyncrl.config import RunConfig
+from asyncrl.launch.checks.own_code import checksums
+from asyncrl.launch.checks.run_file import check_reward_worker
+from asyncrl.launch.keys.worker_keys import Identity
 from asyncrl.os_process import end_with_parent
-from asyncrl.run.checks.own_code import checksums
-from asyncrl.run.checks.run_file import check_reward_worker
-from asyncrl.run.keys.worker_keys import Identity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ async def _grade(run_config: RunConfig, identity: Identity, *, token: str, has_j
     has_joined  without a run file, through the bus
     """
     # may import torch; errors in the settings are reported before
-    from asyncrl.run.assembly.build_worker import build_reward_worker
+    from asyncrl.launch.assembly.build_worker import build_reward_worker
 
     async with worker_process.bus_of_worker(run_config, identity, token=token, has_joined=has_joined) as bus:
         worker = build_reward_worker(run_config, bus=bus, name=identity.name)

@@ -11,11 +11,11 @@ from asyncrl.cli import arguments, joining, worker_process
 from asyncrl.cli.actor_process import in_event_loop, supervised
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import same_settings
+from asyncrl.launch.checks.own_code import checksums
+from asyncrl.launch.checks.run_file import check_worker
+from asyncrl.launch.keys.worker_keys import Identity
 from asyncrl.os_process import end_with_parent
-from asyncrl.run.checks import same_settings
-from asyncrl.run.checks.own_code import checksums
-from asyncrl.run.checks.run_file import check_worker
-from asyncrl.run.keys.worker_keys import Identity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +50,8 @@ async def _sample(
     is_dedicated  only evaluate
     """
     # imports torch; errors in the settings are reported before
-    from asyncrl.run.assembly.build_learner import prometheus
-    from asyncrl.run.assembly.build_worker import build_worker
+    from asyncrl.launch.assembly.build_learner import prometheus
+    from asyncrl.launch.assembly.build_worker import build_worker
 
     async with worker_process.bus_of_worker(run_config, identity, token=token, has_joined=has_joined) as bus:
         beside: list[Actor] = []

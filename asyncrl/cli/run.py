@@ -7,16 +7,16 @@ import asyncio
 import json
 import shlex
 
+from asyncrl.adapters import registry
+from asyncrl.audit.run_folder import RecordedRun, newest_model
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError
+from asyncrl.launch.checks.run_file import check
+from asyncrl.launch.processes.launch import launch
+from asyncrl.launch.processes.process_manager import Outcome
 from asyncrl.logs import print_line
-from asyncrl.run import registry
-from asyncrl.run.checks.run_file import check
-from asyncrl.run.processes.launch import launch
-from asyncrl.run.processes.process_manager import Outcome
-from asyncrl.run.recorded.run_folder import RecordedRun, newest_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

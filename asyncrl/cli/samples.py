@@ -31,8 +31,8 @@ from asyncrl.policies.groups.turn_text import TEXT, other_pieces, pieces_of
 from asyncrl.policies.health.faults import printable, printable_text
 
 if TYPE_CHECKING:
+    from asyncrl.audit.samples import RunSamples
     from asyncrl.policies.groups.sample import Answer, Decode, GroupSample
-    from asyncrl.run.recorded.samples import RunSamples
 
 LIMIT: Final = 5
 
@@ -77,9 +77,9 @@ def run(options: argparse.Namespace) -> int:
     if options.where is None and options.evaluation and Path(options.evaluation).exists():
         raise ConfigError(f"--evaluation {options.evaluation}: is no data set; write RUN before --evaluation")
 
-    from asyncrl.run.recorded import run_folder  # imports numpy; --help works without
-    from asyncrl.run.recorded.evaluated import EvaluationSamples
-    from asyncrl.run.recorded.samples import RunSamples
+    from asyncrl.audit import run_folder  # imports numpy; --help works without
+    from asyncrl.audit.evaluated import EvaluationSamples
+    from asyncrl.audit.samples import RunSamples
 
     run_config = run_folder.run_at(options.where, options.overrides, verb="samples", needs_bus=options.follow)
     folder = options.where if options.where is not None and options.where.is_dir() else None
@@ -249,7 +249,7 @@ class _Printer:
 
     async def find_model(self, bus: object) -> None:
         """Ask the bus for the path of the run's model if it is not known otherwise."""
-        from asyncrl.run.recorded.samples import model_path
+        from asyncrl.audit.samples import model_path
 
         self._model = self._model or await model_path(bus, self._source.run)  # type: ignore[arg-type]
 

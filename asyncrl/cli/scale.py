@@ -13,6 +13,9 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 
+from asyncrl.adapters.registry import observe
+from asyncrl.audit import run_folder
+from asyncrl.bus.port import Bus
 from asyncrl.cli import arguments
 from asyncrl.cli.tap import until_over
 from asyncrl.config import RunConfig
@@ -21,9 +24,6 @@ from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.messages.topics import ACTORS, FLEET, FLEET_STATUS, PROGRESS
 from asyncrl.policies.health.faults import QUARANTINED, in_words
-from asyncrl.protocols import Bus
-from asyncrl.run.recorded import run_folder
-from asyncrl.run.registry import observe
 
 ANSWER_SECONDS = 15.0
 """Time limit for `asyncrl run` to answer. It needs some time after the bus was away."""

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from asyncrl.run.serve import serve
+    from asyncrl.launch.serve import serve
 
     serve(arguments.load(options), host=options.host)
     return 0

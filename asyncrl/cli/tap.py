@@ -25,7 +25,7 @@ from asyncrl.messages.topics import ALL, Topic
 from asyncrl.policies.health.faults import printable
 
 if TYPE_CHECKING:
-    from asyncrl.protocols import Bus
+    from asyncrl.bus.port import Bus
 
 LOOK_SECONDS: Final = 0.5
 """Seconds between two reads of states and counts; longer if a read takes long, to limit the load of a large fleet on
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit {options.limit}: must be 1 or more")
 
-    from asyncrl.run.recorded import run_folder  # imports numpy; --help works without
+    from asyncrl.audit import run_folder  # imports numpy; --help works without
 
     run_config = run_folder.run_at(options.where, options.overrides, verb="tap")
     asyncio.run(_tap(run_config, topic, options))
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _tap(run_config: RunConfig, topic: Topic[Any], options: argparse.Namespace) -> None:
-    from asyncrl.run.registry import observe
+    from asyncrl.adapters.registry import observe
 
     bus = await observe(run_config, token=arguments.bus_token(run_config))
     try:
@@ -102,7 +102,7 @@ async def until_over(run_config: RunConfig) -> None:
 
     waits for: the run's folder    woken by: the clock
     """
-    from asyncrl.run.registry import bus_address
+    from asyncrl.adapters.registry import bus_address
 
     with contextlib.suppress(NoSuchRun):
         first = bus_address(run_config, token="")

@@ -18,6 +18,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.audit import run_folder
+from asyncrl.board.watched.looker import LOOK_SECONDS, Looker, View
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.messages import StepMetrics
@@ -31,8 +33,6 @@ from asyncrl.policies.health.faults import (
     in_words,
     printable,
 )
-from asyncrl.run.recorded import run_folder
-from asyncrl.run.watched.looker import LOOK_SECONDS, Looker, View
 
 MOST_ROWS = 32
 """Maximum number of worker rows. Silent workers and those furthest behind are shown first."""

@@ -27,8 +27,8 @@ def run(options: argparse.Namespace) -> int:
     first, last = arguments.step_range(options.steps, flag="--steps")
     directory: Path = options.run_directory
 
+    from asyncrl.audit.timeline import evaluations_of, rows_of
     from asyncrl.metrics.trace import num_evaluations, trace  # imports numpy; --help works without
-    from asyncrl.run.recorded.timeline import evaluations_of, rows_of
 
     rows, source = rows_of(directory)
     if not rows:

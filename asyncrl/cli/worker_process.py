@@ -9,16 +9,16 @@ import os
 from collections.abc import AsyncIterator
 
 from asyncrl import logs
+from asyncrl.adapters.registry import connect
+from asyncrl.bus.port import Bus
 from asyncrl.cli.actor_process import EXIT_SECONDS
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import same_version, single_instance
+from asyncrl.launch.keys import signing_keys, worker_keys
+from asyncrl.launch.keys.worker_keys import Identity
 from asyncrl.messages.validation import name_problem
 from asyncrl.os_process import exit_within
-from asyncrl.protocols import Bus
-from asyncrl.run.checks import same_version, single_instance
-from asyncrl.run.keys import signing_keys, worker_keys
-from asyncrl.run.keys.worker_keys import Identity
-from asyncrl.run.registry import connect
 
 log = logging.getLogger("asyncrl.cli.worker_process")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.port import Reward, Sample
 
 if TYPE_CHECKING:
     from asyncrl.data.tiny_model import Architecture

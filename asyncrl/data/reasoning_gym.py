@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Sample
+from asyncrl.rewards.port import Sample
 
 _INSTRUCTION: Final = "\nGive the final answer between <answer> and </answer>."
 _ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -163,7 +163,7 @@ class Mixture:
 
 
 class OwnSource:
-    """The user's own class; see DataSource in protocols/functions.py. Each row is checked when it is requested."""
+    """The user's own class; see DataSource in data/port.py. Each row is checked when it is requested."""
 
     num_rows = 0
 
@@ -199,7 +199,7 @@ def make_source(data: config.DataSection) -> Any:
     made = plugins.make(kind, *arguments, where="data.source", name=data.source)
     if not callable(getattr(made, "at", None)):
         raise ConfigError(
-            f"data.source: {data.source!r} must have at(self, position), see asyncrl.protocols.DataSource"
+            f"data.source: {data.source!r} must have at(self, position), see asyncrl.data.port.DataSource"
         )
     return made
 

@@ -1,4 +1,4 @@
-"""Base class of engines. protocols/engine.py specifies what engines must do."""
+"""Base class of engines. engines/port.py specifies what engines must do."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from asyncrl.protocols import Engine, Intake
-from asyncrl.protocols.adapter import Adapter, RunConfig
+from asyncrl.config.adapter import Adapter, RunConfig
+from asyncrl.engines.port import Engine
 from asyncrl.tensors.device import require_gpu, resolve_device
+from asyncrl.weights.port import Intake
 
 FIRST_VERSION = (0, 0)
 """(incarnation, policy version) of the weights in model.path."""
@@ -27,7 +28,7 @@ class EngineAdapter(Adapter):
     """False for an engine that serves only rollout functions without generation."""
 
     shares_gpus: ClassVar[bool] = False
-    """Whether the engine can move its memory off its GPUs (protocols.SharesGpus). If so, ``build`` enables this when
+    """Whether the engine can move its memory off its GPUs (SharesGpus). If so, ``build`` enables this when
     ``run.run.colocated``."""
 
     @classmethod

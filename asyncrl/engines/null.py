@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.adapter import EngineAdapter
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.port import EngineStats
 from asyncrl.errors import PromptError
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
-from asyncrl.protocols.adapter import RunConfig
+from asyncrl.weights.port import LoadReport
 
 
 class NullEngine(EngineAdapter):
-    """See Engine in protocols/engine.py. Always reports the newest version, because it reads no weights."""
+    """See Engine in engines/port.py. Always reports the newest version, because it reads no weights."""
 
     generates = False
 

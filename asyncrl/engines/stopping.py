@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.data.tokenizer import load_decode
+from asyncrl.engines.generation import Generation
 from asyncrl.messages import SamplingParams
-from asyncrl.protocols import Generation
 
 Decode = Callable[[Sequence[int]], str]
 

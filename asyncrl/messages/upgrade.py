@@ -2,7 +2,7 @@
 
 Recorded data of schema 1 is read, so that `asyncrl audit`, `replay`, `top` and ``--resume`` work on old runs. Running
 processes must all have the same version. Heartbeats and weight versions carry the schema they were written with
-(run/checks/same_version.py), and requests and answers of another schema are rejected (``_LIVE``). Pure.
+(launch/checks/same_version.py), and requests and answers of another schema are rejected (``_LIVE``). Pure.
 
 To rename a field, raise SCHEMA and add the old name to the table of the previous schema.
 Tests: tests/unit/messages/test_upgrade.py, on data that the old code wrote (tests/data/v1).

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from asyncrl.errors import RewardError
-from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.guard import GuardedReward
+from asyncrl.rewards.port import Reward, Sample
 
 
 class RowRewards:

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking, last_block
 from asyncrl.rewards.guard import in_thread, warn_unjudged
+from asyncrl.rewards.port import Reward, Sample
 from asyncrl.rewards.sandbox.load import open_sandbox
 from asyncrl.rewards.sandbox.sandbox import Limits, Outcome
 

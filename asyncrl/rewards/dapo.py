@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import last_boxed
+from asyncrl.rewards.port import Reward, Sample
 
 _ANSWER: Final = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _EQUALS: Final = re.compile(r"(?<![<>!])=")

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.protocols import Sample
 from asyncrl.rewards import math
 from asyncrl.rewards.answers import END_OF_THINKING, after_thinking, last_boxed
 from asyncrl.rewards.judge_pool import JudgePool
+from asyncrl.rewards.port import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from asyncrl.config.checks import compiled
-from asyncrl.protocols import Sample
+from asyncrl.rewards.port import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from asyncrl.config.checks import compiled
-from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking
+from asyncrl.rewards.port import Reward, Sample
 
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)

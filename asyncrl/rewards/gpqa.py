@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Sample
 from asyncrl.rewards.answers import after_thinking, bare, last_boxed
+from asyncrl.rewards.port import Sample
 
 _MARKS: Final = r"(?:[\s*_:=$\"'`“‘]|\\?[(\[])*"
 _STATED: Final = (

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 from asyncrl.config import plugins
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.protocols import Reward, Sample
-from asyncrl.protocols.functions import MOST_PARTS, part_problem
+from asyncrl.rewards.port import MOST_PARTS, Reward, Sample, part_problem
 
 MAX_THREADS: Final = 16
 """Number of plain functions that run at once; others wait."""

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking
 from asyncrl.rewards.instructions import follows
+from asyncrl.rewards.port import Reward, Sample
 
 _NAMES: Final = "instruction_id_list"
 

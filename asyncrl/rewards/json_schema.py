@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking, last_block
 from asyncrl.rewards.judge_pool import JudgePool
+from asyncrl.rewards.port import Reward, Sample
 from asyncrl.rewards.schema_judge import parsed, validator_of
 
 

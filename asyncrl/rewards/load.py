@@ -24,11 +24,10 @@ from typing import Any, Final
 from asyncrl import config
 from asyncrl.config import plugins, tables
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import RewardFn
-from asyncrl.protocols.functions import part_problem
 from asyncrl.rewards.by_row import RowRewards
 from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.parts import WeightedPart, WeightedParts
+from asyncrl.rewards.port import RewardFn, part_problem
 
 KINDS: Final = {
     "math": "asyncrl.rewards.math:MathReward",
@@ -176,7 +175,7 @@ def takes_group(function: Callable[..., Any], *, name: str) -> bool:
     if not parameters or parameters[0].kind not in positional or len(required) > 1:
         shown = ", ".join(p.name for p in parameters) or "no arguments"
         raise ConfigError(
-            f"reward.kind: {name!r} must take one argument, sample or samples (see asyncrl.protocols.Sample), "
+            f"reward.kind: {name!r} must take one argument, sample or samples (see asyncrl.rewards.port.Sample), "
             f"it takes {shown}"
         )
     return parameters[0].name == "samples" or _is_sequence(_annotation(function, parameters[0]))

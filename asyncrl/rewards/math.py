@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Sample
 from asyncrl.rewards.answers import bare, last_boxed
 from asyncrl.rewards.judge_pool import JudgePool
+from asyncrl.rewards.port import Sample
 
 _NUMBER: Final = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from asyncrl.errors import RewardError
-from asyncrl.protocols import Sample
+from asyncrl.rewards.port import Sample
 
 
 def no_reward(sample: Sample) -> float:

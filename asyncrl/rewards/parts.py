@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import RewardError
-from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.guard import GuardedReward
+from asyncrl.rewards.port import Reward, Sample
 
 
 @dataclass(frozen=True, slots=True)

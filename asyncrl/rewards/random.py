@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Sample
+from asyncrl.rewards.port import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

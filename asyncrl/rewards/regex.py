@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config.checks import compiled
-from asyncrl.protocols import Sample
+from asyncrl.rewards.port import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

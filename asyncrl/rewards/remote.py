@@ -15,7 +15,7 @@ import aiohttp
 
 from asyncrl.config.secret_values import address_hidden
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.protocols import Sample
+from asyncrl.rewards.port import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

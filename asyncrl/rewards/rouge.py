@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking
 from asyncrl.rewards.f1 import label_texts
+from asyncrl.rewards.port import Reward, Sample
 
 _WORD: Final = re.compile(r"[^\W_]+")
 

@@ -1,4 +1,4 @@
-"""Base class of weight channels. protocols/weights.py specifies their behaviour."""
+"""Base class of weight channels. weights/port.py specifies their behaviour."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from asyncrl.bus.port import Bus
+from asyncrl.config.adapter import Adapter, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages import WeightVersion
-from asyncrl.protocols import Bus, Intake, Receiver, Sender, WeightChannel
-from asyncrl.protocols.adapter import Adapter, RunConfig
+from asyncrl.weights.port import Intake, Receiver, Sender, WeightChannel
 
 
 class ChannelAdapter(Adapter):

@@ -11,7 +11,7 @@ from asyncrl.errors import MessageError, WeightsError
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.validation import require
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
-from asyncrl.protocols import Collectives, LoadReport
+from asyncrl.weights.port import Collectives, LoadReport
 
 _REACH_SECONDS: Final = 5.0
 _MOST_BUCKETS: Final = 64
@@ -19,7 +19,7 @@ _MOST_BUCKETS: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRequest:
-    """Payload of a request.  buckets_at_once: see Collectives in protocols/engine.py"""
+    """Payload of a request.  buckets_at_once: see Collectives in weights/port.py"""
 
     buckets_at_once: int = 1
 
@@ -54,7 +54,7 @@ def group_of_part(group: str, number: int) -> str:
 
 
 class CollectiveReceiver:
-    """See Receiver in protocols/weights.py. The engine keeps a group with every exporting rank until a failure."""
+    """See Receiver in weights/port.py. The engine keeps a group with every exporting rank until a failure."""
 
     def __init__(self, collectives: Collectives, *, engine: str, num_ranks: int) -> None:
         """``engine``: name of the engine in the run."""

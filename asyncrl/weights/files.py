@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import WeightsError
 from asyncrl.logs import is_at
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
-from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors import adapter_names, quantized_model, safetensors_file, weight_files
 from asyncrl.tensors.adapter_names import CONFIG_FILE
 from asyncrl.tensors.parts import on_every_part

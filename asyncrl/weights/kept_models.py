@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from asyncrl.messages import WeightVersion
-from asyncrl.protocols import Intake, Receiver, Sender, WeightChannel
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
+from asyncrl.weights.port import Intake, Receiver, Sender, WeightChannel
 
 
 class WithModels:

@@ -3,8 +3,8 @@
 Each engine has its own process group with every rank of the learner that has a part of the model. The learner's rank is
 rank 0, and the engine's processes are the others. No engine waits for another, and a dying engine loses only its own
 transfer. GPUs use NCCL, CPUs use gloo. Two processes on one GPU cannot use NCCL and load the folder instead.
-NCCL_CUMEM_ENABLE must be 0 in the learner's environment, as in SGLang's own; run/registry.py sets it in every process
-of the learner.
+NCCL_CUMEM_ENABLE must be 0 in the learner's environment, as in SGLang's own; adapters/registry.py sets it in every
+process of the learner.
 Tests: tests/unit/weights/test_nccl.py.
 """
 
@@ -52,7 +52,7 @@ _ENVIRONMENT: Final = threading.Lock()
 
 
 class Sender:
-    """See Sender in protocols/weights.py. Thread-safe; one transfer at a time per engine, any number of engines."""
+    """See Sender in weights/port.py. Thread-safe; one transfer at a time per engine, any number of engines."""
 
     def __init__(self, host: str, *, bucket_bytes: int = BUCKET_BYTES, patience_seconds: float = 60.0) -> None:
         """
@@ -135,7 +135,7 @@ class Sender:
 
 
 class Transfer:
-    """See Transfer in protocols/weights.py."""
+    """See Transfer in weights/port.py."""
 
     def __init__(self, offer: TransferOffer, group: _Group, snapshot: Snapshot | None) -> None:
         """``snapshot`` None: only join, send nothing."""

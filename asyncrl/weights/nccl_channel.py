@@ -13,19 +13,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from asyncrl.bus.port import Bus
+from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.protocols import Bus, Intake
-from asyncrl.protocols import Transfer as AnyTransfer
-from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors.parts import on_every_part
 from asyncrl.tensors.snapshot import BUCKET_BYTES, PartWorker, Snapshot
 from asyncrl.weights.adapter import ChannelAdapter
 from asyncrl.weights.collective import CollectiveOffer, CollectiveReceiver, group_of_part
 from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.nccl import CUMEM, Sender, Transfer
+from asyncrl.weights.port import Intake
+from asyncrl.weights.port import Transfer as AnyTransfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +193,7 @@ class PartSender(PartWorker):
 
 
 class ModelSender:
-    """See Sender in protocols/weights.py. Other ranks may have parts of the model."""
+    """See Sender in weights/port.py. Other ranks may have parts of the model."""
 
     def __init__(self, host: str, *, bucket_bytes: int = BUCKET_BYTES, patience_seconds: float = 60.0) -> None:
         """See nccl.Sender."""
@@ -242,7 +243,7 @@ class ModelSender:
 
 
 class ModelTransfer:
-    """See Transfer in protocols/weights.py."""
+    """See Transfer in weights/port.py."""
 
     def __init__(self, offer: TransferOffer, snapshot: Snapshot, own: PartSender, *, request: TransferRequest) -> None:
         self.offer = offer

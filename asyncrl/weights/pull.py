@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.protocols import Intake, LoadReport, Source
+from asyncrl.weights.port import Intake, LoadReport, Source
 
 
 class PullReceiver:
-    """See Receiver in protocols/weights.py. No join is needed: each offer's payload contains everything."""
+    """See Receiver in weights/port.py. No join is needed: each offer's payload contains everything."""
 
     def __init__(self, intake: Intake, source: Source, *, engine: str) -> None:
         """``source``: see Intake.take. ``engine``: name of the engine in the run."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl import os_process
-from asyncrl.run.keys.worker_keys import WORKER_KEY_VARIABLE
+from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 
 Row = dict[str, Any]
 Ended = Literal["done", "enough", "limit", "failed"]

@@ -76,7 +76,7 @@ class OtherRank:
     """A further rank of the learner: its part of the model, and the channel's worker for this part."""
 
     def __init__(self, folder: Path, number: int, ranks: int) -> None:
-        os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as run/registry.py does
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as adapters/registry.py does
         self._tensors = part_of(folder, number, ranks)
         self._workers: dict[type[PartWorker], PartWorker] = {}
         self._snapshot: Snapshot | None = None
@@ -118,7 +118,7 @@ class LearnerSide:
     """
 
     def __init__(self, folder: Path, patience_seconds: float, ranks: int, is_idle: bool) -> None:
-        os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as run/registry.py does
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as adapters/registry.py does
         self._folder, self._patience = folder, patience_seconds
         self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._processes = [_Process(ctx=multiprocessing.get_context("spawn")) for _ in range(ranks - 1)]

@@ -18,9 +18,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.environments.builtin import single_turn
+from asyncrl.environments.port import Generate
 from asyncrl.messages import PromptGroup, Trajectory
-from asyncrl.protocols import Generate, Sample
-from asyncrl.rollouts.builtin import single_turn
+from asyncrl.rewards.port import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

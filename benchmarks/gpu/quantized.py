@@ -35,8 +35,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang.engine import SGLangEngine
-from asyncrl.protocols import Generation
 from asyncrl.tensors import fp8, int4, quantized_model
 from asyncrl.tensors.snapshot import Bucket, Snapshot
 from asyncrl.weights.collective import CollectiveReceiver
@@ -286,7 +286,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=PLACE, metavar="FOLDER", help="keep the servers' logs there")
     parser.add_argument("--limit-seconds", type=float, default=_LIMIT_SECONDS, help="for a stage, once servers are up")
     options = parser.parse_args()
-    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as run/registry.py does
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as adapters/registry.py does
     shutil.rmtree(PLACE, ignore_errors=True)
     rows: list[dict[str, Any]] = []
     try:

@@ -21,11 +21,11 @@ from types import TracebackType
 from typing import Any, Final
 
 from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.topics import ACTORS, WEIGHTS
-from asyncrl.protocols import Bus
 from benchmarks.gpu.arm import BusAddress
 from benchmarks.gpu.fleet import ask, running_and_waiting
 

@@ -19,7 +19,7 @@ from asyncrl.engines.sglang.weights import WeightLoader
 from asyncrl.engines.version_spans import Version
 from asyncrl.errors import EngineError
 from asyncrl.messages import SamplingParams
-from asyncrl.protocols import LoadReport
+from asyncrl.weights.port import LoadReport
 
 
 class TimedClient(ServerClient):

@@ -29,12 +29,12 @@ from asyncrl.backends.megatron.options import Options as LearnerOptions
 from asyncrl.backends.optimizer_settings import Lora, OptimizerSettings
 from asyncrl.config.learner import LoraSection
 from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
-from asyncrl.protocols import Generation
 from asyncrl.tensors import quantized_model
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel

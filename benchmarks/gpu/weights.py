@@ -40,9 +40,9 @@ from typing import Any, Final
 
 from asyncrl.engines.sglang.engine import Options
 from asyncrl.errors import WeightsError
-from asyncrl.protocols import LoadReport, Receiver
 from asyncrl.tensors.snapshot import BUCKET_BYTES
 from asyncrl.weights.collective import CollectiveReceiver
+from asyncrl.weights.port import LoadReport, Receiver
 from benchmarks.gpu import bare
 from benchmarks.gpu.arm import visible_devices
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu

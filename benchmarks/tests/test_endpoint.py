@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.rollouts.agent.endpoint.template import Template
+from asyncrl.environments.agent.endpoint.template import Template
 from benchmarks.endpoint import fuzz
 from tests.harness.agents import TOKENIZER
 

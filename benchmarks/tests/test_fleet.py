@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
+from asyncrl.engines.generation import PartialGeneration
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.protocols import PartialGeneration
 from benchmarks import fleet, scaling
 from benchmarks.fleet_parts import FleetEngine
 from benchmarks.fleet_probe import COUNTS, Reading, between, memory

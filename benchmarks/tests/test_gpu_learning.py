@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl import config
-from asyncrl.run import registry
+from asyncrl.adapters import registry
 from benchmarks.gpu import learning, learning_arms, plot_learning, reasoning
 from benchmarks.gpu.arm import ArmResult, settings
 from benchmarks.gpu.learning import arguments, places

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.adapters import registry
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.engines.generation import Generation
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.batching.packing import Document, MicroBatch
-from asyncrl.protocols import Generation
-from asyncrl.run import registry
 from asyncrl.tensors.snapshot import Snapshot
 from benchmarks import staleness_bus
 from benchmarks.delayed_channel import SPARE, DelayedChannel

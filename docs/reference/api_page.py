@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from enum import Enum
@@ -9,12 +10,11 @@ from types import ModuleType
 from typing import Any, Final
 
 import asyncrl
-from asyncrl import protocols
 
 HEAD: Final = """# Python API
 
 Generated from docstrings by `python docs/reference/make.py`. What you bring yourself (rewards, rollout functions,
-engines, ...) implements one of the ports of [asyncrl.protocols](#asyncrlprotocols).
+engines, ...) implements one of the ports below, each in `port.py` beside its adapters.
 [examples/minimal_loop.py](../../examples/minimal_loop.py) wires the actors by hand.
 
 ```python
@@ -31,8 +31,18 @@ rows = list(recorded.metrics())  # dicts, which pandas.DataFrame takes; also gro
 """
 
 
+PORTS: Final = ("rewards", "environments", "data", "engines", "weights", "backends", "bus", "launch")
+
+
 def page() -> str:
-    return HEAD + _module(asyncrl, "asyncrl") + _module(protocols, "asyncrl.protocols")
+    ports = (f"asyncrl.{room}.port" for room in PORTS)
+    return HEAD + _module(asyncrl, "asyncrl") + "".join(_port(importlib.import_module(name)) for name in ports)
+
+
+def _port(module: ModuleType) -> str:
+    own = (name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__)
+    parts = [_entry(name, getattr(module, name)) for name in own if not name.startswith("_")]
+    return f"\n## {module.__name__}\n\n{_prose(inspect.cleandoc(module.__doc__ or ''))}\n" + "".join(parts)
 
 
 def _module(module: ModuleType, name: str) -> str:

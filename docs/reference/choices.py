@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from asyncrl.adapters import registry
+from asyncrl.environments.load import FUNCTIONS
+from asyncrl.launch.launchers.load import LAUNCHERS
 from asyncrl.rewards.load import KINDS
-from asyncrl.rollouts.load import FUNCTIONS
-from asyncrl.run import registry
 
 DEMO: Final = Path(__file__).parents[2] / "examples" / "demo.toml"
 TABLES: Final[Mapping[str, Mapping[str, str]]] = {
@@ -21,7 +22,7 @@ TABLES: Final[Mapping[str, Mapping[str, str]]] = {
     "learner.backend": registry.BACKENDS,
     "algorithm.filters": registry.FILTERS,
     "weights.channel": registry.CHANNELS,
-    "launcher.kind": registry.LAUNCHERS,
+    "launcher.kind": LAUNCHERS,
     "bus.kind": registry.BUSES,
 }
 """section.key -> name -> "package.module:object"."""

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.rollout.evaluation import DatasetRewards
+from asyncrl.launch.assembly.training import outcome
 from asyncrl.messages import VersionSpan
 from asyncrl.messages.topics import EVALUATION, EVALUATION_PROMPTS, PROGRESS
 from asyncrl.rewards.guard import GuardedReward
-from asyncrl.run.assembly.training import outcome
 from tests.harness.evaluation import evaluating_worker, section, sums
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
 from tests.harness.metric_names import is_known

@@ -10,11 +10,11 @@ import pytest
 
 from asyncrl.actors.grading import pieces, reward_worker, rewards_elsewhere
 from asyncrl.actors.grading.rewards_elsewhere import asked, samples_of
+from asyncrl.bus.port import Bus
 from asyncrl.errors import MessageError, RewardError
 from asyncrl.messages import replace
 from asyncrl.messages.pieces import Piece
 from asyncrl.messages.topics import GRADING, GRADING_PIECES
-from asyncrl.protocols import Bus
 from tests.actors.test_reward_worker import Judge, elsewhere, samples
 from tests.actors.test_reward_worker import reward_worker as at_work
 from tests.conftest import MAX_MESSAGE_BYTES

@@ -14,7 +14,7 @@ from asyncrl.errors import BusFull, EngineDied, EngineError, HopelessError, Rewa
 from asyncrl.messages import Progress
 from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
 from asyncrl.policies.health.faults import SPACE_IN_LOG
-from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
 from tests.harness.metric_names import is_known

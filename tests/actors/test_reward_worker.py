@@ -14,10 +14,11 @@ import pytest
 from asyncrl.actors.grading import rewards_elsewhere
 from asyncrl.actors.grading.reward_worker import RewardWorker
 from asyncrl.actors.grading.rewards_elsewhere import RewardsElsewhere, asked
+from asyncrl.bus.port import Bus
 from asyncrl.errors import RewardError
 from asyncrl.messages.grading import Grades
 from asyncrl.messages.topics import GRADES, GRADING, PROGRESS, TRAJECTORIES
-from asyncrl.protocols import Bus, Reward, Sample
+from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes
 from tests.harness.buses import SHORT, first, progress, publish_prompts, taken, until_acked
 from tests.harness.rewards import sample

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl import config, os_process
+from asyncrl.adapters import registry
+from asyncrl.bus.port import Deliveries, Delivery
 from asyncrl.messages import PromptGroup
 from asyncrl.messages.topics import PROMPTS
-from asyncrl.protocols import Deliveries, Delivery
-from asyncrl.run import registry
 
 KEEP_SECONDS: Final = 2.0
 

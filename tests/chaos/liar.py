@@ -19,11 +19,11 @@ from random import Random
 from typing import Any, Final
 
 from asyncrl import config, os_process
+from asyncrl.adapters import registry
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.errors import AsyncRLError
 from asyncrl.messages import replace
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, TRAJECTORIES, answer_key
-from asyncrl.run import registry
 from tests.harness import lies
 
 PAUSE_SECONDS: Final = 0.03

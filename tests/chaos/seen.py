@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from asyncrl.bus.port import Bus
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES, group_id_of
-from asyncrl.protocols import Bus
 
 
 @dataclass(slots=True)

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl import config, os_process
+from asyncrl.adapters import registry
+from asyncrl.bus.port import Bus
 from asyncrl.errors import AsyncRLError, BusError
+from asyncrl.launch.processes.process_manager import NEVER_AGAIN
 from asyncrl.messages.topics import PROMPTS
 from asyncrl.policies.audit.entries import present
-from asyncrl.protocols import Bus
-from asyncrl.run import registry
-from asyncrl.run.processes.process_manager import NEVER_AGAIN
 from asyncrl.state import history
 from asyncrl.state.history import HISTORY_FILE
 from tests import ROOT

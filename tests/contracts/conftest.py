@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from asyncrl.config import EngineSection
 from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.engines.port import Engine
 from asyncrl.engines.sglang import engine as sglang
-from asyncrl.protocols import Engine
 from asyncrl.weights.files import FilesChannel
 from tests.harness import contract_adapters
 from tests.harness.engines import Model, start_inprocess

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from asyncrl.backends.port import Offloads, Rehearsing
 from asyncrl.errors import BackendError, CheckpointError
 from asyncrl.policies.batching.packing import documents as document_slices
 from asyncrl.policies.batching.packing import empty, pack_for_ranks, recording
-from asyncrl.protocols import Offloads, Rehearsing
 from tests.harness.backends import (
     KINDS,
     LEARNING_RATE,

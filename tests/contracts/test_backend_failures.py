@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.backends.port import Backend, Rehearsing
 from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.protocols import Backend, Rehearsing
 from tests.harness.backends import (
     LEARNING_RATE,
     RANKS,

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends.models import AuxiliaryModel
+from asyncrl.backends.port import Backend
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import BackendError, CheckpointError, ConfigError
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.batching.packing import documents as document_slices
-from asyncrl.protocols import Backend
 from tests.harness.backends import (
     KINDS,
     LEARNING_RATE,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.bus.port import Bus
 from asyncrl.errors import BusFull
 from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, TRAJECTORIES
-from asyncrl.protocols import Bus
 from tests.harness.buses import (
     SHORT,
     first,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.protocols import Bus
+from asyncrl.bus.port import Bus
 from tests.harness.buses import brief_leases, long_leases
 
 pytestmark = pytest.mark.usefixtures("no_blocking")

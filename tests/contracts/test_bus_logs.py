@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.bus.port import Bus, LogMark
 from asyncrl.messages import Event
 from asyncrl.messages.topics import EVENTS, PROMPTS, TRAJECTORIES
-from asyncrl.protocols import Bus, LogMark
 from tests.harness.buses import (
     first,
     group,

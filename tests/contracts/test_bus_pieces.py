@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl.bus.port import Bus
 from asyncrl.errors import BusFull, MessageTooLarge
 from asyncrl.messages.codec import encode
 from asyncrl.messages.pieces import InPieces, Piece, digest_of
 from asyncrl.messages.topics import PIECES, TRAJECTORIES, Topic
-from asyncrl.protocols import Bus
 from tests.harness.buses import first, group, publish_groups
 
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from asyncrl.bus.port import Bus
 from asyncrl.messages.topics import TRANSFERS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.protocols import Bus
 
 REQUEST = TransferRequest(engine="w0", group="w0-1", num_ranks=1)
 

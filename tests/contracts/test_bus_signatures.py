@@ -11,6 +11,9 @@ import pytest
 
 from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.port import Bus
+from asyncrl.bus.rejections import Rejections
+from asyncrl.launch.keys import worker_keys
 from asyncrl.messages import Progress, PromptGroup, WeightVersion, replace
 from asyncrl.messages.fleet import Claim
 from asyncrl.messages.freshness import Freshness
@@ -26,9 +29,6 @@ from asyncrl.messages.topics import (
     worker_named,
 )
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.protocols import Bus
-from asyncrl.protocols.rejections import Rejections
-from asyncrl.run.keys import worker_keys
 from tests.harness.buses import group, heartbeat, progress, prompt, taken
 
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.bus.port import Bus
 from asyncrl.errors import MessageTooLarge
 from asyncrl.messages import Event, Heartbeat, Progress, WeightVersion
 from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, WEIGHTS, Topic
-from asyncrl.protocols import Bus
 from tests.harness.buses import (
     first,
     heartbeat,

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 
+from asyncrl.adapters import registry
 from asyncrl.config import EngineSection
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.port import Engine
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineError, PromptError, WeightsError
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
-from asyncrl.protocols import Engine, Generation, PartialGeneration
-from asyncrl.run import registry
 from tests.harness import contract_adapters
 from tests.harness.engines import (
     LONG,

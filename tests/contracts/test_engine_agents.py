@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from asyncrl.engines.generation import Generation
+from asyncrl.engines.port import Engine
 from asyncrl.messages import SamplingParams
-from asyncrl.protocols import Engine, Generation
 from tests.harness.agents import Client, chat_format
 from tests.harness.engines import TOLERANCE, Model
 

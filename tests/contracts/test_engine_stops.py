@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from asyncrl.data.tiny_model import CHARACTERS, SPECIAL_TOKENS
+from asyncrl.engines.generation import PartialGeneration
+from asyncrl.engines.port import Engine
 from asyncrl.messages import SamplingParams
-from asyncrl.protocols import Engine, PartialGeneration
 from tests.harness.engines import PROMPT, TOLERANCE, Check, Model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]

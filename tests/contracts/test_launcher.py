@@ -12,11 +12,11 @@ import pytest
 
 from asyncrl.actors.presence import process_state
 from asyncrl.config.launcher import LauncherSection
-from asyncrl.launchers.local import LocalLauncher
-from asyncrl.launchers.ray import RayLauncher
-from asyncrl.launchers.ray_options import Options
+from asyncrl.launch.launchers.local import LocalLauncher
+from asyncrl.launch.launchers.ray import RayLauncher
+from asyncrl.launch.launchers.ray_options import Options
+from asyncrl.launch.port import Launcher, ProcessSpec
 from asyncrl.policies.health.faults import WORKER
-from asyncrl.protocols.launcher import Launcher, ProcessSpec
 from tests.harness import contract_adapters
 
 RAY = [pytest.mark.slow, pytest.mark.xdist_group("ray")]

@@ -1,4 +1,4 @@
-"""The contract of every ObjectStore (asyncrl/protocols/bus.py), over memory and a real nats-server."""
+"""The contract of every ObjectStore (asyncrl/bus/port.py), over memory and a real nats-server."""
 
 from __future__ import annotations
 

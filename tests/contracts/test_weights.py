@@ -1,4 +1,4 @@
-"""The contract of every WeightChannel (asyncrl/protocols/weights.py), over files and over both object stores."""
+"""The contract of every WeightChannel (asyncrl/weights/port.py), over files and over both object stores."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asyncrl.bus.memory.stores import Objects
 from asyncrl.config import WeightsSection
 from asyncrl.errors import BackendError, WeightsError
 from asyncrl.messages import replace
-from asyncrl.protocols import WeightChannel
 from asyncrl.tensors import quantized_model
 from asyncrl.tensors.model_tensors import read_shapes
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights import files
 from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.objects.channel import ObjectsChannel
+from asyncrl.weights.port import WeightChannel
 from tests.conftest import BUS_SIZES
 from tests.harness import contract_adapters
 from tests.harness.weights import in_parts, object_store, tensors, visible

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from asyncrl import config
+from asyncrl.adapters import registry
+from asyncrl.environments.load import FUNCTIONS
+from asyncrl.launch.launchers.load import LAUNCHERS
 from asyncrl.rewards.load import KINDS
-from asyncrl.rollouts.load import FUNCTIONS
-from asyncrl.run import registry
 from tests import ROOT
 
 DEMO = ROOT / "examples" / "demo.toml"
@@ -68,7 +69,7 @@ TABLES: dict[str, Collection[str]] = {
     "engine.kind": registry.ENGINES,
     "learner.backend": registry.BACKENDS,
     "weights.channel": registry.CHANNELS,
-    "launcher.kind": registry.LAUNCHERS,
+    "launcher.kind": LAUNCHERS,
     "bus.kind": registry.BUSES,
     "algorithm.filters": registry.FILTERS,
 }

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncrl import config
-from asyncrl.run.checks.run_file import check
+from asyncrl.launch.checks.run_file import check
 from tests import ROOT
 from tests.harness.rollouts import on_demo, sample_of
 

@@ -16,9 +16,9 @@ from asyncrl import config
 from asyncrl.config import plugins
 from asyncrl.data.prompts import PromptDataset
 from asyncrl.data.tiny_model import make_tokenizer
-from asyncrl.protocols import Reward, Sample
+from asyncrl.launch.checks.run_file import check
 from asyncrl.rewards.load import KINDS, load_reward
-from asyncrl.run.checks.run_file import check
+from asyncrl.rewards.port import Reward, Sample
 from tests import ROOT
 from tests.harness.rollouts import load, on_demo, prompt_of, sample_of, saying
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from asyncrl.engines.generation import Generation
+from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, TemplateFormat
+from asyncrl.environments.agent.endpoint.parsers import PlainParser
+from asyncrl.environments.agent.endpoint.server import EndpointServer
+from asyncrl.environments.agent.endpoint.session import Session
+from asyncrl.environments.agent.endpoint.template import Template
 from asyncrl.messages import VersionSpan
-from asyncrl.protocols import Generation
-from asyncrl.rollouts.agent.endpoint.chat_format import ChatFormat, TemplateFormat
-from asyncrl.rollouts.agent.endpoint.parsers import PlainParser
-from asyncrl.rollouts.agent.endpoint.server import EndpointServer
-from asyncrl.rollouts.agent.endpoint.session import Session
-from asyncrl.rollouts.agent.endpoint.template import Template
 
 # Similar to Qwen's: thinking is left out of turns before the last question, and arguments are rendered again.
 CHAT_TEMPLATE = """

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from asyncrl.run.recorded.account import account_of
+from asyncrl.audit.account import account_of
 
 
 def audited(run_directory: Path, *, token: str = "") -> dict[str, Any]:

@@ -19,6 +19,7 @@ from asyncrl.backends import weight_cuts
 from asyncrl.backends.megatron import backend as megatron
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.backends.port import Backend
 from asyncrl.backends.reference import backend as reference
 from asyncrl.config.layout import Layout
 from asyncrl.data.tiny_model import make_tiny_model
@@ -27,7 +28,6 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
 from asyncrl.policies.corrections.diagnostics import Sums
-from asyncrl.protocols import Backend
 from asyncrl.tensors.parts import on_every_part
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from tests.harness import contract_adapters

@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.lease import Lease
+from asyncrl.bus.port import Bus, Delivery, Record
 from asyncrl.messages import (
     Event,
     Heartbeat,
@@ -24,7 +25,6 @@ from asyncrl.messages import (
     VersionSpan,
 )
 from asyncrl.messages.topics import EVENTS, PROMPTS, TRAJECTORIES, Topic
-from asyncrl.protocols import Bus, Delivery, Record
 
 SHORT = 0.5  # ack_seconds of a bus whose consumers may be silent
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl import config
+from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig, plugins
 from asyncrl.config.staleness import StalenessSection
 from asyncrl.messages.signing import UNSIGNED, Signatures
-from asyncrl.protocols import Bus
 
 _TOYS: Final = "tests.integration.extending"
 TOYS: Final = {

@@ -12,9 +12,9 @@ import transformers
 from numpy.typing import NDArray
 
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.protocols import Generation
 
 PROMPT = np.array([5, 9, 12, 7, 30], dtype=np.int32)
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)

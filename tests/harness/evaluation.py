@@ -14,12 +14,13 @@ from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.bus.port import Bus
 from asyncrl.config import EvaluationDataset, EvaluationSection
+from asyncrl.environments.builtin import single_turn
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured
-from asyncrl.protocols import Bus, Reward, Sample
-from asyncrl.rollouts.builtin import single_turn
+from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes
 
 

@@ -26,6 +26,8 @@ from asyncrl.actors.rollout.training import training_worker
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
+from asyncrl.backends.port import StepResult
+from asyncrl.bus.port import Bus
 from asyncrl.config import EvaluationSection, RunConfig
 from asyncrl.config.curriculum import CurriculumSection
 from asyncrl.config.learner import LearnerSection
@@ -40,7 +42,11 @@ from asyncrl.config.run import (
     WeightsSection,
 )
 from asyncrl.config.staleness import StalenessSection
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.port import EngineStats
+from asyncrl.environments.builtin import single_turn
 from asyncrl.errors import EngineDied, EngineError, WeightsError
+from asyncrl.launch.assembly.build_learner import LearnerPorts, assemble_learner
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
@@ -51,11 +57,10 @@ from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.trust.tickets import Tickets
-from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, PartialGeneration, Reward, Sample, StepResult
-from asyncrl.rollouts.builtin import single_turn
-from asyncrl.run.assembly.build_learner import LearnerPorts, assemble_learner
+from asyncrl.rewards.port import Reward, Sample
 from asyncrl.state import checkpoint
 from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.port import LoadReport
 from tests.harness.rows import Rows
 
 

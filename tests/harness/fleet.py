@@ -11,10 +11,10 @@ from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import LaunchError, NoRoom
+from asyncrl.launch.port import ProcessSpec
+from asyncrl.launch.processes import launch, process_manager, process_specs
 from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.messages.topics import FLEET, FLEET_STATUS
-from asyncrl.protocols.launcher import ProcessSpec
-from asyncrl.run.processes import launch, process_manager, process_specs
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 

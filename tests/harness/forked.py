@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.launchers.adapter import LauncherAdapter
-from asyncrl.launchers.local import LOOPBACK
-from asyncrl.protocols.launcher import ProcessSpec
+from asyncrl.launch.launchers.adapter import LauncherAdapter
+from asyncrl.launch.launchers.local import LOOPBACK
+from asyncrl.launch.port import ProcessSpec
 from tests import ROOT
 
 LAUNCHER: Final = 'launcher.kind="tests.harness.forked:ForkingLauncher"'
@@ -39,15 +39,15 @@ _IMPORTED: Final = (
     "asyncrl.cli.reward_worker",
     "asyncrl.cli.rollout_worker",
     "asyncrl.cli.run",
-    "asyncrl.launchers.local",
+    "asyncrl.launch.launchers.local",
     "asyncrl.policies.algorithms.critic",
     "asyncrl.policies.algorithms.table",
-    "asyncrl.rollouts.builtin",
-    "asyncrl.run.assembly.build_learner",
-    "asyncrl.run.assembly.build_worker",
-    "asyncrl.run.assembly.training",
-    "asyncrl.run.recorded.account",
-    "asyncrl.run.routing_replay",
+    "asyncrl.environments.builtin",
+    "asyncrl.launch.assembly.build_learner",
+    "asyncrl.launch.assembly.build_worker",
+    "asyncrl.launch.assembly.training",
+    "asyncrl.audit.account",
+    "asyncrl.adapters.routing_replay",
     "asyncrl.weights.files",
     "numpy.ctypeslib",
     "numpy.ma",
@@ -209,7 +209,7 @@ class ForkedCommand:
 
 
 class ForkedProcess:
-    """A launched process (protocols/launcher.py)."""
+    """A launched process (launch/port.py)."""
 
     def __init__(self, pid: int, code: asyncio.Future[int]) -> None:
         self.pid = pid

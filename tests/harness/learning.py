@@ -14,10 +14,10 @@ from asyncrl import config
 from asyncrl.actors.base import HeartbeatSender
 from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
-from asyncrl.protocols import Bus
-from asyncrl.run.assembly.build_learner import build_learner
-from asyncrl.run.assembly.build_worker import build_worker
+from asyncrl.launch.assembly.build_learner import build_learner
+from asyncrl.launch.assembly.build_worker import build_worker
 from tests import ROOT
 
 DEMO = ROOT / "examples" / "demo.toml"

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.bus.port import Bus
+from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import PromptGroup, SamplingParams, TrajectoryGroup, VersionSpan
 from asyncrl.messages.topics import PROMPTS, SEGMENTS, TRAJECTORIES
-from asyncrl.protocols import Bus, Generation, PartialGeneration
 from tests.harness import fakes
 from tests.harness.buses import first
 

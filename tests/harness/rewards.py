@@ -8,9 +8,9 @@ import numpy as np
 
 from asyncrl import config
 from asyncrl.messages import Trajectory, VersionSpan
-from asyncrl.protocols import Sample
 from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.load import load_reward
+from asyncrl.rewards.port import Sample
 
 
 def sample(

@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl import config
+from asyncrl.engines.generation import Generation
+from asyncrl.environments.load import load_rollout
+from asyncrl.environments.port import Generate, RolloutFn
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
-from asyncrl.protocols import Generate, Generation, RolloutFn, Sample
-from asyncrl.rollouts.load import load_rollout
+from asyncrl.rewards.port import Sample
 from tests.harness import groups
 
 

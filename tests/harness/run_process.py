@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import config, os_process
+from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.errors import AsyncRLError
+from asyncrl.launch.keys.worker_keys import digits_in
 from asyncrl.messages import Event
 from asyncrl.messages.topics import EVENTS
-from asyncrl.run import registry
-from asyncrl.run.keys.worker_keys import digits_in
 from tests.harness.audits import audited
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.backends.port import StepResult
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.protocols import StepResult
 from asyncrl.tensors.snapshot import Snapshot
 
 Score = Callable[[MicroBatch], NDArray[np.float32]]

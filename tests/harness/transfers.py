@@ -7,9 +7,9 @@ from typing import Any
 
 import safetensors.torch
 
+from asyncrl.engines.port import Engine
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer
-from asyncrl.protocols import Engine
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.collective import CollectiveOffer, CollectiveReceiver
 from tests.harness.engines import Model

@@ -24,9 +24,9 @@ from asyncrl.errors import BackendError, WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import SENT, TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.protocols import LoadReport
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from asyncrl.weights.files import FilesChannel
+from asyncrl.weights.port import LoadReport
 from tests.harness import fakes
 
 SNAPSHOT = Snapshot.of([("weight", torch.zeros(4))])

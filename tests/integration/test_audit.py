@@ -17,19 +17,21 @@ import safetensors.torch
 import torch
 
 from asyncrl import config
+from asyncrl.adapters import registry
+from asyncrl.audit.account import account_with
+from asyncrl.audit.run_folder import RecordedRun
+from asyncrl.backends.port import Backend
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
+from asyncrl.environments.port import Generate
+from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import BackendError, ConfigError, RewardError
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.messages.topics import PROGRESS, PROMPTS, TRAJECTORIES
 from asyncrl.policies.audit.accounting import Account
 from asyncrl.policies.batching.filters import dynamic_sampling
-from asyncrl.protocols import Backend, Generate, Reward, Sample
-from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
-from asyncrl.run import registry
-from asyncrl.run.recorded.account import account_with
-from asyncrl.run.recorded.run_folder import RecordedRun
+from asyncrl.rewards.port import Reward, Sample
 from tests.harness import buses, fakes
 from tests.harness.command import asyncrl
 from tests.harness.fakes import Engine, Loop, run_worker, worker
@@ -315,7 +317,7 @@ def test_a_replay_that_fails_leaves_nothing_behind(
             raise BackendError("no memory")
         return real(run)
 
-    monkeypatch.setattr("asyncrl.run.recorded.replay_trainer.registry.backend", backend)
+    monkeypatch.setattr("asyncrl.audit.replay_trainer.registry.backend", backend)
     before = set(run.run_directory.iterdir())
     code, _, err = asyncrl("replay", run.run_directory, capsys=capsys)
     assert (code, err.splitlines()[-1]) == (1, "asyncrl replay: no memory")

@@ -18,12 +18,12 @@ import torch
 import asyncrl as api
 from asyncrl.board.feed import RunFeed
 from asyncrl.board.readers import Readers
+from asyncrl.board.watched.group_index import rows_as_json
+from asyncrl.board.watched.watched_run import WatchedRun
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.run.assembly.build_learner import build_learner
-from asyncrl.run.watched.group_index import rows_as_json
-from asyncrl.run.watched.watched_run import WatchedRun
+from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.state import checkpoint
 from tests.harness.command import asyncrl
 from tests.harness.damage import spoil

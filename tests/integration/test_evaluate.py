@@ -13,7 +13,7 @@ import pytest
 import asyncrl
 from asyncrl.cli import main
 from asyncrl.config import only_overrides
-from asyncrl.run.evaluate import Results, SavedModel
+from asyncrl.launch.evaluate import Results, SavedModel
 from asyncrl.state import samples
 from tests import ROOT
 
@@ -281,7 +281,7 @@ def test_a_slow_evaluation_says_how_far_it_is_and_what_it_waits_for(
 ) -> None:
     (tmp_path / "slow_reward.py").write_text(SLOW)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("asyncrl.run.evaluate.SAY_SECONDS", 0.1)
+    monkeypatch.setattr("asyncrl.launch.evaluate.SAY_SECONDS", 0.1)
     settings = ("--only", "counts", "--set", "reward.kind=slow_reward:reward")
     assert evaluate(demo / "model", "--datasets", datasets, *settings) == 0
     assert re.search(

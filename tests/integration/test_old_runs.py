@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from asyncrl.audit.account import account_with
+from asyncrl.audit.replay import plan_of, train_again
+from asyncrl.audit.run_folder import RecordedRun
+from asyncrl.bus.port import Bus
 from asyncrl.data import demo_task
 from asyncrl.errors import CheckpointError
 from asyncrl.messages.codec import decode
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.audit.accounting import present
-from asyncrl.protocols import Bus
-from asyncrl.run.recorded.account import account_with
-from asyncrl.run.recorded.replay import plan_of, train_again
-from asyncrl.run.recorded.run_folder import RecordedRun
 from asyncrl.state import checkpoint
 from tests import ROOT
 

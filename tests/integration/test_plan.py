@@ -12,9 +12,9 @@ from asyncrl import config
 from asyncrl.cli import main
 from asyncrl.cli.plan import few_running
 from asyncrl.errors import AsyncRLError
-from asyncrl.run.planning.engine_probe import measure_engine
-from asyncrl.run.planning.learner_probe import measure_learner
-from asyncrl.run.planning.plan import in_process
+from asyncrl.launch.planning.engine_probe import measure_engine
+from asyncrl.launch.planning.learner_probe import measure_learner
+from asyncrl.launch.planning.plan import in_process
 from tests import ROOT
 
 BACKEND = ("learner.backend=reference", "learner.device=cpu", "bus.kind=memory")

@@ -16,14 +16,14 @@ import pytest
 from asyncrl import config
 from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.audit import samples
+from asyncrl.audit.evaluated import EvaluationSamples
+from asyncrl.audit.samples import RunSamples
+from asyncrl.bus.port import Bus
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.os_process import process_space
 from asyncrl.policies.groups.sample import Answer, GroupSample
-from asyncrl.protocols import Bus
-from asyncrl.run.recorded import samples
-from asyncrl.run.recorded.evaluated import EvaluationSamples
-from asyncrl.run.recorded.samples import RunSamples
 from asyncrl.state.history import HISTORY_FILE, History
 from asyncrl.state.samples import EVALUATION_FILE, SAVED_MODELS_FILE, SampleFile
 from tests.harness import buses

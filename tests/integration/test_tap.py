@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from asyncrl import config
+from asyncrl.adapters import registry
 from asyncrl.cli import tap
 from asyncrl.errors import Forbidden
 from asyncrl.messages import Event, Progress, StepMetrics
 from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, ROLES, TRAJECTORIES
-from asyncrl.run import registry
 from tests.harness import buses
 from tests.harness.command import asyncrl
 from tests.harness.roles import Server, connected

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl import config
+from asyncrl.adapters.registry import BUS_FILE
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.cli import top
@@ -22,7 +23,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat, StepMetrics, Wait
 from asyncrl.messages.topics import ACTORS, METRICS
 from asyncrl.policies.health.faults import LEARNER, WORKER, Finding, Observation, Seen
-from asyncrl.run.registry import BUS_FILE
 from tests.conftest import BUS_SIZES
 
 METRICS_OF_STEP_7 = StepMetrics(

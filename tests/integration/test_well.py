@@ -13,14 +13,14 @@ import pytest
 from asyncrl.actors.base import HeartbeatSender
 from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.actors.supervisor import supervise
+from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
+from asyncrl.launch.assembly.build_learner import build_learner
+from asyncrl.launch.assembly.build_worker import build_worker
+from asyncrl.launch.checks.own_code import checksums
 from asyncrl.policies.health import conditions, fleet
 from asyncrl.policies.health.faults import LEARNER, Observation, Seen
-from asyncrl.protocols import Bus
-from asyncrl.run.assembly.build_learner import build_learner
-from asyncrl.run.assembly.build_worker import build_worker
-from asyncrl.run.checks.own_code import checksums
 from tests.harness.learning import demo_run, memory_bus
 
 OF_THE_MACHINE = {"memory", "descriptors", "threads", "little room", "stale", "clock"}

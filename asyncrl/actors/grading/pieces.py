@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+from asyncrl.bus.port import Bus
 from asyncrl.errors import MessageError
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.grading import GradingRequest
 from asyncrl.messages.pieces import DIGEST_BYTES, MOST_PIECES, InPieces, Piece, digest_of
 from asyncrl.messages.topics import GRADING_PIECES
-from asyncrl.protocols import Bus
 
 HEAD_BYTES: Final = 64
 """Upper bound on the bytes around the data in a Piece."""

@@ -17,12 +17,13 @@ from asyncrl.actors.base import Actor
 from asyncrl.actors.grading import pieces
 from asyncrl.actors.grading.rewards_elsewhere import samples_of
 from asyncrl.actors.rollout.user_tasks import contain_exits
+from asyncrl.bus.port import Bus, Deliveries, Delivery
 from asyncrl.errors import BusError, MessageError, RewardError
 from asyncrl.messages.grading import Grades, GradingRequest
 from asyncrl.messages.rollout import LONGEST_ERROR
 from asyncrl.messages.topics import GRADES, GRADING, PROGRESS
 from asyncrl.policies.health.faults import REWARD_WORKER
-from asyncrl.protocols import Bus, Deliveries, Delivery, RewardFn
+from asyncrl.rewards.port import RewardFn
 
 PIECES_SECONDS: Final = 5.0
 """Delay before looking again for pieces that are not yet, or no longer, on the bus."""

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from asyncrl.actors.grading import pieces
+from asyncrl.bus.port import Bus
 from asyncrl.errors import BusFull, MessageError, RewardError
 from asyncrl.messages import replace
 from asyncrl.messages.grading import Grades, GradingRequest, UngradedRollout
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import GRADES, GRADING, GRADING_PIECES
 from asyncrl.policies.trust.validation import reward_problems
-from asyncrl.protocols import Bus, Reward, Sample
+from asyncrl.rewards.port import Reward, Sample
 
 AGAIN_SECONDS: Final = 60.0
 """Until a request is repeated, as the bus may have lost it or its answer. The bus accepts it once in ten minutes."""

@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 from asyncrl.actors.learner.evaluation_round import EvaluationRound
+from asyncrl.bus.port import Bus
 from asyncrl.errors import BusFull
 from asyncrl.messages.evaluation import EvaluationAnswers
 from asyncrl.messages.topics import EVALUATION_ANSWERS, EVALUATION_PROMPTS
 from asyncrl.policies.evaluation.held import EngineTime
-from asyncrl.protocols import Bus
 
 ASK_AGAIN_SECONDS: Final = 10.0
 """Interval between looks for prompts that the bus has lost; also the time limit to read a log whose end vanished."""

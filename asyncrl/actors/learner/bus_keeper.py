@@ -16,9 +16,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from asyncrl.bus.port import Bus, Loss
 from asyncrl.errors import BusError, WeightsError
 from asyncrl.messages.topics import ALL, PROMPTS, TRAJECTORIES
-from asyncrl.protocols import Bus, Loss
 
 LOOK_SECONDS: Final = 2.0
 _STATES: Final = {topic.name for topic in ALL if topic.kind == "state" and not topic.seconds_to_live}

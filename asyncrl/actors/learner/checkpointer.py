@@ -24,6 +24,7 @@ from typing import Final, TypeVar
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.trainer import Trainer
+from asyncrl.bus.port import Bus, LogMark
 from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, disk_problem
 from asyncrl.messages.topics import TRAJECTORIES, group_id_of
@@ -31,7 +32,6 @@ from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.protocols import Bus, LogMark
 from asyncrl.state import checkpoint
 
 T = TypeVar("T")

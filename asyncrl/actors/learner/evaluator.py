@@ -23,6 +23,7 @@ from asyncrl.actors.learner.answer_recorder import AnswerRecorder
 from asyncrl.actors.learner.best_model import BestModel
 from asyncrl.actors.learner.evaluation_round import EvaluationRound, prompts_of
 from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.bus.port import Bus
 from asyncrl.config import EvaluationSection
 from asyncrl.errors import AsyncRLError
 from asyncrl.messages import WeightVersion, replace
@@ -32,7 +33,7 @@ from asyncrl.policies.evaluation.held import EngineTime, num_held
 from asyncrl.policies.evaluation.questions import EvaluationSet, digest
 from asyncrl.policies.health.faults import EVALUATION_WORKER, WORKER
 from asyncrl.policies.staleness.staleness import Forks, is_of_history
-from asyncrl.protocols import Bus, WeightChannel
+from asyncrl.weights.port import WeightChannel
 
 Report = Callable[[int, Mapping[str, float]], Awaitable[None]]
 """Called with a policy version and its metrics."""

@@ -29,6 +29,8 @@ from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.trainer import Trainer, is_of_data
 from asyncrl.actors.learner.training_step import is_skipped
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
+from asyncrl.backends.port import StepResult
+from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import BackendError, HopelessError
 from asyncrl.messages import Heartbeat, replace
@@ -37,7 +39,6 @@ from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.faults import WORKER
 from asyncrl.policies.health.skipped_steps import SkippedSteps
-from asyncrl.protocols import Bus, StepResult
 from asyncrl.state.in_progress import InProgress
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 
 from asyncrl.actors.learner.prompt_link import PromptLink
+from asyncrl.bus.port import Bus
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.trust.tickets import Tickets
-from asyncrl.protocols import Bus
 
 log = logging.getLogger("asyncrl.learner")
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.actors.learner.timeline import Timeline
+from asyncrl.bus.port import Bus
 from asyncrl.messages import Heartbeat, StepMetrics
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, METRICS, PROMPTS, TRAJECTORIES
 from asyncrl.metrics.alarms import Alarm
@@ -22,7 +23,6 @@ from asyncrl.policies.batching.batch import Histogram, Metric, histogram
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.faults import WORKER
-from asyncrl.protocols import Bus
 
 REJECTED = "bus/rejected"
 LEFT_OUT = "metrics/left_out"

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Final
 
 from asyncrl.actors.learner.prompt_link import OverduePrompt, PromptLink
+from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError
 from asyncrl.messages.topics import ACTORS, PROMPTS
 from asyncrl.policies.groups.overdue import KEPT, REISSUES_LEFT, Overdue, all_wait_for_prompts
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.protocols import Bus
 
 log = logging.getLogger("asyncrl.learner")
 

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.bus.port import Bus
 from asyncrl.messages import Event, Progress
 from asyncrl.messages.topics import EVENTS, PROGRESS
 from asyncrl.messages.validation import LARGEST_KEY, length_on_bus
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.protocols import Bus
 from asyncrl.state.history import History
 
 LOOK_SECONDS: Final = 2.0

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.base import Actor
 from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, Published, Reconciled
+from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError, BusFull, HopelessError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.topics import PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
@@ -30,7 +31,6 @@ from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.staleness import effective_version
 from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import Asked, digest
-from asyncrl.protocols import Bus
 
 FULL_QUEUE_SECONDS = 0.5
 

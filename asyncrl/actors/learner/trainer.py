@@ -15,12 +15,12 @@ from asyncrl.actors.learner.batcher import Prepared
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.backends.port import Backend, Offloads, Rehearsing, SavesBeside, StepResult
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.health.faults import FIRST_SECONDS, WORKER
 from asyncrl.policies.learning_rate import Schedule
-from asyncrl.protocols import Backend, Offloads, Rehearsing, SavesBeside, StepResult
 
 T = TypeVar("T")
 Profile = Callable[[int, Callable[[], StepResult]], StepResult]

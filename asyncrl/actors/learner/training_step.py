@@ -25,6 +25,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.backends.port import Backend, Rehearsing, StepResult
 from asyncrl.config.layout import Layout
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import SCORED_BY, Algorithm
@@ -32,7 +33,6 @@ from asyncrl.policies.batching.apply_scores import complete
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.learning_rate import Schedule
-from asyncrl.protocols import Backend, Rehearsing, StepResult
 
 MOST_RANKS: Final = 64
 """With more ranks, per-rank metrics are left out of the row."""

@@ -19,6 +19,7 @@ from asyncrl.actors.learner.overdue_prompts import OverduePrompts
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_link import Answered, Exhausted, PromptLink, PromptReport, Published, Reconciled
 from asyncrl.actors.learner.validator import Checked, Rescore, Validator, Verdict
+from asyncrl.bus.port import Bus, LogMark, Record
 from asyncrl.errors import FilterError, HopelessError, LogChanged
 from asyncrl.logs import REASON
 from asyncrl.messages import TrajectoryGroup
@@ -29,7 +30,6 @@ from asyncrl.policies.batching.packing import Document
 from asyncrl.policies.groups.states import SET_ASIDE, Outcome
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.trust.tickets import Tickets
-from asyncrl.protocols import Bus, LogMark, Record
 from asyncrl.state.in_progress import InProgress
 
 log = logging.getLogger("asyncrl.learner")

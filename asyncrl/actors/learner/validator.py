@@ -19,6 +19,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.backends.port import Backend
+from asyncrl.bus.port import Bus, Record
 from asyncrl.errors import HopelessError
 from asyncrl.messages import Quarantine, TrajectoryGroup, replace
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
@@ -32,7 +34,6 @@ from asyncrl.policies.staleness.staleness import Forks
 from asyncrl.policies.trust import resumed_tokens
 from asyncrl.policies.trust.logprob_mismatch import Chosen, LogprobMismatch, routing_mismatch
 from asyncrl.policies.trust.validation import Asked, GroupValidation
-from asyncrl.protocols import Backend, Bus, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.bus.port import Bus
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import SENT, WEIGHTS
 from asyncrl.policies.health.faults import FIRST_SECONDS
-from asyncrl.protocols import Bus, WeightChannel
+from asyncrl.weights.port import WeightChannel
 
 if TYPE_CHECKING:
-    from asyncrl.protocols import Snapshot
+    from asyncrl.tensors.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable
 
 from asyncrl.actors.base import Actor
+from asyncrl.bus.port import Asked, Bus
 from asyncrl.errors import WeightsError
 from asyncrl.messages.topics import ACTORS, TRANSFERS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.protocols import Asked, Bus, Sender
+from asyncrl.weights.port import Sender
 
 
 class WeightSender(Actor):

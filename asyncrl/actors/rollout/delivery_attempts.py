@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 
+from asyncrl.bus.port import Bus, Delivery
 from asyncrl.errors import BusError
 from asyncrl.messages import GroupSegment, PromptGroup
 from asyncrl.messages.topics import SEGMENTS
-from asyncrl.protocols import Bus, Delivery
 
 
 class DeliveryAttempts:

@@ -13,9 +13,11 @@ from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.actors.rollout.stage import Stage
 from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.bus.port import Bus
+from asyncrl.environments.port import RolloutFn, Tokenizer
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.health.faults import EVALUATION_WORKER
-from asyncrl.protocols import Bus, Reward, RewardFn, RolloutFn, Sample, Tokenizer
+from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 LONGEST_VOTE: Final = 64
 """Maximum characters of a vote. Longer votes are replaced by a digest: votes are compared and never read."""

@@ -29,12 +29,12 @@ from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
 from asyncrl.actors.rollout.prefetch import Prefetch, Prefetched
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SampleSlots
+from asyncrl.bus.port import Bus, Delivery
 from asyncrl.errors import BusFull, WeightsError
 from asyncrl.messages import PromptGroup
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
 from asyncrl.messages.rollout import LONGEST_ERROR
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS, SEGMENTS, group_id_of
-from asyncrl.protocols import Bus, Delivery
 
 RETRY_SECONDS: Final = 0.5
 

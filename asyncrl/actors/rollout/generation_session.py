@@ -18,8 +18,8 @@ from asyncrl.actors.rollout.group_progress import GroupProgress, Key
 from asyncrl.actors.rollout.own_time import OwnTime
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.wait_tracker import OpenWait
+from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import SamplingParams
-from asyncrl.protocols import Generation, PartialGeneration
 
 WeightGate = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 """Entered once the engine has the weights to sample from; left when sampling is done."""
@@ -29,7 +29,7 @@ SeedOfCall = Callable[[int], int]
 
 
 class GenerationSession:
-    """One sample's ``Generate`` (protocols/functions.py)."""
+    """One sample's ``Generate`` (environments/port.py)."""
 
     def __init__(
         self,

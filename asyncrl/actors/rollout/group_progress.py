@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.bus.port import Bus
+from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.errors import MessageTooLarge
 from asyncrl.messages import CallSegment, GroupSegment, SamplingParams, replace
 from asyncrl.messages.codec import encode
 from asyncrl.messages.topics import SEGMENTS
-from asyncrl.protocols import Bus, Generation, PartialGeneration
 
 Key = tuple[int, bytes, int]
 """(sample, digest of the tokens that the call continues, number from 0 among the sample's calls that continue these).

@@ -16,7 +16,8 @@ import zlib
 from collections.abc import AsyncIterator
 from typing import Final
 
-from asyncrl.protocols import Bus, LoadReport
+from asyncrl.bus.port import Bus
+from asyncrl.weights.port import LoadReport
 
 LOADING_SHARE: Final = 1 / 8
 """Share of the engines, rounded up, that may be paused for a load at the same time."""

@@ -21,11 +21,11 @@ import logging
 import time
 
 from asyncrl.actors.rollout.group_progress import GroupProgress, Recorded, assembled, count_tokens, newest_attempt
+from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError, MessageError, MessageTooLarge
 from asyncrl.messages import Event, PromptGroup
 from asyncrl.messages.topics import EVENTS, PROGRESS, SEGMENTS
 from asyncrl.policies.staleness.staleness import is_stale
-from asyncrl.protocols import Bus
 
 
 class PartialRollouts:

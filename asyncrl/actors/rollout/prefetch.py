@@ -21,11 +21,11 @@ from typing import Any, Final
 from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
 from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.bus.port import Deliveries, Delivery
 from asyncrl.errors import BusError
 from asyncrl.messages import PromptGroup
 from asyncrl.policies.health.faults import PROMPT_SOURCE
 from asyncrl.policies.prefetch import groups_ahead
-from asyncrl.protocols import Deliveries, Delivery
 
 _WINDOW_SECONDS: Final = 10.0
 _FEW: Final = 8

@@ -12,7 +12,7 @@ import numpy as np
 from asyncrl.errors import RolloutError
 from asyncrl.messages import PromptGroup, Trajectory, replace
 from asyncrl.policies.trust.validation import reward_problems
-from asyncrl.protocols import Reward
+from asyncrl.rewards.port import Reward
 
 _NO_PROMPT: Final = np.zeros(0, np.int32)
 

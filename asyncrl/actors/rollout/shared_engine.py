@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.port import Engine
 from asyncrl.messages import PromptGroup, SamplingParams, Wait
 from asyncrl.policies.health.faults import BEAT_SECONDS
-from asyncrl.protocols import Engine, Generation, PartialGeneration
 
 
 class SharedEngine:

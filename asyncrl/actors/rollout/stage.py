@@ -28,12 +28,13 @@ from asyncrl.actors.rollout.stage_ports import Sink, Source, WorkItem
 from asyncrl.actors.rollout.stragglers import Stragglers
 from asyncrl.actors.rollout.user_tasks import contain_exits
 from asyncrl.config import plugins
+from asyncrl.environments.port import RolloutFn, Tokenizer
 from asyncrl.errors import EngineDied, EngineError, NotNow, PromptError, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
 from asyncrl.messages.rollout import failed_group
 from asyncrl.policies.health.faults import REWARD_WORKER
-from asyncrl.protocols import Reward, RewardFn, RolloutFn, Sample, Tokenizer
+from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 MOST_EXPLAINED: Final = 100
 

@@ -14,7 +14,10 @@ from asyncrl.actors.rollout.training_sink import TrainingSink
 from asyncrl.actors.rollout.training_source import TrainingSource
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
-from asyncrl.protocols import Bus, Engine, RewardFn, RolloutFn, Tokenizer
+from asyncrl.bus.port import Bus
+from asyncrl.engines.port import Engine
+from asyncrl.environments.port import RolloutFn, Tokenizer
+from asyncrl.rewards.port import RewardFn
 
 
 def training_stage(

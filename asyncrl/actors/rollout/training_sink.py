@@ -6,12 +6,12 @@ import asyncio
 import logging
 
 from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.bus.port import Bus
 from asyncrl.errors import BusFull, MessageError, MessageTooLarge
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.rollout import failed_group
 from asyncrl.messages.topics import TRAJECTORIES, answer_key
 from asyncrl.policies.health.faults import LEARNER, SPACE_IN_LOG
-from asyncrl.protocols import Bus
 
 FULL_LOG_SECONDS = 1.0
 """Delay between attempts to publish to a full log: the bus does not announce free space."""

@@ -13,9 +13,9 @@ from asyncrl.actors.rollout.group_progress import GroupProgress
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.prefetch import Prefetch, Prefetched, PrefetchRate
 from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.bus.port import Bus, Delivery
 from asyncrl.messages import PromptGroup
 from asyncrl.messages.topics import PROMPTS, group_id_of
-from asyncrl.protocols import Bus, Delivery
 
 RETRY_SECONDS: Final = 0.5
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from typing import Final
 
+from asyncrl.bus.port import Bus
 from asyncrl.errors import WeightsError
 from asyncrl.messages import replace
 from asyncrl.messages.topics import TRANSFERS
 from asyncrl.messages.weight_transfer import TransferOffer
-from asyncrl.protocols import Bus, Receiver
+from asyncrl.weights.port import Receiver
 
 ANSWER_SECONDS: Final = 10.0
 NONCE_BYTES: Final = 16

@@ -12,16 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.actors.gpu_turn import GpuTurn
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.port import Engine, EngineStats, SharesGpus
 from asyncrl.errors import EngineDied, EngineError
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.protocols import Engine, EngineStats, Generation, LoadReport, PartialGeneration, SharesGpus
+from asyncrl.weights.port import LoadReport
 
 QUIET_SECONDS: Final = 0.1
 """Idle time before the GPUs are released: the next prompt often arrives at once."""
 
 
 class TurnTakingEngine:
-    """See Engine in protocols/engine.py.
+    """See Engine in engines/port.py.
 
     The engine leaves the GPUs before it returns its last pending answer, so a caller that has all answers finds the
     GPUs free. Weights come only from folders.

@@ -15,8 +15,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.errors import EngineError
-from asyncrl.protocols import Generation, PartialGeneration
 
 _TAIL: Final = 16
 """Number of compared tokens of a generation: resampling begins after the last token that was kept."""

@@ -16,13 +16,15 @@ from asyncrl.actors.rollout.load_turns import turn_to_load
 from asyncrl.actors.rollout.transfer_offer import offered
 from asyncrl.actors.rollout.update_account import UpdateAccount
 from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.bus.port import Bus
+from asyncrl.engines.port import Engine
 from asyncrl.errors import EngineError, WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import SENT, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer
 from asyncrl.policies.health.faults import FIRST_SECONDS, FOLLOWER, LEARNER, SENDER
 from asyncrl.policies.staleness.admission import version_to_begin
-from asyncrl.protocols import Bus, Engine, Intake, LoadReport, Receiver
+from asyncrl.weights.port import Intake, LoadReport, Receiver
 
 Verify = Callable[[WeightVersion], Path]
 Progress = Callable[[], int]

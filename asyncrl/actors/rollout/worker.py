@@ -24,11 +24,12 @@ from asyncrl.actors.base import Actor
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.stage import Stage
+from asyncrl.bus.port import Bus
+from asyncrl.engines.port import EngineStats
 from asyncrl.errors import BusError
 from asyncrl.messages import Event, Heartbeat, Wait
 from asyncrl.messages.topics import EVENTS, PROGRESS, QUARANTINE
 from asyncrl.policies.health.faults import FIRST_SECONDS
-from asyncrl.protocols import Bus, EngineStats
 
 
 class RolloutWorker(Actor):

@@ -31,12 +31,12 @@ from asyncrl.backends.megatron.rank_link import described
 from asyncrl.backends.megatron.refusals import require_tensors_of_engines, require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.backends.port import StepResult
+from asyncrl.config.adapter import Layout, RunConfig
 from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
 from asyncrl.os_process import learner_secret
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch, of_one_length
-from asyncrl.protocols import StepResult
-from asyncrl.protocols.adapter import Layout, RunConfig
 from asyncrl.tensors.snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.overlapped_linear import Exchange
 from asyncrl.backends.megatron.rank_commands import Place
 from asyncrl.backends.megatron.symmetric_memory import Window, why_not
-from asyncrl.protocols.adapter import Layout
+from asyncrl.config.adapter import Layout
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core import parallel_state

@@ -26,8 +26,8 @@ from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
 from asyncrl.backends.megatron.rank_commands import Command, Job, Left, Place, Scores
 from asyncrl.backends.megatron.trained_model import TrainedModel
+from asyncrl.backends.port import StepResult
 from asyncrl.errors import CheckpointError
-from asyncrl.protocols import StepResult
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.snapshot import Snapshot
 

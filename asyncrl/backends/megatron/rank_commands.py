@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends.models import POLICY, AuxiliaryModel
+from asyncrl.config.adapter import Layout
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.protocols.adapter import Layout
 
 _LEADER_FIRST_SECONDS: Final = 60.0
 """By this much later than others the leader may begin to wait for a rank."""

@@ -11,8 +11,8 @@ from asyncrl.backends import huggingface, weight_cuts
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.lora import EXPERT_ALIGNMENT
 from asyncrl.backends.weight_map import weight_map
+from asyncrl.config.adapter import Layout, RunConfig
 from asyncrl.errors import ConfigError, WeightsError
-from asyncrl.protocols.adapter import Layout, RunConfig
 from asyncrl.tensors import quantized_model
 from asyncrl.tensors.model_tensors import check_layout, read_shapes, trained_shapes
 

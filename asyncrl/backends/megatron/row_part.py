@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from asyncrl.backends.megatron.packed_attention import Piece, Pieces, uses_varlen
 from asyncrl.backends.micro_batches import PackedRow, Rectangles, to_device
+from asyncrl.config.adapter import Layout
 from asyncrl.messages.routing import ExpertArray, unrouted
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.protocols.adapter import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Each rank that is started separately builds its models from its own run file, code and folders. If they differed, the
 ranks would train a mixture of them, so they are compared when a rank joins (joined_ranks.py).
-Tests: tests/unit/backends/megatron/test_joined_ranks.py, tests/unit/run/checks/test_run_file_sections.py.
+Tests: tests/unit/backends/megatron/test_joined_ranks.py, tests/unit/launch/checks/test_run_file_sections.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.backends.megatron.options import Options
+from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import WeightsError
-from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors import weight_files
 
 _UNREAD: Final = ("_name_or_path", "transformers_version")

@@ -33,12 +33,12 @@ from asyncrl.backends.micro_batches import RecordedTokens
 from asyncrl.backends.models import VALUE_HEAD
 from asyncrl.backends.offload import HostMoments
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
+from asyncrl.backends.port import StepResult
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import CheckpointError, StepFailed
 from asyncrl.policies.algorithms.objective import Objective
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.corrections import diagnostics
-from asyncrl.protocols import StepResult
 from asyncrl.tensors.torch_dist import Chunk, TorchDist
 
 _EMBEDDING: Final = "embedding.word_embeddings.weight"

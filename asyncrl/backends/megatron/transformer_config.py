@@ -15,8 +15,8 @@ from asyncrl.backends.families.shape import Experts, ModelShape
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.rank_commands import Job
+from asyncrl.config.adapter import Layout
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.adapter import Layout
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer import TransformerConfig

@@ -18,11 +18,11 @@ from asyncrl.backends import models
 from asyncrl.backends.adapter import BackendAdapter
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.backends.port import StepResult
 from asyncrl.backends.reference.models import LoadedModel, TrainedModel
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.protocols import StepResult
 from asyncrl.tensors.expert_tensors import by_names_in_files
 from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.snapshot import Snapshot

@@ -20,12 +20,12 @@ from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.micro_batches import PackedRow, RecordedTokens
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings, has_weight_decay, is_trainable, step_metrics
+from asyncrl.backends.port import StepResult
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.policies.algorithms.objective import Objective, ValueInputs
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.policies.losses.loss import LossInputs
-from asyncrl.protocols import StepResult
 from asyncrl.tensors.expert_tensors import by_names_in_files
 from asyncrl.tensors.transformers_lock import LOADING
 

@@ -39,15 +39,14 @@ from asyncrl.bus.jetstream.streams import Streams, batches, remove_message, subj
 from asyncrl.bus.jetstream.watch import StoredMessage, Watch, last_stored
 from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.pieces import Pieces, most_bytes
+from asyncrl.bus.port import Deliveries, LogMark, LogState, Loss, ObjectStore, Record, Veto
+from asyncrl.bus.rejections import Rejections
 from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
 from asyncrl.config.addresses import servers
 from asyncrl.errors import BusFull
 from asyncrl.messages.codec import encode
 from asyncrl.messages.signing import UNSIGNED, Seen, Signatures
 from asyncrl.messages.topics import ALL, Service, Topic
-from asyncrl.protocols import Deliveries, LogMark, LogState, Loss, ObjectStore, Record
-from asyncrl.protocols.bus import Veto
-from asyncrl.protocols.rejections import Rejections
 
 M = TypeVar("M")
 Q = TypeVar("Q")
@@ -59,7 +58,7 @@ _FEW: Final = 8
 
 
 class JetStreamBus:
-    """See ``protocols.Bus``. Uses one connection. Any number of actors of one event loop may share it."""
+    """See ``Bus in bus/port.py``. Uses one connection. Any number of actors of one event loop may share it."""
 
     def __init__(
         self,

@@ -15,10 +15,10 @@ from asyncrl.bus.jetstream.ordered_consumer import Arrival
 from asyncrl.bus.jetstream.pull_consumer import GIVE_BACK, PullConsumer
 from asyncrl.bus.jetstream.shared_consumer import SharedConsumer
 from asyncrl.bus.jetstream.streams import remove_message
+from asyncrl.bus.port import Delivery
 from asyncrl.errors import Unanswered
 from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import Topic
-from asyncrl.protocols import Delivery
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ noticeably later on a busy machine. The server would apply a late nak to the nex
 
 
 class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
-    """See ``protocols.Deliveries``."""
+    """See ``Deliveries in bus/port.py``."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.jetstream.stream_state import StreamState, altered, lost
 from asyncrl.bus.jetstream.streams import ALWAYS, NAME_IN_USE, OTHER_SETTINGS, OTHER_SUBJECTS, made_stream, recreated
+from asyncrl.bus.port import Loss
 from asyncrl.messages.topics import ALL, PIECES, Topic
-from asyncrl.protocols import Loss
 
 _NO_CONSUMER: Final = 10014
 _REMOVAL_SECONDS: Final = 0.5

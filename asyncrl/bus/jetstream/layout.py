@@ -20,9 +20,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from asyncrl.bus.port import DUPLICATE_SECONDS
 from asyncrl.errors import BusError
 from asyncrl.messages.topics import Service, Topic
-from asyncrl.protocols.bus import DUPLICATE_SECONDS
 
 HEADER_BYTES: Final = 1024
 """Room for headers in the server's max_payload."""

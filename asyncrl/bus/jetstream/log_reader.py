@@ -19,8 +19,8 @@ from asyncrl.bus.jetstream.layout import reader
 from asyncrl.bus.jetstream.objects import ChunkWindow
 from asyncrl.bus.jetstream.ordered_consumer import OrderedConsumer, Wire
 from asyncrl.bus.jetstream.watch import StoredMessage, leaders_message
+from asyncrl.bus.port import LogMark, LogState
 from asyncrl.errors import LogChanged
-from asyncrl.protocols import LogMark, LogState
 
 _READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 64 MiB behind
 _READ_AHEAD: Final = 4096

@@ -31,8 +31,8 @@ from asyncrl.bus.jetstream.errors import Refused
 from asyncrl.bus.jetstream.layout import HEADER_BYTES, Layout
 from asyncrl.bus.jetstream.streams import subjects
 from asyncrl.bus.jetstream.watch import last_stored, leaders_message
+from asyncrl.bus.port import ObjectInfo
 from asyncrl.errors import BusError, ObjectGone
-from asyncrl.protocols import ObjectInfo
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ _NAME_IN_USE: Final = 10058
 
 
 class JetStreamObjects:
-    """See ``protocols.ObjectStore``. Connects on first use."""
+    """See ``ObjectStore in bus/port.py``. Connects on first use."""
 
     def __init__(
         self, dial: Callable[[], Awaitable[Connection]], layout: Layout, *, elsewhere: tuple[str, bytes] = ("", b"")

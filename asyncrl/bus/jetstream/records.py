@@ -12,9 +12,8 @@ from asyncrl.bus.jetstream.log_reader import LogReader
 from asyncrl.bus.jetstream.ordered_consumer import Arrival, OrderedConsumer
 from asyncrl.bus.jetstream.watch import StoredMessage, last_stored
 from asyncrl.bus.pieces import Pieces
+from asyncrl.bus.port import Record, Veto
 from asyncrl.messages.topics import PIECES, Topic
-from asyncrl.protocols import Record
-from asyncrl.protocols.bus import Veto
 
 M = TypeVar("M")
 

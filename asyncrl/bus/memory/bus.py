@@ -15,13 +15,12 @@ from asyncrl.bus.encoding import Each, Opened, encoded, opened
 from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.memory.stores import Item, Log, Objects, States, Work
 from asyncrl.bus.pieces import Pieces, most_bytes
+from asyncrl.bus.port import Deliveries, Delivery, LogMark, LogState, Loss, ObjectStore, Record, Veto
+from asyncrl.bus.rejections import Rejections
 from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
 from asyncrl.messages.codec import encode
 from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.messages.topics import PIECES, Service, Topic
-from asyncrl.protocols import Deliveries, Delivery, LogMark, LogState, Loss, ObjectStore, Record
-from asyncrl.protocols.bus import Veto
-from asyncrl.protocols.rejections import Rejections
 
 M = TypeVar("M")
 Q = TypeVar("Q")
@@ -29,7 +28,7 @@ A = TypeVar("A")
 
 
 class MemoryBus:
-    """See ``protocols.Bus``. A delivery that is not acked or kept for ``ack_seconds`` goes to another consumer."""
+    """See ``Bus in bus/port.py``. A delivery that is not acked or kept for ``ack_seconds`` goes to another consumer."""
 
     def __init__(
         self,

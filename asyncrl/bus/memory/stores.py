@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from asyncrl.bus.port import DUPLICATE_SECONDS, ObjectInfo
 from asyncrl.errors import BusFull, ObjectGone
-from asyncrl.protocols import ObjectInfo
-from asyncrl.protocols.bus import DUPLICATE_SECONDS
 
 _CHUNK_BYTES = 2**17
 
@@ -241,7 +240,7 @@ class States:
 
 
 class Objects:
-    """See ``protocols.ObjectStore``."""
+    """See ``ObjectStore in bus/port.py``."""
 
     elsewhere = ("", b"")
 

@@ -24,17 +24,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.adapter import EngineAdapter
+from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence
 from asyncrl.engines.inprocess.incoming_weights import read_weights, taken
+from asyncrl.engines.port import EngineStats
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens
 from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineDied, EngineError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
-from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration, Source
-from asyncrl.protocols.adapter import RunConfig
+from asyncrl.weights.port import LoadReport, Source
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +116,7 @@ class _Close:
 
 
 class InProcessEngine(EngineAdapter):
-    """See Engine and Intake in protocols/engine.py."""
+    """See Engine and Intake in the ports."""
 
     options_type = Options
     shares_gpus = True

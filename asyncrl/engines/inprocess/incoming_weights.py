@@ -11,9 +11,9 @@ from asyncrl.engines.inprocess.decoder import Decoder
 from asyncrl.engines.validation import check_weights
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
-from asyncrl.protocols import Source
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import check_layout
+from asyncrl.weights.port import Source
 
 
 def read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Tensor]:

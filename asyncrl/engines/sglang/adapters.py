@@ -22,8 +22,8 @@ from asyncrl.engines.sglang.stamps import new_owner
 from asyncrl.engines.sglang.weights import Post
 from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
-from asyncrl.protocols import LoadReport
 from asyncrl.tensors.adapter_names import CONFIG_FILE, module_of
+from asyncrl.weights.port import LoadReport
 
 log = logging.getLogger(__name__)
 

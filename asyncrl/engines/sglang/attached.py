@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.sglang.adapters import Adapters
 from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.engines.sglang.stamps import Stamps
@@ -14,7 +15,6 @@ from asyncrl.engines.sglang.weights import WeightLoader
 from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import WeightVersion
-from asyncrl.protocols.adapter import RunConfig
 
 log = logging.getLogger(__name__)
 

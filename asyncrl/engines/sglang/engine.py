@@ -21,8 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.adapter import RunConfig
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.port import EngineStats
 from asyncrl.engines.sglang import attached, context, memory, repacking, rope, served_model
 from asyncrl.engines.sglang.adapters import Adapters
 from asyncrl.engines.sglang.arguments import check_arguments, check_intake_arguments, check_joined_arguments
@@ -53,13 +56,12 @@ from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_
 from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages import SamplingParams, WeightVersion
-from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
-from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors.device import resolve_device
+from asyncrl.weights.port import LoadReport
 
 
 class SGLangEngine(EngineAdapter):
-    """See Engine in protocols/engine.py."""
+    """See Engine in engines/port.py."""
 
     options_type = Options
     takes = frozenset({"adapters", "fp8", "int4"})

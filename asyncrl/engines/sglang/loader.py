@@ -29,10 +29,10 @@ import torch
 from asyncrl.config import plugins
 from asyncrl.engines.sglang import receiving, repacking
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Source
 from asyncrl.tensors import safetensors_file
 from asyncrl.tensors.model_tensors import Shapes, check_layout
 from asyncrl.tensors.snapshot import Bucket, grouped
+from asyncrl.weights.port import Source
 
 _SOURCE: Final = "source:"
 _GROUPS: Final = "groups"

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang.routed_experts import ExpertShape
 from asyncrl.engines.sglang.stamps import Stamps
 from asyncrl.engines.version_spans import SpanRecorder, Version
 from asyncrl.errors import EngineError, PromptError
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, last
-from asyncrl.protocols import Generation
 
 
 class Reply:

@@ -24,9 +24,9 @@ from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.weight_transfer import BucketLayout
-from asyncrl.protocols import LoadReport, Source
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import Shapes, check_layout
+from asyncrl.weights.port import LoadReport, Source
 
 Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 """POSTs a body to a path of the server and returns the response. Raises EngineError, EngineDied."""
@@ -247,7 +247,7 @@ class WeightLoader:
 
 
 class SGLangIntake:
-    """See Intake and Collectives in protocols/engine.py."""
+    """See Intake and Collectives in weights/port.py."""
 
     def __init__(
         self, post: Post, loader: WeightLoader, *, num_ranks: int, shapes: Shapes, optional: frozenset[str]

@@ -42,7 +42,7 @@ SCORED_BY: Final[Mapping[str, str]] = {
     "teacher_logprobs": "teacher",
     "prox_logprobs": "policy",
 }
-"""Which model computes each per-token score, before the step (protocols.Backend.score)."""
+"""Which model computes each per-token score, before the step (Backend in backends/port.py.score)."""
 
 OF_BATCH: Final = ("effective_fraction", "keep")
 """Loss inputs that are computed over the whole batch, from the policy's logprobs (apply_scores.py)."""

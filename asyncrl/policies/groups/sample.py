@@ -1,7 +1,7 @@
 """A prompt group in human-readable form: text, rewards, advantage, staleness and fate. Pure.
 
 The learner records some groups in samples.jsonl (state/samples.py). Readers build others from the trajectory log and
-from events (run/recorded/samples.py). The JSON form has the same fields under the same names.
+from events (audit/samples.py). The JSON form has the same fields under the same names.
 
 Tests: tests/unit/policies/groups/test_sample.py.
 """

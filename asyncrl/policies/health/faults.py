@@ -120,7 +120,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostPart:
-    """A stream, bucket or consumer of the bus that was lost or changed, and what became of it (protocols.Loss)."""
+    """A stream, bucket or consumer of the bus that was lost or changed, and what became of it (Loss in bus/port.py)."""
 
     name: str
     topics: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Findings about processes that work but do not fit together: other code, functions, tokenizers, clocks.
 
-Every process reports checksums of what it runs (run/checks/own_code.py) and its wall-clock time. They are compared
+Every process reports checksums of what it runs (launch/checks/own_code.py) and its wall-clock time. They are compared
 with the learner's. Tests: tests/unit/policies/health/test_fleet.py.
 """
 

@@ -12,10 +12,10 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.bus.port import Bus, ObjectStore
+from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import BusError, ConfigError, WeightsError
 from asyncrl.messages import WeightVersion
-from asyncrl.protocols import Bus, ObjectStore
-from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.adapter import ChannelAdapter
 from asyncrl.weights.objects.fetched import FetchedVersions

@@ -16,9 +16,9 @@ from typing import Final
 
 import numpy as np
 
+from asyncrl.bus.port import ObjectStore
 from asyncrl.errors import BusError, ObjectGone, WeightsError
 from asyncrl.messages import WeightVersion, replace
-from asyncrl.protocols import ObjectStore
 from asyncrl.tensors import safetensors_file, weight_files
 from asyncrl.tensors.weight_files import WEIGHTS_FILE
 from asyncrl.weights.files import add_companions, verified

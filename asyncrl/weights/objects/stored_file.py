@@ -13,9 +13,9 @@ from typing import IO, Final
 
 import numpy as np
 
+from asyncrl.bus.port import ObjectStore
 from asyncrl.errors import BusError, WeightsError
 from asyncrl.messages import WeightVersion, replace
-from asyncrl.protocols import ObjectStore
 from asyncrl.tensors import safetensors_file
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.tensors.weight_files import WEIGHTS_FILE

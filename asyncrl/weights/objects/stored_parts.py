@@ -14,10 +14,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from asyncrl.bus.port import ObjectStore
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
-from asyncrl.protocols import ObjectStore
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.parts import on_every_part
 from asyncrl.tensors.snapshot import PartWorker, Snapshot

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner.batch_bisector import find
+from asyncrl.backends.port import StepResult
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import BackendError, StepFailed
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.protocols import StepResult
 from tests.actors.learner.test_liar import events
 from tests.conftest import BUS_SIZES
 from tests.harness.fakes import Backend, Engine, Loop, run_worker, worker

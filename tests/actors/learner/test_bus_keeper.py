@@ -10,9 +10,9 @@ import pytest
 from asyncrl.actors.learner import bus_keeper
 from asyncrl.actors.learner.bus_keeper import BusKeeper
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.port import Loss
 from asyncrl.errors import BusError
 from asyncrl.messages.topics import PROGRESS
-from asyncrl.protocols import Loss
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.buses import progress
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl.audit.account import account_with
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.audit.accounting import Account
-from asyncrl.run.recorded.account import account_with
-from asyncrl.run.recorded.run_folder import RecordedRun
 from asyncrl.state import checkpoint
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import Engine, Loop, run_worker, worker

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.run.recorded.account import account_with
-from asyncrl.run.recorded.run_folder import RecordedRun
+from asyncrl.audit.account import account_with
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.state import checkpoint
 from tests.harness.fakes import Backend, Engine, Loop, run_all, run_worker, worker
 

@@ -20,7 +20,7 @@ from asyncrl.messages.topics import PROGRESS, PROMPTS
 from asyncrl.policies.groups.pass_rates import PassRates
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.staleness.admission import Admission
-from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.port import Reward, Sample
 from tests.harness.fakes import Engine, Judge, Loop, run_all, worker
 
 

@@ -15,12 +15,12 @@ import pytest
 from asyncrl.actors.learner import disk
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.audit.account import account_with
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import Finding, Observation, Seen
-from asyncrl.run.recorded.account import account_with
-from asyncrl.run.recorded.run_folder import RecordedRun
 from asyncrl.state import checkpoint
 from asyncrl.tensors.snapshot import Snapshot
 from tests.harness.fakes import Channel, Engine, Loop, run_worker, until, worker

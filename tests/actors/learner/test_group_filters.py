@@ -16,9 +16,9 @@ from asyncrl.actors.learner.group_filters import GroupFilters, sample_group
 from asyncrl.config.run import AlgorithmSection
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError, FilterError, HopelessError
+from asyncrl.launch.checks.run_file import check
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
 from asyncrl.messages.topics import EVENTS
-from asyncrl.run.checks.run_file import check
 from tests import ROOT
 from tests.harness.buses import first
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, single_turn, worker

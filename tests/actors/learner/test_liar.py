@@ -14,11 +14,12 @@ import pytest
 from asyncrl import messages
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.actors.learner.validator import Validator
+from asyncrl.bus.port import Bus
 from asyncrl.errors import RewardError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
-from asyncrl.protocols import Bus, Reward, Sample
+from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes, groups
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
 

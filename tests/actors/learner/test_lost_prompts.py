@@ -13,6 +13,7 @@ from asyncrl.actors.learner.lost_prompts import LostPrompts
 from asyncrl.actors.learner.prompt_link import PromptLink
 from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.port import Bus
 from asyncrl.data.prompts import PromptRow
 from asyncrl.errors import HopelessError
 from asyncrl.messages import PromptGroup, SamplingParams
@@ -22,7 +23,6 @@ from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.trust.tickets import Tickets
-from asyncrl.protocols import Bus
 from asyncrl.state import history
 from asyncrl.state.history import HISTORY_FILE
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES

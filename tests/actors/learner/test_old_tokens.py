@@ -11,12 +11,12 @@ import pytest
 
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.rollout.stragglers import Stragglers
+from asyncrl.audit.account import account_with
+from asyncrl.audit.run_folder import RecordedRun
+from asyncrl.environments.builtin import single_turn
+from asyncrl.environments.port import Generate
 from asyncrl.messages import PromptGroup, Trajectory, VersionSpan, replace
 from asyncrl.policies.audit.entries import steps
-from asyncrl.protocols import Generate
-from asyncrl.rollouts.builtin import single_turn
-from asyncrl.run.recorded.account import account_with
-from asyncrl.run.recorded.run_folder import RecordedRun
 from asyncrl.state import history
 from tests.actors.learner.test_sample_recorder import read, written
 from tests.harness.fakes import Engine, Loop, run_all, until, worker

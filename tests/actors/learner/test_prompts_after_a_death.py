@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout import weight_follower
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.environments.builtin import single_turn
 from asyncrl.messages import PromptGroup, SamplingParams, WeightVersion
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES, WEIGHTS
 from asyncrl.policies.staleness.admission import Admission, version_to_begin
-from asyncrl.protocols import Generation, PartialGeneration
-from asyncrl.rollouts.builtin import single_turn
 from asyncrl.tensors.snapshot import Snapshot
 from tests.harness import fakes
 from tests.harness.fakes import Engine, Loop, run_worker, until, worker

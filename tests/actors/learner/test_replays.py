@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.audit.account import account_with
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.config.staleness import StalenessSection
 from asyncrl.errors import ConfigError
-from asyncrl.run.recorded.account import account_with
-from asyncrl.run.recorded.run_folder import RecordedRun
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, worker
 
 

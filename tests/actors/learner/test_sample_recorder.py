@@ -16,6 +16,7 @@ import pytest
 from asyncrl.actors.learner import sample_writer
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.learner.sample_writer import SampleWriter
+from asyncrl.backends.port import StepResult
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages.topics import EVENTS
 from asyncrl.policies.algorithms.spec import resolve
@@ -25,7 +26,7 @@ from asyncrl.policies.batching.filters import dynamic_sampling
 from asyncrl.policies.batching.packing import documents as document_slices
 from asyncrl.policies.groups.sample import sample_of
 from asyncrl.policies.groups.states import Outcome
-from asyncrl.protocols import Reward, Sample, StepResult
+from asyncrl.rewards.port import Reward, Sample
 from asyncrl.state.history import HISTORY_FILE
 from asyncrl.state.history import read as read_history
 from asyncrl.state.samples import SampleFile, read

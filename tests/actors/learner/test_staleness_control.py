@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner.validator import Validator
+from asyncrl.bus.port import Bus
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, replace
 from asyncrl.messages.topics import EVENTS, PROMPTS, TRAJECTORIES
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.trust.validation import GroupValidation
-from asyncrl.protocols import Bus
 from tests.harness.fakes import Engine, Loop, run_worker, until, worker
 from tests.harness.rows import Rows
 

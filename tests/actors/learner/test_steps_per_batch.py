@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner.training_step import Parts, TrainingStep, made_one
+from asyncrl.backends.port import StepResult
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
@@ -19,7 +20,6 @@ from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch, pack_parts
 from asyncrl.policies.losses.table import LOSSES
-from asyncrl.protocols import StepResult
 from tests.harness.backends import distance, started, tiny_model, weights
 from tests.harness.scoring import ScriptedBackend, answer, built, by_tokens
 

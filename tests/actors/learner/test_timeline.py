@@ -11,9 +11,9 @@ import pytest
 
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.timeline import MOST_ACTORS, Timeline
+from asyncrl.audit.timeline import OLDER_FILE, TIMELINE_FILE, rows_of
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.metrics.trace import trace
-from asyncrl.run.recorded.timeline import OLDER_FILE, TIMELINE_FILE, rows_of
 from asyncrl.state.samples import RotatedLines
 from tests.harness import fakes
 from tests.harness.command import asyncrl

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.backends.port import StepResult
 from asyncrl.config.layout import Layout
 from asyncrl.policies.advantages import returns
 from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -18,7 +19,6 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import MicroBatch, pack_for_ranks
 from asyncrl.policies.losses.kl import Penalty
-from asyncrl.protocols import StepResult
 from tests.harness.scoring import ScriptedBackend, answer, built, by_tokens
 
 ANSWERS = (

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.port import Bus
+from asyncrl.engines.generation import Generation
 from asyncrl.errors import HopelessError
 from asyncrl.messages import Heartbeat, Quarantine, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.trust.validation import GroupValidation
-from asyncrl.protocols import Bus, Generation
 from tests.conftest import BUS_SIZES
 from tests.harness.fakes import Backend, Engine, Loop, run_worker, until, worker
 from tests.harness.rows import Rows

@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl.actors.rollout import drain_patience
 from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.bus.port import Bus
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import PROMPTS, SEGMENTS, TRAJECTORIES, WEIGHTS
-from asyncrl.protocols import Bus
 from tests.harness import fakes
 from tests.harness.buses import first, prompt
 

@@ -15,9 +15,9 @@ from asyncrl.actors.rollout.group_progress import GroupProgress, Recorded, assem
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import SEGMENTS
-from asyncrl.protocols import Generation, PartialGeneration
 from tests.conftest import BUS_SIZES
 from tests.harness import fakes
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from asyncrl.actors.rollout import prefetch
+from asyncrl.bus.port import Bus
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
-from asyncrl.protocols import Bus
 from tests.harness import fakes
 from tests.harness.partial_rollouts import StepEngine, Worker, publish_prompt
 

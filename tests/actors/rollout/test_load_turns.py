@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.actors.rollout import load_turns
 from asyncrl.actors.rollout.load_turns import FIRST_SECONDS, LEAST_SECONDS, patience, turn_to_load
-from asyncrl.protocols import Bus
+from asyncrl.bus.port import Bus
 
 
 async def test_a_turn_that_never_comes_is_not_waited_for_for_ever(

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.port import Bus
+from asyncrl.engines.generation import Generation
+from asyncrl.environments.builtin import single_turn
+from asyncrl.environments.port import Generate
 from asyncrl.messages import Progress, PromptGroup, Trajectory
 from asyncrl.messages.topics import PROGRESS, SEGMENTS
-from asyncrl.protocols import Bus, Generate, Generation
-from asyncrl.rollouts.builtin import single_turn
 from tests.conftest import BUS_SIZES
 from tests.harness import fakes
 from tests.harness.buses import first_event

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.bus.port import Bus
 from asyncrl.messages import Progress
 from asyncrl.messages.topics import PROMPTS, SEGMENTS, TRAJECTORIES
 from asyncrl.policies.prefetch import MOST, groups_ahead
-from asyncrl.protocols import Bus
 from tests.harness import fakes
 from tests.harness.buses import first, progress, publish_prompts, taken
 

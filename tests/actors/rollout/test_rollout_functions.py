@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.learner.validator import MOST_IMPOSSIBLE, Validator
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.environments.builtin import single_turn
+from asyncrl.environments.port import Generate
+from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import HopelessError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
 from asyncrl.messages.topics import PROMPTS, QUARANTINE
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.trust.validation import GroupValidation
-from asyncrl.protocols import Generate, Generation, PartialGeneration
-from asyncrl.rollouts.builtin import single_turn
-from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
 from tests.harness.buses import first

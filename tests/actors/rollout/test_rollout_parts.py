@@ -14,14 +14,16 @@ import pytest
 
 from asyncrl import config
 from asyncrl.actors.rollout.rollout_parts import RolloutLimits, parts_of
+from asyncrl.audit.account import account_with
+from asyncrl.audit.run_folder import RecordedRun
+from asyncrl.bus.port import Bus
+from asyncrl.environments.port import Generate
+from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import RolloutError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory, TurnReward
 from asyncrl.policies.batching import packing
-from asyncrl.protocols import Bus, Generate, Reward, Sample
 from asyncrl.rewards.load import load_reward
-from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
-from asyncrl.run.recorded.account import account_with
-from asyncrl.run.recorded.run_folder import RecordedRun
+from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes
 from tests.harness.buses import first, publish_prompts
 from tests.harness.groups import trajectory

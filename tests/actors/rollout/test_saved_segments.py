@@ -9,10 +9,11 @@ import numpy as np
 
 from asyncrl.actors.rollout.group_progress import GroupProgress, assembled, newest_attempt
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.port import Bus
+from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.segments import GroupSegment
 from asyncrl.messages.topics import SEGMENTS
-from asyncrl.protocols import Bus, Generation, PartialGeneration
 from tests.conftest import BUS_SIZES
 from tests.harness.buses import taken
 from tests.harness.partial_rollouts import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages.topics import TRAJECTORIES
-from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.port import Reward, Sample
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
 from tests.harness.buses import publish_prompts

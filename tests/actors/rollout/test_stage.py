@@ -20,11 +20,14 @@ from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.port import Bus, Delivery
+from asyncrl.engines.generation import Generation
+from asyncrl.environments.builtin import single_turn
+from asyncrl.environments.port import Generate
+from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.topics import PROMPTS, Topic
-from asyncrl.protocols import Bus, Delivery, Generate, Generation, Reward
-from asyncrl.rollouts.builtin import single_turn
-from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
+from asyncrl.rewards.port import Reward
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
 from tests.harness.buses import first, publish_prompts, taken

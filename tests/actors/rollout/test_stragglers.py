@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.rollout.stragglers import Stragglers
+from asyncrl.bus.port import Bus
 from asyncrl.errors import RolloutError
 from asyncrl.messages import PromptGroup, Trajectory, replace
 from asyncrl.messages.topics import EVENTS, PROMPTS, TRAJECTORIES
-from asyncrl.protocols import Bus
 from tests.harness.buses import first, prompt
 from tests.harness.fakes import Engine, Loop, run_worker, single_turn, worker
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.rollout.update_account import UpdateAccount
+from asyncrl.bus.port import Bus
+from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.errors import EngineError
 from asyncrl.messages import VersionSpan
-from asyncrl.protocols import Bus, Generation, PartialGeneration
 from tests.harness.partial_rollouts import Worker, publish_prompt
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from asyncrl.data import demo_task
-from asyncrl.run.keys.worker_keys import WORKER_KEY_VARIABLE
+from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 from tests.harness.processes import processes_below
 
@@ -27,7 +27,7 @@ PARTS = '''
 """Parts of a run; each hangs while a file of its name exists."""
 import asyncio, time
 from pathlib import Path
-from asyncrl.rollouts.builtin import single_turn
+from asyncrl.environments.builtin import single_turn
 from asyncrl.backends.reference.backend import ReferenceBackend
 from asyncrl.data import demo_task
 from asyncrl.engines.inprocess.engine import InProcessEngine, Options

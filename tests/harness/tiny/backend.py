@@ -22,10 +22,10 @@ from asyncrl.backends.adapter import BackendAdapter
 from asyncrl.backends.micro_batches import PackedRow
 from asyncrl.backends.models import POLICY
 from asyncrl.backends.optimizer_settings import OptimizerSettings, step_metrics
+from asyncrl.backends.port import StepResult
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.corrections import diagnostics
-from asyncrl.protocols import StepResult
 from asyncrl.tensors.snapshot import Snapshot
 from tests.harness.tiny.adam import Adam
 from tests.harness.tiny.files import FIRST_DIGIT, WEIGHTS_FILE

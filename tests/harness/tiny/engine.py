@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from asyncrl.engines.adapter import EngineAdapter
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.engines.port import EngineStats
 from asyncrl.errors import WeightsError
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
-from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
+from asyncrl.weights.port import LoadReport
 from tests.harness.tiny.files import FIRST_DIGIT, WEIGHTS_FILE
 from tests.harness.tiny.task import LENGTH, SIZE, START, Policy
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.protocols import Sample
+from asyncrl.rewards.port import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

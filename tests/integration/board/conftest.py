@@ -14,10 +14,10 @@ import pytest
 
 from asyncrl import config
 from asyncrl.board.server import Board
+from asyncrl.board.watched.watched_run import WatchedRun
 from asyncrl.config import record as config_record
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.policies.groups.sample import Answer, GroupSample
-from asyncrl.run.watched.watched_run import WatchedRun
 from asyncrl.state.history import HISTORY_FILE, History
 from asyncrl.state.samples import EVALUATION_FILE, SampleFile
 

@@ -14,11 +14,11 @@ import pytest
 
 from asyncrl.board.run_state import MOST_ROWS
 from asyncrl.board.server import Board
+from asyncrl.board.watched.watched_run import WatchedRun
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.topics import ACTORS
-from asyncrl.run.watched.watched_run import WatchedRun
 from asyncrl.state.samples import SAMPLES_FILE
 from tests.harness.histories import forge
 from tests.integration.board.conftest import HOSTILE, OpenBoard, row, write_rows

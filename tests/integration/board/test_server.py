@@ -21,6 +21,8 @@ from asyncrl.board.feed import RunFeed
 from asyncrl.board.hub import MOST_WAITING
 from asyncrl.board.readers import MOST_ASKED
 from asyncrl.board.server import Board
+from asyncrl.board.watched.group_index import GroupIndex
+from asyncrl.board.watched.watched_run import WatchedRun
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.cli.main import main
@@ -28,8 +30,6 @@ from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Event, Heartbeat, StepMetrics, Wait
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, EVENTS, METRICS
-from asyncrl.run.watched.group_index import GroupIndex
-from asyncrl.run.watched.watched_run import WatchedRun
 from asyncrl.state.history import HISTORY_FILE, History
 from tests.integration.board.conftest import OpenBoard, row, write_rows
 

@@ -9,9 +9,9 @@ import pytest
 
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.launch.processes.child_process import RestartPolicy
+from asyncrl.launch.processes.server_restarts import keep_up
 from asyncrl.messages.topics import PROMPTS
-from asyncrl.run.processes.child_process import RestartPolicy
-from asyncrl.run.processes.server_restarts import keep_up
 from tests.harness.buses import prompt
 from tests.harness.faults.injections import full_disk
 

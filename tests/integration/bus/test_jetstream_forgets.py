@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.bus.port import LogMark
 from asyncrl.errors import LogChanged
 from asyncrl.messages.topics import PROGRESS, PROMPTS, TRAJECTORIES
-from asyncrl.protocols import LogMark
 from tests.harness.buses import first, progress, prompt, publish_groups, publish_prompts
 
 Connect = Callable[..., Awaitable[JetStreamBus]]

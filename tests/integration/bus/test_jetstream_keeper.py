@@ -17,10 +17,10 @@ from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.bus.port import Bus
 from asyncrl.messages import Event
 from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES, Topic
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.protocols import Bus
 from tests.harness.buses import (
     first,
     group,

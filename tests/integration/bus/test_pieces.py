@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from asyncrl.audit.account import account_with
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import Forbidden
 from asyncrl.messages.topics import PIECES, TRAJECTORIES
-from asyncrl.run.recorded.account import account_with
-from asyncrl.run.recorded.run_folder import RecordedRun
 from tests.harness.buses import first, first_event, group
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, worker
 from tests.harness.roles import Server, connected

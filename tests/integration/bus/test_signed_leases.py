@@ -12,9 +12,9 @@ from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.lease import Lease, lease_prefix
 from asyncrl.bus.jetstream.watch import last_stored
 from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.launch.keys import worker_keys
 from asyncrl.messages.freshness import LIVES
 from asyncrl.messages.signing import UNSIGNED, Signatures, SigningKey
-from asyncrl.run.keys import worker_keys
 from tests.harness.buses import brief_leases
 
 Workers = Callable[..., Awaitable[Any]]

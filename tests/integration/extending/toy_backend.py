@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.backends.port import StepResult
 from asyncrl.backends.reference.backend import ReferenceBackend
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.protocols import StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

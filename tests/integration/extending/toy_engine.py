@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.engines.inprocess.engine import InProcessEngine
-from asyncrl.protocols import Generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from asyncrl.environments.port import Generate
+from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
-from asyncrl.protocols import Generate, Sample
-from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
+from asyncrl.rewards.port import Sample
 
 
 def reward(sample: Sample) -> dict[str, float]:

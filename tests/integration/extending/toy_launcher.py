@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.launchers.local import LocalLauncher, LocalProcess
-from asyncrl.protocols.launcher import ProcessSpec
+from asyncrl.launch.launchers.local import LocalLauncher, LocalProcess
+from asyncrl.launch.port import ProcessSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ import torch
 from asyncrl.errors import WeightsError
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.protocols import Intake
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
+from asyncrl.weights.port import Intake
 from asyncrl.weights.pull import PullReceiver
 
 PATIENCE = 60.0
@@ -61,7 +61,7 @@ def tensors(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.T
 
 
 class SocketSender:
-    """See Sender in asyncrl/protocols/weights.py."""
+    """See Sender in asyncrl/weights/port.py."""
 
     def __init__(self, log: str) -> None:
         self._log = log

@@ -12,7 +12,7 @@ import pytest
 import asyncrl
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
-from asyncrl.protocols import Sample
+from asyncrl.rewards.port import Sample
 from tests import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

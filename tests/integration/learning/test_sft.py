@@ -20,15 +20,15 @@ from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.engines.null import NullEngine
+from asyncrl.environments.builtin import given
 from asyncrl.errors import ConfigError, PromptError
+from asyncrl.launch.checks.run_file import check
+from asyncrl.launch.processes.gpus import placement
+from asyncrl.launch.summary import summarize
 from asyncrl.messages import ANY_INCARNATION, PromptGroup, SamplingParams, VersionSpan, WeightVersion, codec
 from asyncrl.policies.staleness.staleness import effective_version, per_token
 from asyncrl.policies.trust.validation import GroupValidation
 from asyncrl.rewards.load import load_reward
-from asyncrl.rollouts.builtin import given
-from asyncrl.run.checks.run_file import check
-from asyncrl.run.processes.gpus import placement
-from asyncrl.run.summary import summarize
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes

@@ -40,7 +40,7 @@ function = "killer:answer"
 
 KILLER = """
 import os, signal
-from asyncrl.rollouts.builtin import single_turn
+from asyncrl.environments.builtin import single_turn
 
 async def answer(prompt, generate, *, index):
     if prompt.group_id == 1:

@@ -18,9 +18,9 @@ from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launchers.placement import Placement
-from asyncrl.run.processes import child_process, launch, process_specs
-from asyncrl.run.processes.process_manager import Outcome
+from asyncrl.launch.launchers.placement import Placement
+from asyncrl.launch.processes import child_process, launch, process_specs
+from asyncrl.launch.processes.process_manager import Outcome
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 

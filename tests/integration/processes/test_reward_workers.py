@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.adapters import registry
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.topics import ACTORS
-from asyncrl.run import registry
 from tests.harness.forked import ForkServer
 from tests.harness.run_process import RunProcess
 

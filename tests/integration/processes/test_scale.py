@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.adapters import registry
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.topics import ACTORS
 from asyncrl.policies.health.faults import WORKER
-from asyncrl.run import registry
 from tests.harness.forked import ForkServer
 from tests.harness.roles import Server
 from tests.harness.run_process import RunProcess

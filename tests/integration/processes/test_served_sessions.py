@@ -16,10 +16,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from asyncrl.adapters import registry
+from asyncrl.environments.agent.entry import Entry
 from asyncrl.messages.topics import ACTORS, SEGMENTS
 from asyncrl.policies.health.faults import WORKER
-from asyncrl.rollouts.agent.entry import Entry
-from asyncrl.run import registry
 from tests.harness.forked import ForkServer
 from tests.harness.run_process import RunProcess
 

@@ -23,11 +23,11 @@ import ray
 
 from asyncrl import config
 from asyncrl.errors import ConfigError, NoRoom
-from asyncrl.launchers.ray import RayLauncher
-from asyncrl.launchers.ray_options import Options, Role
+from asyncrl.launch.checks.run_file import check
+from asyncrl.launch.launchers.ray import RayLauncher
+from asyncrl.launch.launchers.ray_options import Options, Role
+from asyncrl.launch.port import ProcessSpec
 from asyncrl.policies.health.faults import WORKER
-from asyncrl.protocols.launcher import ProcessSpec
-from asyncrl.run.checks.run_file import check
 from tests.harness.ray import CPUS, SECONDS, RayRun, TwoNodes, kill
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(1200)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.adapters import registry
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.watch import last_stored
 from asyncrl.errors import BusFull
@@ -40,7 +41,6 @@ from asyncrl.messages.topics import (
     WEIGHTS,
     Topic,
 )
-from asyncrl.run import registry
 from tests.conftest import BUS_SIZES
 from tests.harness.buses import group, prompt
 from tests.harness.forked import ForkedCommand, ForkServer

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.bus.rejections import Rejections
 from asyncrl.bus.request_reply import Line, answer_of
 from asyncrl.errors import MessageError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion
@@ -43,7 +44,6 @@ from asyncrl.messages.topics import (
 )
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.policies.trust.validation import GroupValidation
-from asyncrl.protocols.rejections import Rejections
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 from tests.unit.messages.test_messages import JSON_LIKE, SAMPLES, tampered

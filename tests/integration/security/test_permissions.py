@@ -21,6 +21,7 @@ from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.jetstream.streams import remove_message
 from asyncrl.bus.nats_server.accounts import account_name, permissions
 from asyncrl.errors import ConfigError, Forbidden
+from asyncrl.launch.checks import single_instance
 from asyncrl.messages import Event, Quarantine, WeightVersion
 from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus, RunSettings
 from asyncrl.messages.grading import Grades, GradingRequest, UngradedRollout
@@ -45,7 +46,6 @@ from asyncrl.messages.topics import (
 )
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.run.checks import single_instance
 from tests.harness.buses import group, heartbeat, progress, prompt
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 from tests.harness.roles import RUNS, Server, connected

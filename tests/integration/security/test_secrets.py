@@ -18,9 +18,9 @@ from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.config.addresses import without_secrets
 from asyncrl.config.record import as_table, worker_table
 from asyncrl.data import demo_task
+from asyncrl.launch.summary import summarize
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.metrics.wandb import WandB
-from asyncrl.run.summary import summarize
 from tests.harness.command import RUN_FILE
 from tests.harness.forked import LAUNCHER, ForkServer
 from tests.harness.roles import Server

@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang.engine import SGLangEngine
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.topics import EVALUATION_ANSWERS
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured
-from asyncrl.protocols.generation import Generation
 from asyncrl.tensors.snapshot import Snapshot
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes

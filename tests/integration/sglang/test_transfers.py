@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.errors import WeightsError
 from asyncrl.messages import SamplingParams
-from asyncrl.protocols import Generation, LoadReport
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.collective import CollectiveReceiver
 from asyncrl.weights.nccl import Sender
+from asyncrl.weights.port import LoadReport
 from tests.harness.engines import PROMPT, Check, Model, announce, chosen_experts, switched_logprobs
 from tests.harness.fakes import until
 from tests.harness.transfers import changed, layouts, receiver_of, snapshot

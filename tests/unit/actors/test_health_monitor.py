@@ -18,12 +18,12 @@ from asyncrl.actors.health_monitor import (
     Lasting,
     Since,
 )
+from asyncrl.bus.port import Loss
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import LEARNER, WORKER, Finding
-from asyncrl.protocols import Loss
 from tests.harness import buses
 from tests.harness.learning import memory_bus
 

@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.actors.base import ClockShift
 from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
+from asyncrl.engines.port import EngineStats
 from asyncrl.policies.health.faults import WORKER
-from asyncrl.protocols import EngineStats
 
 
 class Clock:

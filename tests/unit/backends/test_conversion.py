@@ -19,7 +19,7 @@ from asyncrl.backends.families.table import FAMILIES
 from asyncrl.cli.main import main
 from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.run.convert import convert
+from asyncrl.launch.convert import convert
 from asyncrl.state import manifest
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, TorchDist

@@ -16,7 +16,7 @@ from asyncrl.backends import huggingface
 from asyncrl.cli.main import main
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.run.import_folder import import_folder
+from asyncrl.launch.import_folder import import_folder
 from asyncrl.tensors import fp8, int4, mxfp4, quantized_model
 
 KIMI_K2 = {

@@ -9,9 +9,9 @@ import pytest
 import safetensors.torch
 
 from asyncrl import config
+from asyncrl.adapters import registry
 from asyncrl.backends.null import NullBackend
 from asyncrl.errors import ConfigError
-from asyncrl.run import registry
 from tests.harness.backends import documents, tiny_model
 from tests.harness.packing import pack
 

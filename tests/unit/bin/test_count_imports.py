@@ -25,10 +25,10 @@ def test_every_way_to_import_counts_and_a_pair_of_rooms_counts_once(tmp_path: Pa
         "asyncrl/__init__.py": "",
         "asyncrl/errors.py": "import os\n",
         "asyncrl/bus/__init__.py": "from ..errors import Oops\n",
-        "asyncrl/bus/memory.py": "import asyncrl.errors\n\ndef late():\n    from asyncrl.run import build\n",
-        "asyncrl/run/__init__.py": "",
-        "asyncrl/run/build.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from asyncrl import errors\n",
-        "benchmarks/speed.py": "from asyncrl.run.build import Run\n",
+        "asyncrl/bus/memory.py": "import asyncrl.errors\n\ndef late():\n    from asyncrl.launch import build\n",
+        "asyncrl/launch/__init__.py": "",
+        "asyncrl/launch/build.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import asyncrl.errors\n",
+        "benchmarks/speed.py": "from asyncrl.launch.build import Run\n",
     }
     code, lines = counted(tmp_path, files, "--arrows")
     assert lines == [

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from asyncrl import __version__, config
+from asyncrl.audit import run_folder
 from asyncrl.cli import main as cli
 from asyncrl.config import tables
 from asyncrl.errors import CheckpointError, ConfigError, EngineDied, HopelessError
-from asyncrl.run.recorded import run_folder
 from tests import ROOT
 from tests.harness.command import asyncrl
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.run.processes.process_manager import Outcome
+from asyncrl.launch.processes.process_manager import Outcome
 from tests.harness.command import asyncrl
 from tests.harness.forked import LAUNCHER, ForkServer
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl.adapters import registry
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config import RunConfig, tables
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
-from asyncrl.run import registry
-from asyncrl.run.assembly.build_learner import build_learner
-from asyncrl.run.assembly.build_worker import build_worker
+from asyncrl.launch.assembly.build_learner import build_learner
+from asyncrl.launch.assembly.build_worker import build_worker
 
 
 def run_config(folder: Path = Path(), *, mode: str = "async", **staleness: Any) -> RunConfig:

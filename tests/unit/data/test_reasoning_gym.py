@@ -14,8 +14,8 @@ from asyncrl import config
 from asyncrl.data.reasoning_gym import Score, TaskOptions, Tasks
 from asyncrl.data.sources import make_source
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Sample
 from asyncrl.rewards.load import load_reward
+from asyncrl.rewards.port import Sample
 from tests.harness.rollouts import sample_of
 
 

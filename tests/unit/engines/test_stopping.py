@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.stopping import StopStrings, ended
 from asyncrl.messages import SamplingParams, VersionSpan
-from asyncrl.protocols import Generation
 
 PIECES = ["a", "b", ";", "ab", "b;", ";;a", "", "ba;", " "]
 

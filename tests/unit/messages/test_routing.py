@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from asyncrl.engines.generation import NOTHING, Generation
+from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import MessageError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.routing import NO_EXPERTS, dtype_for, joined
-from asyncrl.protocols.generation import NOTHING, Generation
-from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 
 NONE = 255
 PROMPT = np.array([9, 8], np.int32)

@@ -17,9 +17,9 @@ from asyncrl.config.reward import RewardPart
 from asyncrl.data.prompts import indexed
 from asyncrl.data.row_check import RowLimits
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.protocols import Sample
 from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.load import label_check
+from asyncrl.rewards.port import Sample
 from asyncrl.rewards.sandbox.sandbox import Limits, Outcome, Stopped
 from tests.harness.rewards import load, sample, values
 

@@ -14,8 +14,8 @@ from asyncrl.config.reward import RewardSection
 from asyncrl.config.tables import build
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages import replace
-from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.load import load_reward, load_rewards, needs_label
+from asyncrl.rewards.port import Reward, Sample
 from tests.harness.rollouts import sample_of
 
 HERE = "tests.unit.rewards.test_parts"

@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl import config
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.load import load_reward
+from asyncrl.rewards.port import Reward, Sample
 from tests.harness.rewards import load, sample, values
 
 HERE = "tests.unit.rewards.test_rewards"

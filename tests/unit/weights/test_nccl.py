@@ -94,7 +94,7 @@ def test_an_engine_gets_the_bytes_of_the_snapshot_bucket_by_bucket(peers: Any) -
 
 @pytest.mark.gpu(2)
 def test_over_nccl_another_gpu_gets_the_bytes_of_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in run/registry.py
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in adapters/registry.py
     snapshot = weights(0, device="cuda:0")
     peer, sender = Peer(devices=["cuda:1"]), holding(snapshot)
     try:

@@ -13,8 +13,8 @@ import torch
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.errors import WeightsError
 from asyncrl.messages import SamplingParams
-from asyncrl.protocols import LoadReport
 from asyncrl.weights.kept_models import WithModels
+from asyncrl.weights.port import LoadReport
 from asyncrl.weights.pull import PullReceiver
 from tests.harness.engines import PROMPT, Check, Model
 from tests.harness.transfers import snapshot

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from asyncrl.backends.megatron.options import Options
+from asyncrl.backends.port import Backend
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.batching.packing import documents as document_slices
-from asyncrl.protocols import Backend
 from asyncrl.tensors.expert_tensors import by_names_in_files
 from tests.harness.backends import (
     LAYOUT_RANKS,

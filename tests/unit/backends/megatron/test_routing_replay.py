@@ -15,11 +15,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.inprocess.engine import InProcessEngine, Options
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.policies.batching.packing import Document, MicroBatch
-from asyncrl.protocols import Generation
 from tests.harness.backends import (
     LAYOUT_RANKS,
     SETTINGS,

@@ -142,7 +142,7 @@ def case(
         references[architecture] = (folder, done("reference", folder, saved, device="cpu"))
     folder, expected = references[architecture]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in run/registry.py and bin/test-gpu
+        patch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in adapters/registry.py and bin/test-gpu
         yield Case(folder, expected, done(kind, folder, saved, *without, device="cuda"))
 
 

@@ -15,8 +15,8 @@ from aiohttp import test_utils, web
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.messages.codec import encode
 from asyncrl.messages.weight_transfer import TransferOffer
-from asyncrl.protocols import LoadReport
 from asyncrl.weights.collective import CollectiveOffer
+from asyncrl.weights.port import LoadReport
 from tests.harness.engines import Model
 from tests.harness.transfers import layouts, receiver_of
 from tests.unit.engines.sglang.fake_server import FakeServer

@@ -196,7 +196,7 @@ def test_every_rank_of_a_server_gets_the_tensors_of_all_groups(ranks: Ranks, tmp
 def test_over_nccl_a_server_on_another_gpu_gets_the_tensors_of_all_groups(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in run/registry.py
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as in adapters/registry.py
     ranks = Ranks(1, "cuda:1")
     try:
         check_versions(ranks, tmp_path / "problem", device="cuda:0")

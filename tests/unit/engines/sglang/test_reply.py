@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang.client import lines
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.routed_experts import ExpertShape
 from asyncrl.engines.sglang.stamps import Stamps
 from asyncrl.errors import EngineError, PromptError
-from asyncrl.protocols import Generation
 
 
 def body(tokens: list[int], *, total: int | None = None, **meta: Any) -> dict[str, Any]:

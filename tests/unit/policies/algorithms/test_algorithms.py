@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.adapters import registry
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.errors import ConfigError
+from asyncrl.launch.checks.run_file import check
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.advantages.groups import GRPO
 from asyncrl.policies.advantages.returns import GAE
@@ -32,8 +34,6 @@ from asyncrl.policies.losses.kl import Penalty
 from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ppo import PPOClip
 from asyncrl.policies.losses.table import LOSSES
-from asyncrl.run import registry
-from asyncrl.run.checks.run_file import check
 from tests import ROOT
 from tests.harness.algorithms import run
 from tests.harness.backends import (

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.adapters import registry
 from asyncrl.errors import ConfigError
 from asyncrl.policies.advantages.table import ADVANTAGES
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
 from asyncrl.policies.losses.table import LOSSES
 from asyncrl.policies.parts import Part, allowed_range
-from asyncrl.run import registry
 from tests.harness.algorithms import run
 
 PARTS: list[type[Part]] = [*ADVANTAGES.values(), *LOSSES.values(), *AGGREGATIONS.values(), *CORRECTIONS.values()]

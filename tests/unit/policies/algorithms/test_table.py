@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from asyncrl import config
+from asyncrl.adapters import registry
 from asyncrl.data import demo_task
+from asyncrl.launch.checks.run_file import check
+from asyncrl.launch.summary import summarize
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
@@ -21,9 +24,6 @@ from asyncrl.policies.batching import apply_scores, batch
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
-from asyncrl.run import registry
-from asyncrl.run.checks.run_file import check
-from asyncrl.run.summary import summarize
 from tests import ROOT
 from tests.harness.packing import pack
 

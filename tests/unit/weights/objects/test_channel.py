@@ -21,11 +21,11 @@ from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import BusError, WeightsError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.topics import WEIGHTS
-from asyncrl.protocols import LoadReport
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.tensors.weight_files import WEIGHTS_FILE
 from asyncrl.weights.objects.channel import ObjectsChannel
 from asyncrl.weights.objects.fetched import FetchedVersions
+from asyncrl.weights.port import LoadReport
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import until
 from tests.harness.weights import Engine, OtherRank, running

@@ -1,0 +1,1 @@
+"""Chooses and builds the adapters that a run file names."""

@@ -1,0 +1,132 @@
+"""The models that a run's learner holds in addition to the policy, as its algorithm requires.
+
+Tests: tests/unit/launch/test_learner_models.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config import RunConfig
+from asyncrl.config.models import CriticSection, ReferenceSection
+from asyncrl.data.model_folder import check_model_at
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.backends.models import AuxiliaryModel
+    from asyncrl.backends.optimizer_settings import OptimizerSettings
+    from asyncrl.policies.algorithms.algorithm import Algorithm
+    from asyncrl.policies.losses.kl import Penalty
+
+
+def penalty(run: RunConfig) -> Penalty | None:
+    """Return the penalty of [reference]; None if its kl_coef is 0."""
+    from asyncrl.policies.losses.kl import Penalty
+
+    section = run.reference or ReferenceSection()
+    if not section.kl_coef:
+        return None
+    estimate = section.kl or ("unbiased" if section.kl_in == "loss" else "k1")
+    return Penalty(coef=section.kl_coef, estimate=estimate, place=section.kl_in)
+
+
+def require_sections(run: RunConfig, algorithm: Algorithm) -> None:
+    """Check that the run file names exactly the models that the algorithm uses. Raises ConfigError."""
+    if "teacher" in algorithm.models and run.teacher is None:
+        raise ConfigError(
+            f"teacher: {algorithm.name} learns from a teacher; add [teacher] with path = a model folder of the same "
+            "tokenizer"
+        )
+    if "critic" not in algorithm.models and run.critic is not None:
+        raise ConfigError(
+            f'critic: {algorithm.name} learns no values; remove [critic], or use algorithm.name = "ppo" or '
+            'algorithm.advantage = "gae"'
+        )
+    if "teacher" not in algorithm.models and run.teacher is not None:
+        raise ConfigError(
+            f'teacher: {algorithm.name} learns from no teacher; remove [teacher], or use algorithm.name = "opd"'
+        )
+    if run.critic is not None and run.critic.warmup_steps >= run.run.steps:
+        raise ConfigError(
+            f"critic: warmup_steps {run.critic.warmup_steps} of {run.run.steps} run.steps would leave the policy as it "
+            "is; lower it or raise run.steps"
+        )
+
+
+def folders(run: RunConfig, algorithm: Algorithm) -> dict[str, Path]:
+    """Return the Hugging Face folder of each model that the algorithm uses."""
+    given = {
+        "critic": run.critic.path if run.critic else "",
+        "reference": run.reference.path if run.reference else "",
+        "teacher": run.teacher.path if run.teacher else "",
+    }
+    return {name: Path(given[name] or run.model.path) for name in sorted(algorithm.models)}
+
+
+def check_folders(run: RunConfig, algorithm: Algorithm) -> None:
+    """Check that the learner can load each model, and that its token ids match the policy's. Raises ConfigError."""
+    for name, folder in folders(run, algorithm).items():
+        if folder == Path(run.model.path):
+            continue
+        check_model_at(f"{name}.path", folder)
+        if (difference := _vocabulary_difference(Path(run.model.path), folder)) is not None:
+            raise ConfigError(
+                f"{name}.path: the tokenizer in {folder} is not that of model.path: {difference}; its scores would be "
+                "of other words. Use a model of the same family"
+            )
+
+
+def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings) -> dict[str, AuxiliaryModel]:
+    """Return the backend's models in addition to the policy; empty for most algorithms.
+
+    A critic is trained without adapters or frozen parameters.
+    """
+    from asyncrl.backends.models import AuxiliaryModel
+    from asyncrl.policies.algorithms.critic import Critic as Objective
+
+    made = {}
+    for name, folder in folders(run, algorithm).items():
+        made[name] = AuxiliaryModel(path=folder)
+        if name == "critic":
+            section = run.critic or CriticSection()
+            objective = Objective(
+                kind=section.loss, clip=section.clip, scale=section.scale, huber_delta=section.huber_delta
+            )
+            whole = dataclasses.replace(optimizer, freeze=(), train_only=(), lora=None)
+            made[name] = AuxiliaryModel(path=folder, head="values", objective=objective, optimizer=whole)
+    return made
+
+
+def training_options(run: RunConfig) -> dict[str, Any]:
+    """Return the arguments of actors.training_step.TrainingStep that come from the run file."""
+    section = run.critic or CriticSection()
+    return {
+        "critic_learning_rate": section.learning_rate or run.learner.learning_rate,
+        "critic_warmup_steps": section.warmup_steps,
+        "layout": run.learner.layout,
+    }
+
+
+def _vocabulary_difference(policy: Path, other: Path) -> str | None:
+    """Return the first difference between two tokenizers; None if every token has the same id."""
+    ours, theirs = policy / "tokenizer.json", other / "tokenizer.json"
+    if ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
+        return None
+    from asyncrl.data.tokenizer import load_tokenizer
+
+    known, found = load_tokenizer(policy).get_vocab(), load_tokenizer(other).get_vocab()
+    return next(_differences(known, found), None)
+
+
+def _differences(known: dict[str, int], found: dict[str, int]) -> Iterator[str]:
+    for token in sorted(known.keys() | found.keys(), key=lambda token: known.get(token, found.get(token, 0))):
+        ours, theirs = known.get(token), found.get(token)
+        if ours != theirs:
+            yield f"token {token!r} is {_id(theirs)} there and {_id(ours)} here"
+
+
+def _id(number: int | None) -> str:
+    return "unknown" if number is None else f"number {number}"

@@ -1,0 +1,380 @@
+"""Composition root: builds bus, engine, backend and actors from a run file. The only file that names adapters.
+
+The tables below list the choices. Every entry may also be "package.module:object".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from asyncrl.adapters import learner_models
+from asyncrl.backends.port import Backend
+from asyncrl.bus.adapter import BusAdapter
+from asyncrl.bus.port import Bus
+from asyncrl.config import RunConfig, plugins
+from asyncrl.config.adapter import Adapter
+from asyncrl.config.addresses import without_secrets
+from asyncrl.data.model_folder import check_model
+from asyncrl.engines.port import Engine
+from asyncrl.environments import load as rollout_functions
+from asyncrl.errors import ConfigError, NoSuchRun
+from asyncrl.launch.keys import signing_keys
+from asyncrl.messages.signing import UNSIGNED, Signatures
+from asyncrl.os_process import is_alive, process_space
+from asyncrl.weights.port import WeightChannel
+
+if TYPE_CHECKING:
+    from asyncrl.adapters.routing_replay import RoutingReplay
+    from asyncrl.backends.adapter import BackendAdapter
+    from asyncrl.backends.port import StepResult
+    from asyncrl.engines.adapter import EngineAdapter
+    from asyncrl.policies.algorithms.algorithm import Algorithm
+    from asyncrl.policies.batching.filters import GroupFilter
+    from asyncrl.weights.adapter import ChannelAdapter
+
+A = TypeVar("A", bound=Adapter)
+
+ENGINES = {
+    "inprocess": "asyncrl.engines.inprocess.engine:InProcessEngine",
+    "none": "asyncrl.engines.null:NullEngine",
+    "sglang": "asyncrl.engines.sglang.engine:SGLangEngine",
+}
+BACKENDS = {
+    "megatron": "asyncrl.backends.megatron.backend:MegatronBackend",
+    "none": "asyncrl.backends.null:NullBackend",
+    "reference": "asyncrl.backends.reference.backend:ReferenceBackend",
+}
+CHANNELS = {
+    "files": "asyncrl.weights.files:FilesChannel",
+    "nccl": "asyncrl.weights.nccl_channel:NCCLChannel",
+    "objects": "asyncrl.weights.objects.channel:ObjectsChannel",
+}
+BUSES = {"memory": "asyncrl.bus.memory.adapter:MemoryBusAdapter", "nats": "asyncrl.bus.nats_server.adapter:NatsAdapter"}
+FILTERS = {"dynamic_sampling": "asyncrl.policies.batching.filters:dynamic_sampling"}
+
+BUS_FILE = "bus.json"
+"""File with the address of the server that `asyncrl run` started, for processes that join from this machine."""
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def engine_class(run: RunConfig) -> type[EngineAdapter]:
+    from asyncrl.engines.adapter import EngineAdapter
+
+    return load_adapter(run.engine.kind, where="engine.kind", table=ENGINES, port=EngineAdapter)
+
+
+def backend_class(run: RunConfig) -> type[BackendAdapter]:
+    from asyncrl.backends.adapter import BackendAdapter
+
+    return load_adapter(run.learner.backend, where="learner.backend", table=BACKENDS, port=BackendAdapter)
+
+
+def channel_class(run: RunConfig) -> type[ChannelAdapter]:
+    from asyncrl.weights.adapter import ChannelAdapter
+
+    return load_adapter(run.weights.channel, where="weights.channel", table=CHANNELS, port=ChannelAdapter)
+
+
+def set_learner_environment(run: RunConfig) -> None:
+    """Set what the weight channel needs in a process of the learner, before it uses a GPU."""
+    for name, value in channel_class(run).learner_environment(run).items():
+        os.environ.setdefault(name, value)
+
+
+def bus_class(run: RunConfig) -> type[BusAdapter]:
+    return load_adapter(run.bus.kind, where="bus.kind", table=BUSES, port=BusAdapter)
+
+
+def check_names(run: RunConfig) -> None:
+    """Refuse unknown adapter names without importing anything. Raises ConfigError."""
+    for name, where, table in (
+        (run.engine.kind, "engine.kind", ENGINES),
+        (run.learner.backend, "learner.backend", BACKENDS),
+        (run.weights.channel, "weights.channel", CHANNELS),
+        *((name, "algorithm.filters", FILTERS) for name in run.algorithm.filters),
+    ):
+        plugins.address(name, where=where, table=table)
+
+
+def load_adapter(name: str, *, where: str, table: Mapping[str, str], port: type[A]) -> type[A]:
+    """Load the class that the run file names. Raises ConfigError if it is not an adapter of this port."""
+    found = plugins.load(name, where=where, table=table)
+    if not (isinstance(found, type) and issubclass(found, port)):
+        raise ConfigError(
+            f"{where}: {name!r} does not describe itself: derive its class from {port.__module__}.{port.__name__} "
+            "(docs/develop/extending.md)"
+        )
+    return found
+
+
+def algorithm(run: RunConfig) -> Algorithm:
+    """Return the algorithm with the run file's correction and options. Refuses stale data without a correction."""
+    from asyncrl.policies.algorithms.spec import AlgorithmSpec, resolve, sets
+    from asyncrl.policies.algorithms.table import ALGORITHMS
+    from asyncrl.policies.corrections.chains import weight_left_behind
+
+    section = run.algorithm
+    spec = ALGORITHMS.get(section.name)
+    if spec is None:
+        addresses = {name: "asyncrl.policies.algorithms.table:ALGORITHMS" for name in ALGORITHMS}
+        spec = plugins.load(section.name, where="algorithm.name", table=addresses, kind=AlgorithmSpec)
+    resolved = resolve(
+        spec,
+        advantage=section.advantage,
+        loss=section.loss,
+        aggregation=section.aggregation,
+        correction=section.correction,
+        denominator=section.denominator,
+        entropy_coef=section.entropy_coef,
+        kl=learner_models.penalty(run),
+        options=section.options,
+    )
+    learner_models.require_sections(run, resolved)
+    limit = run.rollout.max_new_tokens
+    if not sets(section.options, "max_response_tokens"):
+        resolved = dataclasses.replace(resolved, aggregation=resolved.aggregation.at_most(limit))
+    resolved = dataclasses.replace(
+        resolved,
+        overlong_tokens=section.overlong_tokens,
+        overlong_factor=section.overlong_factor,
+        overlong_floor=section.overlong_floor,
+        max_response_tokens=limit,
+        masks_truncated=section.mask_truncated,
+        steps_per_batch=run.learner.steps_per_batch,
+        learning_rate_rule=run.staleness.learning_rate.removeprefix("ess_"),
+    )
+    if run.learner.steps_per_batch > 1 and not resolved.loss.is_of_many_steps:
+        raise ConfigError(
+            f"learner.steps_per_batch: from the second step on, {run.learner.steps_per_batch} steps on a batch train "
+            f"what the weights before sampled, and loss {resolved.loss.name} has no ratio to them; use 1, or a loss "
+            'with a ratio, such as "ppo_clip"'
+        )
+    if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
+        raise ConfigError(
+            f'algorithm: correction = "{resolved.correction_name}" trains data up to {run.max_staleness} versions old '
+            "as if it were fresh, which collapses: a token that the policy has become ten times less likely to sample "
+            f"counts {weight_left_behind(resolved.correction):g}, and may count 0.5; use correction = "
+            '"tis_token" or a mask that rejects it, or allow_uncorrected = true if you mean it'
+        )
+    return resolved
+
+
+def filters(run: RunConfig) -> dict[str, GroupFilter]:
+    """Return the filters by their names in the run file."""
+    return {name: plugins.load(name, where="algorithm.filters", table=FILTERS) for name in run.algorithm.filters}
+
+
+def load_reward(run: RunConfig) -> Any:
+    from asyncrl.rewards.load import load_rewards
+
+    return load_rewards(run.reward, are_by_row=bool(run.data.reward_key))
+
+
+def load_evaluation_rewards(run: RunConfig) -> dict[str, Any]:
+    """Return the reward of each data set of [evaluation] by name: its own, or the run's."""
+    from asyncrl.rewards.load import load_reward
+
+    of_run, found = load_reward(run.reward), {}
+    for dataset in run.evaluation.datasets:
+        try:
+            found[dataset.name] = of_run if dataset.reward is None else load_reward(dataset.reward)
+        except ConfigError as error:
+            raise ConfigError(f"evaluation.datasets: {dataset.name}: {error}") from None
+    return found
+
+
+def reward_own_options(kind: str) -> tuple[str, ...]:
+    """Return the options of a reward that a machine accepts only from its own command, not from settings on the bus."""
+    from asyncrl.rewards.load import KINDS
+
+    return tuple(getattr(plugins.load(kind, where="reward.kind", table=KINDS), "own_options", ()))
+
+
+def check_reward_machine(run: RunConfig, *, grades_training: bool = True) -> None:
+    """Raise ConfigError if this machine lacks something that the run's rewards need, such as a sandbox.
+
+    grades_training  whether it grades training groups, not only its answers to evaluations
+    """
+    for reward in ([load_reward(run)] if grades_training else []) + [*load_evaluation_rewards(run).values()]:
+        reward.check_machine()
+
+
+def rollout_runs_programs(run: RunConfig) -> bool:
+    """Whether the options of the run's rollout function name programs that run on every machine."""
+    return rollout_functions.traits(run.rollout.function).runs_programs
+
+
+def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
+    made = channel_class(run).build(run, bus=bus)
+    kept_for_others = run.evaluation.every_steps if run.evaluation.place == "folder" else 0
+    if every := run.weights.models_every or kept_for_others:
+        from asyncrl.weights.kept_models import WithModels
+
+        return WithModels(made, run.run_directory / "models", every=every, model_path=Path(run.model.path))
+    return made
+
+
+def backend(run: RunConfig) -> Backend:
+    from asyncrl.backends.adapter import optimizer_settings
+
+    resolved = algorithm(run)
+    auxiliary = learner_models.models(run, resolved, optimizer=optimizer_settings(run))
+    return backend_class(run).build(run, algorithm=resolved, auxiliary=auxiliary)
+
+
+def serve_rank(run: RunConfig) -> None:
+    """Serve as a rank other than the learner until the learner ends.
+
+    Raises ConfigError if the learner refuses this rank.
+    """
+    from asyncrl.backends.adapter import BackendAdapter
+
+    made = backend(run)
+    assert isinstance(made, BackendAdapter)
+    made.serve()
+
+
+def profiler(run: RunConfig) -> Callable[[int, Callable[[], StepResult]], StepResult] | None:
+    """Return a wrapper for each step of the learner; None if no step is profiled."""
+    if not run.learner.profile_steps:
+        return None
+    from asyncrl.backends.profiler import step_profiler
+
+    return step_profiler(run.learner.profile_steps, run.run_directory)
+
+
+def engine(run: RunConfig, *, name: str) -> Engine:
+    replay: Literal["on", "off"] = "on" if routing_replay(run).is_on else "off"
+    resolved = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, routing_replay=replay))
+    return engine_class(run).build(resolved, name=name)
+
+
+def context_tokens(run: RunConfig) -> int:
+    """Return how many tokens a prompt and its answer may have together in the run's engine. Raises ConfigError."""
+    return engine_class(run).context_tokens(run, of_model=check_model(Path(run.model.path)).context_tokens)
+
+
+def routing_replay(run: RunConfig) -> RoutingReplay:
+    """Decide on routing replay. Raises ConfigError if it is required but not possible."""
+    from asyncrl.adapters.routing_replay import decide
+
+    return decide(
+        run,
+        check_model(Path(run.model.path)).experts,
+        samples=rollout_functions.traits(run.rollout.function).samples,
+        engine=engine_class,
+        backend=backend_class,
+    )
+
+
+# -- bus ---------------------------------------------------------------------------------------------------------------
+
+
+async def connect(run: RunConfig, *, token: str, role: str = "learner", signatures: Signatures | None = None) -> Bus:
+    """Connect to the run's bus: bus.url, or the server that `asyncrl run` started in the run's folder.
+
+    role        role in bus/jetstream/credentials.py; only the learner's creates the run's streams
+    signatures  default: made from the run's keys for the role
+    """
+    url, token = bus_address(run, token=token)
+    bus = await _connect(run, url, token=token, role=role, signatures=signatures)
+    if (limit := bus.max_message_bytes) < min(run.bus.max_message_bytes, run.largest_prompt_bytes):
+        await bus.close()
+        raise ConfigError(
+            f"bus.url {without_secrets(url)}: the server takes messages of {limit:,} bytes, a prompt may have "
+            f"{run.largest_prompt_bytes:,}; raise max_payload there or lower data.max_prompt_tokens"
+        )
+    return bus
+
+
+def largest_group_bytes(run: RunConfig) -> int:
+    """Upper bound on the size of a trajectory group, including its experts if they are replayed."""
+    return run.largest_group_bytes + routing_replay(run).num_bytes
+
+
+async def own_bus(run: RunConfig) -> Bus:
+    """Return the private bus of a run in a single process."""
+    return await _connect(run, "", token="", role="learner", signatures=UNSIGNED)
+
+
+async def observe(run: RunConfig, *, token: str, role: str = "observer") -> Bus:
+    """Connect as an observer or an "operator", without creating anything. Raises ConfigError."""
+    url, token = bus_address(run, token=token)
+    return await _connect(run, url, token=token, role=role)
+
+
+def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
+    """Return (url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder.
+
+    Raises NoSuchRun.
+    """
+    if not bus_class(run).is_shared:
+        raise ConfigError(
+            f'bus.kind: "{run.bus.kind}" is inside the process of `asyncrl run`, which no other process can reach; '
+            'a run that others join or look at needs bus.kind = "nats"'
+        )
+    if run.bus.url or run.bus.address:
+        return run.bus.url or run.bus.address, token
+    return own_address(run.run_directory)
+
+
+def own_address(directory: Path) -> tuple[str, str]:
+    """Return (url, token) of the server that `asyncrl run` started for ``directory``. Raises NoSuchRun."""
+    path = directory / BUS_FILE
+    remedy = (
+        "start that first, or give the address of a nats-server with --set bus.url=nats://HOST:PORT "
+        "(a run that is over: `asyncrl audit`, `samples` and `board` read its folder)"
+    )
+    try:
+        table = json.loads(path.read_bytes())
+        found = (table["url"], table["token"])
+        if not all(isinstance(text, str) for text in found):
+            raise ValueError("no url and token")
+        if table.get("inode", path.stat().st_ino) != path.stat().st_ino:
+            problem = f"{path}: was copied with another run's folder, and no `asyncrl run` is up in {directory}"
+        elif _is_killed(found[0], pid=table.get("pid"), host=table.get("host")):
+            problem = f"{path}: `asyncrl run` (process {table['pid']}) was killed, and its nats-server is gone"
+            remedy = (
+                "continue with `asyncrl run FILE --resume` (until then `asyncrl audit`, `samples` and `board` read its "
+                "folder)"
+            )
+        else:
+            return found
+    except FileNotFoundError:
+        problem = f"bus.url is empty and no `asyncrl run` is up in {directory}"
+    except OSError as error:
+        problem = f"{path}: cannot be read: {error.strerror}; `asyncrl run` writes it again"
+    except (ValueError, KeyError, TypeError):
+        problem = f"{path}: is damaged; `asyncrl run` writes it again"
+    raise NoSuchRun(f"{problem}; {remedy}")
+
+
+def _is_killed(url: str, *, pid: object, host: object) -> bool:
+    """Whether the `asyncrl run` that wrote BUS_FILE was killed, and its server with it.
+
+    Only known of one on this machine and in this container: process ids of others mean nothing here.
+    """
+    return host == process_space() and isinstance(pid, int) and not is_alive(pid) and not answers(url)
+
+
+def answers(url: str) -> bool:
+    """Whether a server accepts connections at ``url``. Blocks for at most two seconds."""
+    try:
+        parts = urlsplit(url)
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=2.0):
+            return True
+    except (OSError, ValueError):  # no server there, or not an address
+        return False
+
+
+async def _connect(run: RunConfig, url: str, *, token: str, role: str, signatures: Signatures | None = None) -> Bus:
+    signatures = signatures or signing_keys.signatures(run, role=role)
+    return await bus_class(run).connect(run, url=url, token=token, role=role, signatures=signatures)

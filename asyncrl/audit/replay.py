@@ -1,0 +1,197 @@
+"""Plans a replay of a recorded run and trains its steps again, for `asyncrl replay` to compare.
+
+The steps are those in the history of the newest weights. Their groups are read from the log (checkpoint.keep_log =
+true). Batches are built, packed and trained by the learner's own code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from asyncrl import config
+from asyncrl.adapters import learner_models, registry
+from asyncrl.audit.replay_trainer import Trainer
+from asyncrl.audit.run_folder import RecordedRun, log_records
+from asyncrl.bus.port import Bus
+from asyncrl.config import RunConfig
+from asyncrl.config import record as config_record
+from asyncrl.data.model_folder import check_model
+from asyncrl.errors import ConfigError
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.messages.topics import TRAJECTORIES, group_id_of
+from asyncrl.metrics.sinks import JsonLines
+from asyncrl.policies.audit.entries import HistoryEntry, damage, steps
+from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.staleness.staleness import Forks
+
+CHANGEABLE: Final = (
+    *("algorithm.", "critic.", "reference.", "teacher.", "learner."),
+    *("staleness.weight", "staleness.learning_rate", "model.dtype"),
+)
+"""Allowed prefixes for --set. The rest of a run file has no effect once the batches are known."""
+
+
+class Planned(NamedTuple):
+    """One step to train: its line of the history, the line that began its incarnation, and its run file.
+
+    The run file is that of the incarnation; or the step is number ``number`` of a different run file.
+    """
+
+    entry: HistoryEntry
+    begun: HistoryEntry
+    forks: Forks
+    run: RunConfig
+    number: int = 0
+
+    @property
+    def step(self) -> int:
+        return self.number or self.entry.step
+
+
+def plan_of(
+    recorded: RecordedRun, history: Sequence[HistoryEntry], *, from_step: int, overrides: Sequence[str]
+) -> tuple[list[Planned], Path | None]:
+    """Return the steps to train, and the backend folder to start from (None: the run's model). Raises ConfigError."""
+    trained = list(steps(history))
+    last = trained[-1][0].step if trained else 0
+    if not 1 <= from_step <= last:
+        raise ConfigError(f"--from-step {from_step}: {recorded.directory} has steps 1 to {last}")
+    for item in overrides:
+        if not item.startswith(CHANGEABLE) or item.startswith("learner.groups_per_batch"):
+            raise ConfigError(f"--set {item}: a replay has its batches already; change {', '.join(CHANGEABLE)}...")
+    done, folder = recorded.checkpoint_before(from_step, history)
+    trained = [one for one in trained if one[0].step > done]
+    if [one[0].step for one in trained] != list(range(done + 1, last + 1)):
+        raise ConfigError(
+            f"{recorded.directory}: {'; '.join(damage(history))}; only steps behind a checkpoint that was made after "
+            "that can be replayed, with --from-step"
+        )
+    plan: list[Planned] = []
+    for entry, begun, forks in trained:
+        run = recorded.settings(begun)
+        if not run.checkpoint.keep_log:
+            raise ConfigError(
+                f"{recorded.directory}: checkpoint.keep_log was off, so what was trained is no longer on the log; only "
+                "a run with checkpoint.keep_log = true can be replayed"
+            )
+        if entry.step >= from_step:
+            run = _changed(begun, overrides)
+        if not plan or plan[-1].run != run:
+            _check(run)
+        plan.append(Planned(entry, begun, forks, run))
+    return plan, folder
+
+
+def plan_from(
+    recorded: RecordedRun, history: Sequence[HistoryEntry], *, run: RunConfig, batches: tuple[int, int], times: int
+) -> list[Planned]:
+    """Plan to train the batches of steps ``batches`` (first, last) of ``recorded``, ``times`` times.
+
+    Each is a step of ``run``, whose model is the starting point. Raises ConfigError.
+    """
+    trained = [one for one in steps(history) if batches[0] <= one[0].step <= batches[1]]
+    if not trained:
+        last = max((entry.step for entry, _, _ in steps(history)), default=0)
+        raise ConfigError(f"--batches: {recorded.directory} has steps 1 to {last}")
+    for _, begun, _ in trained:
+        if not recorded.settings(begun).checkpoint.keep_log:
+            raise ConfigError(
+                f"--from {recorded.directory}: checkpoint.keep_log was off, so what was trained is no longer on its log"
+            )
+    _check(run)
+    return [Planned(*one, run=run, number=number) for number, one in enumerate(trained * times, 1)]
+
+
+def _check(run: RunConfig) -> None:
+    """Check now what would otherwise fail when the trainer starts, perhaps after an hour. Raises ConfigError."""
+    learner_models.check_folders(run, registry.algorithm(run))
+    backend = registry.backend_class(run)
+    backend.check(run)
+    backend.check_machine(run)
+
+
+def _changed(begun: HistoryEntry, overrides: Sequence[str]) -> RunConfig:
+    table = json.loads(json.dumps(begun.settings))
+    for item in overrides:
+        config.override(table, item)
+    return config_record.from_table(table, where="--set")
+
+
+async def train_again(
+    plan: Sequence[Planned], bus: Bus, *, folder: Path | None, out: Path
+) -> AsyncGenerator[tuple[int, Mapping[str, Metric]], None]:
+    """Train every step of ``plan`` from the backend state in ``folder`` and yield (step, metrics).
+
+    Writes its files to ``out``.
+    """
+    loop = asyncio.get_running_loop()
+    needed = {group_id: planned.entry for planned in plan for group_id in planned.entry.batch}
+    uses = Counter(group_id for planned in plan for group_id in planned.entry.batch)
+    vocabulary = {path: check_model(Path(path)).vocab_size for path in {planned.run.model.path for planned in plan}}
+    held: dict[int, TrajectoryGroup] = {}
+    with ThreadPoolExecutor(1, thread_name_prefix="backend") as thread, contextlib.ExitStack() as stack:
+        trainer = Trainer(out)
+        stack.callback(lambda: thread.submit(trainer.close).result())
+        sink = JsonLines(out / "metrics.jsonl")
+        stack.callback(sink.close)
+        async with contextlib.aclosing(log_records(bus, TRAJECTORIES)) as records:
+            for planned in plan:
+                entry = planned.entry
+                while missing := [group_id for group_id in entry.batch if group_id not in held]:
+                    record = await anext(records, None)
+                    if record is None:
+                        raise ConfigError(f"step {entry.step} trained group {missing[0]}, which is not on the log")
+                    group = record.message
+                    if group is None or group_id_of(record.key) != group.group_id:  # not a group of this run
+                        continue
+                    trained = needed.get(group.group_id)
+                    if trained is None or group.error:
+                        continue
+                    if trained.is_record_of(group.group_id, record.sequence):
+                        held.setdefault(group.group_id, group)
+                groups = [held[group_id] for group_id in entry.batch]
+                _check_tokens(groups, planned, vocabulary[planned.run.model.path])
+                uses.subtract(entry.batch)
+                held = {group_id: group for group_id, group in held.items() if uses[group_id]}
+                step = functools.partial(
+                    trainer.step,
+                    groups,
+                    run=planned.run,
+                    folder=folder,
+                    step=entry.step,
+                    max_staleness=planned.begun.max_staleness,
+                    forks=planned.forks,
+                    number=planned.number,
+                )
+                metrics = await loop.run_in_executor(thread, step)
+                sink.write(planned.step, metrics)
+                yield planned.step, metrics
+        last = plan[-1]
+        await loop.run_in_executor(
+            thread, functools.partial(trainer.export, incarnation=last.entry.incarnation, version=last.step)
+        )
+
+
+def _check_tokens(groups: Sequence[TrajectoryGroup], planned: Planned, vocabulary: int) -> None:
+    """Raise ConfigError for tokens outside of the model's vocabulary, which another model sampled."""
+    largest = max(
+        int(tokens.max())
+        for group in groups
+        for tokens in (
+            group.prompt_tokens,
+            *(t for one in group.trajectories for t in (group.prompt_of(one), one.tokens)),
+        )
+    )
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"model.path: {planned.run.model.path} has {vocabulary:,} tokens, and step {planned.entry.step} has token "
+            f"{largest:,}: it was sampled by a model with another vocabulary"
+        )

@@ -1,0 +1,321 @@
+"""A run as recorded by its folder: history, settings, checkpoint, metrics, and the bus that it left behind.
+
+Nothing here changes the run. The bus is that of the running run, or a nats-server that is started on the run's store
+while it is read. Readers create and change no topic, publish nothing and ack nothing. The lock of the store prevents
+simultaneous use by `asyncrl run` (bus/nats_server/server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from asyncrl import config
+from asyncrl.adapters import registry
+from asyncrl.audit import metric_rows
+from asyncrl.bus.port import Bus, Record
+from asyncrl.config import RunConfig
+from asyncrl.config import record as config_record
+from asyncrl.config.toml_text import toml_text
+from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory, NoSuchRun
+from asyncrl.messages.topics import Topic
+from asyncrl.os_process import is_alive, process_space
+from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.state import checkpoint
+from asyncrl.state.history import HISTORY_FILE, read, whole_bytes
+
+M = TypeVar("M")
+
+SILENT_SECONDS = 10.0
+"""Time limit for the next record of a log."""
+
+
+_TRACES: Final = ("checkpoints", "metrics.jsonl", "nats", registry.BUS_FILE)
+"""Files and folders that a run leaves in its folder besides its history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Address of a bus that answers."""
+
+    url: str
+    token: str
+
+
+def launcher_pid(directory: Path) -> int:
+    """Return the process id of the `asyncrl run` that is up in ``directory``, as recorded there; 0 if there is none."""
+    try:
+        pid = int(json.loads((directory / registry.BUS_FILE).read_text())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return pid if is_alive(pid) else 0
+
+
+def may_be_up(directory: Path) -> bool:
+    """Return whether `asyncrl run` may be up in ``directory``, here or where else the folder is.
+
+    One that ends removes its file. One that was killed leaves the file behind, and only its own machine can tell.
+    """
+    try:
+        host = json.loads((directory / registry.BUS_FILE).read_text())["host"]
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: `asyncrl run` writes it again while it is up
+        return True
+    return host != process_space() or launcher_pid(directory) != 0
+
+
+def newest_model(run: RunConfig) -> Path | None:
+    """Return the Hugging Face folder of the newest weights; None if there is none on disk."""
+    versions = {}
+    for folder in run.weights_directory.glob("*-*"):
+        incarnation, _, version = folder.name.partition("-")
+        if incarnation.isdecimal() and version.isdecimal():
+            versions[int(incarnation), int(version)] = folder
+    return versions[max(versions)] if versions else None
+
+
+def run_at(where: Path | None, overrides: list[str], *, verb: str, needs_bus: bool = True) -> RunConfig:
+    """Return the settings of the run in a folder, of a run file, or named only by ``overrides``. Raises ConfigError.
+
+    needs_bus: raise NoSuchRun for a folder that was renamed or copied, while its run is not up
+    """
+    if where is None:
+        if not overrides:
+            raise ConfigError(
+                f"{verb}: name a run folder, a run file, or a bus and a run: --set bus.url=nats://HOST:PORT "
+                "--set run.name=NAME"
+            )
+        return config.only_overrides(overrides)
+    if not where.exists():
+        raise ConfigError(f"{where}: no such run folder or run file")
+    if not where.is_dir():
+        return config.load(where, overrides)
+    run = RecordedRun(where).bus_settings(overrides)
+    if where.absolute().name == run.run.name or run.bus.url or not registry.bus_class(run).is_shared:
+        return run
+    try:  # renamed or copied: use the server of this folder, not of the folder with the run's name
+        url, token = registry.own_address(where)
+    except NoSuchRun:
+        if needs_bus:
+            raise
+        return run
+    return dataclasses.replace(run, bus=dataclasses.replace(run.bus, address=url, token=token))
+
+
+class RecordedRun:
+    """The records in a run's folder. Methods raise ConfigError for a folder that holds no run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.history_file = directory / HISTORY_FILE
+
+    def history(self) -> list[HistoryEntry]:
+        return read(self.history_file)
+
+    @property
+    def history_bytes(self) -> int:
+        """Size of the history up to the end of its last complete line; 0 if there is none."""
+        return whole_bytes(self.history_file)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the folder holds anything of a run. Raises ConfigError if it may not be read."""
+        try:
+            return any((self.directory / name).exists() for name in (HISTORY_FILE, *_TRACES))
+        except OSError as error:
+            raise ConfigError(f"{error.filename or self.directory}: cannot be read: {error.strerror}") from None
+
+    def settings(self, begun: HistoryEntry) -> RunConfig:
+        """Return the run file of one incarnation of the learner, from the history line that began it."""
+        if not begun.settings:
+            raise ConfigError(
+                f"{self.history_file}: the line that began incarnation {begun.incarnation} is damaged, so its run file "
+                "is not known"
+            )
+        return config_record.from_table(begun.settings, where=f"{self.history_file}: incarnation {begun.incarnation}")
+
+    def newest_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
+        """Return the settings of the last incarnation, with ``section.key=value`` overrides applied."""
+        begun = self.newest_begun()
+        table = copy.deepcopy(dict(begun.settings))
+        for item in overrides:
+            config.override(table, item)
+        return config_record.from_table(table, where=f"{self.history_file}: incarnation {begun.incarnation}")
+
+    def newest_begun(self) -> HistoryEntry:
+        """Return the history line that began the last incarnation."""
+        begun = [entry for entry in self.history() if entry.kind == BEGUN]
+        if not begun:
+            raise NoHistory(f"{self.history_file}: has no line of a learner that began this run")
+        return begun[-1]
+
+    def has_trained_all(self) -> bool:
+        """Whether the run has trained its last step. False if its settings are not known."""
+        try:
+            steps = self.newest_settings().run.steps
+            return self.history()[-1].step >= steps
+        except ConfigError:
+            return False
+
+    def bus_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
+        """Return the newest settings, for use of the bus and the run's name.
+
+        Without a history, derive them from the folder.
+        """
+        here = f"run.directory={toml_text(str(self.directory.absolute().parent))}"
+        try:
+            return self.newest_settings([here, *overrides])
+        except NoHistory:
+            if not self.is_run:
+                raise
+            name = f"run.name={toml_text(self.directory.absolute().name)}"
+            return config.only_overrides([here, name, *overrides], where=str(self.directory))
+
+    def checkpoint(self, *, say: Callable[[str], None] = lambda line: None) -> tuple[LearnerState, Path] | None:
+        """Return the newest checkpoint with a complete learner.json. ``say`` is called with a line for each newer one.
+
+        Raises ConfigError if the folder cannot be read.
+        """
+        folder = self.directory / "checkpoints"
+        try:
+            return checkpoint.latest(folder, say=say)
+        except OSError as error:
+            raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+
+    def checkpoint_before(self, step: int, history: Sequence[HistoryEntry]) -> tuple[int, Path | None]:
+        """Return (steps done, backend folder) of the newest checkpoint from which ``step`` can start.
+
+        The checkpoint must belong to ``history``. Returns (0, None) if there is none.
+
+        Raises ConfigError if a checkpoint cannot be read.
+        """
+        for folder in reversed(checkpoint.complete(self.directory / "checkpoints")):
+            try:
+                state, backend = checkpoint.read(folder, whole=True)
+            except CheckpointDamaged:
+                continue
+            except OSError as error:
+                raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+            done = [entry.step for entry in history if entry.kind == "trained" and entry.position < state.history]
+            if state.step < step and done and done[-1] == state.step:
+                return state.step, backend
+        return 0, None
+
+    def metrics(self, *, say: Callable[[str], None] = lambda line: None) -> dict[tuple[int, int], dict[str, Any]]:
+        """Return (incarnation, step) -> row of metrics.jsonl. ``say`` is called with a line on what cannot be read."""
+        path = self.directory / "metrics.jsonl"
+        rows: dict[tuple[int, int], dict[str, Any]] = {}
+        damaged: list[int] = []
+        try:
+            *whole, _ = path.read_bytes().split(b"\n")  # the last line may be incomplete
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            say(f"{path.name} cannot be read: {error.strerror}")
+            return {}
+        for number, line in enumerate(whole, 1):
+            if (row := metric_rows.parsed(line)) is None:
+                damaged.append(number)
+                continue
+            key = (int(row.get("learner/incarnation", 0)), row["step"])
+            rows[key] = rows.get(key, {}) | row  # an evaluation has a separate row
+        if damaged:
+            lines = f"line {damaged[0]}" if len(damaged) == 1 else f"lines {damaged[0]} to {damaged[-1]}"
+            say(f"{path.name} is damaged: {len(damaged)} of its {len(whole)} rows cannot be read ({lines})")
+        return rows
+
+    @contextlib.contextmanager
+    def server(self, run: RunConfig, *, token: str) -> Iterator[Address | None]:
+        """Yield the address of the run's bus while the context is open; None if nothing is left of the bus.
+
+        Call this before the event loop runs. Raises ConfigError if another process uses the store.
+        """
+        if run.bus.url:
+            yield Address(url=run.bus.url, token=token)
+            return
+        if (address := self._address_of_running()) is not None:
+            yield address
+            return
+        server = registry.bus_class(run).stored(run, directory=self.directory)
+        if server is None:
+            yield None
+            return
+        server.start()
+        try:
+            yield Address(url=server.url, token=server.token)
+        finally:
+            server.stop()
+
+    def no_log_error(self, run: RunConfig) -> ConfigError:
+        return ConfigError(f"{self.directory}: {self.why_no_log(run)}")
+
+    def why_no_log(self, run: RunConfig) -> str:
+        """Explain why ``server`` yields None: the key of the run file that kept the log in memory, if one did."""
+        if not registry.bus_class(run).is_shared:
+            return f'bus.kind = "{run.bus.kind}" keeps the log in the run\'s own process; "nats" can be read by others'
+        if run.bus.store == "memory":
+            return 'bus.store = "memory": its log was in memory and ended with the run; use "file"'
+        return "nothing is left of its log: the store of its bus is not there"
+
+    def _address_of_running(self) -> Address | None:
+        """Return the address that `asyncrl run` wrote; None after it has ended. A killed one leaves the file behind.
+
+        A nats-server that was killed is being restarted; starting another one on its store would end the run.
+        """
+        try:
+            found = Address(*registry.own_address(self.directory))
+        except ConfigError:
+            return None
+        if registry.answers(found.url):
+            return found
+        if launcher := launcher_pid(self.directory):
+            raise ConfigError(
+                f"{self.directory}: its run is up (process {launcher}), but no nats-server answers at {found.url}; "
+                "it may just be starting again, so try again in a moment"
+            )
+        return None
+
+
+@contextlib.asynccontextmanager
+async def connected(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
+    """Connect to the run's bus for reading: nothing is created or changed there."""
+    bus = await registry.observe(
+        dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=address.url)), token=address.token
+    )
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def log_records(bus: Bus, topic: Topic[M], *, after: int = 0) -> AsyncGenerator[Record[M], None]:
+    """Yield every record after ``after`` that a log has now, in order.
+
+    To stop early, close it (``contextlib.aclosing``).
+    """
+    last = await bus.last_sequence(topic)
+    if not await bus.depth(topic):
+        return
+    async with bus.read(topic, after=after) as records:
+        sequence = after
+        while sequence < last:
+            try:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    record = await anext(records)
+            except TimeoutError:
+                if not await bus.depth(topic):  # a learner has trimmed all of it since
+                    return
+                raise BusError(
+                    f"the log of {topic.name} gave nothing for {SILENT_SECONDS:.0f} s behind {sequence}"
+                ) from None
+            sequence = record.sequence
+            yield record

@@ -1,0 +1,107 @@
+"""The timeline of a recorded run: rows of timeline.jsonl, or rows derived from metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.actors.learner.timeline import SECONDS
+from asyncrl.audit.metric_rows import of_newest_history
+from asyncrl.audit.run_folder import RecordedRun
+from asyncrl.errors import ConfigError
+from asyncrl.messages.validation import MOST_SECONDS
+from asyncrl.metrics.trace import from_metrics
+
+TIMELINE_FILE: Final = "timeline.jsonl"
+OLDER_FILE: Final = "timeline.1.jsonl"
+EVALUATED_AT: Final = "evaluation/time"
+
+_SHAPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "groups": (int, str, *(float,) * 5),
+    "loads": (str, int, *(float,) * 3),
+    "waits": (str, str, str, float),
+}
+"""Types of the items in a row."""
+
+
+def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows in the order of their steps, and the name of their file.
+
+    For a step that a resumed learner trained again, only the last row is included. Raises ConfigError if the folder
+    holds no run or cannot be read.
+    """
+    recorded = RecordedRun(directory)
+    if not recorded.is_run:
+        raise ConfigError(f"{directory}: holds no run")
+    rows: dict[int, dict[str, Any]] = {}
+    for name in (OLDER_FILE, TIMELINE_FILE):
+        for line in _bytes(directory / name).split(b"\n"):
+            if (row := _row(line)) is not None:
+                rows[row["step"]] = row
+    if rows:
+        return [rows[step] for step in sorted(rows)], TIMELINE_FILE
+    said: list[str] = []
+    metrics = of_newest_history(recorded.metrics(say=said.append))
+    if said and not metrics:
+        raise ConfigError(f"{directory}: {said[0]}")
+    return [from_metrics(row, SECONDS) for row in metrics], "metrics.jsonl"
+
+
+def evaluations_of(directory: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl for evaluated versions, in the order in which the evaluations ended.
+
+    Empty for runs of an older version, whose rows have no time.
+    """
+    rows = [row for row in RecordedRun(directory).metrics().values() if _is_time(row.get(EVALUATED_AT))]
+    return sorted(rows, key=lambda row: float(row[EVALUATED_AT]))
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, float | int) and value > 0
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def newest_rows(directory: Path, *, most_bytes: int) -> list[dict[str, Any]]:
+    """Return the last rows of timeline.jsonl and of the file before it; empty if none were recorded. Blocks."""
+    rows: dict[int, dict[str, Any]] = {}
+    for name in (OLDER_FILE, TIMELINE_FILE):
+        with contextlib.suppress(OSError), (directory / name).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - most_bytes))
+            for line in file.read(most_bytes).split(b"\n"):
+                if (row := _row(line)) is not None:
+                    rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Parse a row; None if it is incomplete."""
+    try:
+        row = json.loads(line)
+        is_whole = type(row["step"]) is int and _is(float, row["time"])
+        is_whole = is_whole and all(_is(float, seconds) for seconds in row["seconds"].values())
+        for name, shape in _SHAPES.items():
+            items = [zip(shape, item, strict=True) for item in row[name]]
+            is_whole = is_whole and all(_is(kind, value) for item in items for kind, value in item)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return None
+    return row if is_whole else None
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Whether a value has this type; float stands for any plausible number of seconds."""
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= MOST_SECONDS
+    return type(value) is kind

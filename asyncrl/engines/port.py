@@ -1,0 +1,93 @@
+"""The port of sampling engines. Adapters: engines/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.engines.generation import Generation, PartialGeneration
+from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.weights.port import Intake, LoadReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """An engine's current load.
+
+    running           sequences being decoded
+    queued            sequences that wait for a slot
+    tokens_generated  tokens since start
+    is_live           tokens_generated rises with every token, not only with complete answers; if it stalls, the engine
+                      has stalled
+    is_away           the engine's memory is off the GPUs, which another process uses; running and queued wait for them
+    """
+
+    running: int = 0
+    queued: int = 0
+    tokens_generated: int = 0
+    is_live: bool = False
+    is_away: bool = False
+
+
+class Engine(Protocol):
+    """Samples from a model whose weights may change between two tokens."""
+
+    async def start(self) -> None: ...
+
+    async def generate(
+        self,
+        prompt_tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None = None,
+    ) -> Generation:
+        """Sample one answer. Many calls run concurrently; the engine batches them.
+
+        With ``partial``, the answer starts with its prefix and can be observed as it grows. An engine may ignore it and
+        start over: the result is correct, but the tokens sampled by a dead worker are lost.
+
+        Every token carries the version of the weights that sampled it. Engines that support it sample the same tokens
+        for the same seed and weights. Raises EngineError (another engine may succeed), PromptError (no engine can
+        answer) or EngineDied (this engine is unusable).
+        """
+        ...
+
+    async def load(self, weights: WeightVersion) -> LoadReport:
+        """Switch to newer weights. Generations in progress continue with them from the next token.
+
+        Raises WeightsError if the new weights cannot be read. The engine then keeps the old weights; or ``version`` is
+        below all others and the engine samples nothing until a load succeeds. The caller has verified the checksum
+        (WeightChannel.verify).
+        """
+        ...
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """(incarnation, policy_version) of the current weights; below all others if the weights are incomplete."""
+        ...
+
+    @property
+    def intake(self) -> Intake | None:
+        """Receives weights from another process's memory, after start; None if this engine only loads folders."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class SharesGpus(Protocol):
+    """An engine that can move its memory off the GPUs (run.colocated)."""
+
+    async def release(self) -> None:
+        """Free the GPUs; call it when nothing runs. Weights stay on the host; cached keys and values are dropped."""
+        ...
+
+    async def resume(self) -> None:
+        """Return to the GPUs with the same weights. Raises EngineDied."""
+        ...

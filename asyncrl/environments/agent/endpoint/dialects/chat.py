@@ -1,0 +1,121 @@
+"""OpenAI's chat completions API: POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from asyncrl.environments.agent.endpoint.ask import MOST_ANSWERS, Ask, message, tool
+from asyncrl.environments.agent.endpoint.dialects.dialect import DONE, Event, is_cut, now, openai_error
+from asyncrl.environments.agent.endpoint.fields import offers_tools, stop_strings, wishes
+from asyncrl.environments.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
+from asyncrl.environments.agent.endpoint.session import Session
+from asyncrl.environments.agent.endpoint.turns import Turn
+
+
+class ChatCompletions:
+    paths = ("/v1/chat/completions", "/chat/completions")
+    end = DONE
+    refused = staticmethod(openai_error)
+
+    def read(self, body: Json, session: Session) -> Ask:
+        messages = rows(body.get("messages"), "messages")
+        if not messages:
+            raise Refused("messages is empty")
+        if body.get("functions"):
+            raise Refused("functions is not supported; use tools")
+        wanted = body.get("max_completion_tokens")
+        return Ask(
+            messages=[message(one, f"messages[{place}]") for place, one in enumerate(messages)],
+            tools=tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
+            max_tokens=whole(body.get("max_tokens") if wanted is None else wanted, "max_tokens", low=1),
+            count=whole(body.get("n"), "n", low=1, high=MOST_ANSWERS) or 1,
+            stop=[] if body.get("include_stop_str_in_output") else stop_strings(body.get("stop"), "stop"),
+            is_streamed=body.get("stream") is True,
+            model=model(body),
+            wishes=wishes(body, stop=session.stop),
+            options={
+                "logprobs": bool(body.get("logprobs")),
+                "token_ids": bool(body.get("return_token_ids")),
+                "usage": bool(table(body.get("stream_options") or {}, "stream_options").get("include_usage")),
+            },
+        )
+
+    def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json:
+        choices = [
+            {"index": index, "message": turn.said, "finish_reason": _finish(turn)} | _details(ask, turn, session)
+            for index, turn in enumerate(replies)
+        ]
+        made = _head(ask, replies, "chat.completion") | {"choices": choices, "usage": usage(replies)}
+        if ask.options["token_ids"]:
+            made["prompt_token_ids"] = replies[0].context.tolist()
+        return made
+
+    def events(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
+        head = _head(ask, replies, "chat.completion.chunk")
+        for index, turn in enumerate(replies):
+            said = {name: value for name, value in turn.said.items() if name != "tool_calls"}
+            yield "", head | {"choices": [_chunk(index, said) | _details(ask, turn, session)]}
+            for place, call in enumerate(turn.said.get("tool_calls", ())):
+                yield "", head | {"choices": [_chunk(index, {"tool_calls": [{"index": place, **call}]})]}
+            yield "", head | {"choices": [_chunk(index, {}, finish=_finish(turn))]}
+        if ask.options["usage"]:
+            yield "", head | {"choices": [], "usage": usage(replies)}
+
+
+def model(body: Json) -> str:
+    return text(body.get("model") or "", "model")
+
+
+def tools(value: Any) -> list[Json]:
+    made = []
+    for place, one in enumerate(rows(value, "tools")):
+        where = f"tools[{place}]"
+        given = table(one, where)
+        if given.get("type", "function") != "function":
+            raise Refused(f"{where}: only tools of type function are served here, not {short(given['type'])}")
+        function = table(given.get("function"), f"{where}.function")
+        name = text(function.get("name"), f"{where}.function.name")
+        tool(name, function.get("description"), function.get("parameters"), where)  # only to check the fields
+        made.append({"type": "function", "function": function})
+    return made
+
+
+def usage(replies: Sequence[Turn]) -> Json:
+    prompt = replies[0].prompt_length
+    answers = sum(len(turn.answer.tokens) for turn in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+
+
+def _head(ask: Ask, replies: Sequence[Turn], kind: str) -> Json:
+    return {"id": f"chatcmpl-{replies[0].tag}", "object": kind, "created": now(), "model": ask.model}
+
+
+def _chunk(index: int, delta: Json, *, finish: str | None = None) -> Json:
+    return {"index": index, "delta": delta, "finish_reason": finish}
+
+
+def _finish(turn: Turn) -> str:
+    if is_cut(turn):
+        return "length"
+    return "tool_calls" if turn.said.get("tool_calls") else "stop"
+
+
+def _details(ask: Ask, turn: Turn, session: Session) -> Json:
+    """Return the logprobs and token ids of an answer, if the request asks for them."""
+    made: Json = {}
+    if ask.options["token_ids"]:
+        made["token_ids"] = turn.answer.tokens.tolist()
+    if ask.options["logprobs"]:
+        made["logprobs"] = {"content": [_logprob(*pair, session) for pair in _pairs(turn)], "refusal": None}
+    return made
+
+
+def _pairs(turn: Turn) -> Iterator[tuple[int, float]]:
+    return zip(turn.answer.tokens.tolist(), turn.answer.logprobs.tolist(), strict=True)
+
+
+def _logprob(token: int, logprob: float, session: Session) -> Json:
+    shown = session.chat_format.decode([token])
+    known = None if "\ufffd" in shown else list(shown.encode())  # part of a letter: these are not the token's bytes
+    return {"token": shown, "logprob": logprob, "bytes": known, "top_logprobs": []}

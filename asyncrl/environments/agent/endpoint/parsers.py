@@ -1,0 +1,111 @@
+"""Parse the text of an answer into reasoning, content and tool calls.
+
+The plain parser reads <think>...</think> and <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and
+Hermes models write them. Other models need SGLang's parsers (sglang_parsers.py), under SGLang's names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from asyncrl.environments.agent.endpoint.refusal import Json, Refused
+
+_CALL: Final = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_OPEN: Final = "<think>"
+_CLOSE: Final = "</think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """A parsed answer.
+
+    reasoning  None if the answer has none
+    calls      (name, arguments as JSON text)
+    call_ids   one per call if the model writes ids itself; if empty, the session makes them (turns.py)
+    """
+
+    content: str
+    reasoning: str | None = None
+    calls: tuple[tuple[str, str], ...] = ()
+    call_ids: tuple[str, ...] = ()
+
+
+class Parser(Protocol):
+    def __call__(self, text: str, *, tools: Sequence[Json], in_thought: bool) -> Parsed:
+        """in_thought   the prompt ended inside the reasoning"""
+        ...
+
+    def check(self, tools: Sequence[Json]) -> None:
+        """Raise Refused if calls of these tools cannot be parsed."""
+        ...
+
+
+class PlainParser:
+    """Reads calls only if the model's chat template writes them as <tool_call>{JSON}</tool_call>."""
+
+    def __init__(self, chat_template: str) -> None:
+        self._reads_calls = "<tool_call>" in chat_template and "<function=" not in chat_template
+
+    def check(self, tools: Sequence[Json]) -> None:
+        if tools and not self._reads_calls:
+            raise Refused(
+                "tools: the model's chat template does not write calls as <tool_call>{JSON}</tool_call>; name a parser "
+                "of SGLang in rollout.options.tool_parser"
+            )
+
+    def __call__(self, text: str, *, tools: Sequence[Json], in_thought: bool) -> Parsed:
+        reasoning, text = thought(text, in_thought=in_thought)
+        calls = []
+        if tools:
+            for found in _CALL.finditer(text):
+                if (call := _call(found[1])) is None:
+                    return Parsed(content=text, reasoning=reasoning)  # an invalid call: keep the whole text
+                calls.append(call)
+        return Parsed(content=_CALL.sub("", text) if calls else text, reasoning=reasoning, calls=tuple(calls))
+
+
+def thought(text: str, *, in_thought: bool) -> tuple[str | None, str]:
+    """Split a text into its reasoning (None if there is none) and the text after it."""
+    before, closed, after = text.partition(_CLOSE)
+    if not closed and (begun := text.lstrip()).startswith(_OPEN):
+        return begun.removeprefix(_OPEN).strip("\n"), ""
+    if not closed:
+        return (text.strip("\n"), "") if in_thought else (None, text)
+    return before.rpartition(_OPEN)[2].strip("\n"), after.lstrip("\n")
+
+
+def _call(text: str) -> tuple[str, str] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    return sound_call(found.get("name"), found.get("arguments", {}))
+
+
+def sound_call(name: Any, arguments: Any) -> tuple[str, str] | None:
+    """Return a call in a form that every client can read and send back: (name, arguments as JSON text).
+
+    None if the call has no name, or holds values that JSON or Unicode lacks (NaN, an unpaired surrogate).
+    """
+    if not isinstance(name, str) or not name:
+        return None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + text).encode()
+    except (ValueError, RecursionError):
+        return None
+    return name, text
+
+
+def sound_json(text: str) -> bool:
+    """Whether every client's JSON library can read the text."""
+    try:
+        return sound_call("a", json.loads(text)) is not None
+    except (ValueError, RecursionError):
+        return False

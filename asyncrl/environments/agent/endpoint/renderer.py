@@ -1,0 +1,148 @@
+"""Renderers of the package `renderers` (PyPI, Apache-2.0): chat formats of model families, hand-written in Python.
+
+A renderer writes a conversation's tokens as the family's chat template does, continues after sampled tokens, and finds
+reasoning and calls by their token ids. renderer_choice.py chooses the renderer of a model.
+
+The results of a renderer are checked where it matters. A continued prompt must begin with the turn's tokens, or it is
+discarded. Text that the renderer does not recognise as a call stays in the content.
+Tests: tests/unit/environments/agent/test_renderer.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from asyncrl.engines.generation import Generation
+from asyncrl.environments.agent.endpoint.parsers import Parsed, sound_call, sound_json
+from asyncrl.environments.agent.endpoint.refusal import Json, Refused
+from asyncrl.environments.agent.endpoint.template import Template, shown
+from asyncrl.environments.agent.endpoint.turns import Tokens, Turn
+
+_WRITE_NAMES: Final = ("gpt-oss", "gemma4", "inkling")
+"""Renderers that write the tool's name before its result. When they bridge, they do not see the call with that name."""
+REFUSALS: Final = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
+"""Errors that renderers raise for unexpected messages or sampled tokens."""
+
+
+class RendererFormat:
+    """The ChatFormat of a renderer."""
+
+    def __init__(self, renderer: Any, name: str, template: Template) -> None:
+        """template   chat template of the same tokenizer"""
+        self._renderer, self.name, self._template = renderer, name, template
+        self.decode = template.decode
+
+    @property
+    def num_tokens(self) -> int:
+        return self._template.num_tokens
+
+    @property
+    def longest_token(self) -> int:
+        return self._template.longest_token
+
+    def check(self, tools: Sequence[Json]) -> None:
+        """Accept all tools: a renderer can parse every call that it writes."""
+
+    def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
+        try:
+            json.dumps([*messages, *tools], ensure_ascii=False).encode()
+            ids: list[int] = self._renderer.render_ids(
+                self._shown(messages, messages), tools=list(tools) or None, add_generation_prompt=True
+            )
+        except UnicodeError:
+            raise Refused("a message holds half of a surrogate pair: that is not text") from None
+        except REFUSALS as error:
+            raise Refused(f"the model's renderer refuses these messages: {said(error)}") from None
+        if not ids:
+            raise Refused("the model's renderer makes no token of these messages")
+        return ids
+
+    def bridge(
+        self, turn: Turn, before: Sequence[Json], new: Sequence[Json], tools: Sequence[Json]
+    ) -> list[int] | None:
+        known, answer = turn.tokens.tolist(), turn.answer.tokens.tolist()
+        context = known[: len(known) - len(answer)]
+        try:
+            json.dumps(new, ensure_ascii=False).encode()
+            shown = self._shown(new, [*before, turn.said, *new])
+            made = self._renderer.bridge_to_next_turn(context, answer, shown, tools=list(tools) or None)
+        except REFUSALS:  # includes UnicodeError; rendering then reports it
+            return None
+        ids: list[int] = [] if made is None else list(getattr(made, "token_ids", made))
+        # Renderers may drop tokens sampled after the end of a turn.
+        if len(ids) <= len(known) or ids[: len(known)] != known:
+            return None
+        return ids[len(known) :]
+
+    def _shown(self, messages: Sequence[Json], history: Sequence[Json]) -> list[Json]:
+        """Return messages in the form that renderers expect.
+
+        history  the messages with the calls that the tool results answer
+        """
+        made = [dict(shown(message)) for message in messages]
+        if self.name in _WRITE_NAMES:
+            names = {call["id"]: call["function"]["name"] for one in history for call in one.get("tool_calls", ())}
+            for message in made:
+                if message["role"] == "tool" and message.get("tool_call_id") in names:
+                    message.setdefault("name", names[message["tool_call_id"]])
+        return made
+
+    def parse(self, answer: Generation, *, context: Tokens, tools: Sequence[Json]) -> Parsed:
+        try:
+            found = self._renderer.parse_response(
+                answer.tokens.tolist(), tools=list(tools) or None, prompt_ids=context.tolist()
+            )
+        except REFUSALS:
+            return Parsed(content=self._template.text_of(answer))
+        content, calls = str(found.content or ""), found.tool_calls
+        cut = [one for one in calls if one.status == "unclosed_block"]
+        closed = [one for one in calls if one.status != "unclosed_block"]
+        made = [_call(one) for one in closed]
+        whole = [one for one in made if one is not None]
+        if not tools or len(whole) < len(made):  # no tools, or an invalid call: keep all calls as text
+            cut, whole = calls, []
+        if cut:
+            content = content.rstrip() + self._text_of_calls(cut, answer)
+        return Parsed(
+            content=content,
+            reasoning=found.reasoning_content or None,
+            calls=tuple(whole),
+            call_ids=_ids(closed) if whole else (),
+        )
+
+    def _text_of_calls(self, calls: Sequence[Any], answer: Generation) -> str:
+        """Return the text of an answer from the first of these calls on, with the whitespace before it."""
+        if any(one.token_span is None for one in calls):
+            return "".join(f"\n{one.raw}" for one in calls)
+        stops = set(self._renderer.get_stop_token_ids())
+        tokens = answer.tokens.tolist()
+        end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
+        begin = min(one.token_span[0] for one in calls)
+        before = self.decode(tokens[:begin])
+        return before[len(before.rstrip()) :] + self.decode(tokens[begin:end])
+
+
+def _call(found: Any) -> tuple[str, str] | None:
+    """Return a call's name and arguments as JSON text; None if the call is invalid."""
+    if found.status != "ok" or not isinstance(found.name, str) or not found.name:
+        return None
+    arguments = {} if found.arguments is None else found.arguments
+    if isinstance(arguments, str) and sound_json(arguments):
+        return found.name, arguments
+    return sound_call(found.name, arguments)
+
+
+def _ids(calls: Sequence[Any]) -> tuple[str, ...]:
+    """Return the ids that the model wrote, if all are present and distinct; else ().
+
+    Such a model's template repeats the ids before the results.
+    """
+    ids = [one.id for one in calls]
+    return tuple(ids) if all(isinstance(one, str) and one for one in ids) and len({*ids}) == len(ids) else ()
+
+
+def said(error: Exception) -> str:
+    """Return the message of another package's error as one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,229 @@
+"""The HTTP server of a worker's endpoint: finds a request's session, checks the request, and sends the answer.
+
+The API key of a request selects its session. A wrong or missing key, or the key of a finished sample, gets 401. An
+answer is streamed only once it is complete; until then, comments keep the connection open.
+Tests: tests/unit/environments/agent/test_dialects.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final
+
+from aiohttp import web
+
+from asyncrl.environments.agent.endpoint.ask import Ask
+from asyncrl.environments.agent.endpoint.dialects.anthropic import AnthropicMessages
+from asyncrl.environments.agent.endpoint.dialects.chat import ChatCompletions
+from asyncrl.environments.agent.endpoint.dialects.dialect import Dialect
+from asyncrl.environments.agent.endpoint.dialects.responses import Responses
+from asyncrl.environments.agent.endpoint.dialects.tokens import TokenIds
+from asyncrl.environments.agent.endpoint.refusal import Json, Refused
+from asyncrl.environments.agent.endpoint.session import Record, Session
+from asyncrl.environments.agent.endpoint.turns import Turn
+
+MOST_BYTES: Final = 256 * 2**20
+"""Size limit of a request. aiohttp's default is 1 MiB, too small for an agent's history."""
+KEEP_ALIVE_SECONDS: Final = 10.0
+DIALECTS: Final[tuple[Dialect, ...]] = (ChatCompletions(), Responses(), AnthropicMessages(), TokenIds())
+
+_log = logging.getLogger("asyncrl.endpoint")
+
+
+class EndpointServer:
+    """The endpoint of one worker. It listens from its first session until it is closed."""
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, model: str = "policy") -> None:
+        """port   0: any free port"""
+        self._host, self._port = host, port
+        self.model = model
+        self.url = ""
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def session(self, session: Session) -> AsyncIterator[Session]:
+        """Answer a session's requests while the context is open. Raises what ends the sample (Session.open)."""
+        await self._start()
+        self._sessions[session.key] = session
+        try:
+            async with session.open():
+                try:
+                    yield session
+                finally:
+                    del self._sessions[session.key]
+        finally:
+            self._sessions.pop(session.key, None)
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self._runner is not None:
+                return
+            app = web.Application(client_max_size=MOST_BYTES)
+            for dialect in DIALECTS:
+                for path in dialect.paths:
+                    app.router.add_post(path, _handler(self._answer, dialect))
+            for prefix in ("", "/v1"):
+                app.router.add_get(f"{prefix}/models", self._models)
+                app.router.add_post(f"{prefix}/messages/count_tokens", self._count)
+            runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+            await runner.setup()
+            await web.TCPSite(runner, self._host, self._port).start()
+            host, port = runner.addresses[0][:2]
+            self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            self._runner = runner
+
+    async def close(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def _answer(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+        try:
+            session = self._session_of(request)
+            raw = await _read(request)
+            record, ask = await self._record(request, raw, dialect, session)
+            if ask.is_streamed:
+                return await _stream(request, dialect, ask, record, session)
+            turns = await session.replies(record)
+            reply = _json(dialect.write(ask, turns, session))
+            reply.headers.update(_not_obeyed(ask))
+        except Refused as error:
+            return _json(dialect.refused(error), status=error.status)
+        record.is_delivered = record.is_delivered or _listens(request)()
+        return reply
+
+    async def _record(self, request: web.Request, raw: bytes, dialect: Dialect, session: Session) -> tuple[Record, Ask]:
+        try:
+            ask = dialect.read(_body(raw), session)
+            record = session.answer(
+                request.path.encode() + b"\n" + raw,
+                ask,
+                is_retry=_retries(request) > 0,
+                is_listening=_listens(request),
+            )
+        except RecursionError:
+            raise Refused("the body is nested too deeply") from None
+        return record, ask
+
+    async def _count(self, request: web.Request) -> web.Response:
+        dialect = AnthropicMessages()
+        try:
+            session = self._session_of(request)
+            prepared = session.prepare(dialect.read_any(_body(await _read(request)), session), is_limited=False)
+        except RecursionError:
+            return _json(dialect.refused(Refused("the body is nested too deeply")), status=400)
+        except Refused as error:
+            return _json(dialect.refused(error), status=error.status)
+        return _json({"input_tokens": len(prepared.tokens)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            session = self._session_of(request)
+        except Refused as error:
+            return _json(ChatCompletions.refused(error), status=error.status)
+        card = {"id": self.model, "object": "model", "created": 0, "owned_by": "asyncrl"}
+        data = [card | {"max_model_len": session.context_tokens, "type": "model", "display_name": self.model}]
+        return _json({"object": "list", "data": data, "has_more": False})
+
+    def _session_of(self, request: web.Request) -> Session:
+        said = request.headers
+        key = said.get("x-api-key") or said.get("Authorization", "").removeprefix("Bearer ").strip()
+        if (session := self._sessions.get(key)) is None:
+            raise Refused("no running sample has this API key", status=401, code="invalid_api_key")
+        return session
+
+
+def _handler(answer: Callable[..., Any], dialect: Dialect) -> Callable[[web.Request], Any]:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response: web.StreamResponse = await answer(request, dialect)
+        return response
+
+    return handle
+
+
+async def _read(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise Refused(f"the body has more than {MOST_BYTES} bytes", status=413) from None
+
+
+def _body(raw: bytes) -> Json:
+    try:
+        found = json.loads(raw, parse_constant=_no_number)
+    except ValueError as error:
+        raise Refused(f"the body is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Refused("the body must be an object")
+    return found
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _retries(request: web.Request) -> int:
+    said = request.headers.get("x-stainless-retry-count", "")
+    return int(said) if said.isascii() and said.isdigit() and len(said) < 9 else 0
+
+
+def _listens(request: web.Request) -> Callable[[], bool]:
+    """Return a function that says whether the request's client is still connected."""
+    transport = request.transport
+    return lambda: transport is not None and not transport.is_closing()
+
+
+def _not_obeyed(ask: Ask) -> dict[str, str]:
+    """Return a header with the names of requested settings that the run overrides."""
+    return {"x-not-obeyed": ", ".join(sorted(ask.wishes))} if ask.wishes else {}
+
+
+def _json(value: Json, *, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
+
+
+async def _stream(
+    request: web.Request, dialect: Dialect, ask: Ask, record: Record, session: Session
+) -> web.StreamResponse:
+    """Send the answer as server-sent events once it is complete.
+
+    A refusal before the stream starts keeps its HTTP status; a later one becomes an error event.
+    """
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | _not_obeyed(ask)
+    )
+    try:
+        while not record.replies.done():
+            await asyncio.wait((record.replies,), timeout=KEEP_ALIVE_SECONDS)
+            if not record.replies.done():
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(b": waiting for the model\n\n")
+        try:
+            turns: Sequence[Turn] = await session.replies(record)
+        except Refused as error:
+            if not response.prepared:
+                raise
+            await response.write(_event("error", dialect.refused(error)))
+            return response
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(b"".join(_event(*event) for event in dialect.events(ask, turns, session)) + dialect.end)
+        await response.write_eof()
+        record.is_delivered = True
+    except ConnectionError:  # the client hung up; the answer is kept for a retry
+        _log.debug("a client hung up on a stream")
+    return response
+
+
+def _event(name: str, data: Json) -> bytes:
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data)}\n\n".encode()

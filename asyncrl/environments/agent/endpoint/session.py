@@ -1,0 +1,282 @@
+"""A session: answers the model calls of one sample's agent, and records its turns.
+
+  E1 a request that continues a turn is sent to the engine as that turn's tokens plus the new tokens (chat_format.py);
+     the turn itself is never rendered again
+  E2 the run's sampling rules apply: a request's temperature is recorded but not obeyed; its max_tokens can only lower
+     the limit; fields that would change the distribution in other ways are refused (fields.py)
+  E3 a request that is repeated because its answer did not arrive gets the same answer, without new sampling
+  E4 sampling continues when a client hangs up, because the client will retry
+Tests: tests/unit/environments/agent/test_session.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from asyncrl.environments.agent.endpoint.ask import Ask, call, digests, in_order_of_calls, num_characters
+from asyncrl.environments.agent.endpoint.chat_format import ChatFormat
+from asyncrl.environments.agent.endpoint.parsers import Parsed
+from asyncrl.environments.agent.endpoint.refusal import Json, Refused
+from asyncrl.environments.agent.endpoint.turns import Tags, Tokens, Turn, Turns, call_id
+from asyncrl.environments.port import Generate
+from asyncrl.errors import EngineDied, EngineError, PromptError
+
+Replies = list[Turn] | Refused
+"""The answers to one request, or why its prompt cannot be sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """A prompt that is ready to be sampled.
+
+    parent  the turn that the prompt continues; None if it continues no turn
+    given   the prompt's tokens after the parent's tokens
+    limit   maximum number of new tokens
+    """
+
+    ask: Ask
+    tokens: Tokens
+    parent: Turn | None
+    given: Tokens
+    limit: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Record:
+    """A request and its answers, whether its client has received them, and whether the client still listens."""
+
+    replies: asyncio.Task[Replies]
+    is_listening: Callable[[], bool]
+    is_delivered: bool = False
+
+
+class Session:
+    """Serves the agent of one sample."""
+
+    def __init__(
+        self,
+        generate: Generate,
+        *,
+        chat_format: ChatFormat,
+        name: str,
+        max_tokens: int,
+        context_tokens: int,
+        stop: Sequence[str] = (),
+    ) -> None:
+        """
+        name            name of the sample; the same if the sample runs again
+        max_tokens      limit of sampled tokens over all calls. The answers of one request share what is left;
+                        concurrent requests may each use all of it
+        context_tokens  the model's context length, prompt and answer together
+        stop            stop strings of this run
+        """
+        self.key = "sk-" + secrets.token_hex(16)
+        self.chat_format = chat_format
+        self.turns = Turns()
+        self.remembered: dict[str, list[Json]] = {}
+        """Conversations up to an answer, by the answer's id, for dialects that continue from an id."""
+        self._generate = generate
+        self._tags = Tags(name)
+        self.context_tokens = context_tokens
+        self._max_tokens = max_tokens
+        self.stop = tuple(stop)
+        self._num_sampled = 0
+        self._num_calls = 0
+        self._ends: dict[bytes, Turn] = {}
+        self._records: dict[bytes, list[Record]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._over = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Session]:
+        """Accept requests while the context is open. Cancel unfinished sampling at the end.
+
+        Raises the error that ends the sample: EngineDied, EngineError, or an error raised inside the context.
+        """
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                try:
+                    yield self
+                finally:
+                    self._over.set()
+                    for record in (one for records in self._records.values() for one in records):
+                        record.replies.cancel()
+        except BaseExceptionGroup as group:
+            died, others = group.split(EngineDied)
+            failed, _ = (others or group).split(EngineError)
+            first = (died or failed or group).exceptions[0]
+            raise first from first.__cause__  # not from the group: the log must show the origin
+
+    # -- a request -----------------------------------------------------------------------------------------------------
+
+    def answer(self, request: bytes, ask: Ask, *, is_retry: bool, is_listening: Callable[[], bool]) -> Record:
+        """Return the record of a request; its answer may still be in progress. Raises Refused before sampling starts.
+
+        request       bytes of the request; equal bytes mean the same request
+        is_retry      the client marks the request as a retry
+        is_listening  whether the client still waits for the answer
+        """
+        if self._over.is_set() or self._tasks is None:
+            raise Refused("this sample is over", status=401, code="invalid_api_key")
+        key = hashlib.blake2b(request, digest_size=16).digest()
+        records = self._records.setdefault(key, [])
+        if (record := _undelivered(records, is_retry=is_retry)) is not None:
+            record.is_listening = is_listening
+            return record
+        prepared = [self.prepare(ask)] * ask.count
+        numbers = range(self._num_calls, self._num_calls + len(prepared))
+        self._num_calls += len(prepared)
+        task = self._tasks.create_task(self._sample_all(prepared, numbers))
+        record = Record(replies=task, is_listening=is_listening)
+        records.append(record)
+        return record
+
+    async def replies(self, record: Record) -> list[Turn]:
+        """Wait for the answers and return them. Cancelling the wait does not stop sampling. Raises Refused."""
+        if not record.replies.done():
+            await asyncio.wait((record.replies,))
+        if record.replies.cancelled():
+            raise Refused("this sample is over", status=401, code="invalid_api_key")
+        if (error := record.replies.exception()) is not None:  # the error also ends the sample
+            raise Refused(f"the engine failed: {error}", status=503, code="server_error")
+        if isinstance(replies := record.replies.result(), Refused):
+            raise replies
+        return replies
+
+    def prepare(self, ask: Ask, *, is_limited: bool = True) -> Prepared:
+        """Prepare the prompt of a request. Raises Refused.
+
+        is_limited  refuse a prompt that leaves no room for an answer
+        """
+        self.chat_format.check(ask.tools)
+        ask = replace(ask, messages=in_order_of_calls(ask.messages))
+        self._refuse_huge(ask)
+        tokens, parent, begin = self._prompt(ask)
+        left = (self._max_tokens - self._num_sampled) // ask.count
+        room = min(left, self.context_tokens - len(tokens))
+        if room < 1 and is_limited:  # harnesses know this error: they compact, or stop
+            raise Refused(
+                f"This model's maximum context length is {self.context_tokens} tokens. However, your messages have "
+                f"{len(tokens)} tokens, and of this sample's {self._max_tokens} new tokens {max(0, left)} are left for "
+                "each answer.",
+                code="context_length_exceeded",
+            )
+        limit = room if ask.max_tokens is None else min(room, ask.max_tokens)
+        return Prepared(ask=ask, tokens=tokens, parent=parent, given=tokens[begin:], limit=limit)
+
+    def _refuse_huge(self, ask: Ask) -> None:
+        """Refuse messages that are longer than the context whatever their tokens are.
+
+        Counting the tokens of megabytes would block the worker's event loop, and all its other samples, for seconds.
+        """
+        most = self.chat_format.longest_token * self.context_tokens
+        if (found := num_characters(ask.messages, ask.tools)) > most:
+            raise Refused(
+                f"This model's maximum context length is {self.context_tokens} tokens. However, your messages have "
+                f"{found} characters, more than that many tokens can hold.",
+                code="context_length_exceeded",
+            )
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def _prompt(self, ask: Ask) -> tuple[Tokens, Turn | None, int]:
+        """Return the prompt tokens, the turn that they continue, and how many of them belong to that turn."""
+        if ask.tokens is not None:
+            return (ask.tokens, *self.turns.longest_prefix(ask.tokens))
+        if (bridged := self._bridged(ask)) is not None:
+            return bridged
+        tokens = np.array(self.chat_format.render(ask.messages, ask.tools), np.int32)
+        return (tokens, *self.turns.longest_prefix(tokens))
+
+    def _bridged(self, ask: Ask) -> tuple[Tokens, Turn, int] | None:
+        """Like ``_prompt``, by continuing the conversation's last answer. None if the conversation must be rendered.
+
+        Works if the conversation up to its last assistant message is one that the session answered.
+        """
+        if not self._ends:
+            return None
+        messages = ask.messages
+        last = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
+        turn = self._ends.get(digests(messages[:last], ask.tools)[-1])
+        if turn is None or last == len(messages):
+            return None
+        more = self.chat_format.bridge(turn, messages[: last - 1], messages[last:], ask.tools)
+        if more is None:
+            return None
+        known = turn.tokens
+        return np.concatenate([known, np.array(more, np.int32)]), turn, len(known)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    async def _sample_all(self, prepared: Sequence[Prepared], numbers: Sequence[int]) -> Replies:
+        sampling: list[Awaitable[Turn]] = [
+            self._sample(one, number) for one, number in zip(prepared, numbers, strict=True)
+        ]
+        try:
+            return list(await asyncio.gather(*sampling))
+        except PromptError as error:
+            return Refused(f"the engine refuses this prompt: {error}")
+
+    async def _sample(self, prepared: Prepared, number: int) -> Turn:
+        ask = prepared.ask
+        tag = self._tags.next(prepared.tokens)
+        answer = await self._generate(prepared.tokens, max_new_tokens=prepared.limit)
+        self._num_sampled += len(answer.tokens)
+        said: Json = {}
+        stopped_by = ""
+        if ask.tokens is None:
+            said = _message(self.chat_format.parse(answer, context=prepared.tokens, tools=ask.tools), tag)
+            if ask.stop and answer.finish_reason == "stop":
+                stopped_by = _first(ask.stop, self.chat_format.decode(answer.tokens.tolist()))
+                _cut(said, stopped_by)
+        turn = Turn(
+            number=number,
+            tag=tag,
+            parent=prepared.parent,
+            given=prepared.given,
+            answer=answer,
+            said=said,
+            wishes=ask.wishes,
+            stopped_by=stopped_by,
+        )
+        self.turns.add(turn)
+        if said:
+            self._ends[digests([*ask.messages, said], ask.tools)[-1]] = turn
+        return turn
+
+
+def _message(parsed: Parsed, tag: str) -> Json:
+    said: Json = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning is not None:
+        said["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        ids = parsed.call_ids or [call_id(tag, place) for place in range(len(parsed.calls))]
+        said["tool_calls"] = [call(one, *made) for one, made in zip(ids, parsed.calls, strict=True)]
+    return said
+
+
+def _first(stop: Sequence[str], text: str) -> str:
+    """Return the stop string that begins first in ``text``; "" if there is none."""
+    return min((one for one in stop if one in text), key=text.index, default="")
+
+
+def _cut(said: Json, stop: str) -> None:
+    """Cut a message before the stop string that ended it, as model servers do. A stop string in a call stays."""
+    name = "content" if said["content"] else "reasoning_content"
+    if stop and name in said:
+        said[name] = said[name].partition(stop)[0]
+
+
+def _undelivered(records: Sequence[Record], *, is_retry: bool) -> Record | None:
+    """Return the record that a repeated request asks for: one that was not delivered, or with ``is_retry`` the last."""
+    for record in records:
+        if not record.is_delivered and not record.is_listening():
+            return record
+    return records[-1] if records and is_retry else None

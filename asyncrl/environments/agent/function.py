@@ -1,0 +1,218 @@
+"""The rollout function "agent": a harness runs an agent on the prompt, and the agent's sampled tokens are trained.
+
+    [rollout]
+    function = "agent"
+    [rollout.options]
+    harness = "command"
+    [rollout.options.harness_options]
+    command = ["python", "my_agent.py"]
+
+The agent runs in a separate process and is given a URL, a key and a model name (endpoint/). If the agent fails, its
+sample fails. An agent that never calls the model also fails, because there is nothing to train.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, TemplateFormat
+from asyncrl.environments.agent.endpoint.parsers import Parser, PlainParser
+from asyncrl.environments.agent.endpoint.renderer_choice import AUTO, NONE, check_renderer, choose
+from asyncrl.environments.agent.endpoint.server import EndpointServer
+from asyncrl.environments.agent.endpoint.session import Session
+from asyncrl.environments.agent.endpoint.sglang_parsers import SGLangParser
+from asyncrl.environments.agent.endpoint.template import Template
+from asyncrl.environments.agent.endpoint.turns import TrainedSequence, Turns
+from asyncrl.environments.agent.harnesses.limits import Limited, Limits
+from asyncrl.environments.agent.harnesses.load import load_harness
+from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
+from asyncrl.environments.port import Generate
+from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.messages import PromptGroup, Trajectory, TurnReward, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """[rollout.options] with rollout.function = "agent"."""
+
+    harness: str
+    """command, verifiers, outside, or your own "package.module:Harness"."""
+    harness_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the harness."""
+    timeout_seconds: float = 600.0
+    """Time limit of a sample, including the model's answers."""
+    on_timeout: Literal["truncate", "fail"] = "truncate"
+    """What to do with a sample over the limit. truncate: train what was sampled, with finish_reason "length". fail: the
+    sample fails."""
+    timeout_reward: float | None = None
+    """Reward of a truncated sample; not set: the run's reward function decides."""
+    restart: Literal["again", "never"] = "again"
+    """What to do with a group that a worker began and did not finish, because it died or left. again: run the group
+    again; where the harness repeats its requests, sampled tokens are reused. never: fail the group, for harnesses that
+    must not run twice, for example because they send mail."""
+    thinking: Literal["keep", "template"] = "keep"
+    """keep: the model's reasoning stays in its prompt. template: follow the model's chat template; where the template
+    drops the reasoning before a new question, a new sequence begins."""
+    renderer: str = "auto"
+    """How to write and read the model's conversations: the name of a renderer of the package renderers (qwen3), or none
+    for the chat template and the parsers below. auto: the renderer that matches the name of the model's folder, if the
+    package is installed and the renderer writes the same tokens as the model's chat template; otherwise none."""
+    tool_parser: str = ""
+    """Name of an SGLang parser (--tool-call-parser). Empty: <tool_call>{JSON}</tool_call>."""
+    reasoning_parser: str = ""
+    """Name of an SGLang parser (--reasoning-parser). Empty: <think>...</think>."""
+    chat_template: str = ""
+    """Jinja chat template; empty: the tokenizer's."""
+    chat_template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options passed to the chat template, such as {enable_thinking = false}."""
+    model: str = "policy"
+    """Model name that the endpoint reports; requests may use any name."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Use a non-loopback address only for harnesses on other machines: anyone who can reach it
+    with a sample's key can sample, and those tokens are trained."""
+    port: int = 0
+    """Port to listen on; 0: any free port."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port must be from 0 to {2**16 - 1}, got {self.port}")
+        self._limits()
+        for key in ("tool_parser", "reasoning_parser", "chat_template"):
+            if getattr(self, key) and self.renderer not in (AUTO, NONE):
+                raise ConfigError(f"renderer: {self.renderer!r} takes the place of {key}; remove one of them")
+
+    @property
+    def used_renderer(self) -> str:
+        """The renderer option, or NONE if the run sets its own parsers or chat template."""
+        return NONE if self.tool_parser or self.reasoning_parser or self.chat_template else self.renderer
+
+    @property
+    def sets_no_reward(self) -> bool:
+        """Whether the run file leaves every sample's reward to the run's reward function."""
+        return self.harness == "command" and self.harness_options.get("reward") == "grader"
+
+    def _limits(self) -> Limits:
+        """Return the limits of a sample. Raises ConfigError."""
+        return Limits(
+            timeout_seconds=self.timeout_seconds, on_timeout=self.on_timeout, timeout_reward=self.timeout_reward
+        )
+
+    def check_machine(self) -> None:
+        """Raise ConfigError if the renderer, or the harness's program, module or virtual environment, is missing."""
+        try:
+            self.load_harness().check_machine()
+        except ConfigError as error:
+            text = str(error)
+            raise ConfigError(text if text.startswith("rollout.") else f"rollout.options.harness: {text}") from None
+        check_renderer(self.renderer)
+
+    def load_harness(self) -> Limited:
+        """Return the harness wrapped in its limits. Starts no process. Raises ConfigError."""
+        return load_harness(self.harness, self.harness_options, limits=self._limits())
+
+
+class Agent:
+    """A RolloutFn with one endpoint and one harness per worker, and one session per sample."""
+
+    runs_programs = True
+    has_harness = True
+    """Samples end by themselves within their time limit, so a worker that waits for one is not restarted."""
+
+    def __init__(self, tokenizer: Any, options: Options) -> None:
+        """Raises ConfigError."""
+        self._options = options
+        self._chat_format = _chat_format(tokenizer, options)
+        self._harness = options.load_harness()
+        self._server = EndpointServer(host=options.host, port=options.port, model=options.model)
+
+    async def __call__(self, prompt: PromptGroup, generate: Generate, *, index: int) -> Sequence[Trajectory]:
+        if self._options.restart == "never" and generate.attempt > 1:
+            raise RolloutError(
+                f'the group was begun before, and rollout.options.restart is "never" (attempt {generate.attempt})'
+            )
+        session = Session(
+            generate,
+            chat_format=self._chat_format,
+            name=f"{prompt.group_id}/{index}",
+            max_tokens=prompt.sampling.max_new_tokens,
+            context_tokens=generate.context_tokens,
+            stop=prompt.sampling.stop,
+        )
+        task = Task(
+            prompt=prompt.prompt,
+            messages=prompt.messages,
+            label=prompt.label,
+            metadata=prompt.metadata,
+            group_id=prompt.group_id,
+            index=index,
+            seed=_seed(prompt.group_id, index),
+        )
+        async with self._server.session(session):
+            endpoint = Endpoint(base_url=self._server.url, api_key=session.key, model=self._options.model)
+            check = functools.partial(check_outcome, session.turns, generate)
+            outcome = outcome_of(await self._harness(task, endpoint, check=check))
+        return trajectories(session.turns, outcome)
+
+    async def close(self) -> None:
+        await self._harness.close()
+        await self._server.close()
+
+
+def trajectories(turns: Turns, outcome: Outcome) -> list[Trajectory]:
+    """Return one trajectory per training sequence of a sample; each has the rollout's reward.
+
+    Raises RolloutError if nothing was sampled, or if there are more turn rewards than turns.
+    """
+    sequences = turns.sequences()
+    if not sequences:
+        raise RolloutError("the harness ended without an answer of the model: there is nothing to train")
+    if len(outcome.turn_rewards) > len(turns):
+        raise RolloutError(f"the harness gave {len(outcome.turn_rewards)} turn_rewards for {len(turns)} turns")
+    of_turn = {turn.number: reward for turn, reward in zip(turns, outcome.turn_rewards, strict=False)}
+    return [_trajectory(sequence, outcome, of_turn) for sequence in sequences]
+
+
+def check_outcome(turns: Turns, generate: Generate, outcome: Outcome) -> None:
+    """Raise RolloutError if the sample would fail with this outcome."""
+    try:
+        generate.check_result(trajectories(turns, outcome))
+    except (TypeError, ValueError) as error:
+        raise RolloutError(str(error)) from error
+
+
+def _trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[int, float]) -> Trajectory:
+    made: Trajectory = replace(
+        sequence.trajectory,
+        prompt_tokens=sequence.prompt_tokens,
+        reward=math.nan if outcome.reward is None else outcome.reward,
+        reward_parts={**outcome.metrics, **outcome.reward_parts},
+        turn_rewards=tuple(
+            TurnReward(start=start, reward=of_turn[number]) for number, start in sequence.turns if number in of_turn
+        ),
+        finish_reason=outcome.finish_reason or sequence.trajectory.finish_reason,
+    )
+    return made
+
+
+def _chat_format(tokenizer: Any, options: Options) -> ChatFormat:
+    """Return the chat format that the options choose. Raises ConfigError."""
+    template = Template(tokenizer, chat_template=options.chat_template, options=options.chat_template_options)
+    keeps = options.thinking == "keep"
+    renderer = choose(options.used_renderer, template, keeps_thinking=keeps, options=options.chat_template_options)
+    return renderer or TemplateFormat(template, _parser(options, template), keeps_thinking=keeps)
+
+
+def _parser(options: Options, template: Template) -> Parser:
+    if options.tool_parser or options.reasoning_parser:
+        return SGLangParser(options.tool_parser, options.reasoning_parser)
+    return PlainParser(template.source)
+
+
+def _seed(group_id: int, index: int) -> int:
+    return int(np.random.SeedSequence([group_id, index]).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,196 @@
+"""harness = "command": any program, started once per sample, in its own process and virtual environment.
+
+The program finds the model through environment variables (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ...). It
+reads the task as one JSON line from standard input. It reports the reward on the last JSON line of its output or in a
+file, or leaves it to the run's reward function. Tests: tests/unit/environments/harnesses/test_command.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from asyncrl.environments.agent.harnesses import environment
+from asyncrl.environments.agent.harnesses.program import Program, last_bytes
+from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
+from asyncrl.errors import ConfigError, RolloutError
+
+_KEPT_BYTES: Final = 2**18
+"""Bytes kept from the end of the program's output; the reward must be in them."""
+_SHOWN: Final = 300
+"""Characters of the last stderr line to show in an error."""
+REWARD_FILE: Final = "REWARD_FILE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    command: tuple[str, ...]
+    """The program and its arguments; {model} and {base_url} are replaced."""
+    reward: Literal["stdout", "file", "grader"] = "stdout"
+    """Where the reward comes from. stdout: the last line that is JSON. file: the file named by REWARD_FILE, or its last
+    line. Both hold a number or a table: reward, reward_parts, turn_rewards, metrics. grader: the run's reward
+    function."""
+    venv: str = ""
+    """Virtual environment whose bin comes first on PATH."""
+    directory: str = ""
+    """Working directory; empty: the worker's."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Additional environment variables."""
+    inherit: tuple[str, ...] = ()
+    """Environment variables to pass on from the worker, besides PATH, HOME and the like."""
+    memory_mib: int = 0
+    """Memory limit for all processes of one sample together; 0: no limit."""
+    output_mib: int = 64
+    """Limit for the output of one sample."""
+
+    def __post_init__(self) -> None:
+        if not self.command or not self.command[0]:
+            raise ConfigError('command is empty; name a program: command = ["python", "agent.py"]')
+        if self.memory_mib < 0 or self.output_mib < 1:
+            raise ConfigError("memory_mib must be >= 0 and output_mib >= 1")
+        environment.check_names(self.environment)
+        environment.check_venv(self.venv)
+        environment.check_program(
+            self.command[0], directory=self.directory, path=self.base_environment().get("PATH", os.defpath)
+        )
+
+    def base_environment(self) -> dict[str, str]:
+        return environment.base(venv=self.venv, inherit=self.inherit, added=self.environment)
+
+
+class CommandHarness:
+    """Runs one process per sample."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._environment = options.base_environment()
+
+    async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
+        with contextlib.ExitStack() as stack:
+            variables = self._environment | environment.of_endpoint(endpoint, self._environment)
+            file: Path | None = None
+            if self._options.reward == "file":
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True))
+                file = Path(folder) / "reward.json"
+                variables[REWARD_FILE] = str(file)
+            output = await self._run(task, endpoint, variables)
+            try:
+                return self._outcome(output, file)
+            except (ValueError, OSError) as error:
+                raise _failed(f"{' '.join(str(error).split())}") from error
+
+    async def _run(self, task: Task, endpoint: Endpoint, variables: Mapping[str, str]) -> bytes:
+        """Run the program and return the end of its output. Raises RolloutError."""
+        program = await Program.start(
+            [_filled(part, endpoint) for part in self._options.command],
+            environment=variables,
+            directory=self._options.directory,
+            memory_mib=self._options.memory_mib,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert program.stdin is not None and program.stdout is not None and program.stderr is not None
+        most = self._options.output_mib * 2**20
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_feed(program.stdin, json.dumps(task.as_json(), default=str).encode() + b"\n"))
+                output = group.create_task(last_bytes(program.stdout, keep=_KEPT_BYTES, most=most))
+                errors = group.create_task(last_bytes(program.stderr, keep=_KEPT_BYTES, most=most))
+            if problem := await program.ended():
+                said = _last_line(errors.result())
+                raise _failed(f"{problem}: {said}" if said else problem)
+        except ExceptionGroup as error:
+            first = error.exceptions[0]
+            if isinstance(first, ValueError):
+                raise _failed(f"{first} (output_mib = {self._options.output_mib})") from error
+            raise first from error
+        finally:
+            await program.end()
+        return output.result()
+
+    def _outcome(self, output: bytes, file: Path | None) -> Outcome:
+        """Read the outcome from the output or the reward file. Raises ValueError and OSError."""
+        if self._options.reward == "grader":
+            return Outcome()
+        if file is not None:
+            if not file.exists():
+                raise ValueError(f"wrote no reward to the file that {REWARD_FILE} names")
+            found = _json_of(file)
+        else:
+            found = _last_json(output)
+        outcome = outcome_of(found)
+        if outcome.reward is None:
+            raise ValueError(
+                "gave no reward: the last line that is JSON must be a number or a table with a reward "
+                '(or leave it to reward.kind: reward = "grader")'
+            )
+        return outcome
+
+
+def _json_of(file: Path) -> Any:
+    """Return the number or table that is the whole file, or the one of its last line. Raises ValueError and OSError."""
+    with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - _KEPT_BYTES))
+        text = stream.read()
+    whole = _parsed(text) if size <= _KEPT_BYTES else None
+    return _last_json(text) if whole is None else whole
+
+
+def _last_json(text: bytes) -> Any:
+    """Return the value of the last line that is a JSON number or table; None if no line is.
+
+    Raises ValueError if that line is the last element of a value over several lines (json.dumps with indent).
+    """
+    after = b""
+    for line in reversed(text.splitlines()):
+        if not line.strip():
+            continue
+        found = _parsed(line)
+        if found is not None:
+            if after.startswith((b"]", b"}")):
+                raise ValueError("its last JSON is spread over several lines; print the reward on one line")
+            return found
+        after = line.strip()
+    return None
+
+
+def _parsed(text: bytes) -> Any:
+    """Return the number or table that ``text`` is in JSON, otherwise None."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict | int | float) and not isinstance(found, bool) else None
+
+
+async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
+    """Write the task to the program's standard input. The program need not read it."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        stdin.write(data)
+        await stdin.drain()
+    stdin.close()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        await stdin.wait_closed()
+
+
+def _filled(part: str, endpoint: Endpoint) -> str:
+    return part.replace("{model}", endpoint.model).replace("{base_url}", endpoint.base_url)
+
+
+def _last_line(text: bytes) -> str:
+    lines = [line.strip() for line in text.decode(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")[:_SHOWN]
+
+
+def _failed(problem: str) -> RolloutError:
+    return RolloutError(f"harness command: {problem}")

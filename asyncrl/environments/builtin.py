@@ -1,0 +1,43 @@
+"""The built-in RolloutFns: one model answer, or the answer from the data."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.environments.load import described
+from asyncrl.environments.port import Generate
+from asyncrl.environments.trajectory_builder import TrajectoryBuilder
+from asyncrl.messages import ANY_INCARNATION, PromptGroup, Trajectory, VersionSpan
+
+UNJUDGED = 0.0
+"""Placeholder reward of a built-in function's trajectory, until a reward function sets it."""
+
+
+@described(gives_one=True)
+async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    """Sample one answer and train all of its tokens. The default RolloutFn."""
+    turns = TrajectoryBuilder(prompt.prompt_tokens)
+    turns.answered(await generate(turns.tokens))
+    return turns.trajectory(reward=UNJUDGED)
+
+
+@described(samples=False, gives_one=True)
+async def given(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    """Return the answer from the data, or the rest of a conversation, cut to max_new_tokens. Generates nothing.
+
+    This is the RolloutFn of supervised fine-tuning. No policy sampled the answer, so its behavior logprobs are 0 and
+    meaningless, and the loss must be a supervised one. Its policy version is the learner's version when the prompt was
+    published. It has no incarnation of its own, so it does not age when a learner falls back.
+    """
+    tokens = prompt.response_tokens[: prompt.sampling.max_new_tokens]
+    if len(tokens) == 0:
+        raise ValueError("the prompt has no response; set data.response_key")
+    mask = prompt.response_mask[: len(tokens)] if len(prompt.response_mask) else np.ones(len(tokens), np.bool_)
+    return Trajectory(
+        tokens=tokens,
+        response_mask=mask,
+        behavior_logprobs=np.zeros(len(tokens), np.float32),
+        version_spans=(VersionSpan(start=0, incarnation=ANY_INCARNATION, policy_version=prompt.policy_version),),
+        reward=UNJUDGED,
+        finish_reason="stop" if len(tokens) == len(prompt.response_tokens) else "length",
+    )

@@ -1,0 +1,401 @@
+"""Assembles the learner and the actors that run in its process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.actors.learner.answer_recorder import AnswerRecorder
+from asyncrl.actors.learner.batcher import Batcher
+from asyncrl.actors.learner.best_model import BestModel
+from asyncrl.actors.learner.checkpointer import Checkpointer
+from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.evaluator import Evaluator
+from asyncrl.actors.learner.group_filters import GroupFilters
+from asyncrl.actors.learner.learner import Learner
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter
+from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.prompt_link import PromptLink
+from asyncrl.actors.learner.prompt_source import PromptSource, Rows
+from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.actors.learner.timeline import Timeline
+from asyncrl.actors.learner.trainer import Trainer
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.learner.weight_publisher import WeightPublisher
+from asyncrl.actors.learner.weight_sender import WeightSender
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.adapters import learner_models, registry
+from asyncrl.audit.timeline import OLDER_FILE, TIMELINE_FILE
+from asyncrl.backends.port import Backend
+from asyncrl.bus.port import Bus
+from asyncrl.config import RunConfig
+from asyncrl.config.record import as_table
+from asyncrl.data.model_folder import ModelFolder, check_model
+from asyncrl.environments import load as rollout_functions
+from asyncrl.errors import ConfigError
+from asyncrl.launch import colocated
+from asyncrl.launch.assembly import data
+from asyncrl.launch.assembly.alarms import alarms_of
+from asyncrl.launch.assembly.recorders import recorders_of
+from asyncrl.launch.checks import resume_checks, resume_settings
+from asyncrl.launch.keys import signing_keys
+from asyncrl.messages import SamplingParams
+from asyncrl.messages.topics import PROGRESS
+from asyncrl.metrics.sinks import open_sinks
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.batching.filters import GroupFilter
+from asyncrl.policies.evaluation.questions import EvaluationSet
+from asyncrl.policies.groups import saved_table
+from asyncrl.policies.groups.pass_rates import PassRates
+from asyncrl.policies.groups.replays import Replays
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from asyncrl.policies.staleness.admission import Admission
+from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.trust.tickets import Tickets
+from asyncrl.policies.trust.validation import Asked, GroupValidation
+from asyncrl.state import checkpoint
+from asyncrl.state.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
+from asyncrl.state.in_progress import IN_PROGRESS_FILE, InProgress
+from asyncrl.state.samples import RotatedLines
+from asyncrl.weights.port import WeightChannel
+
+# -- learner -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPorts:
+    """Everything the learner is made of except its run file: adapters, data and destinations of metrics.
+
+    admission                   None: as the run file says
+    data                        SHA-256 of each data file by its path, for the history
+    samples, answers            recorders of groups and of evaluations; None: nothing is recorded
+    evaluation_sets             data sets of [evaluation]; empty: nothing is evaluated
+    most_failed, most_filtered  consecutive groups that may fail, or be filtered, before the run ends
+    tickets                     secret numbers that prompts carry and answers must name
+    """
+
+    algorithm: Algorithm
+    backend: Backend
+    training: TrainingStep
+    channel: WeightChannel
+    rows: Rows
+    metrics: MetricsReporter
+    validator: Validator
+    data: Mapping[str, str] = field(default_factory=dict)
+    filters: Mapping[str, GroupFilter] = field(default_factory=dict)
+    samples: SampleRecorder | None = None
+    answers: AnswerRecorder | None = None
+    admission: Admission | None = None
+    evaluation_sets: Sequence[EvaluationSet] = ()
+    most_failed: int = 32
+    most_filtered: int = 1000
+    tickets: Tickets = field(default_factory=Tickets)
+
+
+async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
+    """Return the learner and the other actors of its process, ready to be supervised."""
+    resume_checks.refuse_others(run)
+    progress = (await bus.states(PROGRESS)).get("")
+    state, restore_from = await _starting_point(
+        run, bus=bus, resume=resume, last_heard=-1 if progress is None else progress.incarnation
+    )
+    rows = await asyncio.to_thread(data.open_rows, run)
+    digests = await asyncio.to_thread(resume_settings.compared_data, run)
+    sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
+    algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
+    recorders = recorders_of(run, algorithm=algorithm)
+    ports = LearnerPorts(
+        algorithm=algorithm,
+        backend=backend,
+        training=TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run)),
+        channel=channel,
+        rows=rows,
+        data=digests,
+        metrics=MetricsReporter(
+            bus,
+            open_sinks(run, resume=resume, step=state.step),
+            alarms=alarms_of(run, are_sampled=_are_sampled(run)),
+            has_behavior=_are_sampled(run),
+            samples=recorders.writers,
+            timeline=_timeline(run),
+        ),
+        validator=_validator(run, bus=bus),
+        filters=registry.filters(run),
+        samples=recorders.samples,
+        answers=recorders.answers,
+        evaluation_sets=sets,
+        most_failed=max(32, 2 * run.window),
+        most_filtered=max(1000, 20 * run.window),
+        tickets=Tickets(signing_keys.ticket_secret(run)),
+    )
+    learner, prompts = assemble_learner(run, ports, bus=bus, state=state, restore_from=restore_from)
+    senders = [WeightSender("weights", bus, sender=channel.sender)] if channel.sender is not None else []
+    return learner, [prompts, *senders]
+
+
+def assemble_learner(
+    run: RunConfig, ports: LearnerPorts, *, bus: Bus, state: LearnerState, restore_from: Path | None = None
+) -> tuple[Learner, PromptSource]:
+    """Assemble the learner and the prompt source of its process from their parts. ``state``: the starting point"""
+    history = History(run.run_directory / HISTORY_FILE, incarnation=state.incarnation)
+    history.begin(
+        step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run), data=ports.data
+    )
+    table = saved_table.restore(
+        state,
+        bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness),
+        pass_rates=_pass_rates(run),
+        replays=Replays(per_step=run.staleness.replay_groups, times=run.staleness.replay_times),
+    )
+    in_progress = InProgress(run.run_directory / IN_PROGRESS_FILE)
+    link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
+    disk = Disk(waits)
+    progress = ProgressReporter(bus, name="learner", table=table, history=history, disk=disk, samples=ports.samples)
+    reader = TrajectoryReader(
+        bus,
+        table=table,
+        link=link,
+        progress=progress,
+        changed=changed,
+        validator=ports.validator,
+        filters=_filters(run, ports),
+        max_failed_in_a_row=ports.most_failed,
+        in_progress=in_progress,
+        tickets=ports.tickets,
+        reissue_seconds=run.rollout.reissue_seconds,
+        copies_stragglers=run.load == "in_flight",
+    )
+    evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
+    on_stored = evaluator.stored if evaluator is not None else None
+    weights = WeightPublisher(bus, ports.channel, waits=waits, fork=state.policy_version, on_stored=on_stored)
+    trainer = Trainer(
+        run,
+        backend=ports.backend,
+        training=ports.training,
+        weights=weights,
+        waits=waits,
+        restore_from=restore_from,
+        profile=registry.profiler(run),
+        turn=colocated.learners_turn(run),
+    )
+    learner = Learner(
+        "learner",
+        bus,
+        run=run,
+        table=table,
+        reader=reader,
+        batcher=Batcher(
+            run,
+            table=table,
+            progress=progress,
+            changed=changed,
+            algorithm=ports.algorithm,
+            picks=None if ports.samples is None else ports.samples.picks,
+            workers=ports.metrics.workers,
+        ),
+        trainer=trainer,
+        checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress, disk=disk),
+        progress=progress,
+        metrics=ports.metrics,
+        disk=disk,
+        in_progress=in_progress,
+        evaluator=evaluator,
+    )
+    return learner, _prompts(run, ports, bus=bus, state=state, link=link)
+
+
+def _filters(run: RunConfig, ports: LearnerPorts) -> GroupFilters:
+    return GroupFilters(
+        ports.filters,
+        max_in_a_row=ports.most_filtered,
+        max_raised=ports.most_failed,
+        cap=run.algorithm.filter_cap,
+        keeps_at_cap=run.algorithm.filter_cap_action == "keep",
+    )
+
+
+def _prompts(run: RunConfig, ports: LearnerPorts, *, bus: Bus, state: LearnerState, link: PromptLink) -> PromptSource:
+    return PromptSource(
+        "prompts",
+        bus,
+        rows=ports.rows,
+        admission=ports.admission or Admission.of(run),
+        sampling=sampling_of(run),
+        max_tokens=_max_tokens(run),
+        group_size=run.rollout.group_size,
+        state=state,
+        link=link,
+        tickets=ports.tickets,
+        are_sampled=_are_sampled(run),
+        pass_rates=_pass_rates(run, state),
+    )
+
+
+def _pass_rates(run: RunConfig, state: LearnerState | None = None) -> PassRates:
+    rates = PassRates(**dataclasses.asdict(run.curriculum))
+    rates.resume(state.pass_rates if state is not None else {})
+    return rates
+
+
+def _evaluator(
+    run: RunConfig, ports: LearnerPorts, *, bus: Bus, table: GroupTable, waits: WaitTracker, disk: Disk
+) -> Evaluator | None:
+    if not ports.evaluation_sets:
+        return None
+    best = run.checkpoint.best
+    return Evaluator(
+        bus,
+        section=run.evaluation,
+        sets=ports.evaluation_sets,
+        seed=run.run.seed,
+        last_step=run.run.steps,
+        channel=ports.channel,
+        report=functools.partial(ports.metrics.evaluated, disk=disk),
+        version=lambda: table.policy_version,
+        waits=waits,
+        forks=table.forks,
+        best=BestModel(run.run_directory / "best", metric=best, forks=table.forks) if best else None,
+        recorder=ports.answers,
+    )
+
+
+def _timeline(run: RunConfig) -> Timeline | None:
+    most_bytes, folder = run.metrics.timeline_max_bytes, run.run_directory
+    if not most_bytes:
+        return None
+    return Timeline(RotatedLines(folder / TIMELINE_FILE, older=folder / OLDER_FILE, most_bytes=most_bytes))
+
+
+def sampling_of(run: RunConfig) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=run.rollout.max_new_tokens,
+        temperature=run.rollout.temperature,
+        top_p=run.rollout.top_p,
+        top_k=run.rollout.top_k,
+        ignore_eos=run.rollout.ignore_eos,
+        stop=run.rollout.stop,
+        stop_token_ids=run.rollout.stop_token_ids,
+        min_new_tokens=run.rollout.min_new_tokens,
+    )
+
+
+def _validator(run: RunConfig, *, bus: Bus) -> Validator:
+    model = check_model(Path(run.model.path))
+    run_files = [*settings_of_incarnations(run.run_directory / HISTORY_FILE), as_table(run)]
+    bound = run.learner.quarantine_mismatch if _are_sampled(run) else 0.0
+    return Validator(
+        bus,
+        validation=GroupValidation(
+            vocabulary_size=model.vocab_size,
+            context_tokens=model.context_tokens,
+            largest_reward=run.reward.largest,
+            are_answers_whole=all(
+                one["staleness"]["stragglers"] != "partial" and not one["rollout"].get("min_group") for one in run_files
+            ),
+            are_sampled=_are_sampled(run),
+            are_whole=all(rollout_functions.traits(one["rollout"]["function"]).gives_one for one in run_files),
+            max_parts=_max_parts(run_files),
+            asked_before=_asked_before(run_files),
+            **_of_experts(model),
+        ),
+        rescoring=LogprobMismatch(bound=bound, every=run.learner.rescore_every),
+        num_dp_shards=run.learner.data_parallel,
+        max_tokens=run.learner.micro_batch_tokens,
+    )
+
+
+def _max_parts(run_files: Sequence[Mapping[str, Any]]) -> int:
+    """Return the maximum number of parts of a rollout in any incarnation of the run; 0: no limit."""
+    found = [one["rollout"].get("max_parts", 0) for one in run_files]
+    return max(found) if all(found) else 0
+
+
+def _of_experts(model: ModelFolder) -> dict[str, Any]:
+    """Return the limits on experts in answers. They also cover earlier incarnations, whatever this one replays."""
+    if (experts := model.experts) is None:
+        return {}
+    return {"num_experts": experts.num_experts, "experts_shape": (experts.num_layers, experts.experts_per_token)}
+
+
+_ANY: Final = 2**31
+
+
+def _max_tokens(run: RunConfig) -> int:
+    """Return the maximum number of tokens of an answer. A user's rollout function may take turns up to the model's
+    context."""
+    return run.rollout.max_new_tokens if rollout_functions.traits(run.rollout.function).gives_one else _ANY
+
+
+def _asked_before(run_files: Sequence[Mapping[str, Any]]) -> Asked:
+    """Return what a prompt that is still on the bus may ask for. ``run_files``: settings of every incarnation"""
+    rollouts = [one["rollout"] for one in run_files]
+    built_in = all(rollout_functions.traits(rollout["function"]).gives_one for rollout in rollouts)
+    return Asked(
+        samples=frozenset(rollout["group_size"] for rollout in rollouts),
+        max_tokens=max(rollout["max_new_tokens"] for rollout in rollouts) if built_in else _ANY,
+        max_prompt_tokens=max(one["data"]["max_prompt_tokens"] for one in run_files),
+    )
+
+
+def _are_sampled(run: RunConfig) -> bool:
+    """Whether answers come from a policy with logprobs; answers given by the data have none."""
+    return rollout_functions.traits(run.rollout.function).samples
+
+
+async def _starting_point(
+    run: RunConfig, *, bus: Bus, resume: bool, last_heard: int
+) -> tuple[LearnerState, Path | None]:
+    """Return the learner's starting state and the backend folder to restore.  last_heard: newest incarnation on the
+    bus, or -1"""
+    if not resume:
+        if checkpoint.complete(run.run_directory / "checkpoints") or last_heard >= 0:
+            raise ConfigError(
+                f"run.name: {run.run.name!r} already has a run in {run.run_directory} or on its bus; go on with "
+                "--resume, or start another with --set run.name=NAME"
+            )
+        return LearnerState.fresh(), None
+    found = await resume_checks.starting_checkpoint(run, bus=bus)
+    state, folder = found if found is not None else (LearnerState.fresh(), None)
+    if run.run.steps < state.step:
+        raise ConfigError(f"run.steps is {run.run.steps}, but the checkpoint is at step {state.step} already")
+    if state.groups_per_batch not in (0, run.learner.groups_per_batch):
+        raise ConfigError(
+            f"learner.groups_per_batch: the checkpoint was made with {state.groups_per_batch}; the window "
+            f"counts in it. Resume with that, not {run.learner.groups_per_batch}, or start another run"
+        )
+    recorded = last_incarnation(run.run_directory / HISTORY_FILE)
+    incarnation = max(state.incarnation, last_heard, recorded) + 1
+    forks = state.forks | {incarnation: state.policy_version}
+    return dataclasses.replace(state, incarnation=incarnation, forks=forks), folder
+
+
+def prometheus(
+    run: RunConfig, bus: Bus, *actors: Actor, step_numbers: Callable[[], Mapping[str, float]] | None = None
+) -> list[Actor]:
+    """Return the Prometheus endpoint for the actors of a process; empty without metrics.prometheus. ``step_numbers``:
+    metrics of the learner's newest step"""
+    if not run.metrics.prometheus:
+        return []
+    from asyncrl.actors.prometheus import PrometheusEndpoint
+
+    speaking = [actor for actor in actors if not isinstance(actor, HeartbeatSender)]
+    return [
+        PrometheusEndpoint(
+            bus,
+            *speaking,
+            run=run.run.name,
+            address=run.metrics.prometheus,
+            directory=run.run_directory,
+            step_numbers=step_numbers,
+        )
+    ]

@@ -1,0 +1,64 @@
+"""Runs the learner from assembly to its last line of output, with the other actors of its process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.actors.learner.learner import Learner
+from asyncrl.actors.supervisor import supervise
+from asyncrl.bus.port import Bus
+from asyncrl.config import RunConfig
+from asyncrl.config.record import worker_table
+from asyncrl.errors import INTERRUPTED, HopelessError
+from asyncrl.launch.assembly.build_learner import build_learner, prometheus
+from asyncrl.launch.checks.own_code import checksums
+from asyncrl.logs import print_line
+from asyncrl.messages.fleet import RunSettings
+from asyncrl.messages.topics import SETTINGS
+
+
+async def train(
+    run: RunConfig,
+    bus: Bus,
+    *,
+    resume: bool = False,
+    beside: Sequence[Actor] = (),
+    supervised: Callable[..., Awaitable[None]] = supervise,
+) -> int:
+    """Train to the end of the run, or until the learner is drained, and return the exit code.
+
+    beside      other actors of this process, which end with the learner
+    supervised  runs the given actors until the first one is done
+    """
+    started = time.monotonic()
+    about = await asyncio.to_thread(checksums, run)
+    learner, helpers = await build_learner(run, bus=bus, resume=resume)
+    if resume:
+        print_line(f"resumed at step {learner.step}, policy version {learner.policy_version}")
+    sections, withheld = worker_table(run)
+    await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
+    gc.freeze()
+    endpoint = prometheus(run, bus, learner, *helpers, *beside, step_numbers=lambda: learner.newest_metrics)
+    await supervised(learner, *helpers, HeartbeatSender(learner, *helpers, about=about), *beside, *endpoint)
+    was_drained = learner.draining.is_set() and not learner.is_finished
+    if not was_drained and learner.step == 0:
+        raise HopelessError("the data ended before one batch was full: nothing was trained; see data.path")
+    print_line(outcome(run, learner, was_drained=was_drained, seconds=time.monotonic() - started))
+    return INTERRUPTED if was_drained else 0
+
+
+def outcome(run: RunConfig, learner: Learner, *, was_drained: bool, seconds: float) -> str:
+    """Return the learner's last line of output."""
+    text = (
+        f"{'stopped' if was_drained else 'done'}: {learner.step} steps in {seconds:.0f} s, {learner.counts}; policy "
+        f"version {learner.policy_version}, checkpoint in {run.run_directory / 'checkpoints'}"
+    )
+    if learner.done and was_drained:
+        text += "; its last evaluation is not over"
+    elif not learner.done and not was_drained:
+        text += f"; the data has ended before step {run.run.steps}"
+    return text

@@ -1,0 +1,396 @@
+"""Checks a run file before anything starts.
+
+Every problem is a ConfigError: one line that says what to change. No weights are loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.adapters import learner_models, registry
+from asyncrl.config import RunConfig, plugins
+from asyncrl.config.addresses import host_and_port
+from asyncrl.data.model_folder import ModelFolder, check_model_at
+from asyncrl.data.row_files import require_data
+from asyncrl.data.sources import make_source
+from asyncrl.environments import load as rollout_functions
+from asyncrl.errors import ConfigError
+from asyncrl.launch import colocated
+from asyncrl.launch.checks import evaluation
+from asyncrl.launch.launchers.load import launcher_class
+
+if TYPE_CHECKING:
+    from asyncrl.policies.algorithms.algorithm import Algorithm
+
+log = logging.getLogger("asyncrl.check")
+
+
+def check(run: RunConfig) -> None:
+    """Check everything that `asyncrl run` needs here, without starting anything.
+
+    Raises ConfigError that says what to change.
+    """
+    registry.check_names(run)
+    registry.bus_class(run).check_machine(run)
+    launcher = launcher_class(run)
+    launcher.check_machine(run)
+    _check_settings(run)
+    evaluation.warn_of_share(run)
+    if launcher.places:  # each process checks its own machine
+        return
+    _check_prometheus(run)
+    registry.backend_class(run).check_machine(run)
+    if run.rollout.workers:
+        registry.engine_class(run).check_machine(run)
+        rollout_functions.check_machine(run.rollout)
+    if run.rollout.workers or run.reward.workers:
+        registry.check_reward_machine(run)
+
+
+def _check_prometheus(run: RunConfig) -> None:
+    """Check that the host is an address of this machine. The learner finds out whether the port is free."""
+    if not run.metrics.prometheus:
+        return
+    host, _ = host_and_port(run.metrics.prometheus)
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as listener:
+                listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics.prometheus: cannot listen at {host} ({error.strerror or error}); it must be an address of this "
+            "machine: 127.0.0.1, or 0.0.0.0 for all of them"
+        ) from None
+
+
+def check_learner(run: RunConfig) -> None:
+    """Same as ``check``, for a machine that runs only the learner."""
+    _check_settings(run)
+    _check_prometheus(run)
+    registry.backend_class(run).check_machine(run)
+
+
+def check_worker(run: RunConfig) -> None:
+    """Same as ``check``, for a machine that runs only a rollout worker: no data, no learner."""
+    _check_of_worker_before_torch(run)
+    _check_engine_and_channel(_alone(run))
+    _check_context(run, registry.context_tokens(run))
+    registry.engine_class(run).check_machine(run)
+    registry.check_reward_machine(run, grades_training=not run.reward.workers)
+    rollout_functions.check_machine(run.rollout)
+
+
+def check_reward_worker(run: RunConfig) -> None:
+    """Same as ``check``, for a machine that runs only a reward worker: no data, no model."""
+    if not run.reward.workers:
+        raise ConfigError(
+            "reward.workers: is 0, so the rollout workers of this run grade what they generate; set it to the number "
+            "of reward workers that `asyncrl run` is to start, for all processes of the run"
+        )
+    registry.load_reward(run).check_machine()
+
+
+def check_before_torch(run: RunConfig) -> None:
+    """Check what is possible without torch, whose import takes many seconds on a busy machine."""
+    _check_data(run)
+    for key, folder in run.model_paths.items():
+        check_model_at(key, folder)
+    evaluation.check_paths(run)
+    _check_directory("run.directory", run.run_directory)
+    if run.weights.directory:
+        _check_directory("weights.directory", run.weights_directory)
+        if run.weights_directory.resolve() == run.run_directory.resolve():
+            raise ConfigError(
+                f"weights.directory: {run.weights_directory} is the run's own folder; name another, or leave it empty "
+                "for weights/ in it"
+            )
+    _check_of_worker_before_torch(run)
+    launcher = launcher_class(run)
+    for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
+        if gpus and launcher.places:
+            raise ConfigError(
+                f'{section}.gpus: numbers are of one machine, and launcher.kind = "{run.launcher.kind}" finds machines '
+                "and GPUs itself; remove the key (launcher.options says how)"
+            )
+    if "dynamic_sampling" in run.algorithm.filters and run.rollout.group_size < 2:
+        raise ConfigError(
+            'algorithm.filters: "dynamic_sampling" passes over groups of equal rewards, which one of one always is; '
+            "remove it or use rollout.group_size = 2 or more"
+        )
+    _check_curriculum(run)
+
+
+def _check_settings(run: RunConfig) -> None:
+    check_before_torch(run)
+    algorithm = registry.algorithm(run)  # imports torch only
+    registry.backend_class(run).check_algorithm(run, algorithm)
+    _check_engine_and_channel(run)  # may import transformers
+    _check_context(run, registry.context_tokens(run))
+    _check_given(run, algorithm)
+    _check_reward(run, algorithm)
+    if algorithm.advantage.has_group_baseline and run.rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout: group_size 1 gives the advantage {algorithm.advantage.name} no baseline: it compares the "
+            'samples of one prompt; use 2 or more, or algorithm.advantage = "reinforce"'
+        )
+    colocated.check(run)
+    if (replay := registry.routing_replay(run)).is_on:
+        _check_log(run, run.largest_group_bytes + replay.num_bytes)
+    learner_models.check_folders(run, algorithm)
+    registry.backend_class(run).check(run)
+    launcher_class(run).check(run)
+    _check_filters(run)
+    _check_sinks(run)
+
+
+def _check_curriculum(run: RunConfig) -> None:
+    if run.curriculum.is_on and run.data.source:
+        raise ConfigError("curriculum: data.source has no passes over the data in which a row could rest; remove it")
+    if run.curriculum.is_on and not rollout_functions.traits(run.rollout.function).samples:
+        raise ConfigError(f'curriculum: rollout.function = "{run.rollout.function}" samples nothing; remove it')
+
+
+def _check_sinks(run: RunConfig) -> None:
+    from asyncrl.metrics.sinks import check_sinks  # imports torch; other problems are reported before
+
+    check_sinks(run)
+
+
+def _check_data(run: RunConfig) -> None:
+    """Check what is possible before any row is read."""
+    data = run.data
+    if data.source:
+        make_source(data)
+    elif not data.path and not data.files:
+        raise ConfigError("data.path: name a .jsonl or .parquet file, several in [[data.files]], or a data.source")
+    for key, file in [("data.path", data.path)] if data.path else [("data.files", one.path) for one in data.files]:
+        try:
+            require_data(file)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    samples = rollout_functions.traits(run.rollout.function).samples
+    if data.conversation_key and samples:
+        raise ConfigError('data.conversation_key: is for rollout.function = "given"; name the prompts with prompt_key')
+    if data.sampling_key and not samples:
+        raise ConfigError(f'data.sampling_key: rollout.function = "{run.rollout.function}" samples nothing; remove it')
+
+
+def _check_directory(key: str, directory: Path) -> None:
+    """Check that the folder for the run's files at ``key`` exists or can be created."""
+    if directory.parts[0].startswith("~"):
+        raise ConfigError(f"{key}: {directory.parts[0]} is not expanded in a run file; write the whole path")
+    there = next((path for path in (directory, *directory.parents) if path.exists()), directory)
+    if not there.is_dir():
+        raise ConfigError(f"{key}: {there} is a file; the run's files go to {directory}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}: cannot write to {there}, where {directory} is to be; name another")
+
+
+def _check_of_worker_before_torch(run: RunConfig) -> None:
+    """User code that is loaded here may import torch."""
+    registry.check_names(run)
+    registry.bus_class(run).check(run)
+    _check_bus(run)
+    model = check_model_at("model.path", Path(run.model.path))
+    _check_sampling(run, model)
+    _check_context(run, model.context_tokens)
+    registry.load_reward(run)
+    registry.load_evaluation_rewards(run)
+    evaluation.check_section(run)
+    rollout_functions.load_rollout(run.rollout)
+
+
+def _alone(run: RunConfig) -> RunConfig:
+    """Return the run as one worker sees it that starts no others: the options of the engine are its own."""
+    rollout = dataclasses.replace(run.rollout, workers=0, most_workers=0)
+    return dataclasses.replace(run, rollout=rollout, evaluation=dataclasses.replace(run.evaluation, workers=1))
+
+
+def _check_engine_and_channel(run: RunConfig) -> None:
+    engine, channel = registry.engine_class(run), registry.channel_class(run)
+    engine.check(run)
+    if run.weights.every_steps > 1 and rollout_functions.traits(run.rollout.function).samples:
+        raise ConfigError(
+            f'weights: every_steps {run.weights.every_steps} needs rollout.function = "given": each prompt is sampled '
+            "with the version it was published at or a newer one, so engines need them all; what publishing takes "
+            "holds up no step"
+        )
+    if not engine.generates and rollout_functions.traits(run.rollout.function).samples:
+        raise ConfigError(
+            f'engine.kind: "{run.engine.kind}" generates nothing, but rollout.function = "{run.rollout.function}" '
+            'needs answers; use "sglang" or "inprocess", or rollout.function = "given"'
+        )
+    channel.check(run)
+    if channel.sends_from_memory:
+        engine.check_intake(run)
+    exporters = run.learner.layout.exporters
+    if channel.ranks_use_bus and exporters > 1 and not registry.bus_class(run).is_shared:
+        raise ConfigError(
+            f'weights.channel: "{run.weights.channel}" has each of {exporters} ranks put its part on the bus, and '
+            f'bus.kind = "{run.bus.kind}" is inside one process; use bus.kind = "nats", or weights.channel = "files"'
+        )
+    for key, what, is_on in (
+        ("learner.lora.publish", "adapters", run.learner.lora.publish == "adapter"),
+        ("weights.quantization", run.weights.quantization, bool(run.weights.quantization)),
+    ):
+        for where, name, adapter in (
+            ("engine.kind", run.engine.kind, engine),
+            ("weights.channel", run.weights.channel, channel),
+        ):
+            if is_on and what not in adapter.takes:
+                raise ConfigError(f'{key}: {where} = "{name}" takes no {what}; remove it')
+    if run.weights.quantization and run.learner.lora.publish == "adapter":
+        raise ConfigError('weights.quantization: is not supported with adapters; use learner.lora.publish = "merged"')
+
+
+def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:
+    gives_none = rollout_functions.traits(run.rollout.function).gives_one
+    if run.reward.takes_given and gives_none and algorithm.reads_rewards:
+        raise ConfigError(
+            f'reward.{"parts" if run.reward.parts else "kind"}: "none" takes what the rollout function sets, and '
+            f'"{run.rollout.function}" sets none, so {algorithm.name} would learn nothing; choose another '
+            "reward.kind, or a rollout.function of your own"
+        )
+    if run.reward.takes_given and not run.data.reward_key and rollout_functions.sets_no_reward(run.rollout):
+        raise ConfigError(
+            f'reward.{"parts" if run.reward.parts else "kind"}: "none" takes the harness\'s reward, and with '
+            'rollout.options.harness_options.reward = "grader" it gives none, so every sample would fail; choose '
+            'another reward.kind, or "stdout" or "file"'
+        )
+
+
+def _check_filters(run: RunConfig) -> None:
+    """Call each filter with a made-up group.
+
+    The group may lack what only real groups have, such as parts of a reward, so only TypeError and AttributeError are
+    refused, which real groups would raise too.
+    """
+    from asyncrl.actors.learner.group_filters import ask, sample_group
+
+    for name, function in registry.filters(run).items():
+        try:
+            ask(function, sample_group())
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"algorithm.filters: {name} raised {type(error).__name__}: {error}; a filter is a function of one "
+                "TrajectoryGroup that returns True to keep it"
+            ) from error
+        except Exception as error:  # the learner reports it if a real group raises it too
+            log.warning("algorithm.filters: %s raised %s on a made-up group", name, plugins.raised(error))
+
+
+def check_evaluation(run: RunConfig) -> None:
+    """Same as ``check``, for evaluating saved models only."""
+    evaluation.check_paths(run)
+    check_model_at("model.path", Path(run.model.path))
+    registry.load_evaluation_rewards(run)
+    rollout_functions.load_rollout(run.rollout)
+    evaluation.check_section(run)
+    _check_engine_and_channel(_alone(run))
+    registry.engine_class(run).check_machine(run)
+    registry.check_reward_machine(run)
+
+
+def _check_bus(run: RunConfig) -> None:
+    if run.bus.max_message_bytes <= run.largest_prompt_bytes:
+        raise ConfigError(
+            f"bus.max_message_bytes: a prompt may take {run.largest_prompt_bytes:,} bytes without its label, and "
+            f"{run.bus.max_message_bytes:,} leave no room for it; raise it or lower data.max_prompt_tokens"
+        )
+    largest, limit = run.largest_group_bytes, run.bus.max_group_bytes
+    if largest > limit:
+        raise ConfigError(
+            f"bus: a trajectory group of {run.rollout.group_size} x {run.rollout.max_new_tokens} tokens may take "
+            f"{largest:,} bytes, over bus.max_group_bytes ({limit:,}); raise it or lower rollout.group_size or "
+            "rollout.max_new_tokens"
+        )
+    _check_log(run, largest)
+
+
+def _check_log(run: RunConfig, largest: int) -> None:
+    """largest: size of a group in bytes"""
+    between = run.run.steps if run.checkpoint.keep_log else 2 * run.checkpoint.every_steps or run.run.steps
+    groups = run.window + min(between, run.run.steps) * run.learner.groups_per_batch
+    if groups * largest > run.bus.max_log_bytes:
+        raise ConfigError(
+            f"bus: up to {groups:,} groups of {largest:,} bytes lie in the log before the second checkpoint trims it, "
+            f"{groups * largest:,} in all, over bus.max_log_bytes ({run.bus.max_log_bytes:,}): a full log would stop "
+            "the run; raise it or lower checkpoint.every_steps"
+        )
+
+
+def _check_context(run: RunConfig, context: int) -> None:
+    """context: tokens that a prompt and its answer may have together"""
+    new = run.rollout.max_new_tokens
+    if new >= context and rollout_functions.traits(run.rollout.function).samples:
+        raise ConfigError(
+            f"rollout.max_new_tokens: {new:,} new tokens leave no room for a prompt in the {context:,} tokens that "
+            f'engine.kind = "{run.engine.kind}" takes (at most max_position_embeddings in '
+            f"{Path(run.model.path) / 'config.json'}); use fewer"
+        )
+
+
+def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
+    rollout = run.rollout
+    if unknown := [token for token in rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
+        raise ConfigError(f"rollout.stop_token_ids: {unknown[0]} is not a token of the model's {model.vocab_size:,}")
+    samples = rollout_functions.traits(rollout.function).samples
+    if (rollout.stop or rollout.stop_token_ids or rollout.min_new_tokens) and not samples:
+        raise ConfigError(
+            "rollout.stop, stop_token_ids and min_new_tokens are for what is generated, and rollout.function = "
+            f'"{rollout.function}" generates nothing; remove them'
+        )
+    if (rollout.extra_samples or rollout.group_seconds) and not samples:
+        raise ConfigError(
+            "rollout.extra_samples and group_seconds are for what is generated, and rollout.function = "
+            f'"{rollout.function}" generates nothing; remove them'
+        )
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        raise ConfigError(
+            f"rollout: top_p={rollout.top_p} top_k={rollout.top_k} sample from a truncated distribution whose logprobs "
+            "the trainer cannot recompute; use top_p = 1.0, top_k = 0 and adjust temperature instead"
+        )
+
+
+def _check_given(run: RunConfig, algorithm: Algorithm) -> None:
+    """Check that answers from the data are used only by algorithms that need no sampling policy."""
+    rollout, key = run.rollout, run.data.response_key or run.data.conversation_key
+    name, traits = rollout.function, rollout_functions.traits(run.rollout.function)
+    if traits.samples:
+        if key and traits.gives_one:
+            raise ConfigError(
+                f'data.response_key: "{key}" is imitated by rollout.function = "given", and "{name}" generates '
+                "answers of its own; set that, or remove the key"
+            )
+        return
+    if not key:
+        raise ConfigError(
+            f'rollout.function: "{name}" takes the answers from the data; set data.response_key to their column, or '
+            "data.conversation_key"
+        )
+    if rollout.group_size > 1:
+        raise ConfigError(
+            f'rollout.group_size: a row has one answer, and "{name}" would train it {rollout.group_size} times; use 1'
+        )
+    if not algorithm.loss.is_supervised:
+        raise ConfigError(
+            f'rollout.function: "{name}" takes answers that no policy sampled, and loss {algorithm.loss.name} needs '
+            'their behavior logprobs; use algorithm.name = "sft"'
+        )
+    kl = algorithm.kl
+    for compares, key, instead in (
+        (algorithm.correction_name != "none", "algorithm.correction", '"none"'),
+        (kl is not None and kl.estimate == "unbiased", 'reference.kl = "unbiased"', '"k2"'),
+        (run.staleness.adaptive, "staleness.adaptive", "false"),
+        (bool(run.staleness.learning_rate), "staleness.learning_rate", '""'),
+    ):
+        if compares:
+            raise ConfigError(
+                f'{key} compares the policy with what sampled the answers, and rollout.function = "{name}" takes '
+                f"answers that no policy sampled; use {instead}"
+            )

@@ -1,0 +1,81 @@
+"""Allows one launcher per run and one rollout worker per name. A second one is told where the first is.
+
+While it is up, the first one answers requests on the bus (services ``launcher`` and ``workers``). A killed process
+disappears with its connection, so its replacement does not have to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+
+from asyncrl.bus.port import Asked, Bus
+from asyncrl.errors import ConfigError, Forbidden, NameTaken
+from asyncrl.messages.fleet import Claim
+from asyncrl.messages.topics import LAUNCHER, Service, worker_named
+
+ANSWER_SECONDS = 5.0
+"""A running instance answers in milliseconds, and the absence of one is detected as fast. The limit applies to a frozen
+instance."""
+
+log = logging.getLogger("asyncrl.launch.checks.single_instance")
+
+
+def launcher(bus: Bus, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
+    """In this context, no other `asyncrl run` of this run can start. Raises ConfigError while one is up."""
+    remedy = "choose another run.name, or end that one first"
+    return _alone(bus, LAUNCHER, problem=f"run.name: `asyncrl run` of {run!r} is up on this bus", remedy=remedy)
+
+
+def worker(bus: Bus, name: str, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
+    """In this context, no other rollout worker of this name can join the run. Raises NameTaken while one is up."""
+    problem = f"--name: a rollout worker {name!r} is up in run {run!r}"
+    remedy = "give this one another --name, or end that one first"
+    return _alone(bus, worker_named(name), problem=problem, remedy=remedy, kind=NameTaken)
+
+
+@contextlib.asynccontextmanager
+async def _alone(
+    bus: Bus, service: Service[Claim, Claim], *, problem: str, remedy: str, kind: type[ConfigError] = ConfigError
+) -> AsyncIterator[None]:
+    ours = Claim(host=socket.gethostname(), pid=os.getpid())
+    async with contextlib.AsyncExitStack() as stack:
+        questions: AsyncIterator[Asked[Claim, Claim]] | None = None
+        try:
+            one_at_a_time = bus.lease(
+                f"{service.name} {service.key}", holder=f"{ours.host} {ours.pid}", is_namesakes=True
+            )
+            async with one_at_a_time:
+                there = await bus.ask(service, ours, seconds=ANSWER_SECONDS)
+                if there is not None:
+                    raise kind(f"{problem}: process {there.pid} on {there.host}; {remedy}")
+                questions = await stack.enter_async_context(bus.serve(service))
+        except Forbidden as error:
+            log.warning(
+                "cannot see whether another is up: %s; write the server's roles again with bin/nats-config", error
+            )
+        if questions is None:
+            yield
+            return
+        raised: Exception | None = None
+        # ends the process if it can no longer answer, because it may not be alone
+        async with asyncio.TaskGroup() as group:
+            answering = group.create_task(_answer(questions, ours), name=f"answer-{service.name}")
+            try:
+                yield
+            except Exception as error:  # the caller's error, not part of an ExceptionGroup
+                raised = error
+            finally:
+                answering.cancel()
+        if raised is not None:
+            raise raised
+
+
+async def _answer(questions: AsyncIterator[Asked[Claim, Claim]], ours: Claim) -> None:
+    """waits for: another process that claims the same place"""
+    async for asked in questions:
+        await asked.answer(ours)

@@ -1,0 +1,67 @@
+"""Allows one learner per run; two would overwrite each other's weights."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.bus.port import Bus
+from asyncrl.config import RunConfig
+from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError
+from asyncrl.launch.checks.same_version import still_beating
+from asyncrl.messages.topics import ACTORS, PROGRESS
+from asyncrl.policies.health.faults import LEARNER, LEARNERS_ACTORS
+from asyncrl.state.history import HISTORY_FILE
+
+
+@contextlib.contextmanager
+def in_folder(directory: Path) -> Iterator[None]:
+    """Hold the lock of the run's folder; the lock ends with its process.
+
+    Raises ConfigError while another process holds it, and DiskError if the lock file cannot be opened now.
+    """
+    path = directory / "learner.lock"
+    try:
+        opened = path.open("a+")
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise DiskError(f"{path}: cannot be opened: {error.strerror}") from error
+    with opened as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{directory}: another learner has this run ({path} is locked); end it first") from None
+        yield
+
+
+async def on_bus(bus: Bus, *, run: str) -> None:
+    """Raise ConfigError while a learner of this run sends heartbeats on its bus, from any machine and folder.
+
+    A killed learner leaves its last heartbeat behind. This waits for a newer one, unless the process was on this
+    machine and no longer exists.
+    """
+    states = await bus.states(ACTORS)  # any process may claim the role, but not the name of the learner's actors
+    learners = [beat for beat in states.values() if beat.role == LEARNER and beat.actor in LEARNERS_ACTORS]
+    if (beat := await still_beating(bus, learners)) is not None:
+        raise ConfigError(
+            f"run.name: a run {run!r} is up on this bus, its learner is process {beat.pid} on {beat.host}; choose "
+            "another run.name, or end that one first"
+        )
+
+
+async def of_this_key(bus: Bus, run_config: RunConfig) -> None:
+    """Raise ConfigError for a new run if another learner, with another key, has started a run of this name on the bus.
+
+    A resumed learner has the run's key, and ignores messages that others sent under its name.
+    """
+    directory, name = run_config.run_directory, run_config.run.name
+    if (directory / HISTORY_FILE).exists() or await bus.states(PROGRESS):
+        return
+    if any(where == PROGRESS.name for where, _, _ in bus.rejections.counts):
+        raise ConfigError(
+            f"run.name: another learner has begun a run {name!r} on this bus, with a key that is not in {directory}; "
+            "choose another run.name, or resume that run from its folder"
+        )

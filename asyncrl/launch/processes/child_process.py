@@ -1,0 +1,187 @@
+"""One process of a run across its restarts: how it is started, how often it may restart, and how each start ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from dataclasses import dataclass, field, replace
+
+from asyncrl.actors.presence import Launched
+from asyncrl.errors import INTERRUPTED, AsyncRLError, NoRoom
+from asyncrl.launch.port import LaunchedProcess, Launcher, ProcessSpec
+from asyncrl.policies.health.faults import LEARNER_RANK
+
+BACK_OFF_SECONDS = 1.0
+LONGEST_BACK_OFF_SECONDS = 30.0
+HEALTHY_SECONDS = 600.0
+"""A process that has worked and was up for this long gets all its restarts back."""
+MOST_RENAMES = 10
+"""Number of names that may be taken by others, one after the other, in addition to those whose heartbeats are heard."""
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """How often a process may be restarted, and how long to wait before each restart.
+
+    The wait doubles with every start that fails, up to LONGEST_BACK_OFF_SECONDS.
+    """
+
+    restarts: int
+    used: int = 0
+    failed_starts: int = 0
+    """Consecutive failed starts."""
+
+    def next_delay(self, uptime_seconds: float, *, has_worked: bool) -> float | None:
+        """Return the seconds to wait before the next start; None if no restart is left.
+
+        A process that has worked is restarted immediately. So is one after its first failed start: it may have worked
+        and died before its first heartbeat was heard.
+        """
+        if has_worked and uptime_seconds >= HEALTHY_SECONDS:
+            self.used = 0
+        if self.used >= self.restarts:
+            return None
+        self.used += 1
+        doubled = BACK_OFF_SECONDS * 2 ** (self.failed_starts - 1)
+        back_off = min(doubled, LONGEST_BACK_OFF_SECONDS) if self.failed_starts else 0.0
+        if has_worked and uptime_seconds >= back_off:
+            self.failed_starts = 0
+            return 0.0
+        self.failed_starts += 1
+        return float(back_off)
+
+    def __str__(self) -> str:
+        return f"restart {self.used} of {self.restarts}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How one start of a process ended.
+
+    code         as returned by ``LaunchedProcess.ended``
+    reason       the reason as text
+    has_no_room  it was never started, because no GPUs are free
+    node, pid    of the process, if there was one
+    """
+
+    code: int
+    reason: str
+    uptime_seconds: float
+    has_no_room: bool = False
+    node: str = ""
+    pid: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ChildProcess:
+    """A name in the run, and the process that has it now."""
+
+    spec: ProcessSpec
+    restarts: RestartPolicy
+    restart_arguments: tuple[str, ...] = ()
+    """Added to the command from the second start on, or from the first one if ``resumed``."""
+    resumed: bool = False
+    renames: RestartPolicy = field(default_factory=lambda: RestartPolicy(MOST_RENAMES))
+    is_kept_running: bool = False
+    is_added: bool = False
+    """The worker was added while the run was up."""
+    is_leaving: bool = False
+    """It was told to drain while the run continues, so its exit is not a failure."""
+    is_configured: bool = False
+    """It has worked before. If it now reports a wrong run file, the real cause is that it cannot reach the bus."""
+    starts: int = 0
+    no_restart: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    """Once set, the process is not started again."""
+    fault: str = ""
+    """Reason why the manager killed it."""
+    process: LaunchedProcess | None = None
+    since: float = 0.0
+    """Monotonic time of the last start or exit."""
+    _pending_signal: int = field(default=0, repr=False)
+    """A signal that was sent while there was no process to receive it."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def launched(self) -> list[Launched]:
+        """Return the process for the health monitor.
+
+        Empty once it is no longer kept running, and for ranks, which are not actors.
+        """
+        if not self.is_kept_running or self.spec.role == LEARNER_RANK:
+            return []
+        pid, host = (self.process.pid, self.process.node) if self.process is not None else (0, "")
+        seconds = time.monotonic() - self.since
+        return [
+            Launched(
+                name=self.name,
+                role=self.spec.role,
+                pid=pid,
+                host=host,
+                seconds=seconds,
+                is_leaving=self.is_leaving,
+            )
+        ]
+
+    async def run_once(self, launcher: Launcher) -> Exit:
+        """Start the process and wait for its exit. A failed start counts as an exit."""
+        began, self.since = time.monotonic(), time.monotonic()
+        self.fault, has_no_room = "", False
+        node, pid = "", 0
+        extra = self.restart_arguments if self.resumed or self.starts else ()
+        try:
+            spec = replace(self.spec, arguments=(*self.spec.arguments, *extra))
+            self.process = await self._start(launcher, spec)
+            if self.process is None:
+                return Exit(code=INTERRUPTED, reason=f"{self.name} was not started", uptime_seconds=0.0)
+            self.starts += 1
+            if self._pending_signal:
+                self.process.signal(self._pending_signal)
+                self._pending_signal = 0
+            node, pid = self.process.node, self.process.pid
+            code = await self.process.ended()
+            reason = f"{self.name} ended with {_in_words(code)}" + (f" ({self.fault})" if self.fault else "")
+        except AsyncRLError as error:
+            code, reason = error.exit_code, f"{self.name} does not start: {error}"
+            has_no_room = isinstance(error, NoRoom)
+        finally:
+            self.process, self.since = None, time.monotonic()
+        uptime = self.since - began
+        return Exit(code=code, reason=reason, uptime_seconds=uptime, has_no_room=has_no_room, node=node, pid=pid)
+
+    async def _start(self, launcher: Launcher, spec: ProcessSpec) -> LaunchedProcess | None:
+        """Start the process; None if ``no_restart`` is set first. A launcher may wait long for free GPUs."""
+        start = asyncio.ensure_future(launcher.start(spec))
+        given_up = asyncio.ensure_future(self.no_restart.wait())
+        try:
+            await asyncio.wait({start, given_up}, return_when=asyncio.FIRST_COMPLETED)
+            return await start if start.done() else None
+        finally:
+            start.cancel()
+            given_up.cancel()
+            await asyncio.wait({start, given_up})  # until a partial start is undone
+
+    async def back_off(self, seconds: float) -> None:
+        """Wait before the next start. Ends early if there will be none."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.no_restart.wait(), seconds)
+
+    def drain(self) -> None:
+        """Tell the process to finish its work and leave for good."""
+        self.is_leaving = True
+        self.no_restart.set()
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, or to the next one if none is up."""
+        if self.process is not None:
+            self.process.signal(number)
+        else:
+            self._pending_signal = number
+
+
+def _in_words(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,45 @@
+"""How many GPUs the processes of a run need, and which GPUs of this machine each process gets."""
+
+from __future__ import annotations
+
+from asyncrl.adapters import registry
+from asyncrl.config import RunConfig
+from asyncrl.launch.launchers.placement import Placement, place
+
+
+def placement(run: RunConfig) -> Placement:
+    """Assign this machine's GPUs to the processes that `asyncrl run` starts on it. Raises ConfigError.
+
+    Not part of ``check``, because a process that has been given its GPUs sees no others.
+    """
+    ranks, there = gpus_of_learner(run), num_gpus()
+    own = run.rollout.gpus
+    if run.run.colocated and not own and there:
+        own = run.learner.gpus or tuple(range(ranks))
+    return place(
+        there,
+        ranks=ranks,
+        workers=run.rollout.workers,
+        gpus_per_worker=gpus_per_worker(run),
+        learner_gpus=run.learner.gpus,
+        rollout_gpus=own,
+        evaluation_workers=run.num_evaluation_workers,
+        evaluation_gpus=run.evaluation.gpus,
+    )
+
+
+def num_gpus() -> int:
+    """Number of GPUs that torch sees on this machine."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpus_of_learner(run: RunConfig) -> int:
+    """Number of GPUs that the learner needs; 0 if it trains on the CPU."""
+    return registry.backend_class(run).num_gpus(run)
+
+
+def gpus_per_worker(run: RunConfig) -> int:
+    """Number of GPUs that one rollout worker needs; 0 if its engine runs on the CPU."""
+    return registry.engine_class(run).num_gpus(run)

@@ -1,0 +1,236 @@
+"""Starts a whole run from one run file and keeps it up: its bus, its learner and its rollout workers.
+
+One process = one command = one failure domain. This process holds nothing that a run needs: after it is killed, the
+same command with --resume continues the run. Everything that it started ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.actors.fleet_scaler import FleetScaler
+from asyncrl.actors.health_monitor import HealthMonitor
+from asyncrl.adapters import registry
+from asyncrl.adapters.registry import connect
+from asyncrl.audit.run_folder import RecordedRun, launcher_pid
+from asyncrl.bus.adapter import BusServer
+from asyncrl.bus.port import Bus
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import resume_checks, resume_settings, same_version, single_instance, single_learner
+from asyncrl.launch.keys import signing_keys
+from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
+from asyncrl.launch.launchers.load import build_launcher
+from asyncrl.launch.processes import kept_files
+from asyncrl.launch.processes.process_manager import Outcome, ProcessManager
+from asyncrl.launch.processes.process_specs import ProcessSpecs
+from asyncrl.logs import print_line
+from asyncrl.messages.fleet import FleetSize
+from asyncrl.messages.topics import FLEET, PROGRESS
+from asyncrl.os_process import PYTHON_PATH
+from asyncrl.policies.planning.fleet_size import FleetSizer
+from asyncrl.state import checkpoint
+from asyncrl.state.history import HISTORY_FILE
+
+
+async def launch(
+    run_config: RunConfig,
+    *,
+    run_file: Path,
+    overrides: Sequence[str],
+    resume: bool,
+    token: str,
+    import_path: Sequence[str] = (),
+    handles_signals: bool = False,
+) -> Outcome:
+    """Run to the end. Cancelling drains the run, as Ctrl-C does.
+
+    run_file         read again by every process, with ``overrides``; ``run_config`` is the result
+    token            token of the bus at bus.url
+    import_path      folders from which every process imports, before its default ones
+    handles_signals  SIGINT and SIGTERM drain the run, a second signal kills it; for a process dedicated to this run
+
+    Raises ConfigError for a run that cannot be started here, or is already up.
+    """
+    directory = run_config.run_directory
+    has_run = (directory / HISTORY_FILE).exists() or checkpoint.complete(directory / "checkpoints")
+    if not resume and has_run:  # an empty checkpoints folder may be a mounted disk
+        raise ConfigError(
+            f"{directory} already holds a run; continue it with --resume, or start another with --set run.name=NAME"
+        )
+    if not registry.bus_class(run_config).is_shared:
+        # Imports torch, which otherwise only the child processes do.
+        from asyncrl.launch.processes.one_process import run_in_one_process
+
+        return await run_in_one_process(run_config, resume=resume, owns_process=handles_signals)
+    if resume:
+        if not run_config.bus.url:
+            _require_run(directory)
+        RecordedRun(directory).checkpoint()  # raises if it cannot be read; the learner would wait for it
+        resume_settings.refuse_others(run_config)
+    launcher = build_launcher(run_config)
+    host = launcher.connect()
+    common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
+    async with contextlib.AsyncExitStack() as stack:
+        server = None if run_config.bus.url else stack.enter_context(_own_server(run_config, host=host))
+        if server is None:  # the run's own server serves no other run
+            await stack.enter_async_context(_only_one(run_config, resume=resume, token=token))
+            _make(directory)  # only after the server at bus.url has answered
+        if not resume:
+            kept_files.forget_workers(directory)
+        environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}
+        if server is not None:
+            environment = {"ASYNCRL_BUS_URL": server.url, "ASYNCRL_BUS_TOKEN": server.token}
+        if import_path:
+            environment[PYTHON_PATH] = os.pathsep.join(import_path)
+        environment[WORKER_KEY_VARIABLE] = ""  # in a run without keys, workers create none either
+        if key := signing_keys.learner_key(run_config):
+            environment[signing_keys.LEARNER_KEY_VARIABLE] = key
+        launcher = signing_keys.keyed(launcher, run_config)
+        specs = ProcessSpecs(run_config, launcher=launcher, common=common, environment=environment)
+        size = await _reopen(run_config, token=token) if resume else None
+        children = specs.initial(size=size, resume=resume)
+        launcher.check_room([child.spec for child in children])
+        manager = ProcessManager(
+            run_config.run, launcher=launcher, children=children, new_worker=specs.new_worker, server=server
+        )
+        if handles_signals:
+            stack.enter_context(_signals(manager.interrupt))
+        return await _managed(manager, run_config, token=token, server=server)
+
+
+async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str, server: BusServer | None) -> Outcome:
+    def bus() -> Awaitable[Bus]:
+        return connect(run_config, token=token)
+
+    monitor = HealthMonitor(bus, launched=manager.launched, server=lambda: server.pid if server is not None else 0)
+    files = kept_files.of_run(run_config.run_directory, server)
+    keeping = asyncio.ensure_future(kept_files.keep(files, say=manager.say))
+    scaler = FleetScaler(bus, manager.fleet, rule=_fleet_rule(run_config))
+    running = asyncio.ensure_future(manager.run(monitor, scaler))  # awaited on every exit
+    try:
+        async with signing_keys.heard_kept(run_config):
+            return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        manager.interrupt()
+        await running  # a second cancellation kills the remaining processes
+        raise
+    finally:
+        keeping.cancel()
+        await asyncio.wait((keeping,))  # it must not write files after the run has ended
+
+
+def _fleet_rule(run_config: RunConfig) -> FleetSizer | None:
+    """None if the number of workers comes only from the run file or `asyncrl scale`."""
+    rollout = run_config.rollout
+    if rollout.most_workers <= rollout.workers:
+        return None
+    return FleetSizer(least=rollout.workers, most=rollout.most_workers, warmup=2 * (run_config.max_staleness + 1))
+
+
+# -- the bus -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
+    """Start the server of this run's bus, with its address in the run's folder.
+
+    Raises ConfigError if the run is already up.
+    """
+    directory = run_config.run_directory
+    _make(directory)
+    server = registry.bus_class(run_config).server(run_config, directory=directory, host=host)
+    if server is None:
+        raise ConfigError(f'bus.url: bus.kind = "{run_config.bus.kind}" needs the address of a server that runs')
+    try:
+        server.start()  # in this thread: the server ends with the thread that starts it
+    except ConfigError:  # its store is in use, or the port that the run file gives
+        if pid := launcher_pid(directory):
+            raise ConfigError(
+                f"{directory}: this run is up (`asyncrl run`, process {pid}); `asyncrl doctor` says how it is, Ctrl-C "
+                "there ends it"
+            ) from None
+        raise
+    address = kept_files.AddressFile.of(directory, server)
+    try:
+        address.write()
+        where = server.url.partition("://")[2]
+        print_line(f"{server.name} on {where}   run {run_config.run.name}   logs in {directory}/logs")
+        yield server
+    finally:
+        address.path.unlink(missing_ok=True)
+        server.stop()
+
+
+@contextlib.asynccontextmanager
+async def _only_one(run_config: RunConfig, *, resume: bool, token: str) -> AsyncIterator[None]:
+    """In this context, no other process can start this run on the bus. Raises ConfigError if one already has.
+
+    A second learner would be refused anyway, but only after its workers had mixed with those of the first one.
+    """
+    bus = await connect(run_config, token=token)
+    try:
+        async with single_instance.launcher(bus, run=run_config.run.name):
+            await single_learner.on_bus(bus, run=run_config.run.name)
+            await single_learner.of_this_key(bus, run_config)
+            await same_version.refuse_others(bus, run=run_config.run.name)
+            if resume:
+                await resume_checks.refuse(run_config, bus=bus)
+                if not await bus.states(PROGRESS):
+                    _require_run(run_config.run_directory)
+            yield
+    finally:
+        await bus.close()
+
+
+async def _reopen(run_config: RunConfig, *, token: str) -> FleetSize | None:
+    """Reset the state "finished" before workers read it. Returns the size that `asyncrl scale` set last."""
+    bus = await connect(run_config, token=token)
+    try:
+        progress = (await bus.states(PROGRESS)).get("")
+        if progress is not None and progress.finished:
+            await bus.put(PROGRESS, replace(progress, finished=False))
+        return (await bus.states(FLEET)).get("")
+    finally:
+        await bus.close()
+
+
+# -- folder and signals ------------------------------------------------------------------------------------------------
+
+
+def _require_run(directory: Path) -> None:
+    """Raise ConfigError if there is no run to continue. Otherwise a typo in its name would start a new one."""
+    if not directory.is_dir():
+        there = sorted(path.parent.name for path in directory.parent.glob(f"*/{HISTORY_FILE}"))
+        known = f"; in {directory.parent} there are {', '.join(there[-8:])}" if there else ""
+        raise ConfigError(f"{directory}: no run to continue{known}; leave out --resume to start one")
+
+
+def _make(directory: Path) -> None:
+    try:
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.directory: cannot make {directory}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
+    """Interrupt the run on SIGINT and SIGTERM. Only the main thread can handle signals; in others this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,324 @@
+"""Starts, watches, restarts and ends the processes of one run, over any launcher.
+
+A learner that dies is restarted with --resume, a rollout worker with its original command. Each has a limited number of
+restarts. A process that cannot be restarted ends the run with its exit code. The learner and its other ranks end
+together; the learner's restarts count for all of them. Exit codes 2 (configuration, unless the process has worked
+before) and 3 (only failed groups) are never retried. Exit code 5 (a disk cannot be written) is retried without using a
+restart, until the disk can be written. A process that dies because the bus is away uses no restart. The health monitor
+(actors/health_monitor.py) finds stuck processes; a stuck process of this run that does not recover is killed, and then
+restarted like any other.
+
+The number of workers may change while the run is up (fleet.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from asyncrl.actors.fleet_scaler import FleetScaler
+from asyncrl.actors.health_monitor import HealthMonitor, Lasting, refusal
+from asyncrl.actors.presence import Launched
+from asyncrl.actors.supervisor import STUCK_EXIT_CODE
+from asyncrl.bus.adapter import BusServer
+from asyncrl.config import RunSection
+from asyncrl.errors import INTERRUPTED, ConfigError, DiskError, HopelessError, NameTaken
+from asyncrl.launch.port import Launcher
+from asyncrl.launch.processes.child_process import LONGEST_BACK_OFF_SECONDS, ChildProcess, Exit, RestartPolicy
+from asyncrl.launch.processes.fleet import DRAIN_SECONDS, LETTERS, Fleet, NewWorker
+from asyncrl.launch.processes.server_restarts import keep_up, kill
+from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK, WORKER, Finding, printable
+
+NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
+"""Exit codes of failures that a restart would repeat."""
+DRAINED = (0, INTERRUPTED, -signal.SIGTERM)
+"""Exit codes of a learner that was told to drain; the signal itself if it was still starting."""
+FINISH_SECONDS = 10.0
+"""Time for workers to notice that the run is finished."""
+DRAIN_REPORT_SECONDS = 10.0
+"""Seconds between reports on which processes of an interrupted run still drain."""
+
+BUS_FAULTS = ("bus", "bus storage")
+LOST = "lost"
+"""A part of the bus is gone or was recreated. A process that dies of it uses no restart, as if the bus were away."""
+BUS_SECONDS = 90.0
+"""A process that dies within this time after the bus was away, or could not store, is assumed to have died of that and
+uses no restart."""
+BUS_PAUSE_SECONDS = 10.0
+DISK_PAUSE_SECONDS = 10.0
+RANK_PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    exit_code  exit code of `asyncrl run`: 0 if the learner is done
+    reason     "done", "interrupted", or the failure in one line
+    """
+
+    exit_code: int
+    reason: str
+
+
+class ProcessManager:
+    """Keeps the processes of one run up until it is over."""
+
+    def __init__(
+        self,
+        settings: RunSection,
+        *,
+        launcher: Launcher,
+        children: Sequence[ChildProcess],
+        new_worker: NewWorker,
+        server: BusServer | None,
+    ) -> None:
+        """
+        settings    section [run] of the run file
+        children    the learner, then rollout workers, evaluation workers and reward workers
+        new_worker  creates another worker when the run is scaled up
+        server      server of the run's own bus, restarted when it ends; None if the run uses another one
+        """
+        self._settings, self._launcher, self._server = settings, launcher, server
+        self._lasting = Lasting()
+        self._has_worked: Callable[[str, int], bool] = lambda node, pid: False
+        self._heard: Callable[[], Collection[str]] = tuple  # names of all actors of the run
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._killing_server: asyncio.Task[None] | None = None
+        self._group = asyncio.TaskGroup()
+        self._over = asyncio.Event()  # the learner is done, the run was interrupted, or a process cannot be restarted
+        self.fleet = Fleet(children, new_worker=new_worker, start=self._keep_running, over=self._over, say=self.say)
+        self._is_done = False  # the learner ended well, so there is nothing to continue
+        self._interrupts = 0
+        self._failure = 0
+        self._reason = ""
+        self._bus_was_away = -math.inf  # monotonic time
+        self._is_refused: Callable[[], bool] = lambda: False  # a wrong token, which will not become right
+
+    def launched(self) -> list[Launched]:
+        """Return the processes of this run for the health monitor."""
+        return [launched for child in self.fleet.children for launched in child.launched()]
+
+    async def run(self, monitor: HealthMonitor, scaler: FleetScaler) -> Outcome:
+        """Keep the run up until it is over.
+
+        waits for: the learner's end, a failure, or ``interrupt``
+        """
+        self._has_worked, self._heard = monitor.has_worked, monitor.names
+        self._is_refused = lambda: refusal(monitor.error) is not None
+        try:
+            await self._run(monitor, scaler)
+        finally:
+            await self._launcher.close()
+        if self._failure:
+            return Outcome(exit_code=self._failure, reason=self._reason)
+        if self._interrupts and not self._is_done:
+            return Outcome(exit_code=INTERRUPTED, reason="interrupted")
+        return Outcome(exit_code=0, reason="done")
+
+    async def _run(self, monitor: HealthMonitor, scaler: FleetScaler) -> None:
+        async with self._group as group:
+            for child in self.fleet.children:
+                self._keep_running(child)
+            helpers = [group.create_task(monitor.run(self._on_findings)), group.create_task(scaler.run())]
+            server = [group.create_task(self._keep_server_up(self._server))] if self._server is not None else []
+            await self._over.wait()
+            for task in helpers:
+                task.cancel()
+            await self._end_processes()
+            for task in (*server, *self._tasks):  # a launcher may wait forever for free GPUs
+                task.cancel()
+
+    async def _end_processes(self) -> None:
+        """Drain the processes, and kill those that do not end in time."""
+        for child in self.fleet.children:
+            child.no_restart.set()
+        if not self._failure and not self._interrupts:  # workers read on the bus that the run is finished
+            await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+        self._signal_all(signal.SIGTERM)
+        # An interrupted run waits for its answers; a failed one may have steps that are not in a checkpoint yet.
+        if self._interrupts:
+            await self._wait_aloud(DRAIN_SECONDS)
+        else:
+            await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+        if self._failure and (learner := self._trained()):
+            self.say("the learner ends its step and writes a checkpoint")
+            await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS)
+        self._signal_all(signal.SIGKILL)
+        await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+
+    async def _wait_aloud(self, seconds: float) -> None:
+        """Wait until all processes have ended, and report every ten seconds which are left and when they are killed."""
+        deadline = time.monotonic() + seconds
+        while self._tasks and (left := deadline - time.monotonic()) > 0:
+            _, waiting = await asyncio.wait(self._tasks, timeout=min(left, DRAIN_REPORT_SECONDS))
+            if not waiting:
+                return
+            if (left := deadline - time.monotonic()) > 0:
+                names = ", ".join(sorted(task.get_name() for task in waiting))
+                self.say(f"still draining: {names}; killed in {left:.0f} s, or at once by another Ctrl-C")
+
+    def _trained(self) -> list[asyncio.Task[None]]:
+        """Return the learner's task if its process is up and has finished starting."""
+        has_trained = any(
+            one.spec.role == LEARNER and one.process and self._has_worked(one.process.node, one.process.pid)
+            for one in self.fleet.children
+        )
+        return [task for task in self._tasks if has_trained and task.get_name() == LEARNER and not task.done()]
+
+    def _keep_running(self, child: ChildProcess) -> None:
+        child.is_kept_running = True
+        self._tasks.add(self._group.create_task(self._run_and_restart(child), name=child.name))
+
+    async def _run_and_restart(self, child: ChildProcess) -> None:
+        """Start the process and restart it until it ends well, has no restarts left, or must not be restarted."""
+        try:
+            while not child.no_restart.is_set():
+                name, ended = child.name, await child.run_once(self._launcher)
+                if (delay := self._restart_delay(child, ended)) is None:
+                    return
+                if child.name != name:
+                    await self._launcher.release(name)
+                await child.back_off(delay)
+        finally:
+            await self._launcher.release(child.name)
+            self.fleet.ended(child)
+
+    def _restart_delay(self, child: ChildProcess, ended: Exit) -> float | None:
+        """Return the seconds until the process is restarted; None if it is not.
+
+        Ends the run if the exit requires it.
+        """
+        code, is_learner, was_over = ended.code, child.spec.role == LEARNER, self._over.is_set()
+        if is_learner and self._interrupts == 1 and code not in DRAINED:
+            self._fail(code, f"{ended.reason} while draining")
+        elif is_learner and code == INTERRUPTED and not self._interrupts and not was_over:
+            self._fail(code, "learner was drained from outside before the run was done; continue with --resume")
+        elif is_learner and code == 0:
+            self._is_done = True
+            self._over.set()
+        elif is_learner:
+            self._end_ranks()
+        if child.is_leaving:
+            has_left = code in (0, INTERRUPTED)
+            self.say(f"{child.name} has left" if has_left else f"{ended.reason} while it left; others have its work")
+            return None
+        if was_over or self._over.is_set():
+            return None
+        if child.spec.role == LEARNER_RANK and code not in NEVER_AGAIN:
+            self.say(f"{ended.reason}; it joins the next learner")
+            return RANK_PAUSE_SECONDS
+        if code == 0:
+            return None
+        if ended.has_no_room and (child.starts or child.is_added):
+            return self._without_room(child, ended)
+        if code == NameTaken.exit_code and child.spec.role in LETTERS:
+            return self._rename(child, ended)
+        if code == DiskError.exit_code:
+            self.say(f"{ended.reason}: a disk cannot be written; next try in {DISK_PAUSE_SECONDS:.0f} s, at no cost")
+            return DISK_PAUSE_SECONDS
+        if time.monotonic() - self._bus_was_away < BUS_SECONDS and code != HopelessError.exit_code:
+            self.say(f"{ended.reason} while the bus was away; next try in {BUS_PAUSE_SECONDS:.0f} s")
+            return BUS_PAUSE_SECONDS
+        has_worked = self._has_worked(ended.node, ended.pid)
+        child.is_configured |= has_worked
+        if code == ConfigError.exit_code and child.is_added and not child.is_configured:
+            child.is_kept_running = False
+            self.fleet.refuse_size(child.spec.role, ended.reason)
+            return None
+        is_hopeless = code in NEVER_AGAIN and not (code == ConfigError.exit_code and child.is_configured)
+        delay = None if is_hopeless else child.restarts.next_delay(ended.uptime_seconds, has_worked=has_worked)
+        if delay is None:
+            self._fail(STUCK_EXIT_CODE if child.fault else code, f"{ended.reason}; ending the run")
+        else:
+            self.say(f"{ended.reason} after {ended.uptime_seconds:.0f} s; {child.restarts}")
+        return delay
+
+    def _end_ranks(self) -> None:
+        """Kill the other ranks of a learner that has ended. They would end by themselves unless they hang."""
+        for child in self.fleet.children:
+            if child.spec.role == LEARNER_RANK and child.process is not None:
+                child.signal(signal.SIGKILL)
+
+    def _rename(self, child: ChildProcess, ended: Exit) -> float | None:
+        """Restart a worker under another name, because a worker that this run did not start has its name."""
+        if (delay := child.renames.next_delay(0.0, has_worked=False)) is None:
+            self._fail(ended.code, f"{ended.reason}; ending the run")
+            return None
+        self.fleet.rename(child, besides=self._heard())
+        return delay
+
+    def _without_room(self, child: ChildProcess, ended: Exit) -> float | None:
+        """Wait for other GPUs after a machine was lost. A worker that never had GPUs is given up."""
+        if not child.starts:
+            child.is_kept_running = False
+            self.fleet.refuse_size(child.spec.role, ended.reason)
+            return None
+        self.say(f"{ended.reason}; next try in {LONGEST_BACK_OFF_SECONDS:.0f} s")
+        return LONGEST_BACK_OFF_SECONDS
+
+    async def _keep_server_up(self, server: BusServer) -> None:
+        reason = await keep_up(server, restarts=RestartPolicy(self._settings.restarts), say=self.say)
+        self._fail(1, f"{server.name} does not stay up ({reason}); ending the run")
+
+    # -- what is stuck -------------------------------------------------------------------------------------------------
+
+    def _on_findings(self, findings: Iterable[Finding]) -> None:
+        """Report faults that begin or end, and restart processes of this run that do not recover."""
+        self.fleet.quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
+        if not self._is_refused() and any(finding.fault in (*BUS_FAULTS, LOST) for finding in findings):
+            self._bus_was_away = time.monotonic()
+        begun, ended = self._lasting.update(findings)
+        for finding in begun if not self._over.is_set() else ():  # while a run ends, its processes are missing anyway
+            self.say(f"{printable(finding.text)}\n  -> {printable(finding.remedy)}")
+        for finding in ended:
+            self.say(f"over after {finding.seconds:.0f} s: {finding.fault} of {printable(finding.actor)}")
+        for finding in findings:
+            if finding.cure and finding.is_hopeless(self._settings.stall_seconds) and not self._over.is_set():
+                self._heal(finding)
+
+    def _heal(self, finding: Finding) -> None:
+        where = (finding.host, finding.pid)
+        ours = (one for one in self.fleet.children for there in one.launched() if (there.host, there.pid) == where)
+        child = next(ours, None)
+        if finding.fault in BUS_FAULTS and self._server is not None and (pid := self._server.pid):
+            if self._killing_server is None or self._killing_server.done():
+                killing = kill(self._server, pid, needs_room=finding.fault != "bus")
+                self._killing_server = self._group.create_task(killing)
+        elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
+            child.fault = finding.cause
+            child.signal(signal.SIGKILL)
+        elif finding.cure == "end" and self.fleet.workers(WORKER):  # otherwise other workers may still join
+            self._fail(STUCK_EXIT_CODE, f"{printable(finding.text)}; ending the run")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _fail(self, code: int, reason: str) -> None:
+        self.say(reason)
+        self._reason = reason
+        self._failure = code if code > 0 else 1
+        self._over.set()
+
+    def say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the output may be full; nothing depends on it
+            print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
+
+    def interrupt(self) -> None:
+        """Handle Ctrl-C: the first drains the run, the second kills everything. Neither affects a run that is done."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            doing = "the run is done, its processes end" if self._is_done else "draining"
+            self.say(f"{doing}; once more to stop at once")
+            self._over.set()
+        else:
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        for child in self.fleet.children:
+            child.signal(number)

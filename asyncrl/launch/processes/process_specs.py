@@ -1,0 +1,156 @@
+"""How each process of a run is started: its command, GPUs, environment and paths."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.adapters import registry
+from asyncrl.config import RunConfig
+from asyncrl.errors import NoRoom
+from asyncrl.launch.launchers.placement import Gpus, Placement, free, numbers
+from asyncrl.launch.port import Launcher, ProcessSpec
+from asyncrl.launch.processes import required_paths
+from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
+from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
+from asyncrl.logs import print_line
+from asyncrl.messages.fleet import FleetSize
+from asyncrl.os_process import LEARNER_SECRET
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, REWARD_WORKER, WORKER
+
+
+class ProcessSpecs:
+    """Creates the processes of one run without starting them."""
+
+    def __init__(
+        self, run_config: RunConfig, *, launcher: Launcher, common: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """
+        common       arguments of every process: the run file and its overrides
+        environment  added to the environment of every process
+        """
+        self._run = run_config
+        self._places = launcher.places
+        self._common = common
+        self._environment = dict(environment)
+
+    def initial(self, *, size: FleetSize | None, resume: bool) -> list[ChildProcess]:
+        """Return the learner and its separate ranks, then rollout workers, evaluation workers and reward workers.
+
+        size  size that `asyncrl scale` set last; missing numbers are taken from the run file
+
+        Prints which process gets which GPUs, if there are any, and what slows their start. Raises ConfigError if there
+        are too few GPUs.
+        """
+        run = self._run
+        workers = _scaled("rollout", run.rollout.workers, size.rollout_workers if size is not None else None)
+        graders = run.reward.workers
+        if graders:  # otherwise rollout workers grade
+            graders = _scaled("reward", graders, size.reward_workers if size is not None else None)
+        run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
+        evaluating = run.num_evaluation_workers
+        gpus = placement(run) if not self._places else _nowhere(run.rollout.workers, evaluating)
+        for name, its in gpus.processes.items():
+            if its:
+                print_line(f"{name:10s}GPU {numbers(its)}")
+        if sys.dont_write_bytecode and any(gpus.workers):  # SGLang imports 7,000 modules in each of two processes
+            print_line("PYTHONDONTWRITEBYTECODE is set: a start on GPUs takes twice as long; unset it")
+        return [
+            *self._learner(gpus.learner, resume=resume),
+            *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
+            *(self._worker(f"e{number}", its, evaluates=True) for number, its in enumerate(gpus.evaluation_workers)),
+            *(self._reward_worker(f"r{number}") for number in range(graders)),
+        ]
+
+    def new_worker(self, role: str, name: str, taken: frozenset[int]) -> ChildProcess:
+        """Create another worker of this role, on none of the GPUs ``taken``. Raises NoRoom."""
+        if role == REWARD_WORKER:
+            if not self._run.reward.workers:
+                raise NoRoom("reward.workers is 0, so rollout workers grade; set it to 1 or more and --resume the run")
+            return self._reward_worker(name)
+        needed = gpus_per_worker(self._run)
+        given = self._run.rollout.gpus
+        return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
+
+    def _learner(self, gpus: Gpus, *, resume: bool) -> list[ChildProcess]:
+        with socket.create_server(("", 0)) as listener:
+            port = listener.getsockname()[1]
+        environments = registry.backend_class(self._run).environments(self._run, port=port)
+        if self._run.learner.machines == 1:
+            return [self._rank(LEARNER, gpus, environments[0], num_gpus=gpus_of_learner(self._run), resume=resume)]
+        secret = {LEARNER_SECRET: secrets.token_hex(32)}
+        names = [f"{LEARNER}-{rank}" if rank else LEARNER for rank in range(len(environments))]
+        each = len(names) // self._run.learner.machines
+        leaders = names[::each]
+        return [
+            self._rank(
+                name,
+                gpus[rank : rank + 1],
+                {**environment, **secret},
+                num_gpus=min(1, gpus_of_learner(self._run)),
+                resume=resume,
+                beside="" if rank % each == 0 else leaders[rank // each],
+                apart=tuple(leader for leader in leaders if rank % each == 0 and leader != name),
+                meets=LEARNER,
+            )
+            for rank, (name, environment) in enumerate(zip(names, environments, strict=True))
+        ]
+
+    def _rank(
+        self, name: str, gpus: Gpus, environment: Mapping[str, str], *, num_gpus: int, resume: bool, **where: Any
+    ) -> ChildProcess:
+        """Return the learner or another rank of it. ``where``: beside, apart and meets of its ProcessSpec"""
+        spec = ProcessSpec(
+            name=name,
+            role=LEARNER if name == LEARNER else LEARNER_RANK,
+            arguments=("learner", *self._common),
+            num_gpus=num_gpus,
+            gpus=gpus,
+            environment={**self._environment, **environment},
+            paths=required_paths.learner_paths(self._run),
+            shared=required_paths.learner_folders(self._run),
+            **where,
+        )
+        restarts = RestartPolicy(self._run.run.restarts)
+        return ChildProcess(spec=spec, restarts=restarts, restart_arguments=("--resume",), resumed=resume)
+
+    def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False) -> ChildProcess:
+        """evaluates: it only evaluates"""
+        spec = ProcessSpec(
+            name=name,
+            role=EVALUATION_WORKER if evaluates else WORKER,
+            arguments=("rollout-worker", *self._common, *(["--evaluate"] if evaluates else []), "--name", name),
+            num_gpus=gpus_per_worker(self._run),
+            gpus=gpus,
+            environment=self._environment,
+            paths=required_paths.worker_paths(self._run),
+            shared=required_paths.worker_folders(self._run),
+        )
+        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
+
+    def _reward_worker(self, name: str) -> ChildProcess:
+        spec = ProcessSpec(
+            name=name,
+            role=REWARD_WORKER,
+            arguments=("reward-worker", *self._common, "--name", name),
+            environment=self._environment,
+        )
+        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
+
+
+def _scaled(kind: str, configured: int, scaled: int | None) -> int:
+    """Return how many workers of a kind to start."""
+    if scaled is None or scaled == configured:
+        return configured
+    said = f"the last size set by `asyncrl scale`; {kind}.workers is {configured}"
+    print_line(f"{kind} workers: {scaled}, {said}")
+    return scaled
+
+
+def _nowhere(workers: int, evaluating: int) -> Placement:
+    """Placement without GPUs, for a launcher that finds them itself."""
+    return Placement(learner=(), workers=((),) * workers, evaluation_workers=((),) * evaluating)

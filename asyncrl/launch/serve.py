@@ -1,0 +1,73 @@
+"""HTTP endpoint for producers outside of a run with harness "outside": its address and its key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from asyncrl.config import RunConfig, tables
+from asyncrl.environments.agent.entry import Entry
+from asyncrl.environments.agent.function import Options as AgentOptions
+from asyncrl.environments.agent.harnesses.outside import Options
+from asyncrl.environments.load import load_options
+from asyncrl.errors import ConfigError
+from asyncrl.launch.keys import key_files
+
+_HARNESS: Final = "outside"
+
+
+def serve(run: RunConfig, *, host: str = "") -> None:
+    """Serve until interrupted.
+
+    host: address to listen on; "" uses the host of the run file's url. Raises ConfigError.
+    """
+    options = options_of(run)
+    address = urlsplit(options.url)
+    where = f"port {address.port} of --host {host}" if host else options.url
+    entry = Entry(host=host or address.hostname or "", port=address.port or 0, key=key_of(Path(options.key_file)))
+
+    async def forever() -> None:
+        try:
+            async with entry.serving():
+                print(
+                    f"asyncrl serve: {entry.url}   (key: {options.key_file}; POST /sessions; Ctrl-C ends it)",
+                    flush=True,
+                )
+                await asyncio.Event().wait()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+
+    asyncio.run(forever())
+
+
+def options_of(run: RunConfig) -> Options:
+    """Return the harness options. Raises ConfigError unless the run's samples are played outside."""
+    agent = load_options(run.rollout)
+    if not isinstance(agent, AgentOptions) or agent.harness != _HARNESS:
+        raise ConfigError(
+            'rollout.options.harness: `asyncrl serve` is for a run with rollout.function = "agent" and '
+            f'harness = "{_HARNESS}"'
+        )
+    made: Options = tables.build(Options, agent.harness_options, "rollout.options.harness_options")
+    return made
+
+
+def key_of(file: Path) -> str:
+    """Read the key from the file.
+
+    If there is no file, create one with a new key that only the owner can read. Raises ConfigError.
+    """
+    try:
+        if not file.exists():
+            with contextlib.suppress(FileExistsError):
+                key_files.write(file, secrets.token_urlsafe(32), mode=0o600)
+        key = file.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read or made: {error}") from error
+    if not key or not key.isascii():
+        raise ConfigError(f"{file}: has no key; remove it, and another one is made")
+    return key

@@ -1,0 +1,194 @@
+"""The meaning of a run file with every default resolved: what `asyncrl check` prints, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.adapters import learner_models, registry
+from asyncrl.config import RunConfig, secret_values
+from asyncrl.config.toml_text import toml_text
+from asyncrl.launch.assembly import data
+from asyncrl.launch.checks.run_file import check, check_before_torch
+from asyncrl.launch.launchers.load import launcher_class
+from asyncrl.launch.processes import gpus
+
+if TYPE_CHECKING:
+    from asyncrl.adapters.routing_replay import RoutingReplay  # imports torch
+    from asyncrl.policies import parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of an algorithm, with the options that are used in training."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A checked run file. ``str`` of it is what `asyncrl check` prints.
+
+    settings     every key of the run file, defaults filled in
+    algorithm    name of the algorithm; ``paper`` is its publication, or ""
+    correction   corrections, in the order in which they are applied
+    models       folder of each model that the learner loads, by name: "policy", "critic", ...
+    num_prompts  prompts in the data
+    num_looked_at, num_too_long  number of prompts that were tokenised, and how many of them exceed
+                                 ``most_prompt_tokens`` and will be dropped
+    has_labels   whether a prompt that was tokenised has a label
+    evaluation   number of prompts of each data set of [evaluation]
+    gpus         the GPUs of each process, as text
+    routing_replay  whether the learner routes tokens to the experts that the engine chose
+    """
+
+    settings: RunConfig
+    algorithm: str
+    paper: str
+    advantage: Part
+    loss: Part
+    aggregation: Part
+    correction: tuple[Part, ...]
+    models: Mapping[str, Path]
+    num_prompts: int
+    num_looked_at: int
+    num_too_long: int
+    most_prompt_tokens: int
+    has_labels: bool
+    evaluation: Mapping[str, int]
+    gpus: str
+    routing_replay: RoutingReplay
+
+    @property
+    def max_staleness(self) -> int:
+        """Maximum age of a trained token, in policy versions."""
+        return self.settings.max_staleness
+
+    @property
+    def window(self) -> int:
+        """Maximum number of prompt groups in flight."""
+        return self.settings.window
+
+    @property
+    def num_trained_prompts(self) -> int:
+        """Prompts that the run trains, with repetitions: whole batches, limited by run.steps and data.epochs.
+
+        A maximum where the data may end first: filtered groups are not trained, and prompts that were not looked at may
+        be too long.
+        """
+        of_batch, epochs = self.settings.learner.groups_per_batch, self.settings.data.epochs
+        of_steps = self.settings.run.steps * of_batch
+        return min(of_steps, epochs * self._num_usable // of_batch * of_batch) if epochs else of_steps
+
+    @property
+    def _num_usable(self) -> int:
+        return data.num_usable(self.settings, self.num_prompts, num_too_long=self.num_too_long)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.settings.learner.groups_per_batch * self.settings.rollout.group_size
+
+    @property
+    def largest_group_bytes(self) -> int:
+        return self.settings.largest_group_bytes + self.routing_replay.num_bytes
+
+    def __str__(self) -> str:
+        return "\n".join([*_sections(self.settings), "# what follows", *_consequences(self)])
+
+
+def _silent(what: str) -> None:
+    """Default for ``tells`` of ``summarize``."""
+
+
+def summarize(run: RunConfig, *, tells: Callable[[str], None] = _silent) -> Summary:
+    """Check the run file and every row of its data. Raises ConfigError for the first problem.
+
+    tells  called before each wait of seconds with what is being read
+    """
+    check_before_torch(run)
+    tells(f"reading {run.data.where} ...")
+    found = data.index_rows(run)
+    data.require_batch(run, found.num_rows)
+    data.look_at_evaluation_rows(run)
+    tells(f"importing torch and transformers, reading {run.model.path} ...")
+    check(run)
+    placed = "found by the launcher" if launcher_class(run).places else str(gpus.placement(run))
+    algorithm = registry.algorithm(run)
+    rows = data.open_rows(run, found)
+    num_looked_at = rows.look()
+    data.require_batch(run, rows.num_rows, num_too_long=rows.dropped)
+    sets = data.open_evaluation_sets(run) if run.evaluation.datasets else []
+    return Summary(
+        settings=run,
+        algorithm=algorithm.name,
+        paper=algorithm.paper,
+        advantage=_part(algorithm.advantage),
+        loss=_part(algorithm.loss),
+        aggregation=_part(algorithm.aggregation),
+        correction=tuple(_part(step) for step in algorithm.correction),
+        models={"policy": Path(run.model.path)} | learner_models.folders(run, algorithm),
+        num_prompts=rows.num_rows,
+        num_looked_at=num_looked_at,
+        num_too_long=rows.dropped,
+        most_prompt_tokens=rows.most_tokens,
+        has_labels=rows.has_labels,
+        evaluation={one.name: len(one.questions) for one in sets},
+        gpus=placed,
+        routing_replay=registry.routing_replay(run),
+    )
+
+
+def _part(part: parts.Part) -> Part:
+    return Part(name=part.name, options=part.options)
+
+
+# -- for a person ------------------------------------------------------------------------------------------------------
+
+
+def _sections(run_config: RunConfig) -> list[str]:
+    """Return the run file as TOML lines with every default filled in, secrets left out."""
+    lines = []
+    for name, section in secret_values.shown(run_config).items():
+        lines += [f"[{name}]", *(f"{key} = {toml_text(value)}" for key, value in section.items()), ""]
+    return lines
+
+
+def _consequences(summary: Summary) -> list[str]:
+    run_config = summary.settings
+    bound = f"{summary.max_staleness} versions ({run_config.run.mode})"
+    if run_config.staleness.adaptive:
+        bound += f", the window's between {run_config.staleness.smallest} and it"
+    is_most = run_config.data.epochs and (
+        summary.num_looked_at < summary.num_prompts or run_config.algorithm.filters or run_config.curriculum.is_on
+    )
+    return [
+        f"algorithm         {summary.algorithm}" + (f", {summary.paper}" if summary.paper else ""),
+        f"advantage         {_in_words(summary.advantage)}",
+        f"loss              {_in_words(summary.loss)}",
+        f"aggregation       {_in_words(summary.aggregation)}",
+        f"correction        {' + '.join(map(_in_words, summary.correction))}",
+        f"models            {', '.join(f'{name} {folder}' for name, folder in summary.models.items())}",
+        f"staleness bound   {bound}",
+        f"window            {summary.window} groups = (max_staleness {summary.max_staleness} + 1) x "
+        f"groups_per_batch {run_config.learner.groups_per_batch}",
+        f"data              {summary.num_prompts:,} prompts, {'at most ' if is_most else ''}"
+        f"{summary.num_trained_prompts:,} trained",
+        f"prompts looked at {summary.num_looked_at:,}, {summary.num_too_long:,} of them over "
+        f"{summary.most_prompt_tokens:,} tokens (dropped)",
+        *([] if summary.has_labels else [f"labels            none in {run_config.data.label_key!r} (data.label_key)"]),
+        *(f"evaluation        {name}: {count:,} prompts" for name, count in summary.evaluation.items()),
+        f"samples per step  {summary.samples_per_step}",
+        f"routing replay    {summary.routing_replay}",
+        f"largest group     {summary.largest_group_bytes:,} bytes of {run_config.bus.max_group_bytes:,}",
+        f"GPUs              {summary.gpus}",
+        f"weights           loaded {run_config.load.replace('_', ' ')}, kept in {run_config.weights_directory}",
+        f"files             {run_config.run_directory}",
+    ]
+
+
+def _in_words(part: Part) -> str:
+    options = ", ".join(f"{key} = {toml_text(value)}" for key, value in part.options.items())
+    return f"{part.name} ({options})" if options else part.name

@@ -1,0 +1,177 @@
+"""The ports that bring weights to engines: the channel, and the intake of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from asyncrl.messages import WeightVersion
+from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.tensors.snapshot import Snapshot
+
+Source: TypeAlias = "Callable[[bytes, torch.device], Iterator[tuple[str, torch.Tensor]]]"
+"""Yields a model's tensors received from the learner: see Intake.take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """pause_seconds: time without decoding; load_seconds: time from the request until the new weights sample."""
+
+    pause_seconds: float
+    load_seconds: float
+
+
+class WeightChannel(Protocol):
+    """Brings weights from the learner to where engines can load them. Blocking; called from a thread."""
+
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        """Store one version atomically and remove versions that should no longer be loaded."""
+        ...
+
+    def restore(self) -> WeightVersion | None:
+        """Store the newest version again if part of it is gone. Return how to announce it, or None if nothing is gone.
+
+        Called every few seconds between publishes.
+        """
+        ...
+
+    def verify(self, weights: WeightVersion) -> Path:
+        """Return the folder of a version, fetched if needed and with its checksum verified. Raises WeightsError."""
+        ...
+
+    def retain(self, weights: WeightVersion) -> None:
+        """Keep everything ``verify`` needs of a stored version until ``release``, however old the version gets.
+
+        Called on the learner's side, between two calls of ``publish``.
+        """
+        ...
+
+    def release(self, weights: WeightVersion) -> None:
+        """Let the next ``publish`` remove the version; does nothing if it was not retained."""
+        ...
+
+    @property
+    def progress(self) -> int:
+        """A counter that rises while a publish or verify makes progress. May be read from any thread."""
+        ...
+
+    @property
+    def published_bytes(self) -> int:
+        """Bytes stored by the last publish."""
+        ...
+
+    @property
+    def sender(self) -> Sender | None:
+        """Sends the newest weights from memory; None if the channel supports only folders."""
+        ...
+
+    def receiver(self, intake: Intake, *, engine: str) -> Receiver | None:
+        """Return the receiving side of ``sender`` for the engine named ``engine``; None if it only loads folders."""
+        ...
+
+
+class Sender(Protocol):
+    """Sends the newest weights to engines that request them. Blocking and thread-safe."""
+
+    def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
+        """Set the weights to send."""
+        ...
+
+    def begin(self, request: TransferRequest) -> Transfer:
+        """Accept an engine's request. Return the transfer to run after replying with its offer. Raises WeightsError."""
+        ...
+
+    def forget(self, *, engines: Collection[str]) -> None:
+        """Drop engines not in ``engines``, unless they joined or received weights very recently."""
+        ...
+
+
+class Transfer(Protocol):
+    """One transfer to one engine."""
+
+    @property
+    def offer(self) -> TransferOffer: ...
+
+    def send(self) -> None:
+        """Block until the engine has received everything. Raises WeightsError if it does not."""
+        ...
+
+
+class Receiver(Protocol):
+    """The engine's side of a transfer (Sender is the learner's). Only the two sides know the format of a payload."""
+
+    @property
+    def request(self) -> TransferRequest:
+        """The next request to the learner: where to meet, or, once joined, the weights."""
+        ...
+
+    async def join(self, offer: TransferOffer) -> None:
+        """Meet the learner. Raises WeightsError."""
+        ...
+
+    async def receive(self, offer: TransferOffer) -> LoadReport:
+        """Receive the weights that the learner sends now, like Engine.load with a folder. Raises WeightsError.
+
+        If it fails half-way, the engine stays paused until a load succeeds: it never samples from mixed weights.
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Leave the group with the learner: the next request asks where to meet."""
+        ...
+
+
+class Intake(Protocol):
+    """Moves weights from another process's memory into an engine. A weight channel's Receiver directs it."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of engine processes that hold the model."""
+        ...
+
+    async def take(self, version: tuple[int, int], source: Source, payload: bytes) -> LoadReport:
+        """Switch to the tensors that ``source`` yields, like Engine.load with a folder.
+
+        ``source(payload, device)`` is called in each process of the engine, so it must be a top-level function of a
+        module that they can import. It yields (name, tensor) for every tensor of the model, each complete and on
+        ``device``. The engine owns the tensors from then on: ``source`` must not reuse their memory. Raises
+        WeightsError, or EngineDied: in a server, an error in ``source`` may leave torn weights.
+        """
+        ...
+
+    @property
+    def collectives(self) -> Collectives | None:
+        """Joins broadcasts of the learner; None if the engine does not support broadcasts."""
+        ...
+
+
+class Collectives(Protocol):
+    """An engine's processes as ranks 1 and up of torch.distributed groups, with a rank of the learner as rank 0."""
+
+    @property
+    def buckets_at_once(self) -> int:
+        """Number of buckets of NCCL groups that the engine has in memory at a time. The learner makes them smaller."""
+        ...
+
+    async def join(self, group: str, *, host: str, port: int, kind: str) -> None:
+        """Join the learner, which listens at host:port, in a group of ``kind`` nccl or gloo. Raises WeightsError."""
+        ...
+
+    async def receive(
+        self, version: tuple[int, int], parts: Sequence[tuple[str, Sequence[BucketLayout]]]
+    ) -> LoadReport:
+        """Receive the buckets that the learner broadcasts now: each group's own buckets, one group after the other.
+
+        All buckets belong to one version; the engine switches when it has the last one. Raises WeightsError.
+
+        If it fails half-way, the engine stays paused until a load succeeds: it never samples from mixed weights.
+        """
+        ...
+
+    async def leave(self, group: str) -> None: ...

@@ -1,0 +1,160 @@
+"""The rollout function "agent": a harness plays against the endpoint, and its sample is trained, even after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from asyncrl.bus.port import Bus
+from asyncrl.environments.agent.function import Agent, Options
+from asyncrl.environments.agent.harnesses.limits import Limited, Limits
+from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task
+from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.messages import PromptGroup, SamplingParams
+from tests.harness.agents import TOKENIZER, Scripted
+from tests.harness.partial_rollouts import Worker, publish_prompt
+
+PLAYER = "tests.unit.environments.harnesses.players:plain"
+PROMPT = PromptGroup(
+    group_id=3, prompt_tokens=[1, 2], group_size=2, sampling=SamplingParams(max_new_tokens=900), prompt="hi", label="9"
+)
+
+
+def agent(play: Any, **options: Any) -> Agent:
+    """An agent whose harness is ``play`` in this process."""
+    made = Agent(TOKENIZER, Options(harness=PLAYER, **options))
+
+    async def close() -> None:
+        pass
+
+    play.close = close
+    made._harness = Limited(play, name="play", limits=Limits())
+    return made
+
+
+async def ask(http: aiohttp.ClientSession, endpoint: Endpoint, *messages: str, limit: int | None = None) -> str:
+    roles = ("user", "assistant")
+    said = [{"role": roles[place % 2], "content": text} for place, text in enumerate(messages)]
+    body = {"model": endpoint.model, "messages": said, "max_tokens": limit}
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    async with http.post(endpoint.base_url + "/v1/chat/completions", json=body, headers=headers) as reply:
+        return str((await reply.json())["choices"][0]["message"]["content"])
+
+
+async def test_a_task_has_the_rows_messages_and_without_any_its_prompt_as_one_of_the_users() -> None:
+    given: list[list[dict[str, Any]]] = []
+
+    async def play(task: Task, endpoint: Endpoint) -> Outcome:
+        given.append(task.as_json()["messages"])
+        async with aiohttp.ClientSession() as http:
+            await ask(http, endpoint, "hi")
+        return Outcome(reward=1.0)
+
+    made, rows = agent(play), ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})
+    await made(PROMPT, Scripted(["one"]), index=0)
+    await made(replace(PROMPT, messages=rows), Scripted(["one"]), index=0)
+    await made.close()
+    assert given == [[{"role": "user", "content": "hi"}], list(rows)]
+
+
+async def test_branches_are_trajectories_of_one_rollout_with_its_reward() -> None:
+    async def play(task: Task, endpoint: Endpoint) -> Outcome:
+        async with aiohttp.ClientSession() as http:
+            one = await ask(http, endpoint, task.prompt)
+            await ask(http, endpoint, task.prompt, one, "more")
+            await ask(http, endpoint, f"summary of {one}")
+        return Outcome(reward=float(task.label), turn_rewards=(0.0, 1.0, 2.0), metrics={"asked": 3.0})
+
+    made, engine = agent(play), Scripted(["one", "two", "three"])
+    long, short = await made(PROMPT, engine, index=1)
+    await made.close()
+    assert (long.reward, short.reward, long.reward_parts) == (9.0, 9.0, {"asked": 3.0})
+    assert [(turn.start, turn.reward) for turn in short.turn_rewards] == [(0, 2.0)]
+    assert [turn.reward for turn in long.turn_rewards] == [0.0, 1.0]
+    assert [*long.prompt_tokens.tolist(), *long.tokens.tolist()][: len(engine.given[1])] == engine.given[1]
+    assert short.prompt_tokens.tolist() == engine.given[2]
+
+
+async def test_a_harness_that_asks_nothing_or_rewards_what_was_not_fails_its_sample() -> None:
+    async def silent(task: Task, endpoint: Endpoint) -> float:
+        return 1.0
+
+    async def generous(task: Task, endpoint: Endpoint) -> Outcome:
+        async with aiohttp.ClientSession() as http:
+            await ask(http, endpoint, task.prompt)
+        return Outcome(turn_rewards=(1.0, 1.0))
+
+    for play, says in ((silent, "nothing to train"), (generous, "2 turn_rewards for 1 turns")):
+        made = agent(play)
+        with pytest.raises(RolloutError, match=says):
+            await made(PROMPT, Scripted(["one"]), index=0)
+        await made.close()
+
+
+async def test_a_harness_that_may_not_be_repeated_is_not() -> None:
+    async def play(task: Task, endpoint: Endpoint) -> None:
+        raise AssertionError("it ran")
+
+    made, engine = agent(play, restart="never"), Scripted([])
+    engine.attempt = 2
+    with pytest.raises(RolloutError, match='restart is "never"'):
+        await made(PROMPT, engine, index=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"harness": "comand"}, "rollout.options.harness: 'comand' is unknown"),
+        ({"harness": PLAYER, "timeout_seconds": 0.0}, "timeout_seconds must be > 0"),
+        ({"harness": PLAYER, "chat_template": "{% if"}, "chat template"),
+        ({"harness": PLAYER, "port": 70_000}, "port must be from 0"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_line(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        Agent(TOKENIZER, Options(**options))
+    assert "\n" not in str(refused.value)
+
+
+async def test_a_worker_killed_under_an_agent_loses_no_call_that_was_saved(bus: Bus) -> None:
+    """Two calls at once, and a third that continues the first. The second worker swaps the first two calls."""
+
+    def player(order: int) -> Any:
+        async def play(task: Task, endpoint: Endpoint) -> float:
+            async with aiohttp.ClientSession() as http:
+                texts = [f"{task.index} a", f"{task.index} b"][::order]
+                first = dict(
+                    zip(
+                        texts,
+                        await asyncio.gather(*(ask(http, endpoint, text, limit=20) for text in texts)),
+                        strict=True,
+                    )
+                )
+                a = f"{task.index} a"
+                await ask(http, endpoint, a, first[a], "more", limit=30)
+            return 1.0
+
+        return play
+
+    await publish_prompt(bus, 0, group_size=2, max_new_tokens=100)
+    first, second = agent(player(1)), agent(player(-1))
+    async with Worker(bus, "w0").working(rollout=first) as dying:
+        await dying.begun(4)
+        await dying.engine.steps(20)
+        await dying.begun(6)
+        await dying.engine.steps(11)
+        await dying.partial_rollouts.save()
+    async with Worker(bus, "w1").working(rollout=second) as heir:
+        await heir.begun(2)
+        (group,) = await heir.until_published(bus, 1)
+    await first.close()
+    await second.close()
+    assert sorted(begin for _, _, begin in heir.engine.asked) == [10, 10]  # third calls, without the newest token
+    assert heir.partial_rollouts.discarded_tokens == 0
+    sampled = sum(int(one.response_mask.sum()) for one in group.trajectories)
+    assert sampled == 2 * (20 + 20 + 30)
+    assert len(group.trajectories) == 4

@@ -1,0 +1,370 @@
+"""A renderer writes, continues and reads like the chat template, and is used only where it is known to fit.
+
+The renderer itself is tested where its package is installed. Our code around it is tested everywhere, with a stand-in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.engines.generation import Generation
+from asyncrl.environments.agent.endpoint.chat_format import TemplateFormat
+from asyncrl.environments.agent.endpoint.parsers import PlainParser
+from asyncrl.environments.agent.endpoint.refusal import Refused
+from asyncrl.environments.agent.endpoint.renderer import RendererFormat
+from asyncrl.environments.agent.endpoint.renderer_choice import _candidates, check_renderer, choose
+from asyncrl.environments.agent.endpoint.template import Template
+from asyncrl.environments.agent.endpoint.turns import Turn
+from asyncrl.environments.agent.function import Agent, Options
+from asyncrl.errors import ConfigError
+from asyncrl.messages import VersionSpan
+from tests.harness.agents import ANSWER, CALL, TOOLS, Client, Scripted, tokenizer
+from tests.unit.environments.agent.test_session import SAID, conversation, with_other_json, without_reasoning
+
+HARNESS = "tests.unit.environments.harnesses.players:plain"
+needs_package = pytest.mark.skipif(
+    importlib.util.find_spec("renderers") is None, reason="renderers is not installed (bin/install dev)"
+)
+
+# Qwen3's format: thoughts since the last question, an empty thought in a last answer, one turn for tool results.
+QWEN3 = """
+{%- set last = namespace(at=messages | length - 1, found=false) -%}
+{%- for m in messages | reverse if m.role == 'user' and not last.found -%}
+{%- set last.found = true %}{% set last.at = messages.index(m) -%}
+{%- endfor -%}
+{%- set system = messages[0].content if messages[0].role == 'system' else none -%}
+{%- if tools -%}
+{{ '<|im_start|>system\n' + (system + '\n\n' if system is not none else '') + HEADER }}
+{%- for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ FOOTER + '<|im_end|>\n' }}
+{%- elif system is not none -%}{{ '<|im_start|>system\n' + system + '<|im_end|>\n' }}
+{%- endif -%}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{{ '<|im_start|>assistant\n' }}
+{%- if loop.index0 > last.at and (loop.last or m.reasoning_content) -%}
+{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}
+{%- endif -%}
+{{ m.content }}
+{%- for call in m.tool_calls or [] -%}
+{{ '\n' if m.content or not loop.first }}{{ '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- elif m.role == 'tool' -%}
+{{ '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' }}
+{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' }}
+{%- elif not (m.role == 'system' and loop.first) -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif -%}
+"""
+
+
+def qwen3(folder: str = "/models/Qwen3-8B", **options: Any) -> Template:
+    from renderers import qwen3 as theirs
+
+    made = tokenizer()
+    made.name_or_path = folder
+    head, foot = json.dumps(theirs._TOOLS_HEADER), json.dumps(theirs._TOOLS_FOOTER)
+    made.chat_template = QWEN3.replace("HEADER", head).replace("FOOTER", foot)
+    return Template(made, options=options)
+
+
+def chosen(name: str = "auto", template: Template | None = None, **changes: Any) -> RendererFormat:
+    settings: dict[str, Any] = {"keeps_thinking": True, "options": {}}
+    found = choose(name, template or qwen3(), **(settings | changes))
+    assert found is not None
+    return found
+
+
+def by_template(template: Template, **changes: Any) -> TemplateFormat:
+    return TemplateFormat(template, PlainParser(template.source), **changes)
+
+
+def turn(tokens: Sequence[int], answer: Sequence[int], said: dict[str, Any] | None = None) -> Turn:
+    return Turn(
+        number=0, tag="", parent=None, given=np.array(tokens, np.int32), answer=generation(answer), said=said or {}
+    )
+
+
+def generation(tokens: Sequence[int]) -> Generation:
+    return Generation(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.zeros(len(tokens), np.float32),
+        version_spans=(VersionSpan(start=0, incarnation=0, policy_version=0),),
+        finish_reason="stop",
+    )
+
+
+# -- a real renderer ---------------------------------------------------------------------------------------------------
+
+
+@needs_package
+@pytest.mark.parametrize("rewrite", [lambda said: said, without_reasoning, with_other_json])
+async def test_a_renderer_gives_the_engine_what_the_template_and_its_bridge_give(rewrite: Any) -> None:
+    template, given, heard = qwen3(), [], []
+    for chat_format in (by_template(template), chosen(template=template)):
+        async with Client(Scripted(SAID), chat_format=chat_format) as client:
+            messages = await conversation(client, rewrite)
+        assert client.check() == 1
+        given.append(client.engine.given)
+        heard.append(messages)
+    assert given[0] == given[1]
+    assert heard[0] == heard[1]
+
+
+@needs_package
+async def test_a_renderer_begins_a_sequence_where_the_harness_changes_what_was_said() -> None:
+    async with Client(Scripted(SAID), chat_format=chosen()) as client:
+        await conversation(client, lambda said: without_reasoning(said) | {"content": said["content"].upper()})
+    assert client.check() == 3
+
+
+@needs_package
+async def test_with_thinking_as_in_the_template_a_renderer_begins_a_sequence_at_a_question() -> None:
+    template = qwen3()
+    given = []
+    for chat_format in (by_template(template, keeps_thinking=False), chosen(keeps_thinking=False, template=template)):
+        async with Client(Scripted(SAID), chat_format=chat_format) as client:
+            await conversation(client)
+        assert client.check() == 2
+        given.append(client.engine.given)
+    assert given[0] == given[1]
+
+
+@needs_package
+async def test_an_answer_cut_in_its_reasoning_is_continued_and_trained_as_it_was_sampled() -> None:
+    async with Client(Scripted(["<think>\nabcdefgh", "yes"]), chat_format=chosen()) as client:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        messages += [await client.say(messages, max_tokens=6), {"role": "user", "content": "more"}]
+        await client.say(messages)
+    assert client.check() == 1
+    text = client.session.chat_format.decode(client.engine.given[1])
+    assert "abcd</think><|im_end|>\n<|im_start|>user\nmore<|im_end|>" in text  # the renderer closes the thought
+
+
+@needs_package
+@pytest.mark.parametrize("tools", [TOOLS, []])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hi",
+        "é\u200d🙂",
+        CALL,
+        ANSWER,
+        "<tool_call>\n[1]\n</tool_call>",
+        'so\n<tool_call>\n{"name": 3}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": \n</tool_call>',
+        CALL + '\n<tool_call>\n{"name": "add"',
+    ],
+)
+def test_a_renderer_reads_what_the_plain_parser_reads_and_leaves_nothing_out(text: str, tools: list[Any]) -> None:
+    template = qwen3()
+    context = np.array(template.render([{"role": "user", "content": "hi"}], tools), np.int32)
+    answer = generation(template.encode(text + "<|im_end|>"))
+    ours, theirs = (
+        one.parse(answer, context=context, tools=tools) for one in (by_template(template), chosen(template=template))
+    )
+    assert theirs.calls == ours.calls or [(n, json.loads(a)) for n, a in theirs.calls] == [
+        (n, json.loads(a)) for n, a in ours.calls
+    ]
+    assert (theirs.reasoning or "") == (ours.reasoning or "")
+    assert "".join(theirs.content.split()) == "".join(ours.content.split())
+
+
+@needs_package
+def test_half_of_a_surrogate_pair_is_refused_by_a_renderer_too() -> None:
+    with pytest.raises(Refused, match="surrogate"):
+        chosen().render([{"role": "user", "content": "\ud800"}], [])
+
+
+# -- choosing a renderer -----------------------------------------------------------------------------------------------
+
+
+@needs_package
+def test_a_model_is_known_by_its_folder_in_whatever_place_it_lies() -> None:
+    cache = "/cache/models--Qwen--Qwen3-0.6B/snapshots/abc"
+    assert _candidates(cache) == _candidates("/x/Qwen/Qwen3-0.6B/") == ["qwen3"]
+    assert _candidates("/models/Qwen3-0.6B") == ["prime-qwen3", "qwen3"]  # two publishers: the rendered text decides
+    assert _candidates("runs/my-model") == _candidates("") == []
+
+
+@needs_package
+@pytest.mark.parametrize(
+    ("folder", "options", "says"),
+    [
+        ("/models/Qwen3-8B", {}, "written and read by the renderer 'qwen3'"),
+        ("/models/my-tune", {}, "chat template: renderers knows no model of the name '/models/my-tune'"),
+        ("/models/Qwen3-8B", {"date": "today"}, "chat template: 'qwen3' does not fit the model: Unsupported"),
+        ("/models/GLM-4.5-Air", {}, "chat template: 'glm-4.5' does not fit the model"),  # its tokens are missing
+    ],
+)
+def test_one_line_says_what_writes_the_conversations(
+    folder: str, options: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "asyncrl.endpoint"):
+        choose("auto", qwen3(folder), keeps_thinking=True, options=options)
+    (line,) = caplog.messages
+    assert says in line and "\n" not in line
+
+
+@needs_package
+def test_a_renderer_that_writes_otherwise_is_taken_by_name_only(caplog: pytest.LogCaptureFixture) -> None:
+    template = qwen3()
+    template.tokenizer.chat_template += "{{ '\n' if add_generation_prompt }}"
+    with caplog.at_level(logging.INFO, "asyncrl.endpoint"):
+        assert choose("auto", template, keeps_thinking=True, options={}) is None
+        assert "the renderer 'qwen3' writes other tokens" in caplog.messages[-1]
+        assert chosen("qwen3", template).name == "qwen3"
+    assert [line for line in caplog.records if line.levelname == "WARNING"]
+
+
+@needs_package
+def test_a_special_token_that_is_the_unknown_one_is_said_in_one_line() -> None:
+    template = qwen3()
+    template.tokenizer.unk_token = "<|endoftext|>"
+    with pytest.raises(ConfigError, match=r"renderer: 'qwen3' does not fit .*unk_token, <\|endoftext\|>") as refused:
+        chosen("qwen3", template)
+    assert "\n" not in str(refused.value)
+    assert choose("auto", template, keeps_thinking=True, options={}) is None
+
+
+@needs_package
+@pytest.mark.parametrize("name", ["qwen99", "default", "custom", ""])
+def test_a_name_that_no_renderer_has_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"renderer: '{name}' is unknown; there are auto, none, .*qwen3, ") as refused:
+        Options(harness=HARNESS, renderer=name).check_machine()
+    assert "\n" not in str(refused.value)
+
+
+def test_without_the_package_only_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    for name in ("auto", "none"):
+        check_renderer(name)
+        assert choose(name, Template(tokenizer()), keeps_thinking=True, options={}) is None
+    with pytest.raises(ConfigError, match=r"cannot be imported here .*pip install 'asyncrl\[renderers\]'") as refused:
+        check_renderer("qwen3")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "own", [{"tool_parser": "qwen25"}, {"reasoning_parser": "qwen3"}, {"chat_template": "{{ 1 }}"}]
+)
+def test_a_renderer_by_name_and_what_it_replaces_are_not_taken_together(own: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"renderer: 'qwen3' takes the place of {next(iter(own))}"):
+        Options(harness=HARNESS, renderer="qwen3", **own)
+    assert Options(harness=HARNESS, **own).used_renderer == "none"
+
+
+@needs_package
+def test_an_agent_takes_the_renderer_of_its_model() -> None:
+    made = qwen3().tokenizer
+    assert isinstance(Agent(made, Options(harness=HARNESS))._chat_format, RendererFormat)
+    assert isinstance(Agent(made, Options(harness=HARNESS, renderer="none"))._chat_format, TemplateFormat)
+
+
+# -- our code around any renderer --------------------------------------------------------------------------------------
+
+
+class Theirs:
+    """A renderer that returns the answers of the test."""
+
+    def __init__(self, **answers: Any) -> None:
+        self._answers = answers
+        self.asked: list[Any] = []
+
+    def _answer(self, name: str, *arguments: Any) -> Any:
+        self.asked.append(arguments)
+        answer = self._answers[name]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def render_ids(self, messages: Any, *, tools: Any, add_generation_prompt: bool) -> Any:
+        return self._answer("render", messages)
+
+    def bridge_to_next_turn(self, prompt: Any, completion: Any, new: Any, *, tools: Any) -> Any:
+        return self._answer("bridge", prompt, completion, new)
+
+    def parse_response(self, tokens: Any, *, tools: Any, prompt_ids: Any) -> Any:
+        return self._answer("parse")
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [2]
+
+
+def kept(theirs: Theirs, name: str = "some") -> RendererFormat:
+    return RendererFormat(theirs, name, Template(tokenizer()))
+
+
+@pytest.mark.parametrize(
+    "made", [None, [], [1, 2, 9], [1, 2, 3], [1, 2, 3, 5, 4], [1, 9, 3, 4, 5, 6], ValueError("no"), AssertionError()]
+)
+def test_a_bridge_that_does_not_begin_with_the_turns_tokens_is_none(made: Any) -> None:
+    answer = made if isinstance(made, Exception | None) else SimpleNamespace(token_ids=made)
+    assert kept(Theirs(bridge=answer)).bridge(turn([1, 2], [3, 4]), [], [{"role": "user", "content": "x"}], []) is None
+
+
+def test_a_bridge_gives_the_tokens_behind_the_turns() -> None:
+    theirs = Theirs(bridge=SimpleNamespace(token_ids=[1, 2, 3, 4, 5, 6]))
+    assert kept(theirs).bridge(turn([1, 2], [3, 4]), [], [{"role": "user", "content": "x"}], []) == [5, 6]
+    assert theirs.asked[0][:2] == ([1, 2], [3, 4])
+
+
+def test_what_a_renderer_does_not_expect_is_refused_in_one_line() -> None:
+    with pytest.raises(Refused, match="renderer refuses these messages: no way"):
+        kept(Theirs(render=ValueError("no\n way"))).render([{"role": "user", "content": "x"}], [])
+    answer = generation(kept(Theirs())._template.encode("hi<|im_end|>"))
+    found = kept(Theirs(parse=IndexError("lost"))).parse(answer, context=answer.tokens, tools=[])
+    assert (found.content, found.calls) == ("hi", ())
+
+
+def test_a_call_whose_place_is_not_known_stays_text() -> None:
+    call = SimpleNamespace(status="invalid_json", name=None, arguments=None, raw="{oops", token_span=None, id=None)
+    theirs = Theirs(parse=SimpleNamespace(content="so", reasoning_content=None, tool_calls=[call]))
+    found = kept(theirs).parse(generation([2]), context=np.array([1], np.int32), tools=TOOLS)
+    assert (found.content, found.calls) == ("so\n{oops", ())
+
+
+def test_for_some_families_a_result_bears_its_tools_name() -> None:
+    said = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+    }
+    result = {"role": "tool", "tool_call_id": "c1", "content": "42"}
+    for name, wanted in (("qwen3", result), ("gpt-oss", result | {"name": "add"})):
+        theirs = Theirs(bridge=SimpleNamespace(token_ids=[1, 2, 3]))
+        assert kept(theirs, name).bridge(turn([1], [2], said), [], [result], TOOLS) == [3]
+        assert theirs.asked[-1][2] == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted"),
+    [
+        (["functions.add:0", "functions.add:1"], ("functions.add:0", "functions.add:1")),
+        (["functions.add:0", "functions.add:0"], ()),
+        (["functions.add:0", None], ()),
+    ],
+)
+def test_ids_that_the_model_wrote_are_the_calls_if_they_tell_them_apart(
+    ids: list[str | None], wanted: tuple[str, ...]
+) -> None:
+    calls = [
+        SimpleNamespace(status="ok", name="add", arguments={}, raw="", token_span=(0, 1), id=identity)
+        for identity in ids
+    ]
+    theirs = Theirs(parse=SimpleNamespace(content="", reasoning_content=None, tool_calls=calls))
+    found = kept(theirs).parse(generation([2]), context=np.array([1], np.int32), tools=TOOLS)
+    assert (len(found.calls), found.call_ids) == (2, wanted)

@@ -1,0 +1,310 @@
+"""A session continues its samples, begins a new sequence where the history was rewritten, and answers retries."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from asyncrl.environments.agent.endpoint.template import Template
+from asyncrl.errors import EngineDied, EngineError
+from tests.harness.agents import ANSWER, CALL, CALLED, TOKENIZER, TOOLS, Client, Scripted, chat_format
+
+SAID = [CALL, ANSWER, "<think>\nAgain?\n</think>\n\nStill 42, the same."]
+
+
+async def conversation(client: Client, rewrite: Callable[[Any], Any] = lambda said: said) -> list[Any]:
+    """Play a question, a tool call with its result, an answer, and a second question."""
+    messages: list[Any] = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "40 + 2 = ?"}]
+    for question in ("Sure?", ""):
+        while True:
+            said = rewrite(await client.say(messages, tools=TOOLS))
+            messages.append(said)
+            if not said.get("tool_calls"):
+                break
+            for call in said["tool_calls"]:
+                given = json.loads(call["function"]["arguments"])
+                result = {"role": "tool", "tool_call_id": call["id"], "content": str(given["a"] + given["b"])}
+                messages.append(result)
+        if question:
+            messages.append({"role": "user", "content": question})
+    return messages
+
+
+def without_reasoning(said: Any) -> Any:
+    return {name: value for name, value in said.items() if name != "reasoning_content"}
+
+
+def with_other_json(said: Any) -> Any:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(json.loads(call["function"]["arguments"]))}}
+        for call in said.get("tool_calls", ())
+    ]
+    return {"content": said["content"] + " ", "role": "assistant", **({"tool_calls": calls} if calls else {})}
+
+
+@pytest.mark.parametrize("rewrite", [lambda said: said, without_reasoning, with_other_json])
+async def test_a_conversation_is_one_sequence_however_its_json_comes_back(rewrite: Callable[[Any], Any]) -> None:
+    async with Client(Scripted(SAID)) as client:
+        await conversation(client, rewrite)
+    assert client.check() == 1
+    assert [len(one) for one in client.engine.given] == sorted(len(one) for one in client.engine.given)
+
+
+async def test_an_answer_that_the_harness_changes_begins_a_new_sequence() -> None:
+    async with Client(Scripted(SAID)) as client:
+        await conversation(client, lambda said: without_reasoning(said) | {"content": said["content"].upper()})
+    assert client.check() == 3
+
+
+async def test_with_thinking_as_in_the_template_a_second_question_begins_a_new_sequence() -> None:
+    async with Client(Scripted(SAID), chat_format=chat_format(keeps_thinking=False)) as client:
+        await conversation(client)
+    assert client.check() == 2
+    assert "Use the tool" not in TOKENIZER.decode(client.engine.given[2])
+
+
+async def test_what_the_next_turn_is_given_is_what_the_template_would_write() -> None:
+    """Except for the thinking, which is kept."""
+    async with Client(Scripted(SAID)) as client:
+        messages = await conversation(client)
+    rendered = TOKENIZER.decode(Template(TOKENIZER).render(messages[:-1], TOOLS))
+    given = TOKENIZER.decode(client.engine.given[2])
+    thought = "<think>\nUse the tool.\n</think>\n\n", "<think>\nThe tool says 42.\n</think>\n\n"
+    for one in thought:
+        assert one in given
+        given = given.replace(one, "")
+    assert given.replace(CALLED, json.dumps(json.loads(CALLED))) == rendered
+
+
+async def test_a_compaction_and_a_sub_agent_are_sequences_of_their_own() -> None:
+    async with Client(Scripted(["one", "two", "we talked", "three", "sub"])) as client:
+        messages = [{"role": "user", "content": "q1"}]
+        messages += [await client.say(messages), {"role": "user", "content": "q2"}]
+        messages += [await client.say(messages)]
+        summary = await client.say([*messages, {"role": "user", "content": "Summarise."}])
+        await client.say([{"role": "user", "content": summary["content"]}])
+        await client.say([{"role": "system", "content": "sub-agent"}, {"role": "user", "content": "do it"}])
+    assert client.check() == 3
+    assert [len(one.turns) for one in client.session.turns.sequences()] == [3, 1, 1]
+
+
+GLM = """[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>\n{% endif %}"""
+
+
+@pytest.mark.parametrize(("end", "sequences"), [("<|user|>", 1), ("<|endoftext|>", 2), ("", 1)])
+async def test_a_turn_that_the_next_roles_token_ends_is_continued_without_repeating_it(
+    end: str, sequences: int
+) -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|endoftext|>", "[gMASK]"]}
+    )
+    tokenizer.chat_template = GLM
+
+    class Engine(Scripted):
+        async def __call__(self, tokens: Any, *, max_new_tokens: int | None = None) -> Any:
+            answer = await super().__call__(tokens, max_new_tokens=max_new_tokens)
+            ids = [*answer.tokens.tolist(), *tokenizer(end, add_special_tokens=False)["input_ids"]]
+            logprobs = np.zeros(len(ids), np.float32)
+            self.answers[-1] = dataclasses.replace(answer, tokens=np.array(ids, np.int32), logprobs=logprobs)
+            return self.answers[-1]
+
+    async with Client(Engine(["hi there", "x"], ends=False), chat_format=chat_format(tokenizer)) as client:
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        said = await client.say(messages)
+        assert said["content"] == "hi there"
+        await client.say([*messages, said, {"role": "user", "content": "b"}])
+    assert (
+        tokenizer.decode(client.engine.given[1])
+        == "[gMASK]<|user|>\na<|assistant|>\nhi there<|user|>\nb<|assistant|>\n"
+    )
+    assert client.check() == sequences
+
+
+async def test_several_answers_part_after_what_they_share_and_train_it_once() -> None:
+    async with Client(Scripted(["zero", "one", "two", "more"])) as client:
+        messages = [{"role": "user", "content": "hi"}]
+        messages += [await client.say(messages), {"role": "user", "content": "again"}]
+        found = await client.chat(messages, n=2)
+        said = [choice["message"] for choice in found["choices"]]
+        await client.say([*messages, said[1], {"role": "user", "content": "and now"}])
+    assert [one["content"] for one in said] == ["one", "two"]
+    assert client.check() == 2
+    assert [[number for number, _ in one.turns] for one in client.session.turns.sequences()] == [[0, 1], [2, 3]]
+
+
+async def test_results_of_calls_are_shown_in_the_order_of_the_calls_and_continue_the_turn() -> None:
+    """Clients may send them as they come, since ids match them; the chat template writes no ids."""
+    twice = "\n".join(f"<tool_call>\n{CALLED}\n</tool_call>" for _ in range(2))
+    async with Client(Scripted([twice, "84", "yes"])) as client:
+        messages: list[Any] = [{"role": "user", "content": "Twice 40 + 2?"}]
+        messages.append(await client.say(messages, tools=TOOLS))
+        first, second = (call["id"] for call in messages[-1]["tool_calls"])
+        for call, result in ((second, "SECOND"), ("unknown", "OTHER"), (first, "FIRST")):
+            messages.append({"role": "tool", "tool_call_id": call, "content": result})
+        messages += [await client.say(messages, tools=TOOLS), {"role": "user", "content": "Sure?"}]
+        await client.say(messages, tools=TOOLS)
+    shown = TOKENIZER.decode(client.engine.given[2])
+    assert shown.index("FIRST") < shown.index("SECOND") < shown.index("OTHER")
+    assert client.check() == 1
+
+
+async def test_calls_at_the_same_time_are_recorded_side_by_side() -> None:
+    engine = Scripted(lambda text, number: text[-30:].split("\n")[-3][:1])
+    async with Client(engine) as client:
+        asked = [[{"role": "user", "content": f"{n} is what"}] for n in range(8)]
+        await asyncio.gather(*(client.say(messages) for messages in asked))
+    assert client.check() == 8
+
+
+async def test_ids_of_tool_calls_are_the_same_when_the_sample_is_made_again() -> None:
+    async def ids(order: list[int], **changes: Any) -> list[str]:
+        async with Client(Scripted(lambda text, number: CALL), **changes) as client:
+            found = {}
+            for number in order:
+                said = await client.say([{"role": "user", "content": f"add {number}"}], tools=TOOLS)
+                found[number] = said["tool_calls"][0]["id"]
+        return [found[number] for number in sorted(found)]
+
+    first = await ids([0, 1, 2])
+    assert await ids([2, 0, 1]) == first
+    assert len({*first, *(await ids([0, 1, 2], name="0/1"))}) == 6
+    assert all(len(one) == 9 and one.isalnum() for one in first)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_full_context_is_said_as_clients_know_it_and_is_no_turn() -> None:
+    async with Client(Scripted(["hi"]), context_tokens=60) as client:
+        refused = await client.chat([{"role": "user", "content": "x" * 80}], status=400)
+        assert refused["error"]["code"] == "context_length_exceeded"
+        body = {"max_tokens": 5, "messages": [{"role": "user", "content": "x" * 80}]}
+        refused = await client.post("/v1/messages", body, status=400)
+        assert refused["error"]["message"].startswith("prompt is too long")
+        await client.say([{"role": "user", "content": "x"}])
+    assert client.check() == 1
+
+
+async def test_messages_beyond_any_context_are_refused_without_counting_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Client(Scripted(["hi"]), context_tokens=60) as client:
+        longest = client.session.chat_format.longest_token
+        monkeypatch.setattr(client.session, "_prompt", None)  # not even called
+        huge = "x" * (60 * longest + 1)
+        thought = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "reasoning_content": huge}]
+        tool = {"type": "function", "function": {"name": "add", "description": huge}}
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": huge}]}),
+            ("/v1/chat/completions", {"messages": [*thought, {"role": "user", "content": "q"}]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q"}], "tools": [tool]}),
+            ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": huge}]}),
+        ):
+            refused = await client.post(path, {"model": "m", "max_tokens": 5, **body}, status=400)
+            assert "characters, more than that many tokens can hold" in refused["error"]["message"]
+
+
+async def test_the_answers_of_one_request_share_what_is_left() -> None:
+    async with Client(Scripted(["abcdefgh"] * 4), max_tokens=11) as client:
+        await client.chat([{"role": "user", "content": "hi"}], n=3)
+        refused = await client.chat([{"role": "user", "content": "ho"}], n=3, status=400)
+    assert client.engine.limits == [3, 3, 3]
+    assert "2 are left" not in refused["error"]["message"]
+    assert refused["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_request_may_ask_for_less_and_the_sample_has_a_budget_for_all_calls() -> None:
+    async with Client(Scripted(["abcdefgh", "abcdefgh"]), max_tokens=10) as client:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        first = await client.chat(messages, max_tokens=4, max_completion_tokens=3)
+        assert first["choices"][0]["finish_reason"] == "length"
+        second = await client.chat([{"role": "user", "content": "ho"}])
+        assert second["choices"][0]["message"]["content"] == "abcdefg"
+        refused = await client.chat(messages, status=400)
+    assert refused["error"]["code"] == "context_length_exceeded"
+    assert client.engine.limits == [3, 7]
+    assert client.check() == 2
+
+
+async def test_an_answer_that_was_cut_is_continued_with_the_end_of_its_turn() -> None:
+    async with Client(Scripted(["abcdefgh", "yes"])) as client:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        messages += [await client.say(messages, max_tokens=3), {"role": "user", "content": "more"}]
+        await client.say(messages)
+    assert client.check() == 1
+    assert "abc<|im_end|>\n<|im_start|>user\nmore<|im_end|>" in TOKENIZER.decode(client.engine.given[1])
+
+
+# -- retries and the end -----------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_hangs_up_gets_the_answer_when_it_asks_again() -> None:
+    engine = Scripted(["one", "two"])
+    engine.gate.clear()
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    async with Client(engine) as client:
+        url, key = client.server.url + "/v1/chat/completions", client.session.key
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as hasty:
+            asking = asyncio.create_task(hasty.post(url, data=body).__aenter__())
+            while not engine.given:
+                await asyncio.sleep(0.001)
+            asking.cancel()
+            await asyncio.wait((asking,))
+        await asyncio.sleep(0)
+        again = asyncio.create_task(client.post("/v1/chat/completions", body, **{"x-stainless-retry-count": "1"}))
+        engine.gate.set()
+        assert (await again)["choices"][0]["message"]["content"] == "one"
+        retried = await client.post("/v1/chat/completions", body, **{"x-stainless-retry-count": "2"})
+        assert retried["choices"][0]["message"]["content"] == "one"
+        assert (await client.post("/v1/chat/completions", body))["choices"][0]["message"]["content"] == "two"
+    assert client.check() == 2
+
+
+async def test_after_its_sample_a_key_is_worth_nothing() -> None:
+    async with Client(Scripted(["hi"])) as client:
+        async with Client(Scripted(["ho"])) as other:
+            other.http.headers["Authorization"] = "Bearer " + client.session.key  # type: ignore[index]
+            refused = await other.chat([{"role": "user", "content": "x"}], status=401)
+        assert refused["error"]["code"] == "invalid_api_key"
+        del client.server._sessions[client.session.key]
+        await client.chat([{"role": "user", "content": "x"}], status=401)
+        client.server._sessions[client.session.key] = client.session
+
+
+async def test_what_still_samples_when_the_harness_has_ended_is_cancelled() -> None:
+    engine = Scripted(["one", "two"])
+    async with Client(engine) as client:
+        await client.say([{"role": "user", "content": "hi"}])
+        engine.gate.clear()
+        asking = asyncio.create_task(client.chat([{"role": "user", "content": "ho"}]))
+        while len(engine.given) < 2:
+            await asyncio.sleep(0.001)
+    await asyncio.wait((asking,))
+    assert client.check() == 1
+
+
+@pytest.mark.parametrize("error", [EngineError("a request failed"), EngineDied("the engine is gone")])
+async def test_an_engine_that_fails_ends_the_sample_as_it_does_everywhere(error: Exception) -> None:
+    async def generate(*arguments: Any, **named: Any) -> Any:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        async with Client(generate) as client:
+            await client.chat([{"role": "user", "content": "hi"}], status=503)
+            await asyncio.Event().wait()  # the harness does not notice the failure
+
+
+async def test_an_error_of_the_harness_is_not_hidden_in_a_group() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with Client(Scripted([])):
+            raise KeyError("mine")

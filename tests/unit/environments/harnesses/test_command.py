@@ -1,0 +1,144 @@
+"""harness = "command": what a program receives, what is read from it, and what happens when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import tables
+from asyncrl.environments.agent.harnesses.command import CommandHarness, Options
+from asyncrl.environments.agent.harnesses.protocol import Outcome
+from asyncrl.errors import ConfigError, RolloutError
+from tests.unit.environments.harnesses.tasks import ENDPOINT, TASK, python, read_when_there, until_gone
+
+
+async def played(script: str, **options: Any) -> Outcome:
+    return await CommandHarness(Options(command=tuple(python(script)), **options))(TASK, ENDPOINT)
+
+
+async def failure(script: str, **options: Any) -> str:
+    with pytest.raises(RolloutError) as raised:
+        await played(script, **options)
+    return str(raised.value)
+
+
+async def test_a_program_gets_the_task_and_finds_the_model_by_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_BUS_TOKEN", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
+    monkeypatch.setenv("HF_TOKEN", "allowed")
+    seen = tmp_path / "seen"
+    script = (
+        f"import json, os, sys; json.dump([json.load(sys.stdin), dict(os.environ)], open({str(seen)!r}, 'w')); print(1)"
+    )
+    await played(script, environment={"LEVEL": "easy"}, inherit=("HF_TOKEN",))
+    task, environment = json.loads(seen.read_text())
+    assert task == {
+        "prompt": "What is 3 + 4?",
+        "messages": [{"role": "user", "content": "What is 3 + 4?"}],
+        "label": "7",
+        "metadata": {"row": 1},
+        "group_id": 5,
+        "index": 2,
+        "seed": 11,
+    }
+    assert environment["OPENAI_BASE_URL"] == "http://127.0.0.1:1234/v1"
+    assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1234"
+    assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] == "key-of-this-sample"
+    assert environment["OPENAI_MODEL"] == "policy"
+    assert "127.0.0.1" in environment["NO_PROXY"]
+    assert environment["LEVEL"] == "easy" and environment["HF_TOKEN"] == "allowed"
+    assert "ASYNCRL_BUS_TOKEN" not in environment
+
+
+async def test_the_reward_is_on_the_last_line_that_is_json() -> None:
+    assert await played("print('thinking'); print(0.25); print('done')") == Outcome(reward=0.25)
+    table = {"reward": 1, "reward_parts": {"right": 1}, "turn_rewards": [0, 1], "metrics": {"tools": 2}}
+    assert await played(f"print({json.dumps(table)!r})") == Outcome(
+        reward=1.0, reward_parts={"right": 1.0}, turn_rewards=(0.0, 1.0), metrics={"tools": 2.0}
+    )
+
+
+async def test_the_reward_is_in_a_file_where_output_is_no_place_for_it() -> None:
+    write = "import os; print('{\"reward\": 9}'); open(os.environ['REWARD_FILE'], 'w').write('0.5')"
+    assert (await played(write, reward="file")).reward == 0.5
+    assert "wrote no reward" in await failure("print(1)", reward="file")
+
+
+async def test_a_reward_over_several_lines_is_read_from_a_file_and_refused_in_output() -> None:
+    for indent in (0, 2):
+        table = f"json.dumps({{'reward': 0.5, 'turn_rewards': [1, 2, 3]}}, indent={indent})"
+        write = f"import json, os; open(os.environ['REWARD_FILE'], 'w').write({table})"
+        assert await played(write, reward="file") == Outcome(reward=0.5, turn_rewards=(1.0, 2.0, 3.0))
+        reason = await failure(f"import json; print({table})")
+        assert "spread over several lines; print the reward on one line" in reason
+    assert (await played("print('[1,\\n2]'); print('   0.5')")).reward == 0.5
+
+
+async def test_the_reward_of_a_long_file_is_on_its_last_line() -> None:
+    write = "import os; open(os.environ['REWARD_FILE'], 'w').write('{\"reward\": 0}\\n' + 'x' * 300_000 + '\\n1')"
+    assert (await played(write, reward="file")).reward == 1.0
+
+
+async def test_a_line_that_is_true_or_false_is_no_reward() -> None:
+    assert (await played("print(0.25); print('true')")).reward == 0.25
+    assert "gave no reward" in await failure("print('true')")
+
+
+async def test_the_reward_is_left_to_the_run() -> None:
+    assert (await played("print('{\"reward\": 9}')", reward="grader")).reward is None
+
+
+async def test_a_program_that_gives_no_reward_fails_its_sample_with_the_reason() -> None:
+    assert "gave no reward" in await failure("print('hello')")
+    assert "gave no reward" in await failure("print('{\"metrics\": {}}')")
+    assert "reward is nan" in await failure("print('NaN')")
+    assert "reward is a number" in await failure('print(\'{"reward": "1"}\')')
+    assert "no 'rewards'" in await failure("print('{\"rewards\": 1}')")
+    reason = await failure("import sys; print(1); sys.exit('no such tool')")
+    assert reason == "harness command: ended with exit code 1: no such tool"
+
+
+async def test_a_program_that_prints_without_end_is_ended() -> None:
+    reason = await failure("while True: print('x' * 2**16)", output_mib=1)
+    assert reason == "harness command: printed more than 1,048,576 bytes (output_mib = 1)"
+
+
+async def test_a_program_need_not_read_a_task_of_any_size() -> None:
+    harness = CommandHarness(Options(command=tuple(python("print(1)"))))
+    task = type(TASK)(prompt="x" * 2**22)
+    assert (await harness(task, ENDPOINT)).reward == 1.0
+
+
+async def test_a_cancelled_sample_ends_its_program(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    script = f"import os, time; open({str(file)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(1000)"
+    sample = asyncio.ensure_future(played(script))
+    pid = int(await read_when_there(file))
+    sample.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sample
+    await until_gone(pid)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"command": []}, "command is empty"),
+        ({"command": ["no-such-agent"]}, "'no-such-agent' cannot be started: it is not on PATH"),
+        ({"command": ["/nowhere/agent"]}, "it is not there, or not executable"),
+        ({"command": ["python3"], "venv": "/nowhere"}, "venv: /nowhere is not a virtual environment"),
+        ({"command": ["python3"], "directory": "/nowhere"}, "directory: /nowhere is not a folder"),
+        ({"command": ["python3"], "environment": {"A": 1}}, "'A' must be a text"),
+        ({"command": ["python3"], "reward": "stderr"}, "reward must be one of"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        tables.build(Options, options, "rollout.options.harness_options")
+    assert problem in str(raised.value) and "\n" not in str(raised.value)

@@ -1,0 +1,139 @@
+"""TrajectoryBuilder: each token of a conversation keeps its author, its logprob and its version."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from asyncrl.engines.generation import Generation
+from asyncrl.environments.trajectory_builder import TrajectoryBuilder
+from asyncrl.messages import VersionSpan
+from asyncrl.policies.staleness.staleness import per_token
+
+PROMPT = np.array([9, 8], np.int32)
+
+
+def answer(
+    tokens: Sequence[int], *versions: tuple[int, int], logprob: float = -1.0, finish_reason: str = "stop"
+) -> Generation:
+    """Make an answer; ``versions`` has (start, policy version)."""
+    return Generation(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.full(len(tokens), logprob, np.float32),
+        version_spans=tuple(VersionSpan(start=start, incarnation=0, policy_version=v) for start, v in versions),
+        finish_reason=finish_reason,
+    )
+
+
+def starts_and_versions(spans: Sequence[VersionSpan]) -> list[tuple[int, int]]:
+    return [(span.start, span.policy_version) for span in spans]
+
+
+def test_what_the_model_said_is_trained_and_what_it_observed_is_not() -> None:
+    turns = TrajectoryBuilder(PROMPT)
+    turns.answered(answer([1, 2], (0, 3), logprob=-0.5))
+    turns.observed([3])
+    turns.answered(answer([4], (0, 3), logprob=-0.25))
+    made = turns.trajectory()
+    assert made.tokens.tolist() == [1, 2, 3, 4]
+    assert made.response_mask.tolist() == [True, True, False, True]
+    assert made.behavior_logprobs.tolist() == [-0.5, -0.5, 0.0, -0.25]
+    assert (made.tokens.dtype, made.response_mask.dtype, made.behavior_logprobs.dtype) == (np.int32, bool, np.float32)
+
+
+def test_what_to_continue_is_the_prompt_and_all_turns() -> None:
+    turns = TrajectoryBuilder(PROMPT)
+    before = turns.tokens
+    said = answer([1, 2], (0, 0))
+    assert turns.answered(said) is said
+    turns.observed(np.array([3], np.int64))
+    assert (turns.tokens.tolist(), turns.tokens.dtype, turns.num_tokens) == ([9, 8, 1, 2, 3], np.int32, 3)
+    assert before.tolist() == PROMPT.tolist() == [9, 8]
+
+
+def test_versions_move_to_where_their_answer_is() -> None:
+    """Version 3 samples 1 2. Version 4 takes over in the second answer: at 3 (after 1 2 and the observation) + 1."""
+    turns = TrajectoryBuilder(PROMPT)
+    turns.answered(answer([1, 2], (0, 3)))
+    turns.observed([7])
+    turns.answered(answer([4, 5, 6], (0, 3), (1, 4), (2, 5)))
+    assert starts_and_versions(turns.trajectory().version_spans) == [(0, 3), (4, 4), (5, 5)]
+
+
+def test_another_incarnation_is_another_version() -> None:
+    turns = TrajectoryBuilder(PROMPT)
+    turns.answered(answer([1], (0, 3)))
+    span = VersionSpan(start=0, incarnation=1, policy_version=3)
+    turns.answered(dataclasses.replace(answer([2]), version_spans=(span,)))
+    assert [(span.start, span.incarnation) for span in turns.trajectory().version_spans] == [(0, 0), (1, 1)]
+
+
+def test_an_observation_has_no_version_of_its_own() -> None:
+    """Observed, answered by 2, observed, answered by 5: at version 6 the tokens are 4, 4, 4 and 1 versions old."""
+    turns = TrajectoryBuilder(PROMPT)
+    turns.observed([1])
+    turns.answered(answer([2], (0, 2)))
+    turns.observed([3])
+    turns.answered(answer([4], (0, 5)))
+    made = turns.trajectory()
+    assert starts_and_versions(made.version_spans) == [(0, 2), (3, 5)]
+    assert per_token(made.version_spans, length=4, policy_version=6, forks={}).tolist() == [4, 4, 4, 1]
+
+
+def test_versions_within_an_answer_after_an_observation_stay_apart() -> None:
+    turns = TrajectoryBuilder(PROMPT)
+    turns.observed([1, 1])
+    turns.answered(answer([2, 2, 2], (0, 2), (1, 3)))
+    assert starts_and_versions(turns.trajectory().version_spans) == [(0, 2), (3, 3)]
+
+
+def test_a_conversation_may_end_with_an_observation_or_an_empty_one() -> None:
+    turns = TrajectoryBuilder(PROMPT)
+    turns.answered(answer([1], (0, 0), finish_reason="length"))
+    turns.observed([])
+    assert turns.trajectory().tokens.tolist() == [1]
+    turns.observed([2, 3])
+    made = turns.trajectory()
+    assert made.response_mask.tolist() == [True, False, False]
+    assert made.finish_reason == "length"
+
+
+def test_the_last_answer_says_how_it_ended_unless_somebody_knows_better() -> None:
+    turns = TrajectoryBuilder(PROMPT)
+    turns.answered(answer([1], (0, 0), finish_reason="length"))
+    turns.answered(answer([1], (0, 0), finish_reason="stop"))
+    assert turns.trajectory().finish_reason == "stop"
+    assert turns.trajectory(finish_reason="length").finish_reason == "length"
+
+
+def test_a_reward_is_kept_and_there_is_none_until_somebody_gives_one() -> None:
+    turns = TrajectoryBuilder(PROMPT)
+    turns.answered(answer([1], (0, 0)))
+    assert math.isnan(turns.trajectory().reward) and turns.trajectory().reward_parts == {}
+    made = turns.trajectory(reward=0.5, reward_parts={"asked": 0.5})
+    assert (made.reward, made.reward_parts) == (0.5, {"asked": 0.5})
+
+
+@pytest.mark.parametrize("observed", [[], [1, 2]], ids=["nothing", "observations"])
+def test_a_conversation_in_which_the_model_said_nothing_is_refused_in_one_line(observed: list[int]) -> None:
+    turns = TrajectoryBuilder(PROMPT)
+    turns.observed(observed)
+    with pytest.raises(ValueError, match="needs an answer of the model") as caught:
+        turns.trajectory()
+    assert "\n" not in str(caught.value)
+
+
+def test_token_ids_with_a_batch_around_them_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"flat list of token ids, got shape \(1, 2\)"):
+        TrajectoryBuilder(PROMPT).observed(np.array([[1, 2]]))
+
+
+@pytest.mark.parametrize("ids", [[1.7], [-1], [2**31], [True], ["3"]])
+def test_what_is_no_token_id_is_refused(ids: list[int]) -> None:
+    turns = TrajectoryBuilder(np.array([1], np.int32))
+    with pytest.raises(ValueError, match="an observation must be a list of token ids"):
+        turns.observed(ids)

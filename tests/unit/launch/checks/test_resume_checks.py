@@ -1,0 +1,103 @@
+"""A run is resumed only where its checkpoints are; elsewhere it is refused at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.bus.port import Bus
+from asyncrl.config import RunConfig
+from asyncrl.errors import AsyncRLError, ConfigError, DiskError, exit_code_of
+from asyncrl.launch.checks import resume_checks
+from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
+from asyncrl.state import checkpoint
+from tests import ROOT
+from tests.harness.buses import progress, publish_groups
+
+REFUSED = r"run.directory: .* has no checkpoint of run 'demo', which is at step 3; resume it with the run.directory "
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    return config.load(ROOT / "examples" / "demo.toml", [f"run.directory={tmp_path}"])
+
+
+async def test_a_run_whose_log_begins_behind_a_checkpoint_is_not_begun_anew(bus: Bus, run: RunConfig) -> None:
+    await bus.put(PROGRESS, progress(3))
+    await publish_groups(bus, 0, 1, 2)
+    await bus.trim(TRAJECTORIES, through=2)
+    with pytest.raises(ConfigError, match=REFUSED) as refused:
+        await resume_checks.refuse(run, bus=bus)
+    assert "\n" not in str(refused.value)
+
+
+async def test_a_run_that_is_finished_is_not_begun_anew(bus: Bus, run: RunConfig) -> None:
+    """Even if its log was kept."""
+    await bus.put(PROGRESS, dataclasses.replace(progress(3), finished=True))
+    await publish_groups(bus, 0)
+    with pytest.raises(ConfigError, match=REFUSED):
+        await resume_checks.refuse(run, bus=bus)
+
+
+async def test_a_run_that_was_killed_before_its_first_checkpoint_may_begin_anew(bus: Bus, run: RunConfig) -> None:
+    await bus.put(PROGRESS, progress(3))
+    await publish_groups(bus, 0, 1)
+    await resume_checks.refuse(run, bus=bus)
+    assert await bus.depth(TRAJECTORIES) == 2
+
+
+async def test_a_run_whose_only_checkpoint_is_damaged_is_not_begun_anew_without_its_log(
+    bus: Bus, run: RunConfig
+) -> None:
+    damaged_checkpoint(run)
+    with pytest.raises(ConfigError, match=r"has no checkpoint of run 'demo' \(damaged-step-00000005 could not be read"):
+        await resume_checks.starting_checkpoint(run, bus=bus)
+
+
+async def test_a_run_that_begins_anew_for_a_damaged_checkpoint_says_so(
+    bus: Bus, run: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged_checkpoint(run)
+    await publish_groups(bus, 0, 1)
+    with caplog.at_level(logging.WARNING, "asyncrl.learner"):
+        assert await resume_checks.starting_checkpoint(run, bus=bus) is None
+    assert "only damaged-step-00000005 is left; starting at step 0, from the whole log" in caplog.text
+
+
+@pytest.mark.parametrize(("number", "kind", "code"), [(errno.EACCES, DiskError, 5), (errno.EIO, DiskError, 5)])
+async def test_a_checkpoint_that_cannot_be_read_now_is_said_and_left_alone(
+    bus: Bus, run: RunConfig, number: int, kind: type[AsyncRLError], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, "out of reach", "checkpoints/step-00000005/learner.json")
+
+    monkeypatch.setattr(checkpoint, "resume", fail)
+    with pytest.raises(kind, match="learner.json: cannot be read: out of reach") as raised:
+        await resume_checks.starting_checkpoint(run, bus=bus)
+    assert exit_code_of(raised.value) == code
+
+
+def damaged_checkpoint(run: RunConfig) -> None:
+    (run.run_directory / "checkpoints" / "step-00000005").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "weights"])
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_what_is_no_folder_in_the_place_of_one_is_refused_in_one_line(run: RunConfig, name: str, is_loop: bool) -> None:
+    """Otherwise the run would end after six restarts, none of which could help."""
+    resume_checks.refuse_others(run)  # the run has never begun
+    path = run.run_directory / name
+    path.mkdir(parents=True)
+    resume_checks.refuse_others(run)
+    path.rmdir()
+    path.symlink_to(path) if is_loop else path.write_text("")
+    with pytest.raises(ConfigError) as refused:
+        resume_checks.refuse_others(run)
+    problem = "is a link to itself" if is_loop else "is not a folder"
+    of = "weights.directory" if name == "weights" else "run.directory"
+    assert str(refused.value) == f"{of}: {path}: {problem}; one of the run belongs there, so move it away"

@@ -1,0 +1,170 @@
+"""A resumed run keeps the model and the backend with which it began."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.cli import learner
+from asyncrl.config import RunConfig
+from asyncrl.config import record as config_record
+from asyncrl.data import demo_task
+from asyncrl.errors import ConfigError
+from asyncrl.launch.assembly.build_learner import build_learner
+from asyncrl.launch.checks import resume_settings
+from asyncrl.policies.groups.saved import LearnerState, PromptState
+from asyncrl.state import checkpoint
+from asyncrl.state.history import HISTORY_FILE, History
+from tests import ROOT
+from tests.harness.learning import demo_run, memory_bus
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    return config.load(ROOT / "examples" / "demo.toml", [f"run.directory={tmp_path}"])
+
+
+def set_to(run: RunConfig, *overrides: str) -> RunConfig:
+    return config.load(ROOT / "examples" / "demo.toml", [f"run.directory={run.run.directory}", *overrides])
+
+
+def begin(run: RunConfig, *, incarnation: int = 0) -> None:
+    history = History(run.run_directory / HISTORY_FILE, incarnation=incarnation)
+    history.begin(step=0, kept=0, max_staleness=4, settings=config_record.as_table(run))
+    history.close()
+
+
+def test_checkpoints_of_another_backend_are_refused_at_once(run: RunConfig) -> None:
+    resume_settings.refuse_others(run)  # the run has never begun
+    begin(run)
+    other = set_to(run, "learner.backend=reference")
+    resume_settings.refuse_others(other)  # no checkpoint yet
+    (run.run_directory / "checkpoints" / "step-00000020").mkdir(parents=True)
+    resume_settings.refuse_others(run)
+    with pytest.raises(ConfigError, match='learner.backend: the checkpoints of this run are those of "megatron"'):
+        resume_settings.refuse_others(other)
+
+
+def test_checkpoints_of_other_adapters_are_refused_at_once(run: RunConfig) -> None:
+    begin(set_to(run, "learner.lora.rank=8"))
+    (run.run_directory / "checkpoints" / "step-00000020").mkdir(parents=True)
+    resume_settings.refuse_others(set_to(run, "learner.lora.rank=8", "learner.lora.publish=adapter"))
+    for change, is_now in (
+        ("rank=16", "rank 16, alpha 32"),
+        ("alpha=8.0", "rank 8, alpha 8"),
+        ("rank=0", "not of the whole"),
+    ):
+        with pytest.raises(ConfigError, match=f"learner.lora: the checkpoints .* of adapters of rank 8.*{is_now}"):
+            resume_settings.refuse_others(set_to(run, "learner.lora.rank=8", f"learner.lora.{change}"))
+
+
+def test_an_algorithm_with_a_critic_is_refused_where_the_newest_checkpoint_has_none(run: RunConfig) -> None:
+    ppo = set_to(run, "algorithm.name=ppo")
+    begin(run)
+    resume_settings.refuse_others(ppo)  # no checkpoint yet
+    save_checkpoint(run, incarnation=0)
+    with pytest.raises(ConfigError, match='algorithm: "ppo" trains a critic, and the newest checkpoint .* has none'):
+        resume_settings.refuse_others(ppo)
+
+
+def test_a_run_with_a_critic_is_resumed_with_it_even_after_a_start_without(run: RunConfig) -> None:
+    ppo = set_to(run, "algorithm.name=ppo")
+    begin(ppo)
+    save_checkpoint(run, incarnation=0)
+    resume_settings.refuse_others(run)
+    begin(run, incarnation=1)  # it ended before its first checkpoint
+    resume_settings.refuse_others(ppo)
+
+
+def save_checkpoint(run: RunConfig, *, incarnation: int) -> None:
+    ledger = {"watermark": 0, "beyond": []}
+    state = LearnerState(
+        incarnation=incarnation, step=0, policy_version=0, groups=ledger, consumed=ledger, prompts=PromptState()
+    )
+    folder = run.run_directory / "checkpoints"
+    checkpoint.write(folder, state, save_backend=lambda folder: (folder / "backend.json").touch(), keep=1)
+
+
+def test_another_model_is_refused_and_a_moved_one_is_not(
+    run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, layers in (("one", 1), ("moved", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
+    begin(set_to(run, f"model.path={tmp_path / 'one'}"))
+    resume_settings.refuse_others(set_to(run, f"model.path={tmp_path / 'moved'}"))
+    assert "resumed with other settings: model.path" in caplog.text
+    with pytest.raises(ConfigError, match="model.path: this run trains .*/one, and .*/two is another model"):
+        resume_settings.refuse_others(set_to(run, f"model.path={tmp_path / 'two'}"))
+
+
+def test_every_other_change_is_said(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    begin(run)
+    resume_settings.refuse_others(set_to(run, "run.steps=99", "bus.ack_seconds=9"))
+    assert not caplog.messages
+    resume_settings.refuse_others(set_to(run, "rollout.group_size=4", "algorithm.name=rloo"))
+    assert caplog.messages == [
+        'resumed with other settings: algorithm.name "grpo" -> "rloo"; rollout.group_size 8 -> 4',
+    ]
+
+
+@pytest.mark.parametrize(("is_launched", "levels"), [(True, [logging.INFO]), (False, [logging.WARNING])])
+def test_a_learner_that_asyncrl_run_started_does_not_warn_again(
+    run: RunConfig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_launched: bool,
+    levels: list[int],
+) -> None:
+    begin(run)
+    monkeypatch.setattr(learner, "check_learner", lambda _: None)
+    monkeypatch.setattr(learner, "in_event_loop", lambda main: main.close() or 0)
+    caplog.set_level(logging.INFO)
+    learner.run_learner(set_to(run, "rollout.group_size=4"), resume=True, token="", is_launched=is_launched)
+    assert [one.levelno for one in caplog.records if "resumed with other settings" in one.message] == levels
+
+
+@pytest.mark.parametrize("change", ["data.path=more.jsonl", "run.seed=7"])
+def test_data_in_another_order_is_said(run: RunConfig, caplog: pytest.LogCaptureFixture, change: str) -> None:
+    begin(run)
+    resume_settings.refuse_others(set_to(run, change))
+    assert change.partition("=")[0] in caplog.messages[0]
+    assert "the data has another order now" in caplog.messages[1]
+
+
+async def test_a_learner_says_which_data_file_changed_since_the_one_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    demo_task.write(tmp_path)
+    run, prompts = demo_run(tmp_path), tmp_path / "prompts.jsonl"
+    warnings = []
+    for rows in (32, 32, 20):
+        prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:rows]))
+        learner, _ = await build_learner(run, bus=memory_bus(), resume=False)
+        await learner.stop()
+        warnings.append([record.getMessage() for record in caplog.records if record.name == "asyncrl.check"])
+        caplog.clear()
+    assert [len(said) for said in warnings] == [0, 0, 1]
+    assert warnings[2][0].startswith(f"{prompts} changed since this run was last up: the data may have another order")
+
+
+def test_data_of_a_run_that_an_older_version_began_is_not_compared(
+    run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data.jsonl").write_text("{}")
+    run = set_to(run, f"data.path={tmp_path / 'data.jsonl'}")
+    begin(run)
+    assert list(resume_settings.compared_data(run)) == [f"{tmp_path / 'data.jsonl'}"]
+    assert not caplog.messages
+
+
+def test_a_learner_that_is_started_by_hand_is_refused_too(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner, "check_learner", lambda _: None)
+    begin(run)
+    (run.run_directory / "checkpoints" / "step-00000020").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="learner.backend: the checkpoints of this run"):
+        learner.run_learner(set_to(run, "learner.backend=reference"), resume=True, token="")

@@ -1,0 +1,350 @@
+"""Sampling, optimizer steps and data in a run file: each mistake gives a one-line error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncrl import config
+from asyncrl.backends.megatron.backend import MegatronBackend
+from asyncrl.backends.megatron.shared_settings import digests, shared_settings
+from asyncrl.data.demo_task import DIGITS
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.errors import ConfigError
+from asyncrl.launch.checks.run_file import check, check_worker
+
+SERVER = ["engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}"]
+SFT = ["algorithm.name=sft", "rollout.group_size=1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["run.colocated=true"], 'run.colocated: mode = "async" trains while it samples'),
+        (["run.colocated=true", "run.mode=sync", "weights.channel=nccl"], "run.colocated: weights.channel"),
+        (["run.colocated=true", "run.mode=sync", "learner.backend=none"], "run.colocated: learner.backend"),
+        (
+            ["bus.kind=memory", "weights.channel=objects", "learner.ranks=2", "learner.tensor_parallel=2"],
+            'weights.channel: "objects" has each of 2 ranks put its part on the bus, and bus.kind = "memory"',
+        ),
+        (["rollout.workers=2", *SERVER], "one server serves one worker, and this run may start 2"),
+        (
+            ["weights.channel=nccl", "engine.kind=sglang", "engine.options={server_arguments={pp-size=2}}"],
+            "with pp-size SGLang cannot receive weights from the learner's memory",
+        ),
+        (
+            ["weights.channel=nccl", "engine.kind=sglang", "engine.options={server_arguments={enable-symm-mem=true}}"],
+            "with enable-symm-mem SGLang's NCCL and the learner's wait for each other forever",
+        ),
+        (["rollout.most_workers=3", *SERVER], "one server serves one worker, and this run may start 3"),
+        (["rollout.repetition_penalty=1.1"], "rollout.repetition_penalty changes the distribution"),
+        (["rollout.presence_penalty=0.0"], "an evaluation may set it"),
+        (["rollout.stop=['']"], "stop holds an empty text"),
+        (["rollout.stop=word"], "stop must be a list, got 'word'"),
+        (["rollout.stop_token_ids=[9999]"], "rollout.stop_token_ids: 9999 is not a token of the model's 12"),
+        (["engine.kind=sglang", f"rollout.stop={list('abc' * 11)}"], "stop may hold 32 texts, got 33"),
+        (["rollout.min_new_tokens=9"], r"min_new_tokens must be >= 0 and <= max_new_tokens \(8\), got 9"),
+        (["rollout.stop=['1']", "rollout.ignore_eos=true"], "ignore_eos samples max_new_tokens tokens"),
+        (
+            ["rollout.stop=['1']", "rollout.function=given", "rollout.group_size=1", "data.response_key=label"],
+            "generates nothing; remove them",
+        ),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_worker_that_joins_may_have_a_server_of_its_own(run_file: Path) -> None:
+    check_worker(config.load(run_file, ["rollout.workers=2", *SERVER]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["learner.steps_per_batch=3"], r"groups_per_batch must be a multiple of steps_per_batch \(3\), got 4"),
+        (["learner.steps_per_batch=2", "algorithm.loss=reinforce"], "loss reinforce has no ratio to them"),
+        (["learner.schedule=cosin"], "schedule must be one of 'constant', 'linear', 'cosine'"),
+        (["learner.min_learning_rate=1e-7"], 'use schedule = "cosine" or "linear"'),
+        (["learner.schedule=linear", "learner.min_learning_rate=1.0"], r"<= learning_rate \(1e-06\), got 1"),
+        (["learner.schedule=linear", "learner.decay_steps=5", "learner.warmup_steps=5"], "must be > warmup_steps"),
+    ],
+)
+def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
+    run_file: Path, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["learner.freeze=['embd_tokens']"],
+            "'embd_tokens' matches no parameter of the model; names look like model",
+        ),
+        (["learner.freeze=['(']"], r"freeze: '\(' is not a regular expression"),
+        (["learner.freeze=['.']"], "leave no parameter to train"),
+        (["learner.train_only=['q_proj']"], "are one parameter in the megatron backend"),
+        (["learner.train_only=['norm', 'embed']", "learner.freeze=['embed_tok']"], "'embed' trains nothing, as"),
+        (["learner.megatron={deterministic_mod=true}"], "did you mean deterministic_mode?"),
+        (["learner.megatron={num_layers=3}"], "num_layers is set by asyncrl"),
+        (["learner.megatron={pipeline_model_parallel_size=2}"], "is set by asyncrl, from the model or other keys"),
+        (["learner.megatron={mtp_num_layers=1}"], "is for a feature that asyncrl does not support"),
+        (["learner.megatron={window_size=[4, 0]}"], "window_size is for a feature that asyncrl does not support"),
+        (["learner.megatron={softmax_scale=0.01}"], "softmax_scale is for a feature that asyncrl does not support"),
+        (["learner.megatron={attention_output_gate=true}"], "attention_output_gate is set by asyncrl"),
+        (["learner.megatron={microbatch_group_size_per_vp_stage=1}"], "is for a feature that asyncrl does not support"),
+        (
+            [
+                "learner.ranks=2",
+                "learner.pipeline_parallel=2",
+                "learner.virtual_pipeline=2",
+                "learner.megatron={num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=2}",
+            ],
+            "leave no stage between them, which Megatron needs with virtual_pipeline; remove one",
+        ),
+        (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
+        (["learner.megatron={num_layers_in_first_pipeline_stage='1'}"], "_stage must be a whole number, got '1'"),
+        (["learner.megatron={init_method_std='x'}"], "init_method_std must be a number, got 'x'"),
+        (["learner.megatron={cross_entropy_fusion_impl='x'}"], '_impl must be "native" or "te", got \'x\''),
+        (["learner.megatron={symmetric_ar_type='x'}"], "symmetric_ar_type must be .*\"one_shot\".*, got 'x'"),
+        (["learner.megatron={moe_aux_loss_coeff=0.1}"], "is learner.options.aux_loss_coefficient here; set that"),
+        (["learner.options={aux_loss_coefficient=0.1}"], "aux_loss_coefficient: .* the model has none; remove it"),
+        (
+            ["learner.options={aux_loss_coefficient=-1}"],
+            "learner.options.*aux_loss_coefficient must be 0 or more, got -1",
+        ),
+        (["learner.options={timeout_seconds=0}"], "learner.options.*timeout_seconds must be 1 to 1000000, got 0"),
+        (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], 'this is "reference"'),
+    ],
+)
+def test_a_mistake_about_what_is_trained_is_refused_in_one_line(
+    run_file: Path, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["learner.lora={rank=-1}"], r"rank must be >= 0 \(0 is off\), got -1"),
+        (["learner.lora={publish='adapter'}"], 'publish = "adapter" needs a rank > 0'),
+        (["learner.lora={rank=4, dropout=0.1}"], "unknown key 'dropout'"),
+        (["learner.lora={rank=65}"], "learner.lora.rank: 65 is more than the model's hidden_size, 64"),
+        (["learner.lora={rank=4, modules=['qproj']}"], "the model has no 'qproj'; did you mean 'q_proj'?"),
+        (["learner.lora={rank=4, modules=['q_proj']}"], "k_proj, q_proj, v_proj are one parameter"),
+        (["learner.lora={rank=4}", "learner.freeze=['embed']"], "remove learner.freeze and train_only"),
+        (["learner.lora={rank=4}", "learner.backend=reference"], '"reference" has no adapters; use "megatron"'),
+        (
+            ["learner.lora={rank=4, publish='adapter'}", "engine.kind=inprocess"],
+            'learner.lora.publish: engine.kind = "inprocess" takes no adapters',
+        ),
+        (
+            ["learner.lora={rank=4, publish='adapter'}", "engine.kind=sglang", "weights.channel=objects"],
+            'weights.channel = "objects" takes no adapters',
+        ),
+        (["weights.quantization=int8"], "quantization must be one of 'fp8', 'int4', got 'int8'"),
+        (["weights.quantization=int4", "engine.kind=inprocess"], 'engine.kind = "inprocess" takes no int4'),
+        (
+            ["weights.quantization=int4", "engine.kind=sglang", "weights.channel=objects"],
+            'weights.channel = "objects" takes no int4',
+        ),
+        (
+            ["weights.quantization=fp8", "engine.kind=sglang", "weights.channel=nccl"],
+            'weights.channel = "nccl" takes no fp8',
+        ),
+        (
+            ["weights.quantization=int4", "engine.kind=sglang", "engine.options={url='http://127.0.0.1:1'}"],
+            'needs asyncrl\'s loader .* use "fp8", or remove engine.options.url',
+        ),
+        (["weights.quantization=int4", "engine.kind=sglang"], "blocks of 128 numbers, and hidden_size is"),
+        (["weights.quantization=fp8", "engine.kind=inprocess"], 'engine.kind = "inprocess" takes no fp8'),
+        (["weights.quantization=fp8", "engine.kind=sglang"], "blocks of 128 numbers, and hidden_size is"),
+    ],
+)
+def test_a_mistake_about_adapters_and_precision_is_refused_in_one_line(
+    run_file: Path, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["data.path=''"], r"data.path: name a .jsonl or .parquet file, several in \[\[data.files\]\]"),
+        (["data.path=''", "data.files=[{path='nowhere.jsonl'}]"], "data.files: nowhere.jsonl: no such data file"),
+        (["data.path=''", "data.source=no_such:X"], "data.source: cannot import 'no_such'"),
+        (["data.conversation_key=talk", "data.chat_template=true"], 'is for rollout.function = "given"'),
+        (["reward.rows={a='exact'}"], "no column says which; set data.reward_key"),
+        (["data.reward_key=rm", "reward.rows={a='no_such:f'}"], "reward.rows: cannot import 'no_such'"),
+        (["curriculum.low=0.5", "curriculum.high=0.2"], r"0 <= low <= high <= 1 must hold, got 0.5 and 0.2"),
+        (["curriculum.high=0.9", "curriculum.rest=0"], "curriculum: rest must be >= 1, got 0"),
+        (
+            ["curriculum.high=0.9", "rollout.function=given", "data.response_key=label", *SFT],
+            'curriculum: rollout.function = "given" samples nothing; remove it',
+        ),
+        (
+            ["curriculum.low=0.1", "data.source=asyncrl.data.numbered:Tasks", "data.options={count=9}", "data.path=''"],
+            "curriculum: data.source has no passes over the data",
+        ),
+        (["reward.kind=parts"], r'reward.kind: "parts" needs parts, such as \[reward.parts.right\]'),
+        (
+            ["reward.kind=parts", "reward.parts.a.kind=none"],
+            'reward.parts: "none" takes what the rollout function sets',
+        ),
+    ],
+)
+def test_a_mistake_about_the_data_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_harness_that_leaves_the_reward_to_the_run_needs_one_that_judges(run_file: Path) -> None:
+    options = 'rollout.options={harness="command", harness_options={command=["sh"], reward="grader"}}'
+    grader = ["rollout.function=agent", options]
+    for none, key in (["reward.kind=none"], "kind"), (["reward.kind=parts", "reward.parts.a.kind=none"], "parts"):
+        with pytest.raises(ConfigError, match=rf'^reward\.{key}: "none" takes the harness\'s reward, '):
+            check(config.load(run_file, [*grader, *none]))
+        check(config.load(run_file, [grader[0], options.replace("grader", "stdout"), *none]))
+    check(config.load(run_file, [*grader, "reward.kind=exact"]))
+    check(config.load(run_file, [*grader, "reward.kind=none", "data.reward_key=rm"]))  # rows may name their own
+
+
+def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
+    for chosen, unknown in (
+        (["learner.freeze=['embed']", "learner.megatron={deterministic_mode=true}"], "learner.freeze=['no_such']"),
+        (["learner.train_only=['q_proj']", "learner.backend=reference"], "learner.train_only=['no_such']"),
+        (["learner.lora={rank=4, modules=['q_proj', 'k_proj', 'v_proj']}"], "learner.lora.modules=['no_such']"),
+    ):
+        check(config.load(run_file, chosen))
+        with pytest.raises(ConfigError, match="no_such"):  # the setting is checked, not skipped
+            check(config.load(run_file, [*chosen, unknown]))
+
+
+def test_a_folder_with_tensors_that_the_learner_does_not_export_is_refused(run_file: Path, tmp_path: Path) -> None:
+    """Before anything starts: engines wait for every tensor of the folder, except rotary frequencies."""
+    model = make_tiny_model(tmp_path, architecture="llama")
+    tensors = load_file(model / "model.safetensors")
+    run = config.load(run_file, [f"model.path={json.dumps(str(model))}"])
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    check(run)
+    tensors["model.layers.0.self_attn.gate.weight"] = torch.ones(8)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"engines load: .* model.layers.0.self_attn.gate.weight is missing$"):
+        check(run)
+
+
+def test_an_embedding_may_count_as_a_layer_of_its_stage(run_file: Path, tmp_path: Path) -> None:
+    """Three layers on two stages: the embedding and one layer, and two layers."""
+    model = make_tiny_model(tmp_path, characters=DIGITS, num_layers=3)
+    chosen = ["learner.ranks=2", "learner.pipeline_parallel=2", f"model.path={json.dumps(str(model))}"]
+    check(config.load(run_file, [*chosen, "learner.megatron={account_for_embedding_in_pipeline_split=true}"]))
+    with pytest.raises(ConfigError, match="2 does not divide the model's num_hidden_layers, 3"):
+        check(config.load(run_file, chosen))
+
+
+def digested(run_file: Path, overrides: list[str]) -> dict[str, str]:
+    run = config.load(run_file, overrides)
+    return digests("secret", shared_settings(run, options=MegatronBackend.options(run)), {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_shared"),
+    [
+        ("staleness.learning_rate='ess_linear'", True),
+        ("rollout.max_new_tokens=7", True),
+        ("reference.kl_coef=0.2", True),
+        ("reference.path='elsewhere'", False),
+        ("metrics.samples_per_evaluation=1", False),
+    ],
+)
+def test_ranks_share_the_settings_that_their_losses_depend_on(run_file: Path, setting: str, is_shared: bool) -> None:
+    """A rank with others would train something else. Folders may differ between machines."""
+    overrides = ["reference.kl_coef=0.1", "reference.path='here'"]
+    assert (digested(run_file, overrides) != digested(run_file, [*overrides, setting])) == is_shared
+
+
+@pytest.mark.parametrize("setting", ["algorithm.denominator='after'", "algorithm.correction='tis_token+self_norm'"])
+def test_a_loss_that_the_correction_would_scale_is_refused(run_file: Path, tmp_path: Path, setting: str) -> None:
+    """With denominator "after", a batch that is all rejected would multiply it by the number of tokens."""
+    mixture = make_tiny_model(tmp_path / "mixture", architecture="qwen3_moe", characters=DIGITS)
+    chosen = [f"model.path={json.dumps(str(mixture))}", "learner.options={aux_loss_coefficient=0.1}"]
+    check(config.load(run_file, chosen))
+    with pytest.raises(ConfigError, match=r"^learner.options.aux_loss_coefficient: .* would scale this loss as well"):
+        check(config.load(run_file, [*chosen, "algorithm.aggregation='token_mean'", setting]))
+
+
+def test_a_setting_that_differs_is_named_with_its_option(run_file: Path) -> None:
+    one, other = digested(run_file, []), digested(run_file, ["learner.options={recompute='full'}"])
+    assert [name for name in one if one[name] != other[name]] == ["learner.options.recompute"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            "learner.options={timeout_seconds=60, recompute='full'}",
+            "learner.options={recompute='full', timeout_seconds=60.0}",
+        ),
+        ("learner.options={}", "learner.options={recompute='none', timeout_seconds=600}"),
+        ("algorithm.options={clip_low=1, clip_high=2}", "algorithm.options={clip_high=2.0, clip_low=1.0}"),
+    ],
+)
+def test_ranks_may_write_the_same_settings_differently(run_file: Path, one: str, other: str) -> None:
+    assert digested(run_file, [one]) == digested(run_file, [other])
+
+
+def test_ranks_share_the_code_of_a_loss_of_the_user_s_own(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for text in ("first", "second"):
+        (tmp_path / "loss_of_a_rank.py").write_text(f"# {text}\n")
+        found.append(digested(run_file, ["algorithm.loss='loss_of_a_rank:Loss'"]))
+    assert [name for name in found[0] if found[0][name] != found[1][name]] == ["the code of algorithm"]
+
+
+def test_fields_of_megatron_must_fit_every_model(run_file: Path, tmp_path: Path) -> None:
+    """The policy has two layers, one for each stage; the reference model has only one layer."""
+    reference = make_tiny_model(tmp_path, characters=DIGITS, num_layers=1)
+    stages = ["learner.ranks=2", "learner.pipeline_parallel=2"]
+    fields = "learner.megatron={num_layers_in_last_pipeline_stage=1}"
+    check(config.load(run_file, [*stages, fields]))
+    others = ["reference.kl_coef=0.1", f"reference.path={json.dumps(str(reference))}"]
+    with pytest.raises(ConfigError, match=r"^learner.megatron: Megatron refuses .* for reference.path: "):
+        check(config.load(run_file, [*stages, fields, *others]))
+
+
+def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path) -> None:
+    taken = ['rollout.stop=["12", "\\n"]', "rollout.stop_token_ids=[5]", "rollout.min_new_tokens=2"]
+    run = config.load(run_file, taken)
+    check(run)
+    sampling = run.rollout
+    assert (sampling.stop, sampling.stop_token_ids, sampling.min_new_tokens) == (("12", "\n"), (5,), 2)
+
+
+def test_rotary_embeddings_that_sglang_computes_in_another_way_are_refused(run_file: Path, tmp_path: Path) -> None:
+    odd = make_tiny_model(tmp_path / "odd")
+    settings = json.loads((odd / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    (odd / "config.json").write_text(json.dumps(settings | {"rope_parameters": yarn | {"attn_factor": 0.878}}))
+    model = f"model.path={json.dumps(str(odd))}"
+    with pytest.raises(ConfigError, match=r"attn_factor = 0.878, which SGLang uses .* or engine.kind = \"inprocess\""):
+        check(config.load(run_file, [model, "engine.kind=sglang"]))
+    check(config.load(run_file, [model]))

@@ -1,0 +1,106 @@
+"""Dealing GPUs to the processes of a run as the run file says; an impossible run file gets a one-line error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.launchers.placement import Placement, check_memory, place, visible_devices
+
+
+def placed(num_gpus: int, **changes: Any) -> Placement:
+    return place(num_gpus, **({"ranks": 1, "workers": 2, "gpus_per_worker": 1} | changes))
+
+
+def test_the_learner_takes_the_first_gpus_and_workers_the_next() -> None:
+    assert placed(4, ranks=2) == Placement(learner=(0, 1), workers=((2,), (3,)))
+    assert placed(8, ranks=2, workers=3, gpus_per_worker=2) == Placement(
+        learner=(0, 1), workers=((2, 3), (4, 5), (6, 7))
+    )
+
+
+def test_workers_share_theirs_when_they_run_out() -> None:
+    assert placed(3, workers=5).workers == ((1,), (2,), (1,), (2,), (1,))
+    assert placed(4, workers=2, gpus_per_worker=2).workers == ((1, 2), (3, 1))
+
+
+def test_on_one_gpu_all_share_it() -> None:
+    assert placed(1) == Placement(learner=(0,), workers=((0,), (0,)))
+
+
+def test_workers_that_need_more_than_is_left_share_with_the_learner() -> None:
+    assert placed(2, workers=1, gpus_per_worker=2) == Placement(learner=(0,), workers=((0, 1),))
+
+
+def test_a_machine_without_gpus_places_nothing() -> None:
+    assert placed(0, ranks=4) == Placement(learner=(), workers=((), ()))
+
+
+def test_processes_on_the_cpu_get_none() -> None:
+    assert placed(2, ranks=0) == Placement(learner=(), workers=((0,), (1,)))
+    assert placed(2, gpus_per_worker=0) == Placement(learner=(0,), workers=((), ()))
+
+
+def test_the_run_file_may_say_it_otherwise() -> None:
+    assert placed(4, ranks=2, learner_gpus=(3, 2)) == Placement(learner=(3, 2), workers=((0,), (1,)))
+    assert placed(4, rollout_gpus=(3, 1), workers=3).workers == ((3,), (1,), (3,))
+    assert placed(4, rollout_gpus=(3, 1, 2), workers=2, gpus_per_worker=2).workers == ((3, 1), (2, 3))
+    assert placed(2, learner_gpus=(1,), rollout_gpus=(1,)) == Placement(learner=(1,), workers=((1,), (1,)))
+
+
+def test_no_two_ranks_share_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="2 ranks need 2 GPUs, this machine has 1"):
+        placed(1, ranks=2)
+    with pytest.raises(ConfigError, match="names a GPU twice"):
+        placed(1, ranks=2, learner_gpus=(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learner_gpus": (2,)}, "learner.gpus: there is no GPU 2; this machine has 2, numbered from 0"),
+        ({"rollout_gpus": (0, -1)}, "rollout.gpus: there is no GPU -1"),
+        ({"num_gpus": 0, "rollout_gpus": (0,)}, "there is no GPU 0; this machine has none that torch sees"),
+        ({"ranks": 2, "learner_gpus": (0,)}, "names 1 GPUs for 2 ranks"),
+        ({"learner_gpus": (0, 1)}, "names 2 GPUs for 1 ranks"),
+        ({"rollout_gpus": (1, 1)}, "names a GPU twice"),
+        ({"rollout_gpus": (1,), "gpus_per_worker": 2}, "a worker needs 2 GPUs"),
+        ({"gpus_per_worker": 4}, "tensor_parallel: a worker needs 4 GPUs, this machine has 2"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        placed(**({"num_gpus": 2} | changes))
+    assert message in str(refused.value)
+
+
+def test_no_more_processes_than_the_memory_could_hold_without_any_model() -> None:
+    counts = {"ranks": 1, "workers": 60, "evaluation_workers": 3}
+    check_memory(**counts, machine_bytes=2**30)  # 64 processes of 16 MiB
+    with pytest.raises(
+        ConfigError, match="evaluation.workers: 100 processes, and this machine's 1 GiB .* than 64 even"
+    ):
+        check_memory(**counts | {"evaluation_workers": 100}, machine_bytes=2**30)
+
+
+def test_a_child_names_its_gpus_as_its_parent_sees_them() -> None:
+    assert visible_devices((2, 3), inherited=None) == "2,3"
+    assert visible_devices((0, 2), inherited="4, 5,7") == "4,7"
+    assert visible_devices((1,), inherited="GPU-aa,GPU-bb") == "GPU-bb"
+
+
+def test_a_shared_gpu_is_named_once() -> None:
+    """CUDA treats a list that names a device twice as no list at all. Ranks are dealt over the visible devices."""
+    assert visible_devices((1, 1, 0), inherited=None) == "1,0"
+
+
+def test_workers_that_evaluate_come_after_the_others_or_on_gpus_of_their_own() -> None:
+    placed = place(8, ranks=2, workers=3, gpus_per_worker=1, evaluation_workers=2)
+    assert placed.processes == {"learner": (0, 1), "w0": (2,), "w1": (3,), "w2": (4,), "e0": (5,), "e1": (6,)}
+    given = place(8, ranks=2, workers=3, gpus_per_worker=1, evaluation_workers=2, evaluation_gpus=[7])
+    assert (given.workers, given.evaluation_workers) == (placed.workers, ((7,), (7,)))
+    assert place(0, ranks=1, workers=1, gpus_per_worker=1, evaluation_workers=1).evaluation_workers == ((),)
+    with pytest.raises(ConfigError, match="evaluation.gpus: there is no GPU 9"):
+        place(8, ranks=1, workers=1, gpus_per_worker=1, evaluation_workers=1, evaluation_gpus=[9])

@@ -1,0 +1,113 @@
+"""Placement in a cluster, and what is refused. Two machines have 4 CPUs; one has 2 GPUs of one kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.launch.launchers import ray_placement
+from asyncrl.launch.launchers.ray_placement import Choice, Machine, Need, Strategy
+
+A = Machine(id="a", address="10.0.0.1", capacity={"CPU": 4.0, "GPU": 2.0}, labels={"kind": "H100"})
+B = Machine(id="b", address="10.0.0.2", capacity={"CPU": 4.0})
+CPU = Need(name="w0", resources={"CPU": 1.0})
+GPU = Need(name="w0", resources={"CPU": 1.0, "GPU": 1.0})
+
+
+def choose(strategy: Strategy, *ours: str, need: Need = CPU, planned: int = 3, unfit: str = "") -> Choice:
+    return ray_placement.choose(
+        need, strategy=strategy, machines=[A, B], ours=ours, planned=[need] * planned, unfit=frozenset(unfit)
+    )
+
+
+def test_pack_goes_near_the_others_and_spread_away_from_them_if_there_is_room() -> None:
+    assert choose("PACK", "b", "b", "a") == Choice(near="b")
+    assert choose("SPREAD", "b", "b", "a") == Choice(near="a")
+    assert choose("PACK") == choose("SPREAD") == Choice()
+    assert choose("SPREAD", "a", need=GPU) == Choice(near="a")  # b has no GPU
+
+
+def test_strict_pack_has_one_machine_and_the_first_finds_one_for_all() -> None:
+    assert choose("STRICT_PACK", "b") == Choice(within=frozenset("b"))
+    assert choose("STRICT_PACK") == Choice(within=frozenset("ab"))
+    assert choose("STRICT_PACK", need=GPU, planned=2) == Choice(within=frozenset("a"))
+
+
+def test_strict_spread_shares_no_machine() -> None:
+    assert choose("STRICT_SPREAD", "a") == Choice(without=frozenset("a"))
+    assert choose("STRICT_SPREAD", "a", "b").may_come_true([A, B]) is False
+
+
+def test_a_machine_that_lacks_something_is_not_chosen_again() -> None:
+    assert choose("PACK", "a", unfit="a") == Choice(without=frozenset("a"), near="b")
+    assert choose("PACK", unfit="a").may_come_true([A]) is False
+
+
+@pytest.mark.parametrize(
+    ("need", "fits"),
+    [
+        ({}, True),
+        ({"kind": "H100"}, True),
+        ({"kind": "A100"}, False),
+        ({"other": "x"}, False),
+        ({"kind": "in(H100,A100)"}, True),  # Ray evaluates its own operators
+        ({"kind": "!H100"}, True),
+    ],
+)
+def test_labels_are_compared_and_operators_left_to_ray(need: dict[str, str], fits: bool) -> None:
+    assert Need(name="w0", resources={"CPU": 1.0}, labels=need).fits(A) is fits
+
+
+def refusal(needs: list[Need], strategy: Strategy = "PACK") -> str:
+    return ray_placement.refusal(needs, strategy=strategy, machines=[A, B])
+
+
+def test_what_can_run_is_not_refused() -> None:
+    assert refusal([CPU] * 8) == refusal([GPU, GPU]) == refusal([CPU, CPU], "STRICT_SPREAD") == refusal([]) == ""
+
+
+def test_a_refusal_says_what_is_asked_and_what_there_is() -> None:
+    big = Need(name="learner", resources={"CPU": 1.0, "GPU": 4.0}, labels={"kind": "H100"})
+    assert refusal([big]) == (
+        "learner needs 1 CPU, 4 GPU, kind = H100 on one machine; there is 10.0.0.1 4 CPU, 2 GPU; 10.0.0.2 4 CPU, 0 GPU"
+    )
+    assert refusal([GPU] * 3) == "3 processes (w0 ... w0) need 3 CPU, 3 GPU; the cluster has 8 CPU, 2 GPU on 2 machines"
+    assert refusal([CPU] * 5, "STRICT_PACK") == (
+        "STRICT_PACK: 5 processes (w0 ... w0) need 5 CPU on one machine; there is 10.0.0.1 4 CPU; 10.0.0.2 4 CPU"
+    )
+    assert refusal([CPU] * 3, "STRICT_SPREAD") == (
+        "STRICT_SPREAD: 3 processes (w0 ... w0) need 3 machines; the cluster has 2"
+    )
+
+
+def test_what_goes_beside_another_goes_there_whatever_the_strategy_and_what_is_apart_does_not() -> None:
+    strategies: tuple[Strategy, ...] = ("PACK", "SPREAD", "STRICT_SPREAD")
+    for strategy in strategies:
+        found = ray_placement.choose(CPU, strategy=strategy, machines=[A, B], ours="b", planned=[CPU], beside="b")
+        assert found == Choice(within=frozenset("b"))
+    apart = ray_placement.choose(CPU, strategy="PACK", machines=[A, B], ours="a", planned=[CPU], apart="a")
+    assert apart.without == frozenset("a") and apart.near != "a"
+
+
+def machines_of_a_learner(count: int, *, each: int, resources: dict[str, float]) -> list[Need]:
+    return [
+        Need(
+            name=f"{machine}.{rank}",
+            resources=resources,
+            beside=f"{machine}.0" if rank else "",
+            is_apart=not rank,
+        )
+        for machine in range(count)
+        for rank in range(each)
+    ]
+
+
+def test_machines_of_a_learner_have_room_for_all_that_goes_beside_each_other() -> None:
+    two_of_two = machines_of_a_learner(2, each=2, resources={"CPU": 1.0})
+    assert refusal(two_of_two) == refusal(two_of_two, "STRICT_SPREAD") == ""
+    assert refusal(machines_of_a_learner(2, each=2, resources={"CPU": 1.0, "GPU": 0.5})) == (
+        "learner.machines = 2 need as many machines with 2 CPU, 1 GPU; the cluster has 1"
+    )
+    assert refusal(machines_of_a_learner(3, each=1, resources={"CPU": 1.0})) == (
+        "learner.machines = 3 need as many machines with 1 CPU; the cluster has 2"
+    )
+    assert refusal(two_of_two, "STRICT_PACK") == "STRICT_PACK: learner.machines = 2 are to be as many machines"

@@ -1,0 +1,213 @@
+"""Which processes are started, drained or refused when a fleet is resized, and what `asyncrl scale` prints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from asyncrl.cli import scale
+from asyncrl.errors import NoRoom
+from asyncrl.launch.launchers.placement import free
+from asyncrl.launch.processes import fleet
+from asyncrl.messages import Heartbeat
+from asyncrl.messages.fleet import FleetSize
+from asyncrl.messages.topics import ACTORS, FLEET, FLEET_STATUS
+from asyncrl.policies.health.faults import WORKER
+from tests.harness.buses import heartbeat
+from tests.harness.fleet import Launcher, Stage
+
+
+async def test_new_workers_take_the_lowest_free_names_and_the_newest_leave_first(stage: Callable[..., Stage]) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    await it.ask(4)
+    await it.until_up("w0", "w1", "w2", "w3")
+    it.launcher.named("w3").drains = False
+    status = await it.ask(2)
+    await it.until_up("w0", "w1", "w3")
+    assert (status.workers, "w3" in status.draining) == (("w0", "w1"), True)
+    await it.ask(4)  # w3 still holds its name
+    await it.until_up("w0", "w1", "w2", "w3", "w4")
+    await it.ask(0)
+    await it.until(lambda: set(it.names) == {"learner", "w3"})
+    assert it.launcher.named("w3").signals == [15]
+    assert await it.end() == 0
+
+
+async def test_reward_workers_come_and_go_beside_rollout_workers(stage: Callable[..., Stage]) -> None:
+    it = stage(Launcher(), "reward.workers=1")
+    await it.until_up("w0", "w1", "r0")
+    status = await it.ask(None, reward_workers=3)
+    await it.until_up("w0", "w1", "r0", "r1", "r2")
+    assert (status.rollout_workers, status.reward_workers) == (2, 3)
+    assert (status.workers, status.graders) == (("w0", "w1"), ("r0", "r1", "r2"))
+    it.launcher.named("r2").drains = False
+    assert "r2" in (await it.ask(1, reward_workers=1)).draining
+    await it.until_up("w0", "r0", "r2")
+    await it.ask(None, reward_workers=2)  # r2 still holds its name
+    await it.until_up("w0", "r0", "r1", "r2")
+    assert it.launcher.named("r2").signals == [15]
+    assert await it.end() == 0
+
+
+async def test_where_rollout_workers_grade_reward_workers_are_refused_in_one_line(stage: Callable[..., Stage]) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    with pytest.raises(NoRoom, match=r"reward\.workers is 0, so rollout workers grade; .*stays at 0 reward workers$"):
+        await scale._ask(it.bus, "demo", FleetSize(reward_workers=2), seconds=60)
+    while (await it.bus.states(FLEET))[""].reward_workers != 0:  # the size after a restart
+        await asyncio.sleep(0.01)
+    await it.until_up("w0", "w1")
+    assert await it.end() == 0
+
+
+async def test_the_command_waits_for_reward_workers_and_leaves_the_others_as_they_were(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = stage(Launcher(), "reward.workers=1")
+    await it.until_up("w0", "w1", "r0")
+    await it.ask(1)
+    await it.until_up("w0", "r0")
+    asked = asyncio.create_task(scale._ask(it.bus, "demo", FleetSize(reward_workers=2), seconds=60))
+    await it.until_up("w0", "r0", "r1")
+    for name in ("r0", "r1"):
+        await it.bus.put(ACTORS, heartbeat(name), key=name)
+    assert await asked == 0
+    assert "run demo: 2 reward workers after" in capsys.readouterr().out
+    size = (await it.bus.states(FLEET))[""]
+    assert (size.rollout_workers, size.reward_workers) == (1, 2)
+
+
+async def test_a_quarantined_worker_leaves_before_a_newer_one_that_works(stage: Callable[..., Stage]) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    await it.bus.put(ACTORS, in_quarantine("w0"), key="w0")
+    await it.until(lambda: it.manager.fleet.status().workers == ("w1", "w0"))
+    await it.ask(1)
+    await it.until_up("w1")
+    assert await it.end() == 0
+
+
+async def test_the_command_waits_for_a_quarantined_worker_to_be_mended(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    await it.bus.put(ACTORS, in_quarantine("w0"), key="w0")
+    await it.bus.put(ACTORS, heartbeat("w1"), key="w1")
+    assert await scale._ask(it.bus, "demo", FleetSize(rollout_workers=2), seconds=1.0) == 1
+    assert "still waiting for w0 to be fixed (quarantined; `asyncrl doctor` says why)" in capsys.readouterr().out
+
+
+def in_quarantine(name: str) -> Heartbeat:
+    return Heartbeat(actor=name, role=WORKER, phase="quarantined", problem="it lies", host="here", pid=0)
+
+
+async def test_who_was_asked_to_leave_did_not_die(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    it.launcher.named("w1").drains = False
+    await it.ask(1)
+    it.launcher.named("w1").code.set_result(1)
+    await it.until(lambda: not it.manager.fleet.status().draining)
+    said = capsys.readouterr().err
+    assert "w1 ended with exit code 1 while it left; others have its work" in said
+    assert "restart" not in said
+    assert await it.end() == 0
+
+
+async def test_who_is_slow_to_leave_is_asked_to_hand_over_and_then_killed(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(fleet, "HAND_OVER_SECONDS", 0.05)
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    it.launcher.named("w1").drains = False
+    await it.ask(1)
+    await it.until_up("w0")
+    assert it.launcher.named("w1").signals == [15, 15, 9]
+
+
+async def test_gpus_that_are_free_go_to_new_workers_and_when_there_are_none_they_are_refused(
+    stage: Callable[..., Stage],
+) -> None:
+    it = stage(Launcher(), gpus=4)
+    await it.until_up("w0", "w1")
+    status = await it.ask(9)
+    assert status.problem == (
+        "another worker needs 1 GPU, and of 0, 1, 2, 3 none is free; the fleet stays at 4 rollout workers"
+    )
+    await it.until_up("w0", "w1", "w2", "w3")
+    assert {it.launcher.named(f"w{number}").spec.gpus for number in range(4)} == {(0,), (1,), (2,), (3,)}
+    while (await it.bus.states(FLEET))[""].rollout_workers != 4:  # the size after a restart
+        await asyncio.sleep(0.01)
+    await it.ask(1)
+    await it.until_up("w0")
+    assert (await it.ask(2)).problem == ""
+    await it.until_up("w0", "w1")
+
+
+async def test_a_launcher_that_has_no_room_is_heard_too(stage: Callable[..., Stage]) -> None:
+    it = stage(Launcher(room=3))
+    await it.until_up("w0", "w1")
+    await it.ask(5)
+    await it.until_up("w0", "w1", "w2")
+    while not (status := (await it.bus.states(FLEET_STATUS))[""]).problem or status.rollout_workers != 3:
+        await asyncio.sleep(0.01)
+    assert status.problem == ("w4 does not start: 1 GPU asked for, 0 free; the fleet stays at 3 rollout workers")
+
+
+async def test_a_new_worker_whose_configuration_is_wrong_is_refused_and_the_run_goes_on(
+    stage: Callable[..., Stage],
+) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    await it.ask(3)
+    await it.until_up("w0", "w1", "w2")
+    it.launcher.named("w2").code.set_result(2)
+    while not (status := (await it.bus.states(FLEET_STATUS))[""]).problem:
+        await asyncio.sleep(0.01)
+    assert status.problem == "w2 ended with exit code 2; the fleet stays at 2 rollout workers"
+    assert await it.end() == 0
+
+
+async def test_the_command_waits_until_workers_sample(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    asked = asyncio.create_task(scale._ask(it.bus, "demo", FleetSize(rollout_workers=3), seconds=60))
+    await it.until_up("w0", "w1", "w2")
+    for name in ("w0", "w1", "w2"):
+        await it.bus.put(ACTORS, heartbeat(name), key=name)
+    assert await asked == 0
+    assert "run demo: 3 rollout workers after" in capsys.readouterr().out
+
+
+async def test_the_command_says_what_is_missing_after_its_time(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    assert await scale._ask(it.bus, "demo", FleetSize(rollout_workers=2), seconds=1.0) == 1
+    assert "not yet 2 rollout workers after 1 s; still waiting for w0, w1 to start" in capsys.readouterr().out
+
+
+async def test_a_refusal_is_one_line(stage: Callable[..., Stage]) -> None:
+    it = stage(Launcher(), gpus=3)
+    await it.until_up("w0", "w1")
+    with pytest.raises(NoRoom, match="another worker needs 1 GPU, and of 0, 1, 2 none is free; the fleet stays at 3"):
+        await scale._ask(it.bus, "demo", FleetSize(rollout_workers=4), seconds=60)
+
+
+def test_free_gpus_are_those_that_nobody_has_and_the_run_file_allows() -> None:
+    assert free(8, taken={0, 1, 4}, needed=2) == (2, 3)
+    assert free(8, taken={0, 1, 4}, needed=2, given=(4, 6, 7)) == (6, 7)
+    assert free(0, taken=set(), needed=2) == free(8, taken=set(), needed=0) == ()
+    with pytest.raises(NoRoom, match="another worker needs 2 GPUs, and of 0, 1, 2 only 2 is free"):
+        free(3, taken={0, 1}, needed=2)

@@ -1,0 +1,73 @@
+"""What `asyncrl run` prints about the processes that it is about to start."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.backends.megatron import torchrun
+from asyncrl.data import demo_task
+from asyncrl.launch.processes.process_specs import ProcessSpecs
+from asyncrl.os_process import environment_of_child
+from tests.harness.fleet import Launcher
+from tests.unit.launch.checks.test_run_file import RUN_FILE
+
+
+@pytest.mark.parametrize(
+    ("keeps_no_bytecode", "gpus", "is_said"), [(True, 2, True), (True, 0, False), (False, 2, False)]
+)
+def test_python_that_keeps_no_bytecode_is_warned_of_where_engines_are_on_gpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    keeps_no_bytecode: bool,
+    gpus: int,
+    is_said: bool,
+) -> None:
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", keeps_no_bytecode)
+    monkeypatch.setattr("asyncrl.launch.processes.gpus.num_gpus", lambda: gpus)
+    monkeypatch.setattr("asyncrl.launch.processes.gpus.gpus_per_worker", lambda run: int(gpus > 0))
+    run = config.load(tmp_path / "run.toml")
+    ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
+    assert ("PYTHONDONTWRITEBYTECODE" in capsys.readouterr().out) is is_said
+
+
+def test_the_ranks_of_a_learner_on_several_machines_say_where_they_go_and_whom_they_meet(tmp_path: Path) -> None:
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    overrides = ("backend=megatron", "ranks=4", "pipeline_parallel=2", "machines=2")
+    run = config.load(tmp_path / "run.toml", [f"learner.{override}" for override in overrides])
+    made = ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
+    ranks = [child.spec for child in made if child.name.startswith("learner")]
+    assert [(spec.name, spec.beside, spec.apart, spec.meets) for spec in ranks] == [
+        ("learner", "", ("learner-2",), "learner"),
+        ("learner-1", "learner", (), "learner"),
+        ("learner-2", "", ("learner",), "learner"),
+        ("learner-3", "learner-2", (), "learner"),
+    ]
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_learner_is_no_part_of_the_job_that_asyncrl_run_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machines: int
+) -> None:
+    """The surroundings are those of the first of 16 processes under torchrun."""
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    surroundings = {"WORLD_SIZE": "16", "RANK": "0", "MASTER_ADDR": "host-a", "MASTER_PORT": "29500"}
+    for name, value in (surroundings | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    run = config.load(
+        tmp_path / "run.toml", ["learner.backend=megatron", "learner.ranks=2", f"learner.machines={machines}"]
+    )
+    made = ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
+    ranks = [environment_of_child(child.spec.environment) for child in made if child.name.startswith("learner")]
+    seats = [torchrun.seat(one, ranks=2, secret="s") for one in ranks]
+    assert [one and (one.host, one.store_key) for one in seats] == (
+        [None] if machines == 1 else [("127.0.0.1", "")] * 2
+    )

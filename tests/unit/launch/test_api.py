@@ -1,0 +1,182 @@
+"""A run from Python: its meaning, what is refused, and its records as rows. tests/integration trains with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncrl
+from asyncrl.audit import run_folder
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.port import Bus
+from asyncrl.config import RunConfig
+from asyncrl.config.toml_text import toml_text
+from asyncrl.data import demo_task
+from asyncrl.launch.processes.process_manager import Outcome
+from asyncrl.messages.topics import TRAJECTORIES
+from tests import ROOT
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+from tests.harness.groups import group
+
+DEMO = ROOT / "examples" / "demo.toml"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("task")
+    demo_task.write(path)
+    return path
+
+
+def test_the_package_imports_nothing_heavy_until_it_is_used() -> None:
+    code = (
+        "import sys, asyncrl\n"
+        "assert 'Run' in dir(asyncrl)\n"
+        "sys.exit(str({'torch', 'numpy', 'transformers', 'nats', 'aiohttp'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "set()"
+
+
+def test_everything_public_is_there() -> None:
+    for name in asyncrl.__all__:
+        assert getattr(asyncrl, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Rnu'"):
+        asyncrl.Rnu  # noqa: B018
+
+
+def test_overrides_are_a_table_or_as_on_the_command_line() -> None:
+    table = {"run.steps": 7, "run.name": "x", "engine.options": {"threads": 2}, "learner.betas": (0.5, 0.9)}
+    by_table = asyncrl.Run.from_file(DEMO, overrides=table)
+    by_words = asyncrl.Run.from_file(
+        str(DEMO), overrides=["run.steps=7", "run.name=x", "engine.options={threads=2}", "learner.betas=[0.5, 0.9]"]
+    )
+    assert by_table.settings == by_words.settings
+    assert by_table.settings.engine.options == {"threads": 2}
+    assert by_table.folder == Path("runs/x")
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True, 'a "quoted" word', [1, 2], {"a": [1.5, "b"], "c": {}}])
+def test_a_value_is_written_as_toml_reads_it(value: object) -> None:
+    run = asyncrl.Run.from_file(DEMO, overrides={"engine.options": {"key": value}})
+    assert run.settings.engine.options == {"key": value}
+    assert toml_text((1, 2)) == "[1, 2]"
+
+
+def test_a_mistake_is_one_line() -> None:
+    with pytest.raises(asyncrl.ConfigError, match="did you mean 'steps'") as error:
+        asyncrl.Run.from_file(DEMO, overrides={"run.stesp": 7})
+    assert "\n" not in str(error.value)
+    with pytest.raises(asyncrl.ConfigError, match=r"nowhere.toml: no such run file"):
+        asyncrl.Run.from_file("nowhere.toml")
+    with pytest.raises(asyncrl.ConfigError, match=r"nowhere: no such run folder"):
+        asyncrl.open_run("nowhere")
+
+
+def test_a_check_gives_what_follows_as_data(task: Path) -> None:
+    files = {"model.path": str(task / "model"), "data.path": str(task / "prompts.jsonl")}
+    made = asyncrl.Run.from_file(DEMO, overrides=files | {"staleness.max_staleness": 3}).check()
+    assert (made.algorithm, made.loss.name, made.num_prompts) == ("grpo", "ppo_clip", 32)
+    assert (made.max_staleness, made.window, made.samples_per_step) == (3, 4 * 16, 16 * 8)
+    assert made.models == {"policy": task / "model"}
+    with pytest.raises(asyncrl.ConfigError, match=r"data.path: nowhere.jsonl: no such data file"):
+        asyncrl.Run.from_file(DEMO, overrides=files | {"data.path": "nowhere.jsonl"}).check()
+
+
+async def test_a_blocking_call_inside_an_event_loop_names_the_other_one() -> None:
+    with pytest.raises(asyncrl.ConfigError, match=r"use await train\(\)"):
+        asyncrl.Run.from_file(DEMO).train_sync()
+
+
+async def test_a_run_that_ends_before_its_learner_has_begun_says_why(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def launch(*_: Any, **__: Any) -> Outcome:
+        (tmp_path / "runs" / "demo" / "logs").mkdir(parents=True)
+        return Outcome(exit_code=3, reason="learner ended: no GPU")
+
+    monkeypatch.setattr("asyncrl.launch.api.launch", launch)
+    files = {"model.path": str(task / "model"), "data.path": str(task / "prompts.jsonl")}
+    result = await asyncrl.Run.from_file(DEMO, overrides=files | {"run.directory": str(tmp_path / "runs")}).train()
+    assert (result.reason, result.exit_code, result.steps, result.model) == ("learner ended: no GPU", 3, 0, None)
+
+
+def test_of_steps_and_groups_that_were_trained_again_the_last_ones_count(tmp_path: Path) -> None:
+    """A learner dies in step 3 and is resumed from the checkpoint of step 1."""
+    settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}}
+
+    def begun(incarnation: int, step: int, kept: int) -> dict[str, object]:
+        entry = {"kind": "begun", "incarnation": incarnation, "step": step, "kept": kept, "max_staleness": 4}
+        return entry | {"settings": settings}
+
+    def trained(incarnation: int, step: int, groups: list[int]) -> dict[str, object]:
+        return {"kind": "trained", "incarnation": incarnation, "step": step, "groups": groups, "max_staleness": 0}
+
+    first = [begun(0, 0, 0), trained(0, 1, [0, 1])]
+    kept = sum(len(json.dumps(entry)) + 1 for entry in first)
+    lost = [trained(0, 2, [2, 3]), trained(0, 3, [4, 5])]
+    second = [begun(1, 1, kept), {"kind": "dropped", "incarnation": 1, "step": 1, "groups": [2]}, trained(1, 2, [3, 4])]
+    lines = [json.dumps(entry) + "\n" for entry in (*first, *lost, *second)]
+    (tmp_path / "history.jsonl").write_text("".join(lines))
+    rows = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": 0.2}, {"step": 3, "loss": 0.3}]
+    rows.append({"step": 2, "loss": 0.4, "learner/incarnation": 1})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = asyncrl.open_run(tmp_path)
+    assert [(row["step"], row["loss"]) for row in run.metrics()] == [(1, 0.1), (2, 0.4)]
+    groups = [(row["group_id"], row["outcome"], row["step"], row["incarnation"]) for row in run.groups()]
+    assert groups == [
+        (0, "trained", 1, 0),
+        (1, "trained", 1, 0),
+        (2, "dropped", 1, 1),
+        (3, "trained", 2, 1),
+        (4, "trained", 2, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bus", "reason"),
+    [
+        ({"kind": "memory"}, 'bus.kind = "memory" keeps the log in the run\'s own process'),
+        ({"store": "memory"}, 'bus.store = "memory": its log was in memory and ended with the run'),
+        ({}, "nothing is left of its log"),
+    ],
+)
+def test_a_log_that_is_lost_is_refused_by_the_key_that_lost_it(
+    tmp_path: Path, bus: dict[str, str], reason: str
+) -> None:
+    settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "bus": bus}
+    entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
+    (tmp_path / "history.jsonl").write_text(json.dumps(entry) + "\n")
+    with pytest.raises(asyncrl.ConfigError, match=re.escape(f"{tmp_path}: {reason}")):
+        list(asyncrl.open_run(tmp_path).trajectories())
+
+
+def test_a_log_that_was_trimmed_is_no_empty_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "bus": {"url": "nats://127.0.0.1:1"}}
+    entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
+    (tmp_path / "history.jsonl").write_text(json.dumps(entry) + "\n")
+    published = 0
+
+    @contextlib.asynccontextmanager
+    async def connected(run: RunConfig, address: run_folder.Address) -> AsyncIterator[Bus]:
+        bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+        for group_id in range(published):
+            await bus.publish(TRAJECTORIES, group(group_id), key=str(group_id))
+        await bus.trim(TRAJECTORIES, through=published)
+        yield bus
+
+    monkeypatch.setattr(run_folder, "connected", connected)
+    assert list(asyncrl.open_run(tmp_path).trajectories()) == []
+    published = 2
+    with pytest.raises(
+        asyncrl.ConfigError, match="nothing is left of its log.* checkpoint.keep_log = true it is kept$"
+    ):
+        list(asyncrl.open_run(tmp_path).trajectories())

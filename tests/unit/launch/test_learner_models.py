@@ -1,0 +1,172 @@
+"""A run's models besides the policy follow from its algorithm; a mismatch gives a one-line error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.adapters import learner_models, registry
+from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.errors import ConfigError
+from asyncrl.launch.checks.run_file import check
+from asyncrl.launch.summary import summarize
+from asyncrl.policies.algorithms.critic import Critic
+from asyncrl.policies.algorithms.table import ALGORITHMS
+
+RUN_FILE = """
+[run]
+name = "x"
+[model]
+path = "{folder}/policy"
+[data]
+path = "{folder}/prompts.jsonl"
+[reward]
+kind = "exact"
+[engine]
+kind = "inprocess"
+[learner]
+backend = "reference"
+learning_rate = 1e-4
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three models: "policy" and "same" share a tokenizer, "other" has a different one."""
+    path = tmp_path_factory.mktemp("models")
+    for name, characters in (("policy", "0123"), ("same", "0123"), ("other", "0132")):
+        make_tiny_model(path / name, characters=characters)
+    (path / "prompts.jsonl").write_text('{"prompt": "1", "label": "2"}\n')
+    return path
+
+
+def run(folder: Path, *overrides: str) -> config.RunConfig:
+    file = folder / "run.toml"
+    file.write_text(RUN_FILE.format(folder=folder))
+    return config.load(file, [item.format(folder=folder) for item in overrides])
+
+
+USES: dict[str, tuple[list[str], set[str]]] = {
+    "most": ([], set()),
+    "ppo": (["algorithm.name=ppo"], {"critic"}),
+    "gae in another row": (["algorithm.name=dapo", "algorithm.advantage=gae", "critic.warmup_steps=5"], {"critic"}),
+    "opd": (["algorithm.name=opd", "teacher.path={folder}/same"], {"teacher"}),
+    "opd's loss form": (
+        ["algorithm.name=opd", "algorithm.loss=opd", "algorithm.correction=none", "teacher.path={folder}/same"],
+        {"teacher"},
+    ),
+    "a teacher beside rewards": (
+        ["algorithm.name=opd", "algorithm.advantage=grpo", "teacher.path={folder}/same"],
+        {"teacher"},
+    ),
+    "KL": (["reference.kl_coef=0.01"], {"reference"}),
+    "KL in the reward": (
+        ["algorithm.name=reinforce_pp", "reference.kl_coef=0.01", "reference.kl_in=reward"],
+        {"reference"},
+    ),
+    "no KL": (["reference.path={folder}/same"], set()),
+    "all": (
+        ["algorithm.name=ppo", "algorithm.loss=opd_reward", "reference.kl_coef=0.01", "teacher.path={folder}/same"],
+        {"critic", "reference", "teacher"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", USES)
+def test_the_models_of_a_run_follow_from_its_algorithm(case: str, folder: Path) -> None:
+    overrides, models = USES[case]
+    made = run(folder, *overrides)
+    check(made)
+    assert registry.algorithm(made).models == models
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_kl_to_a_reference_goes_with_every_row(name: str, folder: Path) -> None:
+    teacher = ["teacher.path={folder}/same"] if name == "opd" else []
+    made = registry.algorithm(run(folder, f"algorithm.name={name}", "reference.kl_coef=0.01", *teacher))
+    assert made.kl is not None
+    assert (made.kl.estimate, made.kl.place) == ("unbiased", "loss")
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "no teacher": (["algorithm.name=opd"], r"teacher: opd learns from a teacher; add \[teacher\] with path"),
+    "a teacher for nothing": (["teacher.path={folder}/same"], r"teacher: grpo learns from no teacher; remove \[teac"),
+    "a critic for nothing": (["critic.clip=0.2"], r"critic: grpo learns no values; remove \[critic\], or use"),
+    "a teacher without a path": (["teacher.pth=x"], "unknown key 'pth'; did you mean 'path'"),
+    "warm-up only": (
+        ["algorithm.name=ppo", "critic.warmup_steps=9", "run.steps=9"],
+        "warmup_steps 9 of 9 run.steps would leave the policy as it is",
+    ),
+    "no folder": (["algorithm.name=ppo", "critic.path={folder}/none"], "critic.path: .*no such model folder"),
+    "another tokenizer": (
+        ["algorithm.name=opd", "teacher.path={folder}/other"],
+        r"teacher.path: the tokenizer in .*other is not that of model.path: token '2' is number 7 there and number 6",
+    ),
+    "a reference's tokenizer": (
+        ["reference.kl_coef=1", "reference.path={folder}/other"],
+        "reference.path: the tokenizer",
+    ),
+    "KL in the reward of an answer": (
+        ["reference.kl_coef=1", "reference.kl_in=reward"],
+        'kl_in = "reward" gives every token a reward of its own, and advantage grpo takes one per answer',
+    ),
+    "k1 in the loss": (["reference.kl_coef=1", "reference.kl=k1"], 'kl = "k1" in the loss pulls nowhere'),
+    "unbiased in the reward": (
+        ["algorithm.name=ppo", "reference.kl_coef=1", "reference.kl=unbiased", "reference.kl_in=reward"],
+        'kl = "unbiased" is for the gradient of a loss',
+    ),
+    "negative": (["reference.kl_coef=-1"], "kl_coef must be >= 0"),
+    "advantages nobody looks at": (
+        ["algorithm.name=ppo", "algorithm.loss=sft"],
+        "loss sft does not look at advantages",
+    ),
+    "nothing to learn": (["algorithm.advantage=none"], "leaves loss ppo_clip nothing to learn from"),
+    "a filter that nothing passes": (
+        ["algorithm.name=ppo", "rollout.group_size=1", 'algorithm.filters=["dynamic_sampling"]'],
+        "which one of one always is",
+    ),
+    "the ratio twice": (
+        ["algorithm.name=opd", "algorithm.loss=opd", "teacher.path={folder}/same"],
+        "correction tis_token would count that ratio twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_with_the_reason(case: str, folder: Path) -> None:
+    overrides, reason = REFUSED[case]
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check(run(folder, *overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_critic_needs_no_group_to_compare_with(folder: Path) -> None:
+    made = run(folder, "algorithm.name=ppo", "rollout.group_size=1")
+    assert "ppo" in str(summarize(made))  # summarize checks first
+
+
+def test_a_critic_starts_from_the_policys_folder_at_the_policys_learning_rate(folder: Path) -> None:
+    made = run(folder, "algorithm.name=ppo", "critic.loss=huber", "critic.warmup_steps=3")
+    optimizer = OptimizerSettings()
+    (critic,) = learner_models.models(made, registry.algorithm(made), optimizer=optimizer).values()
+    assert (critic.path, critic.head, critic.optimizer) == (folder / "policy", "values", optimizer)
+    assert critic.objective == Critic(kind="huber", clip=0.5, huber_delta=10.0)
+    of_critic = {"critic_learning_rate": 1e-4, "critic_warmup_steps": 3}
+    assert of_critic.items() <= learner_models.training_options(made).items()
+    faster = learner_models.training_options(run(folder, "algorithm.name=ppo", "critic.learning_rate=1e-3"))
+    assert (faster["critic_learning_rate"], faster["critic_warmup_steps"]) == (1e-3, 0)
+
+
+def test_a_frozen_model_has_neither_objective_nor_optimizer(folder: Path) -> None:
+    made = run(folder, "algorithm.name=opd", "teacher.path={folder}/same", "reference.kl_coef=0.1")
+    models = learner_models.models(made, registry.algorithm(made), optimizer=OptimizerSettings())
+    assert {name: model.path.name for name, model in models.items()} == {"reference": "policy", "teacher": "same"}
+    assert all(model.objective is None and model.optimizer is None for model in models.values())
+
+
+def test_what_a_run_means_shows_the_sections_it_has(folder: Path) -> None:
+    assert "[critic]" not in str(summarize(run(folder)))
+    assert "[critic]\npath = " in str(summarize(run(folder, "algorithm.name=ppo", "critic.warmup_steps=3")))

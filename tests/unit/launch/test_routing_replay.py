@@ -1,0 +1,70 @@
+"""Routing replay is on where it is possible and useful; an explicit request that is impossible is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.adapters import registry
+from asyncrl.config import RunConfig
+from asyncrl.data import demo_task
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.errors import ConfigError
+from asyncrl.launch.checks.run_file import check
+from asyncrl.launch.summary import summarize
+from tests.unit.launch.checks.test_run_file import RUN_FILE
+
+GROUP_BYTES = 8 * (1024 + 8) * 2 * 2
+"""Size of a group's experts: samples x (prompt + answer) x layers x experts per token."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixture")
+    demo_task.write(path)
+    make_tiny_model(path / "model", architecture="qwen3_moe")
+    make_tiny_model(path / "dense")
+    (path / "run.toml").write_text(RUN_FILE.format(folder=path))
+    return path
+
+
+def made(folder: Path, *overrides: str) -> RunConfig:
+    return config.load(folder / "run.toml", overrides)
+
+
+def test_it_is_on_by_default_for_a_mixture_of_experts_and_its_bytes_are_counted(folder: Path) -> None:
+    run = made(folder)
+    replay = registry.routing_replay(run)
+    assert (replay.is_on, replay.num_bytes) == (True, GROUP_BYTES)
+    assert registry.largest_group_bytes(run) == run.largest_group_bytes + GROUP_BYTES
+    assert f"routing replay    on, up to {GROUP_BYTES:,} bytes a group" in str(summarize(run))
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ('model.path="{folder}/dense"', "the model at .*dense has no experts"),
+        ('learner.backend="reference"', 'learner.backend = "reference" does not replay them; "megatron" does'),
+        ("bus.max_group_bytes=49000", "a group with its experts may take .*, over bus.max_group_bytes"),
+    ],
+)
+def test_where_it_cannot_be_it_is_off_and_refused_if_it_is_asked_for(folder: Path, setting: str, reason: str) -> None:
+    setting = setting.format(folder=folder)
+    found = registry.routing_replay(made(folder, setting))
+    assert not found.is_on
+    assert found.num_bytes == 0
+    with pytest.raises(ConfigError, match=f'rollout.routing_replay: "on" cannot be: {reason}'):
+        check(made(folder, setting, 'rollout.routing_replay="on"'))
+
+
+def test_a_group_that_is_stored_in_pieces_has_them_only_if_it_is_asked_to(folder: Path) -> None:
+    run = made(folder, "bus.max_message_bytes=49000")
+    assert "over bus.max_message_bytes (49,000)" in registry.routing_replay(run).reason
+    assert registry.routing_replay(made(folder, "bus.max_message_bytes=49000", 'rollout.routing_replay="on"')).is_on
+
+
+@pytest.mark.parametrize("setting", ['rollout.routing_replay="off"', 'algorithm.correction="none"'])
+def test_it_is_off_where_nobody_wants_it(folder: Path, setting: str) -> None:
+    assert not registry.routing_replay(made(folder, setting)).is_on

@@ -1,0 +1,75 @@
+"""Rows of a file that grows, is cut short, and has invalid lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.board.watched import file_tail
+from asyncrl.board.watched.watched_run import RowTail, WatchedRun, row_of
+from asyncrl.errors import ConfigError
+from asyncrl.messages import StepMetrics
+
+
+def write(path: Path, *steps: int, end: str = "\n") -> None:
+    with path.open("a") as file:
+        file.write("\n".join(json.dumps({"step": step}) for step in steps) + end)
+
+
+def steps(tail: RowTail) -> list[int]:
+    rows, _ = tail.read()
+    return [row["step"] for row in rows]
+
+
+def test_each_row_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = RowTail(path)
+    assert steps(tail) == []
+    write(path, 1, 2)
+    write(path, 3, end="")
+    assert steps(tail) == [1, 2]
+    write(path, end="\n")
+    assert steps(tail) == [3]
+
+
+def test_a_file_that_was_cut_or_replaced_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = RowTail(path)
+    write(path, 1, 2, 3)
+    assert steps(tail) == [1, 2, 3]
+    path.write_text("")
+    write(path, 1)
+    assert steps(tail) == [1]
+
+
+def test_lines_that_are_no_row_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n[1]\n{"step": "2"}\n{"loss": 1}\n\xff\n{"step": 2}\n')
+    assert steps(RowTail(path)) == [1, 2]
+
+
+def test_a_long_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_tail, "MOST_BYTES", 40)
+    path = tmp_path / "metrics.jsonl"
+    write(path, *range(10, 20))
+    path.write_text(path.read_text() + '{"step": 20, "long": "' + "x" * 100 + '"}\n{"step": 21}\n')
+    tail = RowTail(path)
+    found, has_more = [], True
+    while has_more:
+        rows, has_more = tail.read()
+        found += [row["step"] for row in rows]
+    assert found == [*range(10, 20), 21]
+
+
+def test_what_the_bus_has_of_a_step_is_a_row() -> None:
+    row = row_of(StepMetrics(step=3, numbers={"loss": 1.0}, staleness=(2, 1)))
+    assert row == {"step": 3, "loss": 1.0, "staleness/histogram": {"edges": [0, 1, 2], "counts": [2, 1]}}
+
+
+def test_a_folder_that_is_no_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"history\.jsonl"):
+        WatchedRun(tmp_path, [], token="", verb="board")
+    with pytest.raises(ConfigError, match="no such run folder"):
+        WatchedRun(tmp_path / "none", [], token="", verb="board")
