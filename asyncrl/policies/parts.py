@@ -141,13 +141,20 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
 P = TypeVar("P", bound=Part)
 
 
-def named(name: str, kind: type[P], table: Mapping[str, type[P]], *, where: str) -> P:
+def load_class(name: str, table: Mapping[str, type[P] | str]) -> type[P]:
+    """Return the class in the row ``name`` of a table, which holds it or its address "package.module:Class"."""
+    entry = table[name]
+    found: type[P] = plugins.load(entry, where=name, kind=type) if isinstance(entry, str) else entry
+    return found
+
+
+def named(name: str, kind: type[P], table: Mapping[str, type[P] | str], *, where: str) -> P:
     """Return the part called ``name``, with its default options.
 
     ``where`` is its key in [algorithm]. Raises ConfigError for an unknown name and suggests the closest known name.
     """
     if name in table:
-        return table[name]()
+        return load_class(name, table)()
     if ":" not in name:
         near = difflib.get_close_matches(name, table, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Final
 
 from asyncrl.policies.advantages.table import ADVANTAGES
-from asyncrl.policies.algorithms.spec import AlgorithmSpec
+from asyncrl.policies.algorithms.spec import AlgorithmSpec, resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
 from asyncrl.policies.losses.table import LOSSES
-from asyncrl.policies.parts import Part, allowed_range
+from asyncrl.policies.parts import Part, allowed_range, load_class
 
 HEAD: Final = """# Algorithms and their parts
 
@@ -32,7 +32,7 @@ Options in parentheses differ from the part's own defaults.
 | name | advantage | loss | aggregation | correction | source |
 |---|---|---|---|---|---|
 """
-PARTS: Final[Mapping[str, Mapping[str, type[Part]]]] = {
+PARTS: Final[Mapping[str, Mapping[str, type[Part] | str]]] = {
     "algorithm.loss": LOSSES,
     "algorithm.advantage": ADVANTAGES,
     "algorithm.aggregation": AGGREGATIONS,
@@ -46,11 +46,11 @@ def page() -> str:
 
 def _table(key: str) -> str:
     head = f"\n## {key}\n\n| name | what it computes | options | source |\n|---|---|---|---|\n"
-    return head + "".join(map(_part, PARTS[key].values()))
+    return head + "".join(_part(load_class(name, PARTS[key])) for name in PARTS[key])
 
 
 def _algorithm(spec: AlgorithmSpec) -> str:
-    parts = map(_chosen, (spec.advantage, spec.loss, spec.aggregation))
+    parts = map(_chosen, (spec.advantage, resolve(spec).loss, spec.aggregation))
     return _row(f"`{spec.name}`", *parts, " + ".join(map(_chosen, spec.correction)), spec.paper)
 
 

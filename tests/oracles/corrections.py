@@ -13,20 +13,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from asyncrl.contrib.losses.corrections import OPSM, Clamp, KStat, OutlierMask, TISPrefix
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.policies.corrections.chains import Chain, weights
 from asyncrl.policies.corrections.correction import Correction, CorrectionInputs
-from asyncrl.policies.corrections.masks import OPSM, GeoMask, KStat, OutlierMask, SequenceMask, TokenMask, Veto
+from asyncrl.policies.corrections.masks import GeoMask, SequenceMask, TokenMask, Veto
 from asyncrl.policies.corrections.ratios import geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.corrections.weights import (
-    Clamp,
     IcePop,
     MISSequence,
     MISToken,
     NoCorrection,
     SelfNorm,
     TISGeometric,
-    TISPrefix,
     TISSequence,
     TISToken,
 )

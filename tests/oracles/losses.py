@@ -8,26 +8,28 @@ from typing import Any
 
 import torch
 
+from asyncrl.contrib.losses.aipo import AIPO
+from asyncrl.contrib.losses.aspo import ASPO
+from asyncrl.contrib.losses.gmpo import GMPO
+from asyncrl.contrib.losses.m2po import M2PO
+from asyncrl.contrib.losses.opmd import OPMD, SimpleOPMD
+from asyncrl.contrib.losses.p3o import P3O
+from asyncrl.contrib.losses.prime_rl import PrimeRL
+from asyncrl.contrib.losses.sapo import SAPO
+from asyncrl.contrib.losses.topr import TOPR, TOPRByReward
+from asyncrl.contrib.losses.vespo import VESPO
 from asyncrl.policies.corrections import chains, diagnostics
 from asyncrl.policies.corrections.correction import Correction, CorrectionInputs
 from asyncrl.policies.corrections.ratios import geometric_ratio, sequence_ratio
 from asyncrl.policies.corrections.weights import IcePop, TISSequence, TISToken
 from asyncrl.policies.losses import kl
-from asyncrl.policies.losses.aspo import ASPO
-from asyncrl.policies.losses.cispo import AIPO, Cispo
-from asyncrl.policies.losses.dppo import DPPO, PrimeRL
-from asyncrl.policies.losses.gmpo import GMPO
+from asyncrl.policies.losses.cispo import Cispo
+from asyncrl.policies.losses.dppo import DPPO
 from asyncrl.policies.losses.gspo import GSPO
 from asyncrl.policies.losses.loss import Loss
-from asyncrl.policies.losses.m2po import M2PO
-from asyncrl.policies.losses.opmd import OPMD, SimpleOPMD
-from asyncrl.policies.losses.p3o import P3O
 from asyncrl.policies.losses.ppo import CoupledPPO, PPOClip
 from asyncrl.policies.losses.ratios import ratio
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
-from asyncrl.policies.losses.sapo import SAPO
-from asyncrl.policies.losses.topr import TOPR, TOPRByReward
-from asyncrl.policies.losses.vespo import VESPO
 from tests.oracles.dense import Adapter, Dense, Inputs, Outputs, Params, compute, one_of, renamed
 
 CLIP = {"clip_low": "eps_low", "clip_high": "eps_high"}

@@ -16,18 +16,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.contrib.losses.corrections import OPSM, Clamp, KStat, OutlierMask, TISPrefix
 from asyncrl.policies.corrections.chains import Chain, chain, weights
 from asyncrl.policies.corrections.correction import CorrectionInputs
-from asyncrl.policies.corrections.masks import OPSM, GeoMask, KStat, OutlierMask, SequenceMask, TokenMask, Veto
+from asyncrl.policies.corrections.masks import GeoMask, SequenceMask, TokenMask, Veto
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.corrections.weights import (
-    Clamp,
     IcePop,
     MISSequence,
     MISToken,
     NoCorrection,
     TISGeometric,
-    TISPrefix,
     TISSequence,
     TISToken,
 )

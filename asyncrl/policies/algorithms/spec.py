@@ -25,12 +25,15 @@ P = TypeVar("P", bound=Part)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
-    """The parts of an algorithm, each with the options that the algorithm sets: ``PPOClip(clip_high=0.28)``."""
+    """The parts of an algorithm, each with the options that the algorithm sets: ``PPOClip(clip_high=0.28)``.
+
+    A loss may be a name in ``LOSSES``, which is loaded when the algorithm is used.
+    """
 
     name: str
     paper: str
     advantage: Advantage
-    loss: Loss
+    loss: Loss | str
     aggregation: Aggregation
     correction: tuple[Correction, ...]
 
@@ -53,9 +56,10 @@ def resolve(
     its own defaults. Raises ConfigError, with the reason, for unknown names, values out of range and combinations that
     are wrong.
     """
+    chosen = loss or spec.loss
     parts: dict[str, Part] = {
         "advantage": named(advantage, Advantage, ADVANTAGES, where="advantage") if advantage else spec.advantage,
-        "loss": named(loss, Loss, LOSSES, where="loss") if loss else spec.loss,
+        "loss": chosen if isinstance(chosen, Loss) else named(chosen, Loss, LOSSES, where="loss"),
         "aggregation": (
             named(aggregation, Aggregation, AGGREGATIONS, where="aggregation") if aggregation else spec.aggregation
         ),

@@ -14,12 +14,8 @@ from asyncrl.policies.losses.aggregation import SeqMeanTokenMean, SeqMeanTokenSu
 from asyncrl.policies.losses.cispo import Cispo
 from asyncrl.policies.losses.distillation import OPDReward
 from asyncrl.policies.losses.gspo import GSPO
-from asyncrl.policies.losses.m2po import M2PO
-from asyncrl.policies.losses.p3o import P3O
 from asyncrl.policies.losses.ppo import PPOClip
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
-from asyncrl.policies.losses.sapo import SAPO
-from asyncrl.policies.losses.topr import TOPR
 
 ALGORITHMS: dict[str, AlgorithmSpec] = {
     spec.name: spec
@@ -100,7 +96,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
             name="topr",
             paper="arXiv:2503.14286",
             advantage=Returns(),
-            loss=TOPR(),
+            loss="topr",
             aggregation=SeqMeanTokenSum(),
             correction=(NoCorrection(),),
         ),
@@ -108,7 +104,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
             name="sapo",
             paper="arXiv:2511.20347",
             advantage=GRPO(),
-            loss=SAPO(),
+            loss="sapo",
             aggregation=SeqMeanTokenMean(),
             correction=(TISToken(),),
         ),
@@ -116,7 +112,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
             name="m2po",
             paper="arXiv:2510.01161",
             advantage=GRPO(),
-            loss=M2PO(),
+            loss="m2po",
             aggregation=TokenMean(),
             correction=(TISToken(),),
         ),
@@ -140,7 +136,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
             name="p3o",
             paper="arXiv:2605.12380",
             advantage=GRPO(),
-            loss=P3O(),
+            loss="p3o",
             aggregation=TokenMean(),
             correction=(NoCorrection(),),
         ),

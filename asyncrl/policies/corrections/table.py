@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 from asyncrl.policies.corrections.correction import Correction
-from asyncrl.policies.corrections.masks import OPSM, GeoMask, KStat, OutlierMask, SequenceMask, TokenMask, Veto
+from asyncrl.policies.corrections.masks import GeoMask, SequenceMask, TokenMask, Veto
 from asyncrl.policies.corrections.weights import (
-    Clamp,
     IcePop,
     MISSequence,
     MISToken,
     NoCorrection,
     SelfNorm,
     TISGeometric,
-    TISPrefix,
     TISSequence,
     TISToken,
 )
 
-CORRECTIONS: dict[str, type[Correction]] = {
-    correction.name: correction
-    for correction in (
-        NoCorrection,
-        TISToken,
-        Clamp,
-        TISSequence,
-        TISGeometric,
-        TISPrefix,
-        MISToken,
-        MISSequence,
-        IcePop,
-        TokenMask,
-        SequenceMask,
-        GeoMask,
-        Veto,
-        OutlierMask,
-        OPSM,
-        KStat,
-        SelfNorm,
-    )
+CORE: Final[tuple[type[Correction], ...]] = (
+    NoCorrection,
+    TISToken,
+    TISSequence,
+    TISGeometric,
+    MISToken,
+    MISSequence,
+    IcePop,
+    TokenMask,
+    SequenceMask,
+    GeoMask,
+    Veto,
+    SelfNorm,
+)
+
+CORRECTIONS: Final[Mapping[str, type[Correction] | str]] = {correction.name: correction for correction in CORE} | {
+    "clamp": "asyncrl.contrib.losses.corrections:Clamp",
+    "tis_prefix": "asyncrl.contrib.losses.corrections:TISPrefix",
+    "outlier_mask": "asyncrl.contrib.losses.corrections:OutlierMask",
+    "opsm": "asyncrl.contrib.losses.corrections:OPSM",
+    "k_stat": "asyncrl.contrib.losses.corrections:KStat",
 }
+"""Classes of the core, and addresses of the corrections of single papers and frameworks."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.policies.corrections.correction import Correction, bounds_problem
-from asyncrl.policies.corrections.ratios import geometric_ratio, prefix_ratio, ratio, sequence_ratio
+from asyncrl.policies.corrections.ratios import geometric_ratio, ratio, sequence_ratio
 from asyncrl.policies.losses.segments import Array, as_floats, spread
 from asyncrl.policies.parts import Cap, Floor
 
@@ -37,22 +37,6 @@ class TISToken(Correction):
 
     def formula(self, log_ratio: Array) -> torch.Tensor:
         return ratio(log_ratio).clamp(max=self.cap)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clamp(Correction):
-    """The token ratio, clamped on both sides. 0.5 and 5 as in OpenRLHF's "tis"; slime has tis_clip_low 0."""
-
-    name = "clamp"
-
-    low: Floor = 0.5
-    high: Cap = 5.0
-
-    def problem(self) -> str:
-        return bounds_problem(self, self.low, self.high)
-
-    def formula(self, log_ratio: Array) -> torch.Tensor:
-        return ratio(log_ratio).clamp(min=self.low, max=self.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,23 +76,6 @@ class TISGeometric(Correction):
     def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
         ratios = geometric_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
         return spread(ratios.clamp(min=self.low, max=self.high), sequence)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TISPrefix(Correction):
-    """min(product of the ratios up to and including the token, cap).
-
-    This is per-decision importance sampling. It is right for rewards per token, but biased for an advantage of the
-    whole answer.
-    """
-
-    name = "tis_prefix"
-    paper = "Precup et al., 2000"
-
-    cap: Cap = 2.0
-
-    def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
-        return prefix_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences).clamp(max=self.cap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

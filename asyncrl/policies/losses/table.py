@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from asyncrl.policies.losses.aspo import ASPO
-from asyncrl.policies.losses.cispo import AIPO, Cispo
+from collections.abc import Mapping
+from typing import Final
+
+from asyncrl.policies.losses.cispo import Cispo
 from asyncrl.policies.losses.distillation import OPD, OPDReward
-from asyncrl.policies.losses.dppo import DPPO, PrimeRL
-from asyncrl.policies.losses.gmpo import GMPO
+from asyncrl.policies.losses.dppo import DPPO
 from asyncrl.policies.losses.gspo import GSPO
 from asyncrl.policies.losses.loss import Loss
-from asyncrl.policies.losses.m2po import M2PO
-from asyncrl.policies.losses.opmd import OPMD, SimpleOPMD
-from asyncrl.policies.losses.p3o import P3O
 from asyncrl.policies.losses.ppo import CoupledPPO, DecoupledPPO, PPOClip
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
-from asyncrl.policies.losses.sapo import SAPO
-from asyncrl.policies.losses.topr import TOPR, TOPRByReward
-from asyncrl.policies.losses.vespo import VESPO
 
-LOSSES: dict[str, type[Loss]] = {
-    loss.name: loss
-    for loss in (
-        Reinforce,
-        PPOClip,
-        DecoupledPPO,
-        CoupledPPO,
-        GSPO,
-        GMPO,
-        Cispo,
-        AIPO,
-        TOPR,
-        TOPRByReward,
-        SAPO,
-        ASPO,
-        DPPO,
-        PrimeRL,
-        M2PO,
-        P3O,
-        OPMD,
-        SimpleOPMD,
-        VESPO,
-        OPDReward,
-        OPD,
-        SFT,
-    )
+CORE: Final[tuple[type[Loss], ...]] = (
+    Reinforce,
+    PPOClip,
+    DecoupledPPO,
+    CoupledPPO,
+    GSPO,
+    Cispo,
+    DPPO,
+    OPDReward,
+    OPD,
+    SFT,
+)
+
+LOSSES: Final[Mapping[str, type[Loss] | str]] = {loss.name: loss for loss in CORE} | {
+    "gmpo": "asyncrl.contrib.losses.gmpo:GMPO",
+    "aipo": "asyncrl.contrib.losses.aipo:AIPO",
+    "topr": "asyncrl.contrib.losses.topr:TOPR",
+    "topr_by_reward": "asyncrl.contrib.losses.topr:TOPRByReward",
+    "sapo": "asyncrl.contrib.losses.sapo:SAPO",
+    "aspo": "asyncrl.contrib.losses.aspo:ASPO",
+    "prime_rl": "asyncrl.contrib.losses.prime_rl:PrimeRL",
+    "m2po": "asyncrl.contrib.losses.m2po:M2PO",
+    "p3o": "asyncrl.contrib.losses.p3o:P3O",
+    "opmd": "asyncrl.contrib.losses.opmd:OPMD",
+    "opmd_simple": "asyncrl.contrib.losses.opmd:SimpleOPMD",
+    "vespo": "asyncrl.contrib.losses.vespo:VESPO",
 }
+"""Classes of the core, and addresses of the losses of single papers."""

@@ -12,10 +12,15 @@ from asyncrl.policies.advantages.table import ADVANTAGES
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
 from asyncrl.policies.losses.table import LOSSES
-from asyncrl.policies.parts import Part, allowed_range
+from asyncrl.policies.parts import Part, allowed_range, load_class
 from tests.harness.algorithms import run
 
-PARTS: list[type[Part]] = [*ADVANTAGES.values(), *LOSSES.values(), *AGGREGATIONS.values(), *CORRECTIONS.values()]
+PARTS: list[type[Part]] = [
+    *ADVANTAGES.values(),
+    *(load_class(name, LOSSES) for name in LOSSES),
+    *AGGREGATIONS.values(),
+    *(load_class(name, CORRECTIONS) for name in CORRECTIONS),
+]
 
 UNCORRECTED = ("none", "self_norm", "veto", "outlier_mask")
 """Corrections that leave stale data uncorrected if used alone."""

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.contrib.losses.corrections import OPSM, KStat, OutlierMask
 from asyncrl.errors import ConfigError
 from asyncrl.policies.corrections.chains import chain, is_uncorrected, norm_level, weights
 from asyncrl.policies.corrections.correction import Correction, CorrectionInputs
-from asyncrl.policies.corrections.masks import OPSM, KStat, OutlierMask, SequenceMask, TokenMask, Veto
+from asyncrl.policies.corrections.masks import SequenceMask, TokenMask, Veto
 from asyncrl.policies.corrections.ratios import geometric_ratio, prefix_ratio, ratio, sequence_ratio
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.corrections.weights import IcePop, TISToken
@@ -194,7 +195,7 @@ def test_a_correction_of_one_s_own_joins_a_chain_by_its_address() -> None:
         ("tis_token + tis_sequence", "weights with the ratio twice"),
         ("veto + veto", "names one correction twice"),
         ("self_norm + tis_token", "must come last"),
-        ("asyncrl.policies.losses.sapo:SAPO", "must derive from asyncrl.policies.corrections.correction.Correction"),
+        ("asyncrl.contrib.losses.sapo:SAPO", "must derive from asyncrl.policies.corrections.correction.Correction"),
     ],
 )
 def test_a_wrong_chain_is_refused_with_the_reason(spec: Any, reason: str) -> None:

@@ -13,21 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.policies.losses.aspo import ASPO
-from asyncrl.policies.losses.cispo import AIPO, Cispo
-from asyncrl.policies.losses.dppo import DPPO, PrimeRL
-from asyncrl.policies.losses.gmpo import GMPO
+from asyncrl.contrib.losses.aipo import AIPO
+from asyncrl.contrib.losses.aspo import ASPO
+from asyncrl.contrib.losses.gmpo import GMPO
+from asyncrl.contrib.losses.m2po import M2PO
+from asyncrl.contrib.losses.opmd import OPMD, SimpleOPMD
+from asyncrl.contrib.losses.p3o import P3O
+from asyncrl.contrib.losses.prime_rl import PrimeRL
+from asyncrl.contrib.losses.sapo import SAPO
+from asyncrl.contrib.losses.topr import TOPR, TOPRByReward
+from asyncrl.contrib.losses.vespo import VESPO
+from asyncrl.policies.losses.cispo import Cispo
+from asyncrl.policies.losses.dppo import DPPO
 from asyncrl.policies.losses.gspo import GSPO
 from asyncrl.policies.losses.loss import Loss
-from asyncrl.policies.losses.m2po import M2PO
-from asyncrl.policies.losses.opmd import OPMD, SimpleOPMD
-from asyncrl.policies.losses.p3o import P3O
 from asyncrl.policies.losses.ppo import CoupledPPO, DecoupledPPO, PPOClip
 from asyncrl.policies.losses.reinforce import SFT, Reinforce
-from asyncrl.policies.losses.sapo import SAPO
 from asyncrl.policies.losses.table import LOSSES as TABLE
-from asyncrl.policies.losses.topr import TOPR, TOPRByReward
-from asyncrl.policies.losses.vespo import VESPO
 
 SEQUENCE = torch.tensor([0, 0, 0, 2, 2, 3])  # sequence 1 has no tokens
 KEEP = torch.tensor([True, True, False, True, True, True])

@@ -1,0 +1,1 @@
+"""Losses and corrections of single papers and frameworks."""
