@@ -130,6 +130,10 @@ class MessageError(BusError, ValueError):
     """Bytes that do not decode to the expected message type, or a message that contradicts itself."""
 
 
+class OtherSchema(MessageError):
+    """A message that another version of asyncrl encoded (version.SCHEMA)."""
+
+
 class EngineError(AsyncRLError):
     """One generation failed. The rollout worker returns the prompt to the bus."""
 

@@ -8,9 +8,6 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, Final
 
-from asyncrl.errors import MessageError
-from asyncrl.messages import upgrade
-
 Row = dict[str, Any]
 
 _OF_EVERY_ROW: Final = ("step", "learner/incarnation")
@@ -19,11 +16,11 @@ _OF_EVERY_ROW: Final = ("step", "learner/incarnation")
 def parsed(line: bytes) -> Row | None:
     """Parse a row; None if it has no step, or a number that is not finite (the learner writes null for those)."""
     try:
-        row = upgrade.metrics(json.loads(line, parse_constant=_refused))
+        row: Row = json.loads(line, parse_constant=_refused)
         incarnation = row.get("learner/incarnation", 0)
         is_whole = type(row["step"]) is int and row["step"] >= 0 and _is_finite(incarnation) and incarnation >= 0
         return row if is_whole and all(map(_is_finite, row.values())) else None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MessageError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 
 

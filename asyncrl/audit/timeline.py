@@ -52,10 +52,7 @@ def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def evaluations_of(directory: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl for evaluated versions, in the order in which the evaluations ended.
-
-    Empty for runs of an older version, whose rows have no time.
-    """
+    """Return the rows of metrics.jsonl for evaluated versions, in the order in which the evaluations ended."""
     rows = [row for row in RecordedRun(directory).metrics().values() if _is_time(row.get(EVALUATED_AT))]
     return sorted(rows, key=lambda row: float(row[EVALUATED_AT]))
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from asyncrl.backends import huggingface, optimizer_state, weight_cuts
+from asyncrl.backends import huggingface, weight_cuts
 from asyncrl.backends.families.layer_weights import Cut
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.models import AuxiliaryModel
@@ -85,12 +85,11 @@ def fingerprint(model: AuxiliaryModel) -> str:
     return weight_files.fingerprint(model.path) if has_adapters else ""
 
 
-def require_base(saved: Path, model: AuxiliaryModel) -> None:
+def require_base(saved: Path, model: AuxiliaryModel, *, base: str) -> None:
     """Raise ConfigError if the adapters in the checkpoint ``saved`` were trained on other weights than ``model``'s.
 
-    Checkpoints of older versions do not say on which.
+    base  fingerprint of the weights on which they were trained; "" if the checkpoint has no adapters
     """
-    base = optimizer_state.base_of(saved)
     if base and base != fingerprint(model):
         raise ConfigError(
             f"model.path: {model.path} has other weights than the model whose adapters are in {saved}; resume with "

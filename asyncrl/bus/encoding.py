@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from asyncrl.errors import MessageError, MessageTooLarge
+from asyncrl.errors import ConfigError, MessageError, MessageTooLarge, OtherSchema
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.signing import Seen, Signatures
 from asyncrl.messages.topics import Topic
@@ -64,7 +64,7 @@ def opened(
     seen: Seen | None = None,
     body: bytes | None = None,
 ) -> Opened[M]:
-    """Verify and decode a message.
+    """Verify and decode a message. Raises ConfigError if the learner has another schema.
 
     seen  as in ``Signatures.open``
     body  bytes of the message if ``data`` only names its pieces (pieces.py)
@@ -79,5 +79,9 @@ def opened(
             if problem := signatures.impostor(topic, key, data, name=name):
                 return Opened(None, problem)
         return Opened(message)
+    except OtherSchema as error:
+        if topic.is_learners:  # the whole run has that schema, so nothing of it can be read here
+            raise ConfigError(f"{topic.name} of this run: {error}") from None
+        return Opened(None, str(error))
     except MessageError as error:
         return Opened(None, str(error))

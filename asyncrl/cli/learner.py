@@ -14,7 +14,7 @@ from asyncrl.adapters.registry import backend_class, connect, serve_rank, set_le
 from asyncrl.cli import arguments
 from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervised
 from asyncrl.config import RunConfig
-from asyncrl.launch.checks import resume_checks, resume_settings, same_version, single_learner
+from asyncrl.launch.checks import resume_checks, resume_settings, single_learner
 from asyncrl.launch.checks.run_file import check_learner
 from asyncrl.launch.keys import signing_keys
 from asyncrl.os_process import end_with_parent, exit_within
@@ -64,8 +64,6 @@ async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched
     try:
         await single_learner.on_bus(bus, run=run_config.run.name)
         await single_learner.of_this_key(bus, run_config)
-        trusted = signing_keys.is_launched(run_config) if is_launched else lambda name: True
-        await same_version.refuse_others(bus, run=run_config.run.name, is_trusted=trusted)
         if resume:
             await resume_checks.refuse(run_config, bus=bus)
         async with signing_keys.heard_kept(run_config):

@@ -14,7 +14,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.cli.actor_process import EXIT_SECONDS
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import same_version, single_instance
+from asyncrl.launch.checks import single_instance
 from asyncrl.launch.keys import signing_keys, worker_keys
 from asyncrl.launch.keys.worker_keys import Identity
 from asyncrl.messages.validation import name_problem
@@ -51,7 +51,6 @@ async def bus_of_worker(run_config: RunConfig, own: Identity, *, token: str, has
     alone = contextlib.nullcontext() if own.has_own_key else single_instance.worker(bus, own.name, run=run)
     try:
         async with alone:
-            await same_version.await_learner(bus, run=run)
             yield bus
         exit_within(EXIT_SECONDS, 0)
     finally:

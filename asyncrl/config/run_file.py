@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.config import renamed
 from asyncrl.config.run import RunConfig
 from asyncrl.config.tables import build
 from asyncrl.config.toml_text import toml_text
@@ -76,8 +75,19 @@ def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:
 
     Raises ConfigError naming ``where`` and the key.
     """
-    renamed.refuse(table, where)
+    _refuse_penalties(table, where)
     return build(RunConfig, table, where)
+
+
+def _refuse_penalties(table: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a key that other frameworks have in [rollout] and that asyncrl must not have."""
+    section = table.get("rollout")
+    for key in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if isinstance(section, Mapping) and key in section:
+            raise ConfigError(
+                f"{where}: rollout.{key} changes the distribution that answers are sampled from, by tokens that the "
+                "trainer cannot see, so every behavior logprob would be wrong; remove it (an evaluation may set it)"
+            )
 
 
 def override(table: dict[str, Any], item: str) -> None:

@@ -1,9 +1,4 @@
-"""Converts a TOML table to a frozen dataclass. Checks every key and type; errors name the section and the key.
-
-Not shared with messages/codec.py, which also builds dataclasses. The common part would be the walk over fields and
-tuples, about fifteen lines; every rule differs (choices, near names and secrets here; arrays, None and old schemas
-there). Hooks for these rules would add a call per field of every message, on the hot path.
-"""
+"""Converts a TOML table to a frozen dataclass. Checks every key and type; errors name the section and the key."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import Final
 
 from asyncrl.backends import conversion
 from asyncrl.backends.conversion import Converted
+from asyncrl.backends.optimizer_state import STATE_FILE
 from asyncrl.data.model_folder import check_weights
 from asyncrl.data.new_folder import copy_all_but_weights, new_folder
 from asyncrl.errors import CheckpointError, ConfigError
@@ -78,11 +79,8 @@ def _checkpoint_in(source: Path) -> Path | None:
             return folder
     if (source / "config.json").is_file():
         return None
-    if any((folder / "rank-00000.safetensors").is_file() for folder in (source, source / "backend")):
-        raise ConfigError(
-            f"{source}: is a checkpoint of the reference backend or of an earlier version, which convert does not "
-            "read; a run of the megatron backend that is resumed writes the new format"
-        )
+    if any((folder / STATE_FILE).is_file() for folder in (source, source / "backend")):
+        raise ConfigError(f"{source}: is a checkpoint of the reference backend, which convert does not read")
     if steps := checkpoint.complete(source) or checkpoint.complete(source / "checkpoints"):
         raise ConfigError(f"{source}: has checkpoints of a run; name one of them, such as the newest, {steps[-1]}")
     raise ConfigError(

@@ -7,7 +7,7 @@ evaluation       the version being evaluated, and the answers
 weight_transfer  transfer of weights from the learner's memory to an engine's memory
 fleet            number of workers, and the settings that a joining worker needs
 topics           all topics and services, with who may publish and read them
-codec, upgrade   encoding to bytes and decoding, also of older schemas
+codec            encoding to bytes and decoding
 """
 
 from asyncrl.messages.control import (
@@ -29,7 +29,6 @@ from asyncrl.messages.rollout import (
     VersionSpan,
 )
 from asyncrl.messages.segments import CallSegment, GroupSegment
-from asyncrl.messages.upgrade import SCHEMA
 from asyncrl.messages.validation import replace
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "Progress",
     "PromptGroup",
     "Quarantine",
-    "SCHEMA",
     "SamplingParams",
     "StepMetrics",
     "Trajectory",

@@ -1,11 +1,10 @@
 """Encodes frozen dataclasses to bytes and back: msgpack, with arrays as raw little-endian bytes. Nothing is executable.
 
 The only file that imports msgpack. Raises MessageError for another type or schema, unknown or missing fields, values of
-the wrong type, arrays of objects, extra bytes, and everything that the message's own checks reject. Recorded messages
-of an older schema are upgraded on reading (upgrade.py).
+the wrong type, arrays of objects, extra bytes, and everything that the message's own checks reject.
 
 config/tables.py also builds dataclasses, but shares no code with this file. They would have about fifteen lines in
-common, the walk over fields and tuples. Every rule differs: arrays, None and old schemas here; choices, near names and
+common, the walk over fields and tuples. Every rule differs: arrays and None here; choices, near names and
 secrets there. A hook for each rule would cost one more call per field of every message, on the hot path.
 """
 
@@ -22,10 +21,9 @@ from typing import Any, Final, TypeVar, cast
 import msgpack
 import numpy as np
 
-from asyncrl.errors import MessageError
-from asyncrl.messages import upgrade
-from asyncrl.messages.upgrade import SCHEMA
+from asyncrl.errors import MessageError, OtherSchema
 from asyncrl.messages.value_count import has_more_values
+from asyncrl.version import SCHEMA
 
 M = TypeVar("M")
 
@@ -62,7 +60,8 @@ def is_encoded(data: bytes | memoryview, message_type: type) -> bool:
 
 
 def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool = False) -> M:
-    """Decode the message in ``data``. Raises MessageError for anything that is not exactly one ``message_type``.
+    """Decode the message in ``data``. Raises MessageError for anything that is not exactly one ``message_type``, and
+    OtherSchema for one of another schema.
 
     is_bounded  reject more values than such a message can need, because the sender is not trusted
     """
@@ -76,14 +75,13 @@ def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool 
         raise MessageError(f"not a {name}: {error}") from error
     if kind != name:
         raise MessageError(f"not a {name} but a {_shown(kind)}")
-    is_old = schema != SCHEMA
-    if is_old and not upgrade.is_read(name, schema=schema):
-        raise MessageError(
+    if type(schema) is not int or schema != SCHEMA:
+        raise OtherSchema(
             f"{name} has schema {_shown(schema)} and this process reads schema {SCHEMA}; run the same version of "
             "asyncrl everywhere"
         )
     try:
-        return cast(M, _builder(cast(Any, message_type))(fields, is_old))
+        return cast(M, _builder(cast(Any, message_type))(fields))
     except _InvalidValue as error:
         raise MessageError(f"{name}{error.where}{error.problem}") from error.__cause__
 
@@ -139,9 +137,8 @@ def _required(kind: Any) -> frozenset[str]:
     return frozenset(f.name for f in dataclasses.fields(kind) if f.default is missing and f.default_factory is missing)
 
 
-Builder = Callable[[Any, bool], Any]
-"""Converts what msgpack unpacked to a value of one type. The second argument tells whether messages in it have the
-fields of schema 1. Raises _InvalidValue."""
+Builder = Callable[[Any], Any]
+"""Converts what msgpack unpacked to a value of one type. Raises _InvalidValue."""
 
 
 class _InvalidValue(Exception):
@@ -176,19 +173,17 @@ def _builder(kind: Any) -> Builder:
     return functools.partial(_build_plain, kind) if kind in (int, str, bool, bytes) else _build_any
 
 
-def _build_message(kind: type, raw: Any, is_old: bool) -> Any:
+def _build_message(kind: type, raw: Any) -> Any:
     fields = _fields(kind)
     _check(isinstance(raw, dict), "a table of fields", raw)
     name = ""
     try:
-        if is_old:
-            raw = upgrade.fields(kind.__name__, raw)
         unknown, missing = raw.keys() - fields.keys(), _required(kind) - raw.keys()
         if unknown or missing:
             raise MessageError(f"unknown fields {_named(unknown)}, missing fields {sorted(missing)}")
         values = {}
         for name, value in raw.items():
-            values[name] = _builder(fields[name])(value, is_old)
+            values[name] = _builder(fields[name])(value)
         return kind(**values)
     except _InvalidValue as error:
         error.within(f".{name}")
@@ -197,50 +192,50 @@ def _build_message(kind: type, raw: Any, is_old: bool) -> Any:
         raise _InvalidValue(f": {error}") from error
 
 
-def _build_tuple(item: Any, raw: Any, is_old: bool) -> Any:
+def _build_tuple(item: Any, raw: Any) -> Any:
     _check(isinstance(raw, list), "a list", raw)
     build, built = _builder(item), []
     try:
         for value in raw:
-            built.append(build(value, is_old))  # noqa: PERF401 - after an error, its length says where
+            built.append(build(value))  # noqa: PERF401 - after an error, its length says where
     except _InvalidValue as error:
         error.within(f"[{len(built)}]")
         raise
     return tuple(built)
 
 
-def _build_dict(item: Any, raw: Any, is_old: bool) -> Any:
+def _build_dict(item: Any, raw: Any) -> Any:
     _check(isinstance(raw, dict) and all(isinstance(key, str) for key in raw), "a table", raw)
     build, built, key = _builder(item), {}, ""
     try:
         for key, value in raw.items():
-            built[key] = build(value, is_old)
+            built[key] = build(value)
     except _InvalidValue as error:
         error.within(f".{key}")
         raise
     return built
 
 
-def _build_optional(some: Any, raw: Any, is_old: bool) -> Any:
-    return None if raw is None else _builder(some)(raw, is_old)
+def _build_optional(some: Any, raw: Any) -> Any:
+    return None if raw is None else _builder(some)(raw)
 
 
-def _build_array(raw: Any, _is_old: bool) -> Any:
+def _build_array(raw: Any) -> Any:
     _check(isinstance(raw, np.ndarray), "an array", raw)
     return raw
 
 
-def _build_float(raw: Any, _is_old: bool) -> float:
+def _build_float(raw: Any) -> float:
     _check(isinstance(raw, int | float) and not isinstance(raw, bool), "a number", raw)
     return float(raw)
 
 
-def _build_plain(kind: type, raw: Any, _is_old: bool) -> Any:
+def _build_plain(kind: type, raw: Any) -> Any:
     _check(type(raw) is kind, kind.__name__, raw)
     return raw
 
 
-def _build_any(raw: Any, _is_old: bool) -> Any:
+def _build_any(raw: Any) -> Any:
     return raw
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.messages.upgrade import SCHEMA
 from asyncrl.messages.validation import counts, require, times
 
 
@@ -20,7 +19,6 @@ class WeightVersion:
     num_bytes    size of all weight files
     num_engines  engines that the learner knows; an eighth of them may load at once
     fork         policy version from which this incarnation started
-    schema       message schema of the learner
     """
 
     incarnation: int
@@ -30,7 +28,6 @@ class WeightVersion:
     num_bytes: int = 0
     num_engines: int = 0
     fork: int = 0
-    schema: int = SCHEMA
 
     def __post_init__(self) -> None:
         counts(self, "incarnation", "policy_version", "num_bytes", "num_engines", "fork")
@@ -109,7 +106,6 @@ class Heartbeat:
     clock_shift  size in seconds of the last jump of this machine's wall clock, if within the last minute
     numbers      gauges and counters by metric name, such as ``rollout/running``
     begun        group id -> oldest policy version in the group, for each group in progress at a rollout worker
-    schema       message schema of this process; all processes of a run must have the same
     """
 
     actor: str
@@ -126,7 +122,6 @@ class Heartbeat:
     life: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
-    schema: int = SCHEMA
 
     def __post_init__(self) -> None:
         times(self, "clock_shift")

@@ -28,13 +28,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from asyncrl.errors import CheckpointDamaged, CheckpointError, MessageError, disk_problem
-from asyncrl.messages import upgrade
+from asyncrl.errors import CheckpointDamaged, CheckpointError, disk_problem
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.state import manifest
-
-FORMAT: Final = 2
-"""Raise it when learner.json changes so that an older reader would misread it. Format 1, with other names, is read."""
+from asyncrl.version import SCHEMA
 
 _PROBE_BYTES: Final = 2**20
 _STATE_FILE: Final = "learner.json"
@@ -79,7 +76,7 @@ def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
             if _PARTIAL.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
         begun.backend.mkdir(parents=True)
-        (begun.partial / _STATE_FILE).write_text(json.dumps({"format": FORMAT} | dataclasses.asdict(state), indent=1))
+        (begun.partial / _STATE_FILE).write_text(json.dumps({"schema": SCHEMA} | dataclasses.asdict(state), indent=1))
         save_backend(begun.backend)
     return begun
 
@@ -151,7 +148,7 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
     """Read the state of one checkpoint, and return its backend folder. ``whole``: check the hashes of all files, not
     only of learner.json.
 
-    Raises CheckpointDamaged, CheckpointError for a later version's format, or OSError for what cannot be read now.
+    Raises CheckpointDamaged, CheckpointError for another schema, or OSError for what cannot be read now.
     """
     problem = (
         (manifest.damage(folder) or _lacks_backend(folder)) if whole else manifest.damage(folder, only=_STATE_FILE)
@@ -160,21 +157,19 @@ def read(folder: Path, *, whole: bool = False) -> tuple[LearnerState, Path]:
         raise CheckpointDamaged(f"{folder}: is damaged: {problem}")
     try:
         table = json.loads((folder / _STATE_FILE).read_text())
-        if (found := table.pop("format")) == 1:
-            table = upgrade.renamed(table, upgrade.CHECKPOINT)
-        elif type(found) is not int:
-            raise ValueError(f"format is {str(found)[:20]!r}")
-        elif found != FORMAT:
+        if type(found := table.pop("schema")) is not int:
+            raise ValueError(f"schema is {str(found)[:20]!r}")
+        if found != SCHEMA:
             raise CheckpointError(
-                f"{folder}: has format {found!r}, and this version of asyncrl reads 1 to {FORMAT}; resume the run with "
+                f"{folder}: has schema {found}, and this version of asyncrl reads schema {SCHEMA}; resume the run with "
                 "the version that wrote it"
             )
         prompts = table.pop("prompts")
         for name in ("outstanding", "oldest_start"):
-            prompts[name] = {int(key): value for key, value in prompts.get(name, {}).items()}
+            prompts[name] = {int(key): value for key, value in prompts[name].items()}
         table["forks"] = {int(key): value for key, value in table["forks"].items()}
         state = LearnerState(prompts=PromptState(**prompts), **table)
-    except (OSError, MessageError, *manifest.UNREADABLE) as error:
+    except (OSError, *manifest.UNREADABLE) as error:
         if isinstance(error, OSError) and not manifest.is_damage(error):
             raise
         raise CheckpointDamaged(

@@ -14,7 +14,7 @@ Invariants (tests/unit/state/test_history.py):
   H4 positions mean the same for every checkpoint: a learner that finds the file shorter than its checkpoint recorded
      replaces the missing part with a blank line.
   H5 a damaged line becomes an entry that says so (policies/audit/entries.py), and the other lines are read. "crc" is
-     the CRC-32 of the line without it; lines of older versions have none.
+     the CRC-32 of the line without it.
 
 ``asyncrl audit`` counts from it and ``asyncrl replay`` trains from it.
 """
@@ -33,10 +33,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from asyncrl.config.renamed import translated
-from asyncrl.errors import ConfigError, MessageError, NoHistory
+from asyncrl.errors import ConfigError, NoHistory
 from asyncrl.logs import is_at, put_back
-from asyncrl.messages import upgrade
 from asyncrl.policies.audit.entries import BEGUN, DAMAGED, FATES, HistoryEntry
 
 log = logging.getLogger("asyncrl.learner")
@@ -207,7 +205,7 @@ def read(path: Path) -> list[HistoryEntry]:
                 if (before := first_seen.setdefault(hash(line), number)) != number:
                     raise ValueError(f"it is a copy of line {before}")
                 entries.append(entry)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 incarnation, step = (entries[-1].incarnation, entries[-1].step) if entries else (0, 0)
                 problem = f"line {number} cannot be read: {error}"
                 entries.append(
@@ -229,7 +227,7 @@ def parsed(line: bytes, *, position: int) -> HistoryEntry | None:
     """Parse one complete line, for readers that follow a growing history. None for a damaged line."""
     try:
         return _entry(_opened(line), position=position)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
@@ -250,7 +248,7 @@ def settings_of_incarnations(path: Path) -> list[Mapping[str, Any]]:
         return []
     found = []
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
             found.append(_entry(_opened(line), position=0).settings)
     return [settings for settings in found if settings]
 
@@ -272,24 +270,17 @@ def _opened(line: bytes) -> dict[str, Any]:
     if not line.strip():
         raise ValueError(f"{len(line):,} bytes were gone when the learner was resumed")
     if (found := _SEALED.fullmatch(line)) is None:
-        table: dict[str, Any] = json.loads(line)
-        if "crc" in table:  # an editor added something or reordered the names
-            raise ValueError("it is not as it was written")
-        return table
+        raise ValueError("it is not as it was written")
     text = found[1] + b"}"
     if zlib.crc32(text) != int(found[2], 16):
         raise ValueError("its checksum differs")
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def _entry(line: dict[str, Any], *, position: int) -> HistoryEntry:
-    """Convert a line to an entry. Lines of older versions have other names, and a resumed run has both in one file."""
-    fields = upgrade.renamed(line, upgrade.HISTORY)
-    fields["kind"] = upgrade.FATES.get(fields["kind"], fields["kind"])
-    fields["groups"], fields["sequences"] = tuple(fields.get("groups", ())), tuple(fields.get("sequences", ()))
+def _entry(fields: dict[str, Any], *, position: int) -> HistoryEntry:
+    fields["groups"] = tuple(fields.get("groups", ()))
+    fields["sequences"] = tuple(fields.get("sequences", ()))
     fields["replayed"] = tuple((group_id, sequence) for group_id, sequence in fields.get("replayed", ()))
-    if "settings" in fields:
-        fields["settings"] = translated(fields["settings"])
     entry = HistoryEntry(position=position, **fields)
     numbers = (
         entry.incarnation,

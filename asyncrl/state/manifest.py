@@ -1,10 +1,7 @@
 """Size and SHA-256 of every file of a folder, written last, so that later damage is found before the files are used.
 
-    manifest.json
-    {"format": 1, "files": {"learner.json": {"bytes": 812, "sha256": "9f0c..."}, "backend/rank-00000.safetensors": ...}}
-
-Folders of older versions have no manifest. There ``damage`` checks what a file says about itself: JSON that does not
-parse, a safetensors file whose length differs from its header, an archive with wrong checksums, an empty file.
+manifest.json
+{"files": {"learner.json": {"bytes": 812, "sha256": "9f0c..."}, "backend/state.safetensors": ...}}
 """
 
 from __future__ import annotations
@@ -13,8 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +17,6 @@ from typing import Any, Final
 
 FILE: Final = "manifest.json"
 
-_FORMAT: Final = 1
 _SIDE_BY_SIDE: Final = 8
 """Files hashed concurrently. Hashing releases the interpreter lock."""
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError)
@@ -43,7 +37,7 @@ def write(folder: Path, *, hashed: Mapping[Path, str] | None = None) -> None:
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": known[path]} for path in paths
     }
     with (folder / FILE).open("w") as stream:
-        json.dump({"format": _FORMAT, "files": files}, stream, indent=1)
+        json.dump({"files": files}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -55,8 +49,6 @@ def damage(folder: Path, *, only: str = "") -> str:
     Files that are not in the manifest are ignored.
     """
     try:
-        if not (folder / FILE).exists():
-            return _damage_without_manifest(folder, only=only)
         files = _read(folder)
         wanted = {only: files[only]} if only else files
         for name, file in files.items():  # check sizes before hashing
@@ -83,8 +75,6 @@ def is_damage(error: OSError) -> bool:
 
 def _read(folder: Path) -> dict[str, Any]:
     table = json.loads((folder / FILE).read_text())
-    if table["format"] != _FORMAT:
-        raise ValueError(f"format {table['format']!r}")
     files: dict[str, Any] = table["files"]
     if not files:
         raise ValueError("no files")
@@ -101,49 +91,3 @@ def _hashed(paths: Iterable[Path]) -> list[str]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-# -- folders without a manifest ----------------------------------------------------------------------------------------
-
-
-def _damage_without_manifest(folder: Path, *, only: str) -> str:
-    paths = [folder / only] if only else [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    for path in paths:
-        if problem := _problem(path):
-            return f"{path.relative_to(folder)} {problem}"
-    return ""
-
-
-def _problem(path: Path) -> str:
-    if not path.stat().st_size:
-        return "is empty"
-    if path.suffix == ".json":
-        try:
-            json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            return f"is not JSON: {error}"
-    elif path.suffix == ".safetensors":
-        return _problem_of_safetensors(path)
-    elif path.suffix in (".pt", ".pth", ".zip", ".npz"):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                bad = archive.testzip()
-        except (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, EOFError) as error:
-            return f"is not an archive: {error}"
-        return f"has wrong bytes in {bad}" if bad else ""
-    return ""
-
-
-def _problem_of_safetensors(path: Path) -> str:
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > size - 8:
-            return f"has {size:,} bytes, fewer than its header"
-        try:
-            header = json.loads(stream.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            expected = 8 + length + max(ends, default=0)
-        except UNREADABLE as error:
-            return f"has a header that cannot be read: {type(error).__name__} {error}"
-    return "" if size == expected else f"has {size:,} bytes, its header says {expected:,}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +18,6 @@ from asyncrl.bus.nats_server.server import find_binary
 from tests.conftest import BUS_SIZES
 
 RUNS = ("mine", "other", "whole")
-_RELOADED = "Reloaded server configuration"
 
 
 def started(config: Path, ports: Path) -> tuple[subprocess.Popen[bytes], str]:
@@ -42,34 +40,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 class Server:
-    """A nats-server with the configuration of ``bin/nats-config``, optionally changed by ``layout``."""
+    """A nats-server with the configuration of ``bin/nats-config``."""
 
-    def __init__(
-        self, directory: Path, *extra: str, layout: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, directory: Path, *extra: str) -> None:
         self.directory = directory
-        self._extra = extra
-        self.port = -1
-        self.write_again()
-        config = directory / "nats-server.conf"
-        if layout is not None:
-            config.write_text(json.dumps(layout(json.loads(config.read_text()))))
-        self.process, url = started(config, directory / "ports")
+        command = [sys.executable, "-m", "asyncrl.bus.nats_server.config", *RUNS, "--directory", str(directory)]
+        listen = ["--listen", "127.0.0.1:-1"]
+        self.said = subprocess.run([*command, *listen, *extra], capture_output=True, text=True, check=True).stdout
+        self.process, url = started(directory / "nats-server.conf", directory / "ports")
         self.port = urlsplit(url).port or 0
-
-    def write_again(self) -> None:
-        """Write the configuration again, as an administrator does after a change."""
-        command = [sys.executable, "-m", "asyncrl.bus.nats_server.config", *RUNS, "--directory", str(self.directory)]
-        listen = ["--listen", f"127.0.0.1:{self.port}"]
-        self.said = subprocess.run([*command, *listen, *self._extra], capture_output=True, text=True, check=True).stdout
-
-    def reload(self) -> None:
-        """Reload the configuration; returns once the server has done so."""
-        log = self.directory / "ports" / "log"
-        before = log.read_text().count(_RELOADED)
-        self.process.send_signal(signal.SIGHUP)
-        while log.read_text().count(_RELOADED) == before:
-            time.sleep(0.01)
 
     def access(self, role: str, *, run: str = "mine", **more: str) -> Credentials:
         return Credentials(role=role, credentials=f"{self.directory}/{run}/{{role}}", **more)

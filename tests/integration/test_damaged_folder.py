@@ -78,7 +78,7 @@ FILES = [
     "history.jsonl",
     "metrics.jsonl",
     *(f"checkpoints/step-0000000{step}/{name}" for step in (2, 4) for name in ("learner.json", "manifest.json")),
-    "checkpoints/step-00000004/backend/rank-00000.safetensors",
+    "checkpoints/step-00000004/backend/state.safetensors",
 ]
 
 

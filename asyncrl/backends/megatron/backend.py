@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import flops, frozen, huggingface, lora, models, optimizer_state
+from asyncrl.backends import flops, frozen, huggingface, lora, models
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import joined_ranks, rank_store, refusals, shared_settings, torchrun
+from asyncrl.backends.megatron.background_save import SavedModel
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.held_parts import RemotePart
 from asyncrl.backends.megatron.options import Options
@@ -320,9 +321,7 @@ class MegatronBackend(BackendAdapter):
         models.require_saved(folder, trained)
         for name in trained:  # before followers get the command: a user's mistake would end them with a traceback
             saved = models.saved_in(folder, name)
-            if optimizer_state.format_of(saved) != optimizer_state.DISTRIBUTED_FORMAT:
-                optimizer_state.saved_ranks(saved, tensor_parallel=self._layout.tensor)
-            lora.require_base(saved, self._job.models[name])
+            lora.require_base(saved, self._job.models[name], base=SavedModel(saved).base)
         self._started().require_restorable(folder)
         self._together([Command(name="restore", folder=str(folder))] * self._layout.ranks)
 

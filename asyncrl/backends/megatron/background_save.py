@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.backends.optimizer_state import DISTRIBUTED_FORMAT, INDEX
+from asyncrl.backends.optimizer_state import INDEX
 from asyncrl.errors import CheckpointError
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist
@@ -125,8 +125,7 @@ def complete(folder: Path, *, ranks: int) -> dict[str, str]:
         torch_dist.complete(folder, (Stored(**chunk) for report in reports for chunk in report["chunks"]))
         steps = {key: step for report in reports for key, step in report["steps"].items()}
         name = INDEX
-        base = {"base": reports[0]["base"]} if reports[0]["base"] else {}
-        index = {"format": DISTRIBUTED_FORMAT, "ranks": ranks, "steps": steps} | base
+        index = {"format": "torch_dist", "ranks": ranks, "steps": steps, "base": reports[0]["base"]}
         (folder / INDEX).write_text(json.dumps(index))
         for rank in range(ranks):
             _report(folder, rank).unlink()
@@ -144,6 +143,8 @@ class SavedModel(TorchDist):
             index: dict[str, Any] = json.loads((folder / INDEX).read_text())
             self.steps: Mapping[str, float] = index["steps"]
             """AdamW's step counts by weight key; weights that AdamW has not updated are absent."""
+            self.base: str = index["base"]
+            """Fingerprint of the weights below adapters; "" without adapters."""
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{folder}: not a backend checkpoint: {error}") from error
 

@@ -8,7 +8,6 @@ Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/back
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from asyncrl.backends import lora, micro_batches, optimizer_state, weight_places
+from asyncrl.backends import lora, micro_batches, weight_places
 from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.background_save import STATE, RankState, SavedModel, random_states
@@ -33,6 +32,7 @@ from asyncrl.backends.micro_batches import RecordedTokens
 from asyncrl.backends.models import VALUE_HEAD
 from asyncrl.backends.offload import HostMoments
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
+from asyncrl.backends.optimizer_state import shaped
 from asyncrl.backends.port import StepResult
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import CheckpointError, StepFailed
@@ -228,14 +228,6 @@ class TrainedModel(LoadedModel):
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
         """Restore a checkpoint written by ranks in any layout. Raises CheckpointError, ConfigError."""
-        if optimizer_state.format_of(folder) == optimizer_state.FORMAT:
-            self._restore_format_2(folder)
-        else:
-            self._restore_format_3(folder)
-        for offloaded in self._moments:
-            offloaded.take_home()
-
-    def _restore_format_3(self, folder: Path) -> None:
         saved = SavedModel(folder)
         self._require_no_more(saved)
         for held in self._held_parameters():
@@ -252,16 +244,17 @@ class TrainedModel(LoadedModel):
                     for kind, values in moments.items():
                         _read(saved, f"{STATE}{kind}.{key}", held.place, values, start=piece.start)
                     moments["step"] = torch.tensor(saved.steps[key])
-                self._adamw(held).state[piece.main] = optimizer_state.shaped(moments, piece.main)
+                self._adamw(held).state[piece.main] = shaped(moments, piece.main)
         saved.restore_random_states(dist.get_rank())
+        for offloaded in self._moments:
+            offloaded.take_home()
 
     def require_restorable(self, folder: Path) -> None:
         """Raise CheckpointError if the checkpoint has more weights than the model, or other sizes of this rank's."""
-        if optimizer_state.format_of(folder) != optimizer_state.FORMAT:
-            saved = SavedModel(folder)
-            self._require_no_more(saved)
-            for held in self._held_parameters():
-                _require_size(saved, held.place.key, held.place)
+        saved = SavedModel(folder)
+        self._require_no_more(saved)
+        for held in self._held_parameters():
+            _require_size(saved, held.place.key, held.place)
 
     def _require_no_more(self, saved: SavedModel) -> None:
         """Raise CheckpointError if the checkpoint has layers or adapters that the model lacks: they would be lost."""
@@ -274,29 +267,6 @@ class TrainedModel(LoadedModel):
                 f"{saved.folder}: has {more[0]} ({len(more)} such weights), which the model or its adapters lack; is "
                 "it a checkpoint of another model?"
             )
-
-    def _restore_format_2(self, folder: Path) -> None:
-        """Restore a checkpoint of an older version, which stores tensor-parallel shards that cannot be recombined."""
-        ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
-        with optimizer_state.open_state(folder, tensor_parallel=ranks) as saved:
-            for held in self._held_parameters():
-                parameter, first, size = held.parameter, 0, held.parameter.numel()
-                name = _EMBEDDING if _is_copy(parameter) else held.name
-                if held.is_of_experts:  # their place among all experts of the layer
-                    one = math.prod(held.place.whole[1:])
-                    first, size = self._stages[0].part.experts.start * one, math.prod(held.place.whole)
-                elif ranks > 1:
-                    name += f"@{rank}"
-                whole = saved.value(name, size)
-                parameter.copy_(whole[first : first + parameter.numel()].view(parameter.shape))
-                if not parameter.requires_grad:
-                    continue
-                for piece in self._pieces(held):
-                    own = slice(first + piece.start, first + piece.start + piece.main.numel())
-                    piece.main.copy_(whole[own].view(piece.main.shape))
-                    moments = saved.moments(name, size, own)
-                    self._adamw(held).state[piece.main] = optimizer_state.shaped(moments, piece.main)
-            saved.restore_random_states(dist.get_rank())
 
     def _held_parameters(self) -> Iterator[_Held]:
         """Yield this rank's parameters with their place in a checkpoint."""

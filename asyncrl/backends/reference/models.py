@@ -207,22 +207,18 @@ class TrainedModel(LoadedModel):
                 parameter.copy_(self._weights[name])
 
     def save(self, folder: Path) -> None:
-        optimizer_state.write_pieces(folder, self._pieces(), self._optimizer.state, rank=0)
-        optimizer_state.write_index(folder, ranks=1)
+        optimizer_state.write(folder, self._all_weights(), self._optimizer.state)
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
-        with optimizer_state.open_state(folder) as saved:
-            for piece in self._pieces():
-                shape, size = piece.value.shape, piece.value.numel()
-                piece.value.copy_(saved.value(piece.name, size).view(shape))
-                if piece.name in self._trained:
-                    moments = saved.moments(piece.name, size, slice(0, size))
-                    self._optimizer.state[piece.value] = optimizer_state.shaped(moments, piece.value)
-            saved.restore_random_states(0)
+        saved = optimizer_state.SavedState(folder)
+        for name, weight in self._all_weights().items():
+            weight.copy_(saved.value(name, like=weight))
+            if name in self._trained:
+                self._optimizer.state[weight] = saved.moments(name, like=weight)
+        saved.restore_random_states()
         self._round_weights()
 
-    def _pieces(self) -> list[optimizer_state.Piece]:
-        """Return all weights. Frozen ones are included, because a resumed run may freeze other parameters."""
-        weights = self.parameters | self.buffers | self._weights
-        return [optimizer_state.Piece(name=name, start=0, value=weight) for name, weight in weights.items()]
+    def _all_weights(self) -> dict[str, torch.Tensor]:
+        """Return all weights by name. Frozen ones are included, because a resumed run may freeze other parameters."""
+        return self.parameters | self.buffers | self._weights

@@ -364,10 +364,7 @@ class Connection:
             )
         is_known = isinstance(error, (OSError, nats.errors.StaleConnectionError))  # logged as "connection lost"
         if (forbidden := _FORBIDDEN.search(text.lower())) is not None:
-            problem = (
-                f"bus {self.name}: {text}; the role or run of bus.credentials or bus.token may not do this "
-                "(after an upgrade, write the server's roles again with bin/nats-config)"
-            )
+            problem = f"bus {self.name}: {text}; the role or run of bus.credentials or bus.token may not do this"
             is_known = self._pending.forbid(*forbidden.groups(), problem=problem)
         if text != self._said and not self._is_starting:
             logger.log(logging.DEBUG if is_known else logging.WARNING, "bus %s: %s", self.name, text)

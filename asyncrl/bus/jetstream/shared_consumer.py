@@ -15,7 +15,7 @@ from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.errors import Refused
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.ordered_consumer import make_consumer
-from asyncrl.errors import BusError, ConfigError, Forbidden
+from asyncrl.errors import BusError
 from asyncrl.messages.topics import ALL, Topic
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class SharedConsumer:
         self._keeping: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Return once the consumer exists. Raises ConfigError if the server's roles come from an older version.
+        """Return once the consumer exists.
 
         waits for: the learner
         """
@@ -79,11 +79,6 @@ class SharedConsumer:
             if refused.code not in _NOT_THERE:
                 raise
             return False
-        except Forbidden:
-            raise ConfigError(
-                f"bus {self._connection.name}: its roles are of an older asyncrl; write the server's roles again with "
-                "bin/nats-config, then `nats-server --signal reload`, twice"
-            ) from None
         return True
 
     async def start(self) -> None:

@@ -50,7 +50,7 @@ class Streams:
 
     async def open(self, topics: Iterable[Topic[Any]]) -> None:
         """Open the streams of a run concurrently, in one round trip. Raises NoSuchRun if none exists. An observer sees
-        what is left of a run; a run of an older version has fewer streams."""
+        what is left of a run."""
         one_each = {self._layout.stream(topic): topic for topic in topics}
         if self._role in ("learner", "rollout-worker"):
             await asyncio.gather(*(self.of(topic) for topic in one_each.values()))
@@ -60,15 +60,11 @@ class Streams:
             await self._require(next(iter(one_each)))
 
     async def _find(self, name: str) -> None:
-        """Look up a stream. Ignore it if it does not exist, or if the server's roles come from an older version that
-        did not know it."""
+        """Look up a stream. Ignore it if it does not exist."""
         try:
             self.made[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
         except Refused as refused:
             if not refused.description.endswith(IS_GONE):
-                raise
-        except Forbidden:
-            if name in {self._layout.stream(topic) for topic in ALWAYS}:
                 raise
 
     async def of(self, topic: Topic[Any]) -> str:
@@ -137,8 +133,8 @@ class Streams:
                 raise
             if self.made:
                 raise ConfigError(
-                    f"bus {self._connection.name}: run {self._layout.run!r} has no {name}: an older version of asyncrl "
-                    "made it, or somebody deleted the stream; in that case the run's learner creates the stream again"
+                    f"bus {self._connection.name}: run {self._layout.run!r} has no {name}: somebody deleted the "
+                    "stream; the run's learner creates it again"
                 ) from None
             raise NoSuchRun(
                 f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "

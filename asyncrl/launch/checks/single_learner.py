@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
+from asyncrl.actors.presence import number_of, process_state
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError
-from asyncrl.launch.checks.same_version import still_beating
+from asyncrl.messages import Heartbeat
 from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.faults import LEARNER, LEARNERS_ACTORS
 from asyncrl.state.history import HISTORY_FILE
+
+SECOND_BEAT_SECONDS: Final = 5.0
+"""A running process sends another heartbeat within this time."""
 
 
 @contextlib.contextmanager
@@ -45,11 +52,28 @@ async def on_bus(bus: Bus, *, run: str) -> None:
     """
     states = await bus.states(ACTORS)  # any process may claim the role, but not the name of the learner's actors
     learners = [beat for beat in states.values() if beat.role == LEARNER and beat.actor in LEARNERS_ACTORS]
-    if (beat := await still_beating(bus, learners)) is not None:
+    if (beat := await _still_beating(bus, learners)) is not None:
         raise ConfigError(
             f"run.name: a run {run!r} is up on this bus, its learner is process {beat.pid} on {beat.host}; choose "
             "another run.name, or end that one first"
         )
+
+
+async def _still_beating(bus: Bus, beats: Iterable[Heartbeat]) -> Heartbeat | None:
+    """Return a newer heartbeat of one of these actors; None if all of them have ended."""
+
+    async def beats_again(last: Heartbeat) -> Heartbeat | None:
+        try:
+            async with asyncio.timeout(SECOND_BEAT_SECONDS), bus.watch(ACTORS, key=last.actor) as newer:
+                while number_of(beat := await anext(newer)) == number_of(last):
+                    pass
+                return beat
+        except TimeoutError:
+            return None
+
+    asked = [beat for beat in beats if not (beat.host == socket.gethostname() and process_state(beat.pid) == "gone")]
+    found = await asyncio.gather(*map(beats_again, asked))
+    return next((beat for beat in found if beat is not None), None)
 
 
 async def of_this_key(bus: Bus, run_config: RunConfig) -> None:

@@ -24,7 +24,7 @@ from asyncrl.bus.adapter import BusServer
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import resume_checks, resume_settings, same_version, single_instance, single_learner
+from asyncrl.launch.checks import resume_checks, resume_settings, single_instance, single_learner
 from asyncrl.launch.keys import signing_keys
 from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 from asyncrl.launch.launchers.load import build_launcher
@@ -180,7 +180,6 @@ async def _only_one(run_config: RunConfig, *, resume: bool, token: str) -> Async
         async with single_instance.launcher(bus, run=run_config.run.name):
             await single_learner.on_bus(bus, run=run_config.run.name)
             await single_learner.of_this_key(bus, run_config)
-            await same_version.refuse_others(bus, run=run_config.run.name)
             if resume:
                 await resume_checks.refuse(run_config, bus=bus)
                 if not await bus.states(PROGRESS):

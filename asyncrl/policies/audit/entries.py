@@ -34,14 +34,14 @@ class HistoryEntry:
     step           "trained": number of the step; other kinds: steps done so far
     position       bytes of the file before this line
     groups         ids that met this fate, in the order of the batch
-    sequences      "trained": log record of each group; empty in lines of older versions
+    sequences      "trained": log record of each group
     max_staleness  "trained": staleness of the batch's oldest sampled token; "begun": bound of this incarnation
     old_parts      "trained": trajectories that trained nothing because they were too old on their own
     old_tokens     "trained": tokens that trained nothing because they were too old on their own
     replayed       "trained": groups that the step trained again, after the new ones, with the log record of each
     kept           "begun": earlier lines from this position on are not in the history of the weights
     settings       "begun": the run file (config/record.py); empty if that line is damaged
-    data           "begun": SHA-256 of each data file, by its path; empty in lines of older versions
+    data           "begun": SHA-256 of each data file, by its path
     problem        "damaged": the line and what is wrong with it
     cause          "failed": groups.states.SET_ASIDE, or "" for any other cause
     """

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import MessageError
+from asyncrl.bus.encoding import opened
+from asyncrl.errors import ConfigError, MessageError, OtherSchema
 from asyncrl.messages import (
     CallSegment,
     Event,
@@ -36,7 +37,9 @@ from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, Eval
 from asyncrl.messages.fleet import FleetSize, FleetStatus, RunSettings
 from asyncrl.messages.grading import Grades, GradingRequest, UngradedRollout
 from asyncrl.messages.pieces import Piece
-from asyncrl.messages.topics import ALL
+from asyncrl.messages.signing import UNSIGNED
+from asyncrl.messages.topics import ALL, PROGRESS, TRAJECTORIES
+from asyncrl.version import SCHEMA
 
 SPANS = (VersionSpan(start=0, incarnation=0, policy_version=6), VersionSpan(start=2, incarnation=1, policy_version=7))
 TRAJECTORY = Trajectory(
@@ -223,10 +226,21 @@ def test_another_type_is_refused() -> None:
         decode(OTHER_MESSAGE, PromptGroup)
 
 
-def test_another_schema_is_refused() -> None:
+@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1, True, 1.0, "1", None, [1]])
+def test_another_schema_is_refused(schema: object) -> None:
     name, _, fields = msgpack.unpackb(OTHER_MESSAGE)
-    with pytest.raises(MessageError, match="schema 99"):
-        decode(msgpack.packb((name, 99, fields)), Progress)
+    with pytest.raises(OtherSchema, match=f"reads schema {SCHEMA}; run the same version of asyncrl everywhere"):
+        decode(msgpack.packb((name, schema, fields)), Progress)
+
+
+def test_a_learner_of_another_schema_ends_its_reader_in_one_line() -> None:
+    """A message of a worker is only rejected, so a worker cannot end the learner."""
+    kinds = {PROGRESS: Progress, TRAJECTORIES: TrajectoryGroup}
+    later = {topic: msgpack.packb((kind.__name__, SCHEMA + 1, {})) for topic, kind in kinds.items()}
+    with pytest.raises(ConfigError, match=f"^progress of this run: Progress has schema {SCHEMA + 1}"):
+        opened(later[PROGRESS], PROGRESS, key="", signatures=UNSIGNED)
+    content = opened(later[TRAJECTORIES], TRAJECTORIES, key="3", signatures=UNSIGNED)
+    assert content.message is None and f"has schema {SCHEMA + 1}" in content.problem
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:
@@ -241,8 +255,6 @@ def test_a_missing_field_is_refused_by_name() -> None:
 
 def test_a_field_with_a_default_may_be_missing() -> None:
     assert decode(tampered(Progress, {"groups_trained": None}), Progress).groups_trained == 0
-    before = tampered(TrajectoryGroup, {"cancelled": 2, "failed_samples": None})  # as in logs of older versions
-    assert decode(before, TrajectoryGroup).failed_samples == 0
 
 
 @pytest.mark.parametrize(

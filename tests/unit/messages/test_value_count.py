@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from asyncrl.errors import MessageError
 from asyncrl.messages import TrajectoryGroup, replace
 from asyncrl.messages.codec import BYTES_A_VALUE, FEW_BYTES, MOST_VALUES, decode, encode
-from asyncrl.messages.upgrade import SCHEMA
 from asyncrl.messages.value_count import has_more_values
+from asyncrl.version import SCHEMA
 from tests.unit.messages.test_messages import SAMPLES
 
 DEEPEST = 1022

@@ -176,13 +176,6 @@ def test_lines_that_the_disk_does_not_take_to_the_end_are_said_to_be_lost(
     ]
 
 
-def test_lines_without_a_checksum_are_read(path: Path) -> None:
-    """As older versions wrote them."""
-    path.parent.mkdir()
-    path.write_text('{"kind": "dropped", "incarnation": 0, "step": 1, "groups": [5]}\n')
-    assert [entry.groups for entry in read(path)] == [(5,)]
-
-
 def test_settings_come_back_as_they_were_with_absolute_paths_and_no_secrets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

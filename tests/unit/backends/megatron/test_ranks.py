@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import multiprocessing
 import os
 import re
@@ -23,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.backends import huggingface, optimizer_state, weight_cuts
+from asyncrl.backends import huggingface, weight_cuts
 from asyncrl.backends.megatron.followers import ChildRanks
 from asyncrl.backends.megatron.rank_commands import Job, Place
 from asyncrl.config.layout import Layout
@@ -112,26 +111,6 @@ def test_two_models_on_two_ranks_each_train_as_one(folder: Path) -> None:
     assert distance(results["reference"], results["megatron-4"]) < 1e-5
 
 
-def test_a_checkpoint_of_an_older_version_is_read(folder: Path, tmp_path: Path) -> None:
-    """The older version had its own format: pieces of flattened parameters, one safetensors file per rank."""
-    with started("megatron-1", folder) as backend:
-        backend.step(shares("megatron-1", documents(0)), learning_rate=LEARNING_RATE)
-        own: Any = backend
-        policy = own._own._loaded["policy"]
-        pieces = [optimizer_state.Piece(name=name, start=0, value=one) for name, one in policy._parameters.items()]
-        optimizer_state.write_pieces(tmp_path, pieces, policy._optimizers[0].adamw.state, rank=0)
-        optimizer_state.write_index(tmp_path, ranks=1)
-        backend.step(shares("megatron-1", documents(1)), learning_rate=LEARNING_RATE)
-        expected = weights(backend)
-        backend.restore(tmp_path)
-        backend.step(shares("megatron-1", documents(1)), learning_rate=LEARNING_RATE)
-        assert distance(weights(backend), expected) == 0.0
-        index = {"format": 2, "ranks": 2, "tensor_parallel": 2}
-        (tmp_path / "backend.json").write_text(json.dumps(index))
-        with pytest.raises(ConfigError, match="learner.tensor_parallel = 2"):
-            backend.restore(tmp_path)
-
-
 def test_a_model_that_cannot_be_cut_so_often_is_a_config_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads, 2"):
         weight_cuts.require_divisible(huggingface.read_shape(folder), 4)
@@ -155,10 +134,10 @@ def test_ranks_that_cannot_write_all_try_again_together(folder: Path, tmp_path: 
         hashed = beside.finish_save(tmp_path / "one", wait=True)
         assert sorted(path.name for path in hashed) == ["__0_0.distcp", "__1_0.distcp"]
         assert distance(weights(backend), expected) > 0.0
-        (older := tmp_path / "older").mkdir()
-        (older / "backend.json").write_text(json.dumps({"format": 2, "ranks": 4, "tensor_parallel": 4}))
-        with pytest.raises(ConfigError, match="learner.tensor_parallel = 4"):
-            backend.restore(older)  # refused before any rank is told, so no rank ends
+        (other := tmp_path / "other").mkdir()
+        (other / "backend.json").write_text('{"format": "reference"}')
+        with pytest.raises(CheckpointError, match="is not a distributed checkpoint"):
+            backend.restore(other)  # refused before any rank is told, so no rank ends
         backend.restore(tmp_path / "one")
         assert distance(weights(backend), expected) == 0.0
 

@@ -108,7 +108,7 @@ def test_a_history_that_was_cut_or_is_gone_loses_and_doubles_nothing(seed: int) 
 
 
 @pytest.mark.parametrize("left", [0, 1, 3])
-@pytest.mark.parametrize("is_filled", [True, False], ids=["filled up", "by an older version"])
+@pytest.mark.parametrize("is_filled", [True, False], ids=["filled up", "shorter"])
 def test_what_was_cut_before_a_learner_resumed_is_still_known(left: int, is_filled: bool) -> None:
     """A resumed learner's first line has the checkpoint's file length, so lost lines show even if none is left."""
     run = Run(1, lives=1)
