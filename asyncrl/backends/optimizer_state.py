@@ -51,7 +51,7 @@ class SavedState:
             written_as = json.loads((folder / INDEX).read_text())["format"]
             if written_as != "reference":
                 raise ValueError(f"the format is {written_as!r}; resume with the backend that wrote it")
-            self._tensors = load_file(folder / STATE_FILE)
+            self._tensors: dict[str, torch.Tensor] = load_file(folder / STATE_FILE)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder}: not a checkpoint of the reference backend: {error}") from error
 
