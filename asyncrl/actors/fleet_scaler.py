@@ -104,9 +104,7 @@ class FleetScaler:
     async def _ask(self, bus: Bus, change: Change, *, before: int) -> None:
         self._own_request = uuid.uuid4().hex
         self._fleet.say(f"rollout.most_workers: {before} -> {change.workers} rollout workers: {change.because}")
-        reward_workers = None if self._asked is None else self._asked.reward_workers
-        size = FleetSize(rollout_workers=change.workers, reward_workers=reward_workers, request=self._own_request)
-        await bus.put(FLEET, size)
+        await bus.put(FLEET, FleetSize(rollout_workers=change.workers, request=self._own_request))
         data = {"from": before, "to": change.workers, "because": change.because}
         event = Event(kind="resized", actor="fleet", time=time.time(), data=data)
         await bus.publish(EVENTS, event, key=f"resized-{self._own_request}")
@@ -117,17 +115,8 @@ class FleetScaler:
             status, asked = self._fleet.status(), self._asked
             await bus.put(FLEET_STATUS, status)
             if asked is not None and asked.request == status.request:
-                kept = _kept(asked, status)
+                kept = FleetSize(rollout_workers=status.rollout_workers, request=status.request)
                 newest = (await bus.states(FLEET)).get("")  # an operator may have requested another size since
                 if kept != asked and newest == asked:
                     await bus.put(FLEET, kept)
             await self._fleet.changed.wait()
-
-
-def _kept(asked: FleetSize, status: FleetStatus) -> FleetSize:
-    """Return the requested size, corrected to the actual one."""
-    return FleetSize(
-        rollout_workers=None if asked.rollout_workers is None else status.rollout_workers,
-        reward_workers=None if asked.reward_workers is None else status.reward_workers,
-        request=status.request,
-    )

@@ -198,12 +198,9 @@ def reward_own_options(kind: str) -> tuple[str, ...]:
     return tuple(getattr(plugins.load(kind, where="reward.kind", table=KINDS), "own_options", ()))
 
 
-def check_reward_machine(run: RunConfig, *, grades_training: bool = True) -> None:
-    """Raise ConfigError if this machine lacks something that the run's rewards need, such as a sandbox.
-
-    grades_training  whether it grades training groups, not only its answers to evaluations
-    """
-    for reward in ([load_reward(run)] if grades_training else []) + [*load_evaluation_rewards(run).values()]:
+def check_reward_machine(run: RunConfig) -> None:
+    """Raise ConfigError if this machine lacks something that the run's rewards need, such as a sandbox."""
+    for reward in (load_reward(run), *load_evaluation_rewards(run).values()):
         reward.check_machine()
 
 

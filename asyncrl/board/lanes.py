@@ -58,7 +58,7 @@ def doing(beat: Any, *, silent_seconds: float = 0.0) -> Doing:
         return Doing("silent")
     if beat.phase in ("starting", "quarantined", "draining"):
         return Doing(beat.phase, _text(beat.waits[0]) if beat.waits else "")
-    if beat.role in ("rollout-worker", "evaluation-worker", "reward-worker"):
+    if beat.role in ("rollout-worker", "evaluation-worker"):
         return _of_worker(beat)
     for state, parts in (("training", _TRAINS), ("writing", _WRITES)):
         if (wait := _first(beat.waits, parts)) is not None:
@@ -71,7 +71,7 @@ def _of_worker(beat: Any) -> Doing:
         return Doing("loading", wait.what[:LONGEST_TEXT])
     if beat.numbers.get("rollout/running", 0) > 0:
         return Doing("generating")
-    if (wait := _first(beat.waits, frozenset({"reward", "reward-worker"}))) is not None:
+    if (wait := _first(beat.waits, frozenset({"reward"}))) is not None:
         return Doing("rewarding")
     return Doing("waiting", _text(beat.waits[0])) if beat.waits else Doing("waiting")
 

@@ -33,7 +33,7 @@ log = logging.getLogger("asyncrl.cli.joining")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that rollout and reward workers share."""
+    """Add the arguments of a rollout worker."""
     arguments.add_run_file(parser, nargs="?")
     parser.add_argument(
         "--name",

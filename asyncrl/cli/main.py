@@ -32,7 +32,6 @@ VERBS: Final = {
     "run": "Start a whole run on this machine and keep it up until it is done.",
     "learner": "Start the learner of a run; it connects to the run's bus.",
     "rollout-worker": "Start one rollout worker of a run, on any machine, at any time.",
-    "reward-worker": "Start one reward worker of a run (reward.workers), on any machine, at any time.",
     "check": "Print the resolved settings of a run file, and refuse what cannot work.",
     "plan": "Measure an engine and the learner, and recommend how to split GPUs between them.",
     "doctor": "Show what every actor of a run waits for and what is wrong; exit code 1 if anything is.",

@@ -1,6 +1,6 @@
-"""`asyncrl scale RUN --rollout-workers N --reward-workers N`: sets the number of workers, and waits for them.
+"""`asyncrl scale RUN --rollout-workers N`: sets the number of rollout workers, and waits for them.
 
-The numbers are a state on the bus. `asyncrl run` starts or drains its own workers until they match, and again after
+The number is a state on the bus. `asyncrl run` starts or drains its own workers until it matches, and again after
 --resume. Workers that joined by themselves do not count. Exit code 0: all are up; 1: not yet, and the missing ones are
 printed, or the run has ended; 2: there is no room for them.
 """
@@ -37,14 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rollout-workers",
         type=int,
+        required=True,
         metavar="N",
         help="number of rollout workers that `asyncrl run` should keep up",
-    )
-    parser.add_argument(
-        "--reward-workers",
-        type=int,
-        metavar="N",
-        help="number of reward workers, where the run has some (reward.workers)",
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="how long to wait for them (default: 600)"
@@ -53,28 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     run_config = run_folder.run_at(options.where, options.overrides, verb="scale")
-    wanted = _size(rollout_workers=options.rollout_workers, reward_workers=options.reward_workers)
-    return scale(run_config, wanted, token=arguments.bus_token(run_config), seconds=options.timeout)
+    return scale(run_config, options.rollout_workers, token=arguments.bus_token(run_config), seconds=options.timeout)
 
 
-def _size(*, rollout_workers: int | None, reward_workers: int | None) -> FleetSize:
-    """Check and return the requested size. Raises ConfigError."""
-    if rollout_workers is None and reward_workers is None:
-        raise ConfigError("scale: say how many: --rollout-workers N, --reward-workers N, or both")
-    for option, count in (("--rollout-workers", rollout_workers), ("--reward-workers", reward_workers)):
-        if count is not None and not 0 <= count <= MOST_WORKERS:
-            raise ConfigError(f"{option}: must be in 0..{MOST_WORKERS}, got {count}")
-    return FleetSize(rollout_workers=rollout_workers, reward_workers=reward_workers)
-
-
-def scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: float) -> int:
+def scale(run: RunConfig, wanted: int, *, token: str, seconds: float) -> int:
     """Request the size and wait for it, up to ``seconds``. Raises ConfigError, and NoRoom if the size is refused."""
+    if not 0 <= wanted <= MOST_WORKERS:
+        raise ConfigError(f"--rollout-workers: must be in 0..{MOST_WORKERS}, got {wanted}")
     if not seconds > 0:
         raise ConfigError(f"--timeout: must be > 0 seconds, got {seconds:g}")
     return asyncio.run(_scale(run, wanted, token=token, seconds=seconds))
 
 
-async def _scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: float) -> int:
+async def _scale(run: RunConfig, wanted: int, *, token: str, seconds: float) -> int:
     bus = await observe(run, token=token, role="operator")
     asking = asyncio.create_task(_ask_unless_finished(bus, run.run.name, wanted, seconds=seconds), name="scale.ask")
     over = asyncio.create_task(until_over(run), name="scale.until_over")
@@ -86,7 +72,7 @@ async def _scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: floa
             return await asking
         why = "the run has ended" if over in done else "its bus does not answer any more"
         waited = in_words(time.monotonic() - started)
-        print(f"run {run.run.name}: not yet {_text(wanted)} after {waited}; {why}")
+        print(f"run {run.run.name}: not yet {wanted} rollout workers after {waited}; {why}")
         return 1
     finally:
         asking.cancel()
@@ -95,24 +81,24 @@ async def _scale(run: RunConfig, wanted: FleetSize, *, token: str, seconds: floa
         await bus.close()
 
 
-async def _ask_unless_finished(bus: Bus, name: str, wanted: FleetSize, *, seconds: float) -> int:
+async def _ask_unless_finished(bus: Bus, name: str, wanted: int, *, seconds: float) -> int:
     progress = (await bus.states(PROGRESS)).get("")
     if progress is not None and progress.finished:
         raise ConfigError(f"run {name} is finished; --resume it with more run.steps, then scale it")
     return await _ask(bus, name, wanted, seconds=seconds)
 
 
-async def _ask(bus: Bus, name: str, wanted: FleetSize, *, seconds: float) -> int:
-    request, before = uuid.uuid4().hex, (await bus.states(FLEET)).get("", FleetSize())
+async def _ask(bus: Bus, name: str, wanted: int, *, seconds: float) -> int:
+    request = uuid.uuid4().hex
     started, said = time.monotonic(), ""
     status: FleetStatus | None = None
-    await bus.put(FLEET, _over(before, wanted, request=request))
+    await bus.put(FLEET, FleetSize(rollout_workers=wanted, request=request))
     async for status in _answers(bus, request, seconds=seconds):
         if status is not None and status.problem:
             raise NoRoom(status.problem)
-        missing = await _missing(bus, status, wanted) if status is not None else "`asyncrl run` to take notice"
+        missing = await _missing(bus, status) if status is not None else "`asyncrl run` to take notice"
         if not missing:
-            print(f"run {name}: {_text(wanted)} after {time.monotonic() - started:.1f} s")
+            print(f"run {name}: {wanted} rollout workers after {time.monotonic() - started:.1f} s")
             return 0
         if missing != said:
             print(f"run {name}: waiting for {missing}", flush=True)
@@ -123,7 +109,7 @@ async def _ask(bus: Bus, name: str, wanted: FleetSize, *, seconds: float) -> int
             f"run {name}: no `asyncrl run` answered in {waited}; the size is kept on the bus and counts "
             "when the run is resumed"
         )
-    print(f"run {name}: not yet {_text(wanted)} after {waited}; still waiting for {said}")
+    print(f"run {name}: not yet {wanted} rollout workers after {waited}; still waiting for {said}")
     return 1
 
 
@@ -144,27 +130,11 @@ async def _answers(bus: Bus, request: str, *, seconds: float) -> AsyncIterator[F
         await asyncio.sleep(LOOK_SECONDS)
 
 
-def _over(before: FleetSize, wanted: FleetSize, *, request: str) -> FleetSize:
-    """Keep the previous request for kinds of workers that are not requested now, so that a resumed run has both."""
-    return FleetSize(
-        rollout_workers=before.rollout_workers if wanted.rollout_workers is None else wanted.rollout_workers,
-        reward_workers=before.reward_workers if wanted.reward_workers is None else wanted.reward_workers,
-        request=request,
-    )
-
-
-async def _missing(bus: Bus, status: FleetStatus, wanted: FleetSize) -> str:
+async def _missing(bus: Bus, status: FleetStatus) -> str:
     """Describe what is still missing; empty when all requested workers are up."""
     beats = await bus.states(ACTORS)
-    names: tuple[str, ...] = ()
-    absent = 0
-    if wanted.rollout_workers is not None:
-        names += status.workers
-        absent += status.rollout_workers - len(status.workers)
-    if wanted.reward_workers is not None:
-        names += status.graders
-        absent += status.reward_workers - len(status.graders)
-    phases = {name: beats[name].phase if name in beats else "" for name in names}
+    absent = status.rollout_workers - len(status.workers)
+    phases = {name: beats[name].phase if name in beats else "" for name in status.workers}
     quarantined = [name for name, phase in phases.items() if phase == QUARANTINED]
     starting = [name for name, phase in phases.items() if phase not in ("running", QUARANTINED)]
     parts = [f"{', '.join(starting)} to start"] if starting else []
@@ -172,8 +142,3 @@ async def _missing(bus: Bus, status: FleetStatus, wanted: FleetSize) -> str:
     parts += [f"{absent} that ended and were not started again"] if absent > 0 else []
     parts += [f"{', '.join(status.draining)} to drain"] if status.draining else []
     return " and ".join(parts)
-
-
-def _text(size: FleetSize) -> str:
-    counts = ((size.rollout_workers, "rollout"), (size.reward_workers, "reward"))
-    return " and ".join(f"{count} {kind} workers" for count, kind in counts if count is not None)

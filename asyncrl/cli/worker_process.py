@@ -1,4 +1,4 @@
-"""Shared by rollout and reward worker processes: their identity and their connection to the bus."""
+"""A rollout worker process: its identity and its connection to the bus."""
 
 from __future__ import annotations
 

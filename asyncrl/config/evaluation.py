@@ -88,10 +88,6 @@ class EvaluationDataset:
         plain = self.name.replace("-", "").replace("_", "")
         require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
         positive(self, "samples")
-        require(
-            self.reward is None or not self.reward.workers,
-            "reward.workers: the workers that answer an evaluation also grade it; remove the key",
-        )
         for key in ("limit", "max_prompt_tokens", "max_new_tokens", "top_k", "min_new_tokens", "temperature"):
             require(getattr(self, key) >= 0, f"{key} must be >= 0, got {getattr(self, key)}")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")

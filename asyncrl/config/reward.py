@@ -37,14 +37,6 @@ class RewardSection:
     options. Built-in rewards that need no options can be chosen without an entry here."""
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
     """With kind = "parts": the parts of the weighted sum, by name. Each part is reported as the metric reward/NAME."""
-    workers: int = 0
-    """Number of reward workers that `asyncrl run` starts. 0: rollout workers grade training groups. 1 or more: reward
-    workers grade them, including reward workers that join later. Evaluations are always graded by the workers that
-    answer them."""
-    at_once: int = 16
-    """Maximum number of groups that a reward worker grades at the same time."""
-    max_ungraded: int = 256
-    """A rollout worker with this many ungraded groups starts no other group, with or without reward workers."""
 
     @property
     def judges(self) -> bool:
@@ -65,6 +57,5 @@ class RewardSection:
         }
 
     def __post_init__(self) -> None:
-        positive(self, "timeout_seconds", "largest", "at_once", "max_ungraded")
-        require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
+        positive(self, "timeout_seconds", "largest")
         require(self.largest <= 1e12, f"largest must be <= 1e12, got {self.largest:g}")

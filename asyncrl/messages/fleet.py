@@ -13,18 +13,15 @@ from asyncrl.errors import MessageError
 class FleetSize:
     """Number of workers that `asyncrl run` should keep.  Topic ``fleet``: `asyncrl scale` -> `asyncrl run`.
 
-    rollout_workers, reward_workers  None leaves the number unchanged
-    request                          identifies the command, so that it recognises the reply to its own request
+    request  identifies the command, so that it recognises the reply to its own request
     """
 
-    rollout_workers: int | None = None
-    reward_workers: int | None = None
+    rollout_workers: int
     request: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("rollout_workers", "reward_workers"):
-            if not 0 <= (getattr(self, name) or 0) <= MOST_WORKERS:
-                raise MessageError(f"{name} must be in 0..{MOST_WORKERS}, got {getattr(self, name)}")
+        if not 0 <= self.rollout_workers <= MOST_WORKERS:
+            raise MessageError(f"rollout_workers must be in 0..{MOST_WORKERS}, got {self.rollout_workers}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +31,6 @@ class FleetStatus:
     request          request of the newest FleetSize seen
     rollout_workers  target: the requested size, or as many as there is room for
     workers          names of the rollout workers kept running; their heartbeats show whether they sample yet
-    reward_workers, graders  the same for reward workers
     draining         names of workers that finish their groups and then exit
     problem          why the target is not the requested size, in one line
     """
@@ -42,8 +38,6 @@ class FleetStatus:
     request: str = ""
     rollout_workers: int = 0
     workers: tuple[str, ...] = ()
-    reward_workers: int = 0
-    graders: tuple[str, ...] = ()
     draining: tuple[str, ...] = ()
     problem: str = ""
 

@@ -18,7 +18,6 @@ class Piece:
     """Some of a message's bytes.
 
     Topic ``pieces``, key GROUP/DIGEST: rollout worker -> learner. DIGEST is the SHA-256 of ``data`` in hexadecimal.
-    Topic ``grading_pieces``, key KEY/NUMBER: rollout worker -> reward worker. KEY is the key of the request.
     """
 
     data: bytes

@@ -19,7 +19,6 @@ from typing import Any, Final, Generic, Literal, TypeVar
 from asyncrl.messages.control import Event, Heartbeat, Progress, Quarantine, StepMetrics, WeightVersion
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
 from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus, RunSettings
-from asyncrl.messages.grading import Grades, GradingRequest
 from asyncrl.messages.pieces import Piece
 from asyncrl.messages.rollout import PromptGroup, TrajectoryGroup
 from asyncrl.messages.segments import GroupSegment
@@ -103,29 +102,6 @@ SEGMENTS = Topic(
     readers=("rollout-worker",),
     seconds_to_live=6 * 3600.0,
 )
-
-GRADING = Topic(
-    *("grading", "work", GradingRequest),
-    publishers=("rollout-worker",),
-    readers=("rollout-worker",),
-    speaker="worker",
-)
-"""Reward workers have the rights of a rollout worker."""
-GRADING_PIECES = Topic(
-    *("grading_pieces", "state", Piece),
-    publishers=("rollout-worker",),
-    readers=("rollout-worker",),
-    seconds_to_live=3600.0,
-)
-GRADES = Topic(
-    *("grades", "state", Grades),
-    publishers=("rollout-worker",),
-    readers=("rollout-worker",),
-    seconds_to_live=3600.0,
-    speaker="worker",
-    is_watched=True,
-)
-"""Kept for the worker that takes over a group whose worker died during grading."""
 
 EVALUATION = Topic("evaluation", "state", Evaluation, publishers=("learner",), readers=("rollout-worker",))
 EVALUATION_PROMPTS = Topic(

@@ -107,9 +107,9 @@ class Stage:
     async def until_up(self, *names: str) -> None:
         await self.until(lambda: set(self.names) == {"learner", *names})
 
-    async def ask(self, count: int | None, *, reward_workers: int | None = None) -> FleetStatus:
+    async def ask(self, count: int) -> FleetStatus:
         """Request this size and return the fleet's answer."""
-        size = FleetSize(rollout_workers=count, reward_workers=reward_workers, request=f"{count}, {reward_workers}")
+        size = FleetSize(rollout_workers=count, request=str(count))
         await self.bus.put(FLEET, size)
         while (status := (await self.bus.states(FLEET_STATUS)).get("")) is None or status.request != size.request:
             await asyncio.sleep(0.01)

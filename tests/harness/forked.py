@@ -36,7 +36,6 @@ _IMPORTED: Final = (
     "asyncrl.cli.audit",
     "asyncrl.cli.check",
     "asyncrl.cli.learner",
-    "asyncrl.cli.reward_worker",
     "asyncrl.cli.rollout_worker",
     "asyncrl.cli.run",
     "asyncrl.launch.launchers.local",

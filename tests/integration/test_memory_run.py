@@ -69,9 +69,3 @@ async def test_a_run_that_is_cancelled_is_drained(make_run: Callable[..., asyncr
         await training
     assert list((run.folder / "checkpoints").glob("*"))
     assert logging_of_this_process() == before
-
-
-async def test_a_reward_worker_is_an_actor_of_the_one_process(make_run: Callable[..., asyncrl.Run]) -> None:
-    result = await make_run(run__steps=2, reward__workers=1).train()
-    assert (result.exit_code, result.steps) == (0, 2)
-    assert result.metrics["staleness/failed_groups"] == 0

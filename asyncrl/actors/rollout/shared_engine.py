@@ -33,7 +33,6 @@ class SharedEngine:
         *,
         follower: WeightFollower,
         max_running: int,
-        max_ungraded: int = 2**31,
         context_tokens: int = 2**31,
         request_tokens: int = 2**31,
     ) -> None:
@@ -41,7 +40,7 @@ class SharedEngine:
         self.follower = follower
         self.context_tokens = context_tokens
         self.request_tokens = min(request_tokens, context_tokens)
-        self.slots = SampleSlots(max_running, max_ungraded=max_ungraded)
+        self.slots = SampleSlots(max_running)
         self.waits = WaitTracker()
         self._activity = Activity()
         self._liveness = EngineLiveness()

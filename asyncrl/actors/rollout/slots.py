@@ -15,14 +15,10 @@ class SampleSlots:
     gets slots.
     """
 
-    def __init__(self, max_running: int, *, max_ungraded: int = 2**31, beside: SampleSlots | None = None) -> None:
-        """
-        max_ungraded  no slot is free while this many groups wait for their rewards
-        beside        slots of another stage of the same worker; each counts its own samples
-        """
+    def __init__(self, max_running: int, *, beside: SampleSlots | None = None) -> None:
+        """beside: slots of another stage of the same worker; each counts its own samples"""
         self.max_running = max_running
         self._running = 0
-        self._max_ungraded, self._num_ungraded = max_ungraded, 0
         self._worker: _Worker = _Worker() if beside is None else beside._worker
 
     @property
@@ -32,7 +28,7 @@ class SampleSlots:
 
     @property
     def num_free(self) -> int:
-        return max(0, self.max_running - self._running) if self._num_ungraded < self._max_ungraded else 0
+        return max(0, self.max_running - self._running)
 
     @property
     def num_running_beside(self) -> int:
@@ -72,17 +68,6 @@ class SampleSlots:
             raise
         lease.add(count)
         return lease
-
-    @contextlib.contextmanager
-    def grading(self) -> Iterator[None]:
-        """While open, a fully generated group waits for its rewards. It holds no slot."""
-        self._num_ungraded += 1
-        self._worker.run(0)
-        try:
-            yield
-        finally:
-            self._num_ungraded -= 1
-            self._worker.run(0)
 
     @contextlib.contextmanager
     def watched(self, on_change: Callable[[], None]) -> Iterator[None]:

@@ -33,8 +33,7 @@ from asyncrl.errors import EngineDied, EngineError, NotNow, PromptError, RewardE
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
 from asyncrl.messages.rollout import failed_group
-from asyncrl.policies.health.faults import REWARD_WORKER
-from asyncrl.rewards.port import Reward, RewardFn, Sample
+from asyncrl.rewards.port import RewardFn, Sample
 
 MOST_EXPLAINED: Final = 100
 
@@ -310,19 +309,9 @@ class Stage:
             )
             for parts in rollouts
         ]
-        with self._slots.grading():
-            rewards = await self._rewards(samples)
+        with self._engine.waits.waiting("its reward function", on="reward"):
+            rewards = await self._reward(samples)
         return [rewarded(parts, reward) for parts, reward in zip(rollouts, rewards, strict=True)]
-
-    async def _rewards(self, samples: Sequence[Sample]) -> Sequence[Reward]:
-        """Reward samples. Raises NotNow if this worker drains and the reward workers, perhaps gone, do not answer
-        soon."""
-        if not getattr(self._reward, "is_elsewhere", False):
-            with self._engine.waits.waiting("its reward function", on="reward"):
-                return await self._reward(samples)
-        with self._engine.waits.waiting("the rewards of a group", on=REWARD_WORKER):
-            async with self._patience.limited("the rewards of a group"):
-                return await self._reward(samples)
 
     def _explain(self, error: Exception) -> None:
         """Log the traceback of a user's function, once per reason."""

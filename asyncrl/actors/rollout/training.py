@@ -80,7 +80,6 @@ def training_worker(
     max_running: int,
     max_attempts: int,
     keep_seconds: float,
-    max_ungraded: int = 2**31,
     context_tokens: int = 2**31,
     sample_seconds: float = 0.0,
     limits: RolloutLimits = ANY,
@@ -95,7 +94,6 @@ def training_worker(
     max_running       maximum samples in progress
     max_attempts      a group begun this often without a result fails
     keep_seconds      interval between renewals of a delivery
-    max_ungraded      no group begins while this many wait for their rewards
     context_tokens    context length of the engine's model in tokens, prompt included
     sample_seconds    time limit of a rollout function per sample, without its generations; 0: no limit
     min_group         fewest successful samples with which a group is published despite failed ones; 0: one failed
@@ -112,7 +110,6 @@ def training_worker(
         engine,
         follower=follower,
         max_running=max_running,
-        max_ungraded=max_ungraded,
         context_tokens=context_tokens,
     )
     training = training_stage(

@@ -1,4 +1,4 @@
-"""Assembles a rollout worker (its engine, the follower that updates its weights, its stages) and a reward worker."""
+"""Assembles a rollout worker (its engine, the follower that updates its weights, its stages)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from asyncrl.actors.grading.reward_worker import RewardWorker
-from asyncrl.actors.grading.rewards_elsewhere import RewardsElsewhere
 from asyncrl.actors.rollout.evaluation import EvaluationWorker, evaluation_stage
 from asyncrl.actors.rollout.over_sampling import OverSampling
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
@@ -43,7 +41,6 @@ async def build_worker(
         engine,
         follower=follower,
         max_running=run.rollout.max_running,
-        max_ungraded=run.reward.max_ungraded,
         context_tokens=model.context_tokens,
         request_tokens=registry.context_tokens(run),
     )
@@ -68,7 +65,7 @@ async def build_worker(
     }
     stages = []
     if not is_dedicated:
-        training = _training(run, bus=bus, name=name)
+        training = _training(run)
         stages.append(training_stage(bus, partial_rollouts=partial_rollouts, **training, **answering))
     if is_dedicated or (run.evaluation.is_on and run.evaluation.place == "shared"):
         stages.append(
@@ -99,11 +96,10 @@ def _follower(run: RunConfig, *, bus: Bus, engine: Engine, name: str, is_dedicat
     )
 
 
-def _training(run: RunConfig, *, bus: Bus, name: str) -> dict[str, Any]:
+def _training(run: RunConfig) -> dict[str, Any]:
     """What a training stage needs besides what every stage does. Raises ConfigError."""
-    elsewhere = RewardsElsewhere(bus, worker=name, largest=run.reward.largest) if run.reward.workers else None
     return {
-        "reward": elsewhere or registry.load_reward(run),
+        "reward": registry.load_reward(run),
         "stragglers": _stragglers(run),
         "over_sampling": OverSampling(
             extra=run.rollout.extra_samples, seconds=run.rollout.group_seconds, at_least=run.rollout.min_group
@@ -113,18 +109,6 @@ def _training(run: RunConfig, *, bus: Bus, name: str) -> dict[str, Any]:
             max_parts=run.rollout.max_parts, largest=run.reward.largest, needs_reward=run.reward.takes_given
         ),
     }
-
-
-def build_reward_worker(run: RunConfig, *, bus: Bus, name: str) -> RewardWorker:
-    """Return a reward worker, ready to be supervised. Raises ConfigError."""
-    return RewardWorker(
-        name,
-        bus,
-        reward=registry.load_reward(run),
-        at_once=run.reward.at_once,
-        max_attempts=run.rollout.max_attempts,
-        keep_seconds=run.bus.ack_seconds / 3,
-    )
 
 
 def _stragglers(run: RunConfig) -> Stragglers | None:

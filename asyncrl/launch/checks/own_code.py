@@ -22,7 +22,7 @@ def checksums(run: RunConfig, *, package: Path | None = None) -> dict[str, float
     """Return checksums of the installed asyncrl code, of the names of the run's functions, and of the tokenizer.
 
     Options are not included, because machines may have their own keys, addresses and paths. Nor is the tokenizer where
-    model.path is no folder, as at a reward worker.  package: None is asyncrl's folder. Blocks for up to a second.
+    model.path is no folder.  package: None is asyncrl's folder. Blocks for up to a second.
     """
     parts = {name: [part.kind, part.weight] for name, part in sorted(run.reward.parts.items())}
     names = [run.reward.kind, dict(sorted(run.reward.rows.items())), parts, run.data.reward_key, run.rollout.function]

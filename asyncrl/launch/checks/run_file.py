@@ -48,7 +48,6 @@ def check(run: RunConfig) -> None:
     if run.rollout.workers:
         registry.engine_class(run).check_machine(run)
         rollout_functions.check_machine(run.rollout)
-    if run.rollout.workers or run.reward.workers:
         registry.check_reward_machine(run)
 
 
@@ -81,18 +80,8 @@ def check_worker(run: RunConfig) -> None:
     _check_engine_and_channel(_alone(run))
     _check_context(run, registry.context_tokens(run))
     registry.engine_class(run).check_machine(run)
-    registry.check_reward_machine(run, grades_training=not run.reward.workers)
+    registry.check_reward_machine(run)
     rollout_functions.check_machine(run.rollout)
-
-
-def check_reward_worker(run: RunConfig) -> None:
-    """Same as ``check``, for a machine that runs only a reward worker: no data, no model."""
-    if not run.reward.workers:
-        raise ConfigError(
-            "reward.workers: is 0, so the rollout workers of this run grade what they generate; set it to the number "
-            "of reward workers that `asyncrl run` is to start, for all processes of the run"
-        )
-    registry.load_reward(run).check_machine()
 
 
 def check_before_torch(run: RunConfig) -> None:

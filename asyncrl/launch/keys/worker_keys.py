@@ -29,7 +29,7 @@ from asyncrl.errors import ConfigError, DiskError
 from asyncrl.launch.keys import key_files
 from asyncrl.launch.port import LaunchedProcess, Launcher, ProcessSpec
 from asyncrl.messages.signing import SigningKey
-from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNERS_ACTORS, REWARD_WORKER, WORKER
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNERS_ACTORS, WORKER
 
 WORKER_KEY_VARIABLE: Final = "ASYNCRL_WORKER_KEY"
 """Environment variable with the secret of a worker that `asyncrl run` starts; empty in a run without keys."""
@@ -63,7 +63,7 @@ class KeyedLauncher:
 
     async def start(self, spec: ProcessSpec) -> LaunchedProcess:
         """Also raises DiskError, after which the start is retried."""
-        if spec.role not in (WORKER, EVALUATION_WORKER, REWARD_WORKER):
+        if spec.role not in (WORKER, EVALUATION_WORKER):
             return await self._launcher.start(spec)
         key = self._key(spec.name)
         self._bind({**self._names, spec.name: key.public})

@@ -35,7 +35,7 @@ from asyncrl.launch.launchers.ray_options import Options, require_answer
 from asyncrl.launch.launchers.ray_placement import Choice, Machine, Need
 from asyncrl.launch.launchers.ray_process import RayProcess, in_a_line
 from asyncrl.launch.port import ProcessSpec
-from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK, REWARD_WORKER
+from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK
 
 _NEEDS_RAY: Final = 'launcher.kind: "ray" needs ray; pip install asyncrl[ray]'
 NODE_ID: Final = "ray.io/node-id"
@@ -297,8 +297,6 @@ class RayLauncher(LauncherAdapter):
         role = self._options.learner if spec.role in _LEARNERS else self._options.rollout_worker
         has_gpus = any(one.capacity.get("GPU", 0) for one in machines)
         gpus = role.gpus if role.gpus >= 0 else spec.num_gpus if has_gpus else 0
-        if spec.role == REWARD_WORKER:  # has no engine
-            gpus = 0
         resources = {"CPU": role.cpus} | ({"GPU": float(gpus)} if gpus else {})
         return Need(
             name=spec.name,

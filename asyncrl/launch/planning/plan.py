@@ -178,7 +178,6 @@ def _alone(run: RunConfig, units: Units, folder: Path) -> RunConfig:
         bus=dataclasses.replace(run.bus, kind="memory", url="", options={}),
         learner=dataclasses.replace(run.learner, ranks=units.copy, machines=1, gpus=(), profile_steps=()),
         rollout=dataclasses.replace(run.rollout, workers=1, gpus=()),
-        reward=dataclasses.replace(run.reward, workers=0),
         weights=dataclasses.replace(run.weights, channel="files", options={}, models_every=0),
         evaluation=dataclasses.replace(run.evaluation, datasets=(), every_steps=0),
         checkpoint=dataclasses.replace(run.checkpoint, best=""),

@@ -17,7 +17,7 @@ from asyncrl.adapters import registry
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError, exit_code_of
-from asyncrl.launch.assembly.build_worker import build_reward_worker, build_worker
+from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.launch.assembly.training import train
 from asyncrl.launch.checks import single_learner
 from asyncrl.launch.checks.own_code import checksums
@@ -51,8 +51,7 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
                     await _worker(run, bus, name=f"e{number}", is_dedicated=True)
                     for number in range(run.num_evaluation_workers)
                 ]
-                grading = [await _reward_worker(run, bus, name=f"r{number}") for number in range(run.reward.workers)]
-                beside = [actor for actors in (*workers, *evaluating, *grading) for actor in actors]
+                beside = [actor for actors in (*workers, *evaluating) for actor in actors]
                 code = await _trained(run, bus, beside=beside, owns_process=owns_process)
             return Outcome(exit_code=code, reason="interrupted" if code else "done")
         except ConfigError:
@@ -92,11 +91,6 @@ def _logging(run: RunConfig, *, owns_process: bool) -> Iterator[None]:
     else:
         with logs.logging_to(path):
             yield
-
-
-async def _reward_worker(run: RunConfig, bus: Bus, *, name: str) -> tuple[Actor, ...]:
-    worker = build_reward_worker(run, bus=bus, name=name)
-    return worker, HeartbeatSender(worker, about=await asyncio.to_thread(checksums, run))
 
 
 async def _worker(run: RunConfig, bus: Bus, *, name: str, is_dedicated: bool = False) -> tuple[Actor, ...]:

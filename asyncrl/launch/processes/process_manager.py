@@ -31,7 +31,7 @@ from asyncrl.config import RunSection
 from asyncrl.errors import INTERRUPTED, ConfigError, DiskError, HopelessError, NameTaken
 from asyncrl.launch.port import Launcher
 from asyncrl.launch.processes.child_process import LONGEST_BACK_OFF_SECONDS, ChildProcess, Exit, RestartPolicy
-from asyncrl.launch.processes.fleet import DRAIN_SECONDS, LETTERS, Fleet, NewWorker
+from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, NewWorker
 from asyncrl.launch.processes.server_restarts import keep_up, kill
 from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK, WORKER, Finding, printable
 
@@ -81,7 +81,7 @@ class ProcessManager:
     ) -> None:
         """
         settings    section [run] of the run file
-        children    the learner, then rollout workers, evaluation workers and reward workers
+        children    the learner, then rollout workers and evaluation workers
         new_worker  creates another worker when the run is scaled up
         server      server of the run's own bus, restarted when it ends; None if the run uses another one
         """
@@ -218,7 +218,7 @@ class ProcessManager:
             return None
         if ended.has_no_room and (child.starts or child.is_added):
             return self._without_room(child, ended)
-        if code == NameTaken.exit_code and child.spec.role in LETTERS:
+        if code == NameTaken.exit_code and child.spec.role == WORKER:
             return self._rename(child, ended)
         if code == DiskError.exit_code:
             self.say(f"{ended.reason}: a disk cannot be written; next try in {DISK_PAUSE_SECONDS:.0f} s, at no cost")
@@ -230,7 +230,7 @@ class ProcessManager:
         child.is_configured |= has_worked
         if code == ConfigError.exit_code and child.is_added and not child.is_configured:
             child.is_kept_running = False
-            self.fleet.refuse_size(child.spec.role, ended.reason)
+            self.fleet.refuse_size(ended.reason)
             return None
         is_hopeless = code in NEVER_AGAIN and not (code == ConfigError.exit_code and child.is_configured)
         delay = None if is_hopeless else child.restarts.next_delay(ended.uptime_seconds, has_worked=has_worked)
@@ -258,7 +258,7 @@ class ProcessManager:
         """Wait for other GPUs after a machine was lost. A worker that never had GPUs is given up."""
         if not child.starts:
             child.is_kept_running = False
-            self.fleet.refuse_size(child.spec.role, ended.reason)
+            self.fleet.refuse_size(ended.reason)
             return None
         self.say(f"{ended.reason}; next try in {LONGEST_BACK_OFF_SECONDS:.0f} s")
         return LONGEST_BACK_OFF_SECONDS
@@ -294,7 +294,7 @@ class ProcessManager:
         elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)
-        elif finding.cure == "end" and self.fleet.workers(WORKER):  # otherwise other workers may still join
+        elif finding.cure == "end" and self.fleet.workers():  # otherwise other workers may still join
             self._fail(STUCK_EXIT_CODE, f"{printable(finding.text)}; ending the run")
 
     # -- the end -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 
 from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
-from asyncrl.errors import NoRoom
 from asyncrl.launch.launchers.placement import Gpus, Placement, free, numbers
 from asyncrl.launch.port import Launcher, ProcessSpec
 from asyncrl.launch.processes import required_paths
@@ -20,7 +19,7 @@ from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_
 from asyncrl.logs import print_line
 from asyncrl.messages.fleet import FleetSize
 from asyncrl.os_process import LEARNER_SECRET
-from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, REWARD_WORKER, WORKER
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, WORKER
 
 
 class ProcessSpecs:
@@ -39,18 +38,18 @@ class ProcessSpecs:
         self._environment = dict(environment)
 
     def initial(self, *, size: FleetSize | None, resume: bool) -> list[ChildProcess]:
-        """Return the learner and its separate ranks, then rollout workers, evaluation workers and reward workers.
+        """Return the learner and its separate ranks, then rollout workers and evaluation workers.
 
-        size  size that `asyncrl scale` set last; missing numbers are taken from the run file
+        size  size that `asyncrl scale` set last; None: that of the run file
 
         Prints which process gets which GPUs, if there are any, and what slows their start. Raises ConfigError if there
         are too few GPUs.
         """
         run = self._run
-        workers = _scaled("rollout", run.rollout.workers, size.rollout_workers if size is not None else None)
-        graders = run.reward.workers
-        if graders:  # otherwise rollout workers grade
-            graders = _scaled("reward", graders, size.reward_workers if size is not None else None)
+        workers = run.rollout.workers if size is None else size.rollout_workers
+        if workers != run.rollout.workers:
+            scaled = "the last size set by `asyncrl scale`; rollout.workers is"
+            print_line(f"rollout workers: {workers}, {scaled} {run.rollout.workers}")
         run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
         evaluating = run.num_evaluation_workers
         gpus = placement(run) if not self._places else _nowhere(run.rollout.workers, evaluating)
@@ -63,15 +62,10 @@ class ProcessSpecs:
             *self._learner(gpus.learner, resume=resume),
             *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
             *(self._worker(f"e{number}", its, evaluates=True) for number, its in enumerate(gpus.evaluation_workers)),
-            *(self._reward_worker(f"r{number}") for number in range(graders)),
         ]
 
-    def new_worker(self, role: str, name: str, taken: frozenset[int]) -> ChildProcess:
-        """Create another worker of this role, on none of the GPUs ``taken``. Raises NoRoom."""
-        if role == REWARD_WORKER:
-            if not self._run.reward.workers:
-                raise NoRoom("reward.workers is 0, so rollout workers grade; set it to 1 or more and --resume the run")
-            return self._reward_worker(name)
+    def new_worker(self, name: str, taken: frozenset[int]) -> ChildProcess:
+        """Create another rollout worker, on none of the GPUs ``taken``. Raises NoRoom."""
         needed = gpus_per_worker(self._run)
         given = self._run.rollout.gpus
         return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
@@ -131,24 +125,6 @@ class ProcessSpecs:
             shared=required_paths.worker_folders(self._run),
         )
         return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
-
-    def _reward_worker(self, name: str) -> ChildProcess:
-        spec = ProcessSpec(
-            name=name,
-            role=REWARD_WORKER,
-            arguments=("reward-worker", *self._common, "--name", name),
-            environment=self._environment,
-        )
-        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
-
-
-def _scaled(kind: str, configured: int, scaled: int | None) -> int:
-    """Return how many workers of a kind to start."""
-    if scaled is None or scaled == configured:
-        return configured
-    said = f"the last size set by `asyncrl scale`; {kind}.workers is {configured}"
-    print_line(f"{kind} workers: {scaled}, {said}")
-    return scaled
 
 
 def _nowhere(workers: int, evaluating: int) -> Placement:

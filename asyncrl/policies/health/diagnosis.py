@@ -5,7 +5,7 @@ chain ends in one of these:
 
   a process whose heartbeats have stopped          frozen, blocked, silent, gone
   a part that takes longer than its limit          engine, reward, rollout, load, ...
-  a role that no process has                       no worker (quarantined: not counted), no learner, no reward worker
+  a role that no process has                       no worker (quarantined: not counted), no learner
   an actor that is already in the chain            window, log, deadlock
   data that has ended                              data
 
@@ -32,7 +32,6 @@ from asyncrl.policies.health.faults import (
     PARTS,
     PATIENCE_SECONDS,
     PROMPT_SOURCE,
-    REWARD_WORKER,
     ROOM_IN_WINDOW,
     SENDER,
     SILENT_SECONDS,
@@ -108,18 +107,10 @@ class _Chains:
         return [finding for key, finding in self._ends.items() if key in last]
 
     def missing(self) -> Iterable[Finding]:
-        """Report a missing learner, or missing reward workers that groups wait for.
-
-        Without them the run stands still, or soon will, whatever else makes progress.
-        """
+        """Report a missing learner: without it the run stands still, or soon will, whatever else makes progress."""
         has_learner = any(seen.beat.role == LEARNER for seen in self.actors.values())
         if not has_learner and self._is_learner_missed:
             yield faults.nobody(LEARNER, min(self.observation.listened, self.observation.leaderless))
-        if not any(_is_at(REWARD_WORKER, seen) for seen in self.actors.values()):
-            beats = [(seen.seconds, wait) for seen in self.actors.values() for wait in seen.beat.waits]
-            longest = max((ago + wait.seconds for ago, wait in beats if wait.on == REWARD_WORKER), default=0.0)
-            if longest > PATIENCE_SECONDS:
-                yield faults.nobody(REWARD_WORKER, longest)
 
     @property
     def _is_learner_missed(self) -> bool:
@@ -170,7 +161,7 @@ class _Chains:
         if not candidates:
             if wait.on == FOLLOWER or wait.on in self.observation.own_roles:
                 return None
-            if wait.on not in (WORKER, REWARD_WORKER) and not self._is_learner_missed:
+            if wait.on != WORKER and not self._is_learner_missed:
                 return None
             return self._end(faults.nobody(wait.on, wait.seconds + seen.seconds))
         found: set[_Key] = set()

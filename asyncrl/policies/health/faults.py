@@ -34,7 +34,6 @@ LEARNER_RANK: Final = "learner-rank"
 """Another rank of the learner, in its own process. It is not an actor: the learner speaks for all ranks."""
 WORKER: Final = "rollout-worker"
 EVALUATION_WORKER: Final = "evaluation-worker"
-REWARD_WORKER: Final = "reward-worker"
 PROMPT_SOURCE: Final = "prompt-source"
 FOLLOWER: Final = "weight-follower"
 SENDER: Final = "weight-sender"
@@ -307,11 +306,6 @@ MISSING: Final[Mapping[str, tuple[str, str, str, Cure]]] = {
         *("no worker", "there is no rollout worker"),
         "start one: asyncrl rollout-worker RUN.toml --set bus.url=...; if they end at once, their logs say why",
         "end",
-    ),
-    REWARD_WORKER: (
-        *("no reward worker", "groups wait for their rewards, and there is no reward worker"),
-        "start one: asyncrl scale RUN --reward-workers 1, or asyncrl reward-worker RUN.toml; groups wait for it",
-        "",
     ),
 }
 

@@ -12,7 +12,6 @@ from typing import Final
 from asyncrl.policies.health.faults import (
     EVALUATION_WORKER,
     LEARNER,
-    REWARD_WORKER,
     SILENT_SECONDS,
     WORKER,
     Finding,
@@ -60,7 +59,7 @@ def present(seen: Observation) -> Iterable[Finding]:
 
 def _others(heard: dict[str, Seen], learner: Seen) -> Iterable[Finding]:
     for name, one in sorted(heard.items()):
-        if one.beat.role not in (WORKER, EVALUATION_WORKER, REWARD_WORKER):
+        if one.beat.role not in (WORKER, EVALUATION_WORKER):
             continue
         for number, (fault, says, remedy) in SAYS.items():
             theirs, ours = one.beat.numbers.get(number), learner.beat.numbers.get(number)

@@ -99,13 +99,3 @@ async def test_a_stage_hears_of_changes_in_another() -> None:
     with evaluation.watched(lambda: changes.append(training.num_free)):
         (await training.take(3)).close()
     assert changes == [5, 8]
-
-
-async def test_no_slot_is_free_while_too_many_groups_wait_for_their_rewards() -> None:
-    slots = SampleSlots(4, max_ungraded=1)
-    with slots.grading():
-        late = asyncio.create_task(slots.take(1))
-        await settle()
-        assert (slots.has_free, slots.num_free, late.done()) == (False, 0, False)
-    (await late).close()
-    assert slots.num_free == 4

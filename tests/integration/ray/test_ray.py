@@ -70,12 +70,11 @@ def assert_is_clean(found: dict[str, Any]) -> None:
 
 
 def test_processes_go_where_they_are_told_and_the_token_nowhere(cluster: TwoNodes, make: Make) -> None:
-    """Includes a reward worker, which gives the run's rewards."""
-    run = make(LEARNER_ON_A, WORKERS_ON_B, "rollout.workers=2", "reward.workers=1")
+    run = make(LEARNER_ON_A, WORKERS_ON_B, "rollout.workers=2")
     run.start(steps=60)
-    run.until(lambda: len(cluster.places()) == 4, "four places")
-    assert cluster.places() == {"learner": cluster.a, "w0": cluster.b, "w1": cluster.b, "r0": cluster.b}
-    run.until(lambda: len(run.processes()) == 6, "all processes")
+    run.until(lambda: len(cluster.places()) == 3, "three places")
+    assert cluster.places() == {"learner": cluster.a, "w0": cluster.b, "w1": cluster.b}
+    run.until(lambda: len(run.processes()) == 5, "all processes")
     token = json.loads((run.directory / "bus.json").read_text())["token"]
     lines = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert "nats-server" in lines and token not in lines

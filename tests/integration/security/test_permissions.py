@@ -24,7 +24,6 @@ from asyncrl.errors import ConfigError, Forbidden
 from asyncrl.launch.checks import single_instance
 from asyncrl.messages import Event, Quarantine, WeightVersion
 from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus, RunSettings
-from asyncrl.messages.grading import Grades, GradingRequest, UngradedRollout
 from asyncrl.messages.topics import (
     ACTORS,
     ALL,
@@ -32,8 +31,6 @@ from asyncrl.messages.topics import (
     EVENTS,
     FLEET,
     FLEET_STATUS,
-    GRADES,
-    GRADING,
     LAUNCHER,
     PROGRESS,
     PROMPTS,
@@ -156,33 +153,6 @@ async def test_a_worker_does_all_its_work(buses: dict[str, Any]) -> None:
         assert (await rollout.states(topic))[key] == message
     async with rollout.lease("load-0", holder="w0"):
         pass
-
-
-async def test_a_reward_worker_does_its_work_in_the_role_of_a_rollout_worker(
-    server: Server, buses: dict[str, Any]
-) -> None:
-    asked = GradingRequest(
-        rollouts=(UngradedRollout(completion="12", parts=group(0).trajectories),), prompt="7+5=", prompt_tokens=[9]
-    )
-    grades = Grades(rewards=(1.0,), parts=({},), worker="r0")
-    asking = buses["rollout-worker"]
-    async with (
-        connected(server, "rollout-worker") as grading,
-        asking.watch(GRADES, key=asked.key()) as answers,
-        grading.consume(GRADING) as deliveries,
-    ):
-        await asking.publish(GRADING, asked, key=asked.key())
-        delivery = await anext(deliveries)
-        await delivery.keep()
-        await grading.put(GRADES, grades, key=delivery.key)
-        await delivery.ack()
-        assert await anext(answers) == grades
-    async with asking.watch(GRADES, key=asked.key()) as answers:  # kept
-        assert await anext(answers) == grades
-    assert await buses["learner"].depth(GRADING) == 0
-    for role in ("operator", "observer"):
-        await assert_forbidden(buses[role].publish(GRADING, asked, key="1"))
-        await assert_forbidden(buses[role].put(GRADES, grades, key="1"))
 
 
 async def test_workers_take_turns_on_a_lease(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

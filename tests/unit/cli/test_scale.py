@@ -37,26 +37,19 @@ class Full:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_a_command_that_may_not_wait_is_refused_in_one_line(seconds: float) -> None:
     with pytest.raises(ConfigError, match="--timeout: must be > 0 seconds, got "):
-        scale.scale(config.load(DEMO, ["learner.device=cpu"]), FleetSize(rollout_workers=1), token="", seconds=seconds)
+        scale.scale(config.load(DEMO, ["learner.device=cpu"]), 1, token="", seconds=seconds)
 
 
-@pytest.mark.parametrize(
-    ("asked", "problem"),
-    [
-        ({}, "say how many: --rollout-workers N, --reward-workers N, or both"),
-        ({"rollout_workers": -1}, "--rollout-workers: must be in 0.."),
-        ({"rollout_workers": 1, "reward_workers": 10**9}, "--reward-workers: must be in 0.."),
-    ],
-)
-def test_a_size_that_is_none_is_refused_in_one_line(asked: dict[str, int], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        scale._size(**({"rollout_workers": None, "reward_workers": None} | asked))
+@pytest.mark.parametrize("size", [-1, 10**9])
+def test_a_size_out_of_range_is_refused_in_one_line(size: int) -> None:
+    with pytest.raises(ConfigError, match="--rollout-workers: must be in 0.."):
+        scale.scale(config.load(DEMO, ["learner.device=cpu"]), size, token="", seconds=1.0)
 
 
 async def test_a_command_says_how_long_it_has_waited_for_an_answer() -> None:
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     with pytest.raises(ConfigError, match="no `asyncrl run` answered in") as refused:
-        await scale._ask(bus, "demo", FleetSize(rollout_workers=3), seconds=0.05)
+        await scale._ask(bus, "demo", 3, seconds=0.05)
     assert f"in {scale.ANSWER_SECONDS:.0f} s" not in str(refused.value)
 
 
@@ -100,7 +93,7 @@ async def test_a_size_that_nobody_hears_is_kept_for_later(monkeypatch: pytest.Mo
     monkeypatch.setattr(scale, "ANSWER_SECONDS", 0.1)
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     with pytest.raises(ConfigError, match="no `asyncrl run` answered .* counts when the run is resumed"):
-        await scale._ask(bus, "demo", FleetSize(rollout_workers=3), seconds=60)
+        await scale._ask(bus, "demo", 3, seconds=60)
     assert (await bus.states(FLEET))[""].rollout_workers == 3
 
 
@@ -120,14 +113,14 @@ async def test_a_run_that_ends_meanwhile_is_not_waited_for(
     monkeypatch.setattr(scale, "GRACE_SECONDS", 0.0)
     run = config.load(DEMO, ["learner.device=cpu", f"run.directory={tmp_path}"])
     elsewhere = dataclasses.replace(run, bus=dataclasses.replace(run.bus, url="nats://127.0.0.1:1"))
-    assert await scale._scale(elsewhere, FleetSize(rollout_workers=3), token="", seconds=0.05) == 1
+    assert await scale._scale(elsewhere, 3, token="", seconds=0.05) == 1
     assert "its bus does not answer any more" in capsys.readouterr().out
 
     address = run.run_directory / "bus.json"  # `asyncrl run` removes it at its end
     address.parent.mkdir()
     address.write_text('{"url": "nats://127.0.0.1:1", "token": "a"}')
     monkeypatch.setattr(tap, "LOOK_SECONDS", 0.0)
-    waiting = asyncio.ensure_future(scale._scale(run, FleetSize(rollout_workers=3), token="", seconds=600.0))
+    waiting = asyncio.ensure_future(scale._scale(run, 3, token="", seconds=600.0))
     for _ in range(100):
         await asyncio.sleep(0)
     assert not waiting.done()

@@ -35,7 +35,6 @@ from asyncrl.messages import (
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, EvaluationAnswers
 from asyncrl.messages.fleet import FleetSize, FleetStatus, RunSettings
-from asyncrl.messages.grading import Grades, GradingRequest, UngradedRollout
 from asyncrl.messages.pieces import Piece
 from asyncrl.messages.signing import UNSIGNED
 from asyncrl.messages.topics import ALL, PROGRESS, TRAJECTORIES
@@ -99,20 +98,11 @@ SAMPLES: dict[type, Any] = {
             worker="w1",
         ),
         StepMetrics(step=7, numbers={"loss": 0.25}, staleness=(10, 30)),
-        FleetSize(reward_workers=0, request="20"),
         FleetSize(rollout_workers=8, request="1f"),
-        FleetStatus(request="20", reward_workers=1, graders=("r0",)),
         FleetStatus(request="1f", rollout_workers=7, workers=("w0", "w1"), draining=("w2",), problem="no GPU is free"),
         RunSettings(sections={"run": {"name": "x", "betas": [0.9, 0.95]}}, withheld=("reward.options",)),
         Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
         Piece(data=b"ab"),
-        GradingRequest(
-            rollouts=(UngradedRollout(completion="12", parts=(TRAJECTORY,)),),
-            prompt="7+5=",
-            prompt_tokens=[9, 2, 7, 4],
-            label=[12, None],
-        ),
-        Grades(rewards=(1.0, 0.5), parts=({"right": 1.0}, {}), worker="r"),
     )
 }
 TYPES = tuple(SAMPLES)

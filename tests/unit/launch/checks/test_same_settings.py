@@ -113,7 +113,7 @@ async def test_a_worker_ends_once_a_learner_starts_with_another_weight_channel(b
             ["staleness.max_staleness=7", "staleness.stragglers=partial"],
             ["staleness.max_staleness", "staleness.stragglers"],
         ),
-        (["reward.kind=regex", 'reward.options={pattern="a"}', "reward.workers=2"], ["reward.kind"]),
+        (["reward.kind=regex", 'reward.options={pattern="a"}'], ["reward.kind"]),
         (["bus.ack_seconds=300"], ["bus.ack_seconds"]),
     ],
 )

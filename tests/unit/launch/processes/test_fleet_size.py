@@ -12,7 +12,6 @@ from asyncrl.errors import NoRoom
 from asyncrl.launch.launchers.placement import free
 from asyncrl.launch.processes import fleet
 from asyncrl.messages import Heartbeat
-from asyncrl.messages.fleet import FleetSize
 from asyncrl.messages.topics import ACTORS, FLEET, FLEET_STATUS
 from asyncrl.policies.health.faults import WORKER
 from tests.harness.buses import heartbeat
@@ -36,50 +35,6 @@ async def test_new_workers_take_the_lowest_free_names_and_the_newest_leave_first
     assert await it.end() == 0
 
 
-async def test_reward_workers_come_and_go_beside_rollout_workers(stage: Callable[..., Stage]) -> None:
-    it = stage(Launcher(), "reward.workers=1")
-    await it.until_up("w0", "w1", "r0")
-    status = await it.ask(None, reward_workers=3)
-    await it.until_up("w0", "w1", "r0", "r1", "r2")
-    assert (status.rollout_workers, status.reward_workers) == (2, 3)
-    assert (status.workers, status.graders) == (("w0", "w1"), ("r0", "r1", "r2"))
-    it.launcher.named("r2").drains = False
-    assert "r2" in (await it.ask(1, reward_workers=1)).draining
-    await it.until_up("w0", "r0", "r2")
-    await it.ask(None, reward_workers=2)  # r2 still holds its name
-    await it.until_up("w0", "r0", "r1", "r2")
-    assert it.launcher.named("r2").signals == [15]
-    assert await it.end() == 0
-
-
-async def test_where_rollout_workers_grade_reward_workers_are_refused_in_one_line(stage: Callable[..., Stage]) -> None:
-    it = stage(Launcher())
-    await it.until_up("w0", "w1")
-    with pytest.raises(NoRoom, match=r"reward\.workers is 0, so rollout workers grade; .*stays at 0 reward workers$"):
-        await scale._ask(it.bus, "demo", FleetSize(reward_workers=2), seconds=60)
-    while (await it.bus.states(FLEET))[""].reward_workers != 0:  # the size after a restart
-        await asyncio.sleep(0.01)
-    await it.until_up("w0", "w1")
-    assert await it.end() == 0
-
-
-async def test_the_command_waits_for_reward_workers_and_leaves_the_others_as_they_were(
-    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
-) -> None:
-    it = stage(Launcher(), "reward.workers=1")
-    await it.until_up("w0", "w1", "r0")
-    await it.ask(1)
-    await it.until_up("w0", "r0")
-    asked = asyncio.create_task(scale._ask(it.bus, "demo", FleetSize(reward_workers=2), seconds=60))
-    await it.until_up("w0", "r0", "r1")
-    for name in ("r0", "r1"):
-        await it.bus.put(ACTORS, heartbeat(name), key=name)
-    assert await asked == 0
-    assert "run demo: 2 reward workers after" in capsys.readouterr().out
-    size = (await it.bus.states(FLEET))[""]
-    assert (size.rollout_workers, size.reward_workers) == (1, 2)
-
-
 async def test_a_quarantined_worker_leaves_before_a_newer_one_that_works(stage: Callable[..., Stage]) -> None:
     it = stage(Launcher())
     await it.until_up("w0", "w1")
@@ -97,7 +52,7 @@ async def test_the_command_waits_for_a_quarantined_worker_to_be_mended(
     await it.until_up("w0", "w1")
     await it.bus.put(ACTORS, in_quarantine("w0"), key="w0")
     await it.bus.put(ACTORS, heartbeat("w1"), key="w1")
-    assert await scale._ask(it.bus, "demo", FleetSize(rollout_workers=2), seconds=1.0) == 1
+    assert await scale._ask(it.bus, "demo", 2, seconds=1.0) == 1
     assert "still waiting for w0 to be fixed (quarantined; `asyncrl doctor` says why)" in capsys.readouterr().out
 
 
@@ -181,7 +136,7 @@ async def test_the_command_waits_until_workers_sample(
 ) -> None:
     it = stage(Launcher())
     await it.until_up("w0", "w1")
-    asked = asyncio.create_task(scale._ask(it.bus, "demo", FleetSize(rollout_workers=3), seconds=60))
+    asked = asyncio.create_task(scale._ask(it.bus, "demo", 3, seconds=60))
     await it.until_up("w0", "w1", "w2")
     for name in ("w0", "w1", "w2"):
         await it.bus.put(ACTORS, heartbeat(name), key=name)
@@ -194,7 +149,7 @@ async def test_the_command_says_what_is_missing_after_its_time(
 ) -> None:
     it = stage(Launcher())
     await it.until_up("w0", "w1")
-    assert await scale._ask(it.bus, "demo", FleetSize(rollout_workers=2), seconds=1.0) == 1
+    assert await scale._ask(it.bus, "demo", 2, seconds=1.0) == 1
     assert "not yet 2 rollout workers after 1 s; still waiting for w0, w1 to start" in capsys.readouterr().out
 
 
@@ -202,7 +157,7 @@ async def test_a_refusal_is_one_line(stage: Callable[..., Stage]) -> None:
     it = stage(Launcher(), gpus=3)
     await it.until_up("w0", "w1")
     with pytest.raises(NoRoom, match="another worker needs 1 GPU, and of 0, 1, 2 none is free; the fleet stays at 3"):
-        await scale._ask(it.bus, "demo", FleetSize(rollout_workers=4), seconds=60)
+        await scale._ask(it.bus, "demo", 4, seconds=60)
 
 
 def test_free_gpus_are_those_that_nobody_has_and_the_run_file_allows() -> None:

@@ -19,7 +19,6 @@ from asyncrl.policies.health.faults import (
     HELD,
     LEARNER,
     PROMPT_SOURCE,
-    REWARD_WORKER,
     ROOM_IN_WINDOW,
     SENDER,
     SPACE_IN_LOG,
@@ -60,10 +59,6 @@ def space(seconds: float) -> Wait:
 
 def weights(seconds: float) -> Wait:
     return Wait(what="weights of version 5", on=LEARNER, seconds=seconds)
-
-
-def grades(seconds: float) -> Wait:
-    return Wait(what="the rewards of a group", on=REWARD_WORKER, seconds=seconds)
 
 
 TOKEN = on("engine", 0.1, what="the next token of 8 answers")
@@ -176,16 +171,6 @@ TABLE: dict[str, Row] = {
         says="learner waits for trajectories; there is no rollout worker",
         waits=IDLE,
         without=(11, 12),
-    ),
-    "there is no reward worker": Row(
-        fault="no reward worker",
-        says="groups wait for their rewards, and there is no reward worker",
-        waits={"w1": (TOKEN, grades(7))},
-    ),
-    "there is no reward worker, and nothing else goes on": Row(
-        fault="no reward worker",
-        says="learner waits for trajectories; 2 others wait too; groups wait for their rewards",
-        waits=IDLE | {"w1": (grades(14), prompts(13)), "w2": (grades(14),)},
     ),
     "there is no learner": Row(
         fault="no learner",

@@ -1,1 +1,0 @@
-"""Rewards in a process of their own: what a rollout worker asks, and the reward worker that answers."""
