@@ -20,7 +20,6 @@ types:
 	$(PYTHON) -m mypy
 imports:
 	$(dir $(PYTHON))lint-imports
-	$(PYTHON) bin/count-imports
 unit:
 	$(PYTEST) tests/unit tests/oracles tests/docs
 quick:

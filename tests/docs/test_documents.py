@@ -43,10 +43,6 @@ def test_nothing_in_it_is_still_to_be_filled_in(document: Path) -> None:
     assert [line for line in document.read_text().splitlines() if PLACEHOLDER.search(line)] == []
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text()) <= 6000
-
-
 def test_every_page_can_be_reached_from_the_readme() -> None:
     seen, waiting = set[Path](), [ROOT / "README.md"]
     while waiting:

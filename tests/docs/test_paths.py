@@ -20,7 +20,7 @@ SOURCES = [
 FOLDERS = "asyncrl|tests|benchmarks|examples|docs|bin"
 FILE = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/.-]+\.(?:py|md|toml|jsonl|png))\b")
 INSIDE = re.compile(
-    r"(?<![\w/.-])((?:actors|backends|bus|cli|engines|messages|policies|protocols|run|weights)/[\w/]+\.py)\b"
+    r"(?<![\w/.-])((?:actors|adapters|audit|backends|bus|cli|config|engines|environments|launch|messages|metrics|policies|weights)/[\w/]+\.py)\b"
 )
 MODULE = re.compile(r"\basyncrl(?:\.[a-z_]\w*)+(?:[.:][A-Za-z_]\w*)*")
 NOT_MODULES = re.compile(r"asyncrl\.(<|RUN|w\d|run\b.*\.toml)|asyncrl\.\w+\.(prompts|trajectories)")

@@ -32,10 +32,9 @@ def test_the_table_of_faults_has_the_remedies_of_the_code() -> None:
     assert {fault: table.get(fault) for fault in expected} == expected
 
 
-def test_the_table_of_faults_names_every_kind_and_they_are_forty_at_least() -> None:
+def test_table_of_faults_names_every_fault() -> None:
     rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     named = {name.strip("`") for row in rows for name in row[0].split(", ")}
-    assert len(named) >= 40
     texts = [path.read_text() for path in (ROOT / "asyncrl" / "policies" / "health").glob("*.py")]
     said = {name for text in texts for name in re.findall(r'fault="([a-z ]+)"', text)}
     said |= {"altered", *circles.CIRCLES, *(one.fault for one in CONDITIONS.values())}
