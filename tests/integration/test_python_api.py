@@ -11,6 +11,7 @@ import pytest
 
 import asyncrl
 from asyncrl.data import demo_task
+from asyncrl.state.history import History
 from tests import ROOT
 
 
@@ -74,11 +75,11 @@ def _is_flat(row: dict[str, object]) -> bool:
 
 
 def test_pandas_takes_the_rows(tmp_path: Path) -> None:
-    (tmp_path / "history.jsonl").write_text(
-        '{"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, '
-        '"settings": {"model": {"path": "m"}, "data": {"path": "d"}}}\n'
-        '{"kind": "trained", "incarnation": 0, "step": 1, "groups": [0, 2], "max_staleness": 0}\n'
-    )
+    settings = {"model": {"path": "m"}, "data": {"path": "d"}}
+    history = History(tmp_path / "history.jsonl", incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=4, settings=settings)
+    history.trained((0, 2), step=1, max_staleness=0)
+    history.close()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "length": {"edges": [0, 8], "counts": [3]}}\n')
     run = asyncrl.open_run(tmp_path)
     assert pandas.DataFrame(run.metrics()).iloc[0].to_dict() == {

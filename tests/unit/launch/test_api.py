@@ -22,6 +22,7 @@ from asyncrl.config.toml_text import toml_text
 from asyncrl.data import demo_task
 from asyncrl.launch.processes.process_manager import Outcome
 from asyncrl.messages.topics import TRAJECTORIES
+from asyncrl.state.history import sealed
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.groups import group
@@ -121,11 +122,10 @@ def test_of_steps_and_groups_that_were_trained_again_the_last_ones_count(tmp_pat
         return {"kind": "trained", "incarnation": incarnation, "step": step, "groups": groups, "max_staleness": 0}
 
     first = [begun(0, 0, 0), trained(0, 1, [0, 1])]
-    kept = sum(len(json.dumps(entry)) + 1 for entry in first)
+    kept = sum(len(sealed(entry)) for entry in first)
     lost = [trained(0, 2, [2, 3]), trained(0, 3, [4, 5])]
     second = [begun(1, 1, kept), {"kind": "dropped", "incarnation": 1, "step": 1, "groups": [2]}, trained(1, 2, [3, 4])]
-    lines = [json.dumps(entry) + "\n" for entry in (*first, *lost, *second)]
-    (tmp_path / "history.jsonl").write_text("".join(lines))
+    (tmp_path / "history.jsonl").write_bytes(b"".join(map(sealed, (*first, *lost, *second))))
     rows = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": 0.2}, {"step": 3, "loss": 0.3}]
     rows.append({"step": 2, "loss": 0.4, "learner/incarnation": 1})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -154,7 +154,7 @@ def test_a_log_that_is_lost_is_refused_by_the_key_that_lost_it(
 ) -> None:
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "bus": bus}
     entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
-    (tmp_path / "history.jsonl").write_text(json.dumps(entry) + "\n")
+    (tmp_path / "history.jsonl").write_bytes(sealed(entry))
     with pytest.raises(asyncrl.ConfigError, match=re.escape(f"{tmp_path}: {reason}")):
         list(asyncrl.open_run(tmp_path).trajectories())
 
@@ -162,7 +162,7 @@ def test_a_log_that_is_lost_is_refused_by_the_key_that_lost_it(
 def test_a_log_that_was_trimmed_is_no_empty_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "bus": {"url": "nats://127.0.0.1:1"}}
     entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
-    (tmp_path / "history.jsonl").write_text(json.dumps(entry) + "\n")
+    (tmp_path / "history.jsonl").write_bytes(sealed(entry))
     published = 0
 
     @contextlib.asynccontextmanager

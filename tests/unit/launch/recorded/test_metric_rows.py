@@ -7,14 +7,6 @@ import pytest
 from asyncrl.audit.metric_rows import Row, of_newest_history, parsed
 
 
-def test_a_row_is_read_by_its_present_names() -> None:
-    assert parsed(b'{"step": 3, "learner/run_epoch": 1, "loss": null}') == {
-        "step": 3,
-        "learner/incarnation": 1,
-        "loss": None,
-    }
-
-
 @pytest.mark.parametrize(
     "line",
     [

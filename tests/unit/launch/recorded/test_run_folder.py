@@ -19,6 +19,7 @@ from asyncrl.audit.run_folder import RecordedRun, run_at
 from asyncrl.errors import NoSuchRun
 from asyncrl.launch.processes.kept_files import AddressFile
 from asyncrl.os_process import process_space
+from asyncrl.state.history import sealed
 
 HERE: Any = SimpleNamespace(url="nats://127.0.0.1:1", token="n1's")
 
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     folder.mkdir()
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "run": {"name": "n1"}}
     entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
-    (folder / "history.jsonl").write_text(json.dumps(entry) + "\n")
+    (folder / "history.jsonl").write_bytes(sealed(entry))
     AddressFile.of(folder, HERE).write()
     return folder
 
