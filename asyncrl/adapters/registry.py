@@ -191,22 +191,10 @@ def load_evaluation_rewards(run: RunConfig) -> dict[str, Any]:
     return found
 
 
-def reward_own_options(kind: str) -> tuple[str, ...]:
-    """Return the options of a reward that a machine accepts only from its own command, not from settings on the bus."""
-    from asyncrl.rewards.load import KINDS
-
-    return tuple(getattr(plugins.load(kind, where="reward.kind", table=KINDS), "own_options", ()))
-
-
 def check_reward_machine(run: RunConfig) -> None:
     """Raise ConfigError if this machine lacks something that the run's rewards need, such as a sandbox."""
     for reward in (load_reward(run), *load_evaluation_rewards(run).values()):
         reward.check_machine()
-
-
-def rollout_runs_programs(run: RunConfig) -> bool:
-    """Whether the options of the run's rollout function name programs that run on every machine."""
-    return rollout_functions.traits(run.rollout.function).runs_programs
 
 
 def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:

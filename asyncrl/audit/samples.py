@@ -27,7 +27,7 @@ from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError, NoHistory
 from asyncrl.messages import Event, TrajectoryGroup
-from asyncrl.messages.topics import EVENTS, PROGRESS, SETTINGS, TRAJECTORIES, Topic, group_id_of
+from asyncrl.messages.topics import EVENTS, PROGRESS, TRAJECTORIES, Topic, group_id_of
 from asyncrl.policies.audit.entries import BEGUN, DAMAGED, HistoryEntry, present
 from asyncrl.policies.groups.sample import PENDING, UNKNOWN, GroupSample, reason_of, sample_of
 from asyncrl.policies.groups.states import FATES
@@ -310,15 +310,6 @@ async def observing(run: RunConfig, *, token: str) -> AsyncIterator[Bus]:
         yield bus
     finally:
         await bus.close()
-
-
-async def model_path(bus: Bus, run: RunConfig) -> str:
-    """Return the path of the run's model, from its run file or from the settings that its learner put on the bus."""
-    if run.model.path:
-        return run.model.path
-    settings = (await bus.states(SETTINGS)).get("")
-    model: Mapping[str, Any] = settings.sections.get("model", {}) if settings is not None else {}
-    return str(model.get("path", ""))
 
 
 def growing(path: Path, is_over: Callable[[], bool]) -> Generator[GroupSample, None, None]:

@@ -62,7 +62,7 @@ EXAMPLES: Final = """examples:
   asyncrl board runs/demo runs/other                   a web page of them, on http://127.0.0.1:8420
   asyncrl doctor runs/demo                             what every actor waits for, and what is wrong
   asyncrl serve my.toml                                let external programs play the samples of a run
-  asyncrl rollout-worker --join nats://learner-host:4222 --run my-run    join a run from any machine
+  asyncrl rollout-worker my.toml --set bus.url=nats://HOST:4222    join a run from any machine
   asyncrl scale runs/demo --rollout-workers 8          grow or shrink a running run
   asyncrl samples runs/demo --worst                    groups with the lowest-rewarded answers
   asyncrl tap runs/demo trajectories                   messages on a topic as they arrive

@@ -6,12 +6,11 @@ import argparse
 import asyncio
 import gc
 
-from asyncrl.actors.base import Actor, HeartbeatSender
-from asyncrl.cli import arguments, joining, worker_process
+from asyncrl.actors.base import HeartbeatSender
+from asyncrl.cli import arguments, worker_process
 from asyncrl.cli.actor_process import in_event_loop, supervised
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import same_settings
 from asyncrl.launch.checks.own_code import checksums
 from asyncrl.launch.checks.run_file import check_worker
 from asyncrl.launch.keys.worker_keys import Identity
@@ -19,7 +18,8 @@ from asyncrl.os_process import end_with_parent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    joining.add_arguments(parser)
+    arguments.add_run_file(parser)
+    worker_process.add_name(parser)
     parser.add_argument(
         "--evaluate", action="store_true", help="only answer evaluations (evaluation.place = dedicated)"
     )
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     end_with_parent()
-    run_config = arguments.with_bus_address(joining.settings(options))
-    label = options.name or joining.default_label()
+    run_config = arguments.with_bus_address(arguments.load(options))
+    label = options.name or worker_process.default_label()
     identity = worker_process.identity(options, run_config, label=label)
     check_worker(run_config)
     if options.evaluate and not run_config.num_evaluation_workers:
@@ -36,31 +36,21 @@ def run(options: argparse.Namespace) -> int:
             'rollout-worker --evaluate: the run file has no evaluation.place = "dedicated" with data sets'
         )
     token = arguments.bus_token(run_config)
-    return in_event_loop(
-        _sample(run_config, identity, token=token, has_joined=bool(options.join), is_dedicated=bool(options.evaluate))
-    )
+    return in_event_loop(_sample(run_config, identity, token=token, is_dedicated=bool(options.evaluate)))
 
 
-async def _sample(
-    run_config: RunConfig, identity: Identity, *, token: str, has_joined: bool, is_dedicated: bool
-) -> int:
+async def _sample(run_config: RunConfig, identity: Identity, *, token: str, is_dedicated: bool) -> int:
     """Sample until the worker is drained or the run is finished. Raises NameTaken while another worker has its name.
 
-    has_joined    without a run file, through the bus
     is_dedicated  only evaluate
     """
     # imports torch; errors in the settings are reported before
     from asyncrl.launch.assembly.build_learner import prometheus
     from asyncrl.launch.assembly.build_worker import build_worker
 
-    async with worker_process.bus_of_worker(run_config, identity, token=token, has_joined=has_joined) as bus:
-        beside: list[Actor] = []
-        if identity.has_own_key:  # it joins by itself, maybe with another run file
-            await same_settings.refuse_others(bus, run_config)
-            beside.append(same_settings.SettingsWatch(f"{identity.name}.settings", bus, run=run_config))
+    async with worker_process.bus_of_worker(run_config, identity, token=token) as bus:
         worker, follower = await build_worker(run_config, bus=bus, name=identity.name, is_dedicated=is_dedicated)
         gc.freeze()  # a collection over all imported objects would stop every answer for a tenth of a second
-        beside += prometheus(run_config, bus, worker)
         about = await asyncio.to_thread(checksums, run_config)
-        await supervised(worker, follower, HeartbeatSender(worker, about=about), *beside)
+        await supervised(worker, follower, HeartbeatSender(worker, about=about), *prometheus(run_config, bus, worker))
     return 0

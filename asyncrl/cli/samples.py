@@ -180,11 +180,12 @@ def _collect(source: RunSamples, shown: _Printer, chosen: _Chosen, *, newest: in
             return
 
         async def read() -> None:
-            async with source.connected(there) as bus:
-                await shown.find_model(bus)
-                async with contextlib.aclosing(source.logged(bus, newest=newest)) as groups:
-                    async for group in groups:
-                        chosen.offer(group)
+            async with (
+                source.connected(there) as bus,
+                contextlib.aclosing(source.logged(bus, newest=newest)) as groups,
+            ):
+                async for group in groups:
+                    chosen.offer(group)
 
         asyncio.run(read())
 
@@ -221,15 +222,13 @@ def _follow(
 
     async def read() -> None:
         nonlocal left
-        async with source.connected(source.run) as bus:
-            await shown.find_model(bus)
-            async with contextlib.aclosing(source.arriving(bus)) as groups:
-                async for group in groups:
-                    if is_wanted(group):
-                        shown.show(group)
-                        left = None if left is None else left - 1
-                        if left == 0:
-                            return
+        async with source.connected(source.run) as bus, contextlib.aclosing(source.arriving(bus)) as groups:
+            async for group in groups:
+                if is_wanted(group):
+                    shown.show(group)
+                    left = None if left is None else left - 1
+                    if left == 0:
+                        return
 
     asyncio.run(read())
 
@@ -246,12 +245,6 @@ class _Printer:
         self._model = source.run.model.path
         self._decode: Decode | None = None
         self._problem = ""
-
-    async def find_model(self, bus: object) -> None:
-        """Ask the bus for the path of the run's model if it is not known otherwise."""
-        from asyncrl.audit.samples import model_path
-
-        self._model = self._model or await model_path(bus, self._source.run)  # type: ignore[arg-type]
 
     def decoded(self, group: GroupSample) -> GroupSample:
         """Return the group with its text, or unchanged if the tokenizer is not available here."""

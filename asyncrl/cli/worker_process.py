@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator
 
 from asyncrl import logs
@@ -23,6 +24,20 @@ from asyncrl.os_process import exit_within
 log = logging.getLogger("asyncrl.cli.worker_process")
 
 
+def add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--name",
+        default="",
+        help="prefix of the worker's name; 16 digits of its key follow (default: host and process id)",
+    )
+
+
+def default_label() -> str:
+    """Return a name that is unique among the machines and processes of a run, and valid in a subject of the bus."""
+    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
+    return f"{host}-{os.getpid()}"
+
+
 def identity(options: argparse.Namespace, run_config: RunConfig, *, label: str) -> Identity:
     """Return the worker's identity for the whole run, and start to log to LABEL.log. Raises ConfigError."""
     found = worker_keys.identity(label, os.environ)
@@ -35,18 +50,14 @@ def identity(options: argparse.Namespace, run_config: RunConfig, *, label: str) 
 
 
 @contextlib.asynccontextmanager
-async def bus_of_worker(run_config: RunConfig, own: Identity, *, token: str, has_joined: bool) -> AsyncIterator[Bus]:
+async def bus_of_worker(run_config: RunConfig, own: Identity, *, token: str) -> AsyncIterator[Bus]:
     """Connect to the bus, and wait while the run's learner has another message schema.
 
     After the context, the process ends within EXIT_SECONDS.
 
-    has_joined  without a run file, through the bus
-
     Raises NameTaken while another worker has its name.
     """
-    signatures = signing_keys.signatures(
-        run_config, role="rollout-worker", own=own.key, life=own.life, has_joined=has_joined
-    )
+    signatures = signing_keys.signatures(run_config, role="rollout-worker", own=own.key, life=own.life)
     bus, run = await connect(run_config, token=token, role="rollout-worker", signatures=signatures), run_config.run.name
     alone = contextlib.nullcontext() if own.has_own_key else single_instance.worker(bus, own.name, run=run)
     try:

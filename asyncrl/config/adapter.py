@@ -51,11 +51,6 @@ class Adapter:
         cls.options(run)
 
     @classmethod
-    def check_joined(cls, options: Mapping[str, Any]) -> None:
-        """Refuse options that a joining machine received over the bus and that could do more there than set a size or
-        a method: options that name a file, a command, or code. Only the machine's owner may set those."""
-
-    @classmethod
     def check_machine(cls, run: RunConfig) -> None:
         """Refuse a configuration that would fail at startup on this machine: a missing package or GPU."""
 

@@ -34,7 +34,7 @@ class BusSection:
     rollout-worker, operator or observer. `bin/nats-config` writes such files."""
     learner_key: str = ""
     """Public key with which the learner's messages are verified, in hexadecimal. Empty: keys/learner.pub of the run's
-    folder; without that file, and with --join, the key of the first learner whose messages arrive."""
+    folder; without that file, the key of the first learner whose messages arrive."""
     tls_ca: str = ""
     """PEM file of the CA that signed the server's certificate. The connection uses TLS if this is set or the url starts
     with tls://."""

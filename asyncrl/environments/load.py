@@ -34,7 +34,6 @@ class Traits:
 
     samples: bool = True
     gives_one: bool = False
-    runs_programs: bool = False
 
 
 def described(*, samples: bool = True, gives_one: bool = False) -> Callable[[F], F]:

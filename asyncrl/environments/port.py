@@ -66,7 +66,6 @@ class RolloutFn(Protocol):
 
         samples = False     it calls no engine: its answers come from the data, not from a policy
         gives_one = True    it always returns one trajectory, after the group's prompt, within rollout.max_new_tokens
-        runs_programs = True  its options name programs to run: a joining machine takes them only from its own command
         has_harness = True  its samples have their own time limit: a worker that waits for one is not restarted for it
     """
 

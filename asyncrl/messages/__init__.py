@@ -5,7 +5,7 @@ segments         partial rollouts
 control          weight versions, progress, heartbeats, events, metrics, quarantine
 evaluation       the version being evaluated, and the answers
 weight_transfer  transfer of weights from the learner's memory to an engine's memory
-fleet            number of workers, and the settings that a joining worker needs
+fleet            number of workers
 topics           all topics and services, with who may publish and read them
 codec            encoding to bytes and decoding
 """

@@ -1,9 +1,8 @@
-"""Messages between `asyncrl run`, `asyncrl scale` and joining workers: fleet sizes, names, settings of the run."""
+"""Messages between `asyncrl run`, `asyncrl scale` and workers: fleet sizes, and claims of names."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from asyncrl.config.checks import MOST_WORKERS
 from asyncrl.errors import MessageError
@@ -40,18 +39,6 @@ class FleetStatus:
     workers: tuple[str, ...] = ()
     draining: tuple[str, ...] = ()
     problem: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
-    """The part of the run file that workers need.  Topic ``settings``: learner -> workers that join without a run file.
-
-    sections  sections made by config/record.py, without secrets
-    withheld  keys left out because they may hold secrets, such as "reward.options"; a joining worker must set them
-    """
-
-    sections: dict[str, Any] = field(default_factory=dict)
-    withheld: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 from asyncrl.messages.control import Event, Heartbeat, Progress, Quarantine, StepMetrics, WeightVersion
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
-from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus, RunSettings
+from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus
 from asyncrl.messages.pieces import Piece
 from asyncrl.messages.rollout import PromptGroup, TrajectoryGroup
 from asyncrl.messages.segments import GroupSegment
@@ -139,7 +139,6 @@ EVALUATION_METRICS = "evaluation"
 
 FLEET = Topic("fleet", "state", FleetSize, publishers=("operator",), readers=("learner",))
 FLEET_STATUS = Topic("fleet_status", "state", FleetStatus, publishers=("learner",), readers=("operator",))
-SETTINGS = Topic("settings", "state", RunSettings, publishers=("learner",), readers=("rollout-worker",))
 
 TRANSFERS = Service(
     *("transfers", TransferRequest, TransferOffer),

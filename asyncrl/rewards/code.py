@@ -144,8 +144,6 @@ class CodeReward:
     """Runs each test in a thread, at most ``at_once`` at the same time."""
 
     needs_label = True
-    own_options = ("sandbox", "python", "readable", "network")
-    """Options that only the machine's own command may set, because each machine decides what programs may do on it."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -40,8 +40,6 @@ class Options:
 
 
 class JsonSchemaReward:
-    own_options = ("schema",)
-
     def __init__(self, options: Options) -> None:
         self.needs_label = not options.schema
         self._schema = _read(options.schema) if options.schema else None

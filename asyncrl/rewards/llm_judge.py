@@ -107,8 +107,6 @@ class Options:
 class JudgeReward:
     """Sends one request per distinct answer, concurrently within a group. Keeps its connections between groups."""
 
-    own_options = ("cache_file",)
-
     def __init__(self, options: Options) -> None:
         self._options = options
         self.needs_label = "{label}" in options.template and options.template != _TEMPLATE

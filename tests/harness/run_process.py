@@ -138,12 +138,11 @@ class RunProcess:
     def join(
         self, name: str, *words: str, folder: Path, verb: str = "rollout-worker"
     ) -> subprocess.Popen[bytes] | ForkedCommand:
-        """Start a worker that knows only the bus and the run's name, not the run's folder.
-
-        It writes its output to NAME.txt in ``folder``.
-        """
+        """Start a worker in another folder, as on another machine. It writes its output to NAME.txt in ``folder``."""
         url, token = registry.bus_address(self.config(), token=self.token)
-        words = (verb, "--join", url, "--run", self.config().run.name, "--name", name, *words)
+        own = (f"bus.url={url}", f"model.path={self.folder / 'model'}", f"data.path={self.folder / 'prompts.jsonl'}")
+        sets = [word for item in own for word in ("--set", item)]
+        words = (verb, str(self.folder / "run.toml"), *self._sets(), *sets, "--name", name, *words)
         environment, output = self._env() | {"ASYNCRL_BUS_TOKEN": token}, folder / f"{name}.txt"
         output.touch()
         return self._started(words, environment=environment, output=output, directory=folder)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.audit.samples import RunSamples, model_path
+from asyncrl.audit.samples import RunSamples
 from asyncrl.board.watched.file_tail import FileTail
 from asyncrl.config import RunConfig
 from asyncrl.data.tokenizer import load_decode
@@ -312,7 +312,7 @@ class GroupIndex:
             async with contextlib.aclosing(source.logged(bus, newest=newest)) as groups:
                 async for sample in groups:
                     if sample.group_id == group_id:
-                        return sample, await model_path(bus, there)
+                        return sample, there.model.path
                     if row is not None and row.sequence:  # the record was trimmed, and this is a later one
                         return None
         return None

@@ -68,51 +68,6 @@ def check_intake_arguments(server_arguments: Mapping[str, Any]) -> None:
             )
 
 
-_FOR_ALL: Final = frozenset(
-    (
-        # sizes
-        *("mem-fraction-static", "max-running-requests", "max-queued-requests", "max-total-tokens", "context-length"),
-        *("max-prefill-tokens", "prefill-max-requests", "chunked-prefill-size", "page-size", "swa-full-tokens-ratio"),
-        *("cuda-graph-bs", "cuda-graph-bs-decode", "cuda-graph-bs-prefill", "cuda-graph-max-bs"),
-        *("cuda-graph-max-bs-decode", "cuda-graph-max-bs-prefill", "torch-compile-max-bs", "cpu-offload-gb"),
-        *("num-continuous-decode-steps", "stream-interval", "watchdog-timeout", "decode-log-interval", "random-seed"),
-        *("tp-size", "tensor-parallel-size", "dp-size", "data-parallel-size", "ep-size", "expert-parallel-size"),
-        # methods
-        *("dtype", "kv-cache-dtype", "quantization", "device", "schedule-policy", "schedule-conservativeness"),
-        *("attention-backend", "prefill-attention-backend", "decode-attention-backend", "sampling-backend"),
-        *("moe-runner-backend", "moe-a2a-backend", "enable-dp-attention", "enable-dp-lm-head", "enable-mixed-chunk"),
-        *("enable-torch-compile", "enable-deterministic-inference", "enable-memory-saver", "enable-p2p-check"),
-        *("enable-nan-detection", "disable-cuda-graph", "disable-cuda-graph-padding", "disable-custom-all-reduce"),
-        *("disable-overlap-schedule", "disable-radix-cache", "sleep-on-idle", "skip-server-warmup", "log-level"),
-        *("enable-prefill-delayer", "prefill-delayer-queue-min-ratio", "prefill-delayer-max-delay-ms"),
-    )
-)
-"""Options that set a size or a method. All other options may open files, addresses or ports, or load code: loaders,
-plugins, hooks, tool servers, remote code, configuration files."""
-_WORD: Final = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
-
-
-def check_joined_arguments(server_arguments: object) -> None:
-    """On a machine that joins a run, refuse options from the bus that are not allowed there. Raises ConfigError."""
-    where = "engine.options.server_arguments"
-    if not isinstance(server_arguments, Mapping):
-        return  # the types of the options refuse it
-    for key, value in server_arguments.items():
-        if option_name(key) not in _FOR_ALL or not _is_plain(value):
-            shown = repr(key if len(key) <= 60 else key[:57] + "...")
-            raise ConfigError(
-                f"{where}: the run's settings set {shown}, which may make SGLang load code or open files here; to "
-                f"allow it on this machine, add to its command: --set {where}.KEY=VALUE"
-            )
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether the value is a number, a boolean, a word, or a list of these, and no path, table or option."""
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return isinstance(value, int | float) or (isinstance(value, str) and bool(_WORD.fullmatch(value)))
-
-
 def option_name(key: str) -> str:
     """Normalise ``mem_fraction_static`` and ``--mem-fraction-static`` to ``mem-fraction-static``."""
     return key.replace("_", "-").lstrip("-")

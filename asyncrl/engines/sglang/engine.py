@@ -28,7 +28,7 @@ from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import EngineStats
 from asyncrl.engines.sglang import attached, context, memory, repacking, rope, served_model
 from asyncrl.engines.sglang.adapters import Adapters
-from asyncrl.engines.sglang.arguments import check_arguments, check_intake_arguments, check_joined_arguments
+from asyncrl.engines.sglang.arguments import check_arguments, check_intake_arguments
 from asyncrl.engines.sglang.client import ServerClient, lines
 from asyncrl.engines.sglang.health import first_answer, until_healthy
 from asyncrl.engines.sglang.launch import server_of
@@ -105,10 +105,6 @@ class SGLangEngine(EngineAdapter):
     def check_intake(cls, run: RunConfig) -> None:
         options: Options = cls.options(run)
         check_intake_arguments(options.server_arguments)
-
-    @classmethod
-    def check_joined(cls, options: Mapping[str, Any]) -> None:
-        check_joined_arguments(options.get("server_arguments", {}))
 
     @classmethod
     def check_machine(cls, run: RunConfig) -> None:

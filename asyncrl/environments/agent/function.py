@@ -120,7 +120,6 @@ class Options:
 class Agent:
     """A RolloutFn with one endpoint and one harness per worker, and one session per sample."""
 
-    runs_programs = True
     has_harness = True
     """Samples end by themselves within their time limit, so a worker that waits for one is not restarted."""
 

@@ -12,13 +12,10 @@ from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
-from asyncrl.config.record import worker_table
 from asyncrl.errors import INTERRUPTED, HopelessError
 from asyncrl.launch.assembly.build_learner import build_learner, prometheus
 from asyncrl.launch.checks.own_code import checksums
 from asyncrl.logs import print_line
-from asyncrl.messages.fleet import RunSettings
-from asyncrl.messages.topics import SETTINGS
 
 
 async def train(
@@ -39,8 +36,6 @@ async def train(
     learner, helpers = await build_learner(run, bus=bus, resume=resume)
     if resume:
         print_line(f"resumed at step {learner.step}, policy version {learner.policy_version}")
-    sections, withheld = worker_table(run)
-    await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
     gc.freeze()
     endpoint = prometheus(run, bus, learner, *helpers, *beside, step_numbers=lambda: learner.newest_metrics)
     await supervised(learner, *helpers, HeartbeatSender(learner, *helpers, about=about), *beside, *endpoint)

@@ -45,21 +45,18 @@ _TAKING: Final = threading.Lock()
 log = logging.getLogger("asyncrl.keys")
 
 
-def signatures(
-    run: RunConfig, *, role: str, own: SigningKey | None = None, life: int = 0, has_joined: bool = False
-) -> Signatures:
+def signatures(run: RunConfig, *, role: str, own: SigningKey | None = None, life: int = 0) -> Signatures:
     """Return what a process of this role signs with, and which keys it trusts. Raises ConfigError for a damaged key.
 
     own, life   of a rollout worker; a key that is as new as its process needs no life
-    has_joined  it joined through the bus; the run's folder on this machine may belong to another run of that name
     """
     name, folder = run.run.name, run.run_directory / _FOLDER
     if role != "learner":
         known = run.bus.learner_key or _given(run, role).get("learner-key", "")
-        known = known or ("" if has_joined else _public(folder))
+        known = known or _public(folder)
         # A worker without its own key belongs to a run without keys. It must not trust old messages that the learner
         # signed while it had a key more than what the learner sends now.
-        learns = role == "rollout-worker" and not known and (own is not None or has_joined)
+        learns = role == "rollout-worker" and not known and own is not None
         bound: Callable[[str], str] = worker_keys.digits_in
         life = life or key_files.now()
         return Signatures(run=name, own=own, life=life, learner=known, learns=learns, bound=bound)

@@ -1,4 +1,4 @@
-"""A worker that joins through the bus, without a run file or data sets, answers evaluations besides training."""
+"""A worker that joins a run by hand answers evaluations besides training."""
 
 from __future__ import annotations
 

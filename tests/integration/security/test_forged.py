@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from asyncrl.messages import (
     WeightVersion,
     replace,
 )
-from asyncrl.messages.fleet import FleetStatus, RunSettings
+from asyncrl.messages.fleet import FleetStatus
 from asyncrl.messages.signing import Signatures, SigningKey
 from asyncrl.messages.topics import (
     ACTORS,
@@ -36,14 +35,13 @@ from asyncrl.messages.topics import (
     PROGRESS,
     PROMPTS,
     QUARANTINE,
-    SETTINGS,
     TRAJECTORIES,
     WEIGHTS,
     Topic,
 )
 from tests.conftest import BUS_SIZES
 from tests.harness.buses import group, prompt
-from tests.harness.forked import ForkedCommand, ForkServer
+from tests.harness.forked import ForkServer
 from tests.harness.run_process import RunProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -51,7 +49,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 FORGED: tuple[tuple[Topic[Any], str, Any], ...] = (
     (PROGRESS, "", Progress(incarnation=0, step=10**6, policy_version=10**6, finished=True)),
     (WEIGHTS, "", WeightVersion(incarnation=10**6, policy_version=1, uri="/evil", sha256="ab", num_bytes=1)),
-    (SETTINGS, "", RunSettings(sections={"reward": {"kind": "evil:reward"}})),
     (QUARANTINE, "w0", Quarantine(worker="w0", reason="evil", incarnation=0)),
     (FLEET_STATUS, "", FleetStatus(rollout_workers=0, problem="evil")),
     (METRICS, "", StepMetrics(step=10**6)),
@@ -113,7 +110,7 @@ async def test_what_is_forged_or_said_again_changes_nothing(run: RunProcess) -> 
 async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunProcess, tmp_path: Path) -> None:
     """w0 is the run's own worker; the guest joined by itself."""
     evil, plain = await intruder(run, is_signing=True), await intruder(run, is_signing=False)
-    joined = join(run, "guest", key=run_key(run), folder=tmp_path)
+    joined = run.join("guest", folder=tmp_path)
     try:
         await run.until(lambda: run.event("first_trained", "guest"), "something of the guest")
         found = run.event("joined", "guest")
@@ -165,30 +162,6 @@ async def speak_for_others(bus: JetStreamBus, workers: tuple[str, ...]) -> None:
         await asyncio.sleep(0.1)
 
 
-async def test_a_worker_that_knows_the_learners_key_joins_no_other_learner(run: RunProcess, tmp_path: Path) -> None:
-    evil = await intruder(run, is_signing=True)
-    for bus_key, names in ((run_key(run), "joined"), ("0" * 64, "refused")):
-        away = tmp_path / names
-        away.mkdir()
-        worker = join(run, names, key=bus_key, folder=away)
-        try:
-            if names == "joined":
-                await evil.put(SETTINGS, RunSettings(sections={"reward": {"kind": "evil:reward"}}))
-                await run.until(lambda: run.event("first_trained", "joined"), "something of it")
-            else:
-                said = away / "refused.txt"
-                await run.until(lambda said=said: "settings: rejected" in said.read_text(), "that it saw this learner")
-                await run.until(lambda said=said: "waiting for its learner" in said.read_text(), "that it waits")
-                step = run.steps
-                await run.until(lambda step=step: run.steps >= step + 3, "steps")
-                assert worker.poll() is None  # the worker waits for its known learner
-                assert run.event("joined", "refused") is None
-        finally:
-            worker.kill()
-            worker.wait()
-    await evil.close()
-
-
 async def publish_prompt(bus: JetStreamBus, number: int) -> None:
     """Publish a prompt as soon as there is room for one."""
     while True:
@@ -196,14 +169,6 @@ async def publish_prompt(bus: JetStreamBus, number: int) -> None:
             await bus.publish(PROMPTS, prompt(number), key=str(number))
             return
         await asyncio.sleep(0.01)
-
-
-def run_key(run: RunProcess) -> str:
-    return (run.run_directory / "keys" / "learner.pub").read_text().strip()
-
-
-def join(run: RunProcess, name: str, *, key: str, folder: Path) -> subprocess.Popen[bytes] | ForkedCommand:
-    return run.join(name, "--set", f"bus.learner_key={key}", folder=folder)
 
 
 async def stored(bus: JetStreamBus, topic: Topic[Any]) -> bytes:

@@ -23,7 +23,7 @@ from asyncrl.bus.nats_server.accounts import account_name, permissions
 from asyncrl.errors import ConfigError, Forbidden
 from asyncrl.launch.checks import single_instance
 from asyncrl.messages import Event, Quarantine, WeightVersion
-from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus, RunSettings
+from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus
 from asyncrl.messages.topics import (
     ACTORS,
     ALL,
@@ -36,7 +36,6 @@ from asyncrl.messages.topics import (
     PROMPTS,
     QUARANTINE,
     ROLES,
-    SETTINGS,
     TRAJECTORIES,
     TRANSFERS,
     WEIGHTS,
@@ -294,7 +293,6 @@ async def test_an_operator_sizes_the_fleet_and_does_nothing_else(buses: dict[str
     assert "w0" in await operator.states(ACTORS)
     await assert_forbidden(operator.put(FLEET_STATUS, FleetStatus()))
     await assert_forbidden(operator.put(PROGRESS, progress(9)))
-    await assert_forbidden(operator.put(SETTINGS, RunSettings()))
     await assert_forbidden(operator.put(ACTORS, heartbeat("w0"), key="w0"))
     await assert_forbidden(operator.publish(TRAJECTORIES, group(31), key="31"))
 
@@ -303,14 +301,6 @@ async def test_workers_and_observers_do_not_size_the_fleet(buses: dict[str, Any]
     for role in ("rollout-worker", "observer"):
         await assert_forbidden(buses[role].put(FLEET, FleetSize(rollout_workers=0)))
         await assert_forbidden(buses[role].put(FLEET_STATUS, FleetStatus()))
-        await assert_forbidden(buses[role].put(SETTINGS, RunSettings()))
-
-
-async def test_a_worker_reads_the_settings_of_its_run(buses: dict[str, Any]) -> None:
-    settings = RunSettings(sections={"run": {"name": "mine"}})
-    await buses["learner"].put(SETTINGS, settings)
-    async with buses["rollout-worker"].watch(SETTINGS) as found:
-        assert await anext(found) == settings
 
 
 async def test_an_observer_reads_and_writes_nothing(buses: dict[str, Any]) -> None:

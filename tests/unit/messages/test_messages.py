@@ -34,7 +34,7 @@ from asyncrl.messages import (
 )
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, EvaluationAnswers
-from asyncrl.messages.fleet import FleetSize, FleetStatus, RunSettings
+from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.messages.pieces import Piece
 from asyncrl.messages.signing import UNSIGNED
 from asyncrl.messages.topics import ALL, PROGRESS, TRAJECTORIES
@@ -100,7 +100,6 @@ SAMPLES: dict[type, Any] = {
         StepMetrics(step=7, numbers={"loss": 0.25}, staleness=(10, 30)),
         FleetSize(rollout_workers=8, request="1f"),
         FleetStatus(request="1f", rollout_workers=7, workers=("w0", "w1"), draining=("w2",), problem="no GPU is free"),
-        RunSettings(sections={"run": {"name": "x", "betas": [0.9, 0.95]}}, withheld=("reward.options",)),
         Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
         Piece(data=b"ab"),
     )

@@ -127,7 +127,6 @@ def test_a_worker_of_a_run_that_has_lost_its_keys_believes_no_earlier_learner(ru
     assert not signing_keys.signatures(run, role="rollout-worker")._learns
     own = SigningKey.generate()
     assert signing_keys.signatures(run, role="rollout-worker", own=own)._learns
-    assert signing_keys.signatures(run, role="rollout-worker", has_joined=True)._learns
 
 
 def test_an_observer_believes_no_stranger(run: RunConfig) -> None:
@@ -209,13 +208,6 @@ def test_a_life_that_cannot_be_written_is_said_and_goes_by_the_clock(
     reader = signing_keys.signatures(run, role="learner")
     assert not reader.open(PROGRESS, "", learners(run)).problem
     assert "keys/life: cannot be written: Is a directory; the clock is used instead" in caplog.text
-
-
-def test_who_joins_by_the_bus_does_not_look_at_a_run_of_the_same_name_here(run: RunConfig) -> None:
-    signing_keys.learner_key(run)
-    told = dataclasses.replace(run, bus=dataclasses.replace(run.bus, learner_key="a" * 64))
-    assert signing_keys.signatures(run, role="rollout-worker", has_joined=True).learner == ""
-    assert signing_keys.signatures(told, role="rollout-worker", has_joined=True).learner == "a" * 64
 
 
 def test_a_key_that_is_none_is_refused_in_the_run_file() -> None:
