@@ -3,19 +3,24 @@
 The template is filled with {prompt}, {answer} and {label} and sent as one user message. The grade is the last match of
 ``pattern`` after </think> in the judge's reply, mapped from lowest..highest to 0..1. If the reply has no grade, one out
 of range, or was cut off at max_tokens, the request is retried, and finally the group fails; it never becomes a silent
-zero. A question that was graded before is not sent again (kept_grades.py).
+zero. A question that was graded before is not sent again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import hashlib
 import json
+import logging
 import math
 import re
+import sqlite3
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
@@ -24,7 +29,6 @@ from asyncrl.config.checks import compiled
 from asyncrl.config.secret_values import address_hidden
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.answers import after_thinking
-from asyncrl.rewards.kept_grades import KeptGrades
 from asyncrl.rewards.port import Reward, Sample
 
 _TEMPLATE: Final = (
@@ -34,6 +38,11 @@ _TEMPLATE: Final = (
 )
 _FIELDS: Final = {"prompt", "answer", "label"}
 _MOST_BACKOFF_SECONDS: Final = 60.0
+_TABLE: Final = "CREATE TABLE IF NOT EXISTS grades (question BLOB PRIMARY KEY, grade REAL NOT NULL) WITHOUT ROWID"
+_BUSY_SECONDS: Final = 5.0
+"""Time that a process waits for another process's write."""
+
+log = logging.getLogger("asyncrl.rewards")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +121,7 @@ class JudgeReward:
         self.needs_label = "{label}" in options.template and options.template != _TEMPLATE
         self._pattern = re.compile(options.pattern)
         self._places = asyncio.Semaphore(options.at_once)
-        self._kept = KeptGrades(in_memory=options.cache, file=options.cache_file)
+        self._kept = GradeCache(in_memory=options.cache, file=options.cache_file)
         self._session: aiohttp.ClientSession | None = None
         self._num_requests = 0
         self._num_tokens = 0
@@ -257,3 +266,76 @@ def _seconds(text: str | None) -> float:
         return max(0.0, float(text or 0))
     except ValueError:  # a date
         return 0.0
+
+
+# -- grades that were given before -------------------------------------------------------------------------------------
+
+
+class GradeCache:
+    """A judge's grades in memory, and optionally in an SQLite file that other workers and later runs read.
+
+    The key is the digest of the question and everything else that the grade depends on. If the file fails during the
+    run (for example because the disk is full), a warning is logged once and only the memory remains: questions may then
+    be asked again, but no group fails.
+    """
+
+    def __init__(self, *, in_memory: int, file: str = "") -> None:
+        """
+        in_memory  number of grades in memory; the least recently used go first
+        file       path of the database; empty: none on disk
+        """
+        self._in_memory = in_memory
+        self._file = Path(file) if file else None
+        self._grades: collections.OrderedDict[bytes, float] = collections.OrderedDict()
+
+    def check(self) -> None:
+        """Raise ConfigError if the file is not a database or cannot be written."""
+        if self._file is None:
+            return
+        try:
+            with self._opened(self._file) as grades:
+                grades.execute("BEGIN IMMEDIATE")  # fails if the file is not writable
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(f"cache_file: {self._file}: {error}; name a file that this machine may write") from None
+
+    async def find(self, question: bytes) -> float | None:
+        if question in self._grades:
+            self._grades.move_to_end(question)
+            return self._grades[question]
+        found = await self._of_file("SELECT grade FROM grades WHERE question = ?", question)
+        if found is not None:
+            self._remember(question, found)
+        return found
+
+    async def keep(self, question: bytes, grade: float) -> None:
+        self._remember(question, grade)
+        await self._of_file("INSERT OR REPLACE INTO grades VALUES (?, ?)", question, grade)
+
+    def _remember(self, question: bytes, grade: float) -> None:
+        self._grades[question] = grade
+        while len(self._grades) > self._in_memory:
+            self._grades.popitem(last=False)
+
+    async def _of_file(self, command: str, *values: bytes | float) -> float | None:
+        if (file := self._file) is None:
+            return None
+
+        def execute() -> float | None:
+            with self._opened(file) as grades:
+                row = grades.execute(command, values).fetchone()
+            return None if row is None else float(row[0])
+
+        try:
+            return await asyncio.to_thread(execute)
+        except (sqlite3.Error, OSError) as error:
+            log.warning("reward llm_judge: cache_file %s: %s; grades are kept in memory only from here on", file, error)
+            self._file = None
+            return None
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _opened(file: Path) -> Iterator[sqlite3.Connection]:
+        """Open the database. Commits at the end of the context."""
+        with contextlib.closing(sqlite3.connect(file, timeout=_BUSY_SECONDS)) as grades, grades:
+            grades.execute(_TABLE)
+            yield grades

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncrl import config
+from asyncrl.contrib.rewards import dapo, gpqa, rouge
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages import replace
-from asyncrl.rewards import dapo, gpqa, rouge
 from asyncrl.rewards.load import label_check, load_reward
 from tests.harness.rewards import load, sample, values
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.contrib.rewards.schema_judge import parsed, validator_of
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.answers import after_thinking, last_block
 from asyncrl.rewards.judge_pool import JudgePool
 from asyncrl.rewards.port import Reward, Sample
-from asyncrl.rewards.schema_judge import parsed, validator_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class JsonSchemaReward:
         self.needs_label = not options.schema
         self._schema = _read(options.schema) if options.schema else None
         self._judges = JudgePool(
-            "asyncrl.rewards.schema_judge",
+            "asyncrl.contrib.rewards.schema_judge",
             [str(options.timeout_seconds)],
             name="json_schema",
             processes=options.processes,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.contrib.rewards import ifeval as instructions
+from asyncrl.contrib.rewards.ifbench import KINDS, UNCHECKED, follows
+from asyncrl.contrib.rewards.ifbench_checks import sentences, syllables
 from asyncrl.errors import RewardError
-from asyncrl.rewards import instructions
-from asyncrl.rewards.ifbench_rules import KINDS, UNCHECKED, follows
-from asyncrl.rewards.ifbench_text import sentences, syllables
 from tests.harness.rewards import load, sample, values
 
 PALINDROMES = "level radar civic kayak rotor refer madam solos stats tenet"

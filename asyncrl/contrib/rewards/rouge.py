@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from asyncrl.contrib.rewards.f1 import label_texts
 from asyncrl.rewards.answers import after_thinking
-from asyncrl.rewards.f1 import label_texts
 from asyncrl.rewards.port import Reward, Sample
 
 _WORD: Final = re.compile(r"[^\W_]+")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.contrib.rewards.ifeval import KINDS, follows
 from asyncrl.errors import RewardError
-from asyncrl.rewards.instructions import KINDS, follows
 from tests.harness.rewards import load, sample, values
 
 FOLLOWED_AND_NOT: dict[str, list[tuple[dict[str, Any], str, str]]] = {
