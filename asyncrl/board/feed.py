@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from asyncrl.audit.run_observer import RunObserver, RunView, is_silent, poll_seconds
+from asyncrl.board.file_tail import RowTail
+from asyncrl.board.group_index import GroupIndex
 from asyncrl.board.lanes import Doing, doing
 from asyncrl.board.readers import Readers
 from asyncrl.board.run_state import Change, RunState
-from asyncrl.board.watched.group_index import GroupIndex
-from asyncrl.board.watched.looker import Looker, View, is_silent, look_seconds
-from asyncrl.board.watched.watched_run import RowTail, WatchedRun, row_of
+from asyncrl.board.watched_run import WatchedRun, row_of
 from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
 
 ROW_SECONDS: Final = 1.0
@@ -88,9 +89,9 @@ class RunFeed:
     async def _follow_bus(self) -> None:
         while True:
             try:
-                looker = self.watched.looker() if await asyncio.to_thread(self.watched.is_up) else None
-                if looker is not None:
-                    await self._look(looker)
+                observer = self.watched.observer() if await asyncio.to_thread(self.watched.is_up) else None
+                if observer is not None:
+                    await self._watch(observer)
                     await self._read_steps()  # its learner may have ended before its first row
                 why = ""
             except NoSuchRun:
@@ -100,38 +101,38 @@ class RunFeed:
             self._say(self.state.is_away(why, now=time.time()))
             await asyncio.sleep(AWAY_SECONDS)
 
-    async def _look(self, looker: Looker) -> None:
+    async def _watch(self, observer: RunObserver) -> None:
         """Follow the bus until the run is no longer up. Raises ConfigError."""
         events: asyncio.Task[None] | None = None
         address = ("", "")
         try:
             while True:
-                view = await looker.look()
-                if looker.address != address and not looker.is_connecting:
-                    address = looker.address
+                view = await observer.poll()
+                if observer.address != address and not observer.is_connecting:
+                    address = observer.address
                     if events is not None:
                         events.cancel()
                     events = asyncio.create_task(self._follow_events())
                 if self._tail is None:
                     self._take_newest(view)
                 self._hear(view)
-                if looker.is_connecting and not await asyncio.to_thread(self.watched.is_up):
+                if observer.is_connecting and not await asyncio.to_thread(self.watched.is_up):
                     return
-                await asyncio.sleep(look_seconds(view))
+                await asyncio.sleep(poll_seconds(view))
         finally:
             if events is not None:
                 events.cancel()
                 await asyncio.gather(events, return_exceptions=True)
-            await looker.close()
+            await observer.close()
 
-    def _take_newest(self, view: View) -> None:
+    def _take_newest(self, view: RunView) -> None:
         """Add the newest step and the newest evaluation from the bus, if there is no folder to read them from."""
         for name, newest in (("step", view.metrics), ("evaluation", view.evaluation)):
             if newest is not None and newest.step != self._newest.get(name):
                 self._newest[name] = newest.step
                 self._say(self.state.add_rows([row_of(newest)]))
 
-    def _hear(self, view: View) -> None:
+    def _hear(self, view: RunView) -> None:
         seen = view.observation
         status = "finished" if seen.is_finished else "up"
         if seen.bus_silent:
@@ -154,7 +155,7 @@ class RunFeed:
             self._tell(change)
 
 
-def actors_of(view: View) -> Mapping[str, tuple[Any, Doing]]:
+def actors_of(view: RunView) -> Mapping[str, tuple[Any, Doing]]:
     """Return name -> (heartbeat, current activity)."""
     return {
         name: (seen.beat, doing(seen.beat, silent_seconds=seen.seconds if is_silent(seen) else 0.0))

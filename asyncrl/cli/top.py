@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.audit import run_folder
-from asyncrl.board.watched.looker import LOOK_SECONDS, Looker, View
+from asyncrl.audit.run_observer import LOOK_SECONDS, RunObserver, RunView
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.messages import StepMetrics
@@ -67,12 +67,12 @@ def top(run: RunConfig, *, token: str, once: bool, console: Console | None = Non
 
 
 async def _show(run: RunConfig, *, token: str, once: bool, console: Console) -> None:
-    looker = Looker(run, token=token)
+    observer = RunObserver(run, token=token)
     block = "█" if console.encoding.startswith("utf") else "#"
     try:
-        view = await looker.look()
-        while once and looker.is_connecting and view.observation.bus_silent < BUS_SECONDS:
-            view = await looker.look()
+        view = await observer.poll()
+        while once and observer.is_connecting and view.observation.bus_silent < BUS_SECONDS:
+            view = await observer.poll()
         if once:
             console.print(screen(view, width=console.width, block=block))
             return
@@ -81,12 +81,12 @@ async def _show(run: RunConfig, *, token: str, once: bool, console: Console) -> 
         ) as live:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
-                live.update(screen(await looker.look(), width=console.width, block=block), refresh=True)
+                live.update(screen(await observer.poll(), width=console.width, block=block), refresh=True)
     finally:
-        await looker.close()
+        await observer.close()
 
 
-def screen(view: View, *, width: int, block: str = "█") -> RenderableType:
+def screen(view: RunView, *, width: int, block: str = "█") -> RenderableType:
     """Return what is shown of a run.
 
     width   of the screen, in characters
@@ -104,7 +104,7 @@ def screen(view: View, *, width: int, block: str = "█") -> RenderableType:
     return Group(*parts)
 
 
-def _headline(view: View) -> Text:
+def _headline(view: RunView) -> Text:
     metrics = view.metrics
     text = Text(view.where, style="bold")
     if metrics is not None:
@@ -114,7 +114,7 @@ def _headline(view: View) -> Text:
     return text.append("   finished" if view.observation.is_finished else "")
 
 
-def _newest(view: View) -> int:
+def _newest(view: RunView) -> int:
     """Return the newest policy version in metrics and heartbeats."""
     versions = [seen.beat.policy_version for seen in view.observation.actors.values()]
     trained = view.metrics.numbers.get("weights/version", 0.0) if view.metrics is not None else 0.0

@@ -17,9 +17,9 @@ import torch
 
 import asyncrl as api
 from asyncrl.board.feed import RunFeed
+from asyncrl.board.group_index import rows_as_json
 from asyncrl.board.readers import Readers
-from asyncrl.board.watched.group_index import rows_as_json
-from asyncrl.board.watched.watched_run import WatchedRun
+from asyncrl.board.watched_run import WatchedRun
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.errors import AsyncRLError, ConfigError

@@ -46,15 +46,15 @@ def worker(name: str, *, version: int, seconds: float = 0.0) -> Seen:
     return Seen(beat=beat, seconds=seconds)
 
 
-def shown(view: top.View, *, width: int = 120) -> str:
+def shown(view: top.RunView, *, width: int = 120) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(top.screen(view, width=width))
     return out.getvalue()
 
 
-def view(*workers: Seen, metrics: StepMetrics | None = METRICS_OF_STEP_7) -> top.View:
+def view(*workers: Seen, metrics: StepMetrics | None = METRICS_OF_STEP_7) -> top.RunView:
     actors = {seen.beat.actor: seen for seen in workers}
-    return top.View(where="run r", observation=Observation(actors=actors, listened=9.0), metrics=metrics)
+    return top.RunView(where="run r", observation=Observation(actors=actors, listened=9.0), metrics=metrics)
 
 
 def test_it_shows_the_newest_step_under_the_names_of_the_schema() -> None:
@@ -170,15 +170,15 @@ def test_it_goes_on_where_a_run_comes_back(nats_server: EmbeddedServer, run: str
         (tmp_path / run).mkdir(exist_ok=True)
         (tmp_path / run / BUS_FILE).write_text(json.dumps({"url": url, "token": token, "pid": 1}))
 
-    async def look() -> tuple[top.View, top.View]:
+    async def look() -> tuple[top.RunView, top.RunView]:
         is_up("nats://127.0.0.1:1", "old")
-        looker = top.Looker(config.only_overrides([f"run.directory={tmp_path}", f"run.name={run}"]), token="")
+        observer = top.RunObserver(config.only_overrides([f"run.directory={tmp_path}", f"run.name={run}"]), token="")
         try:
-            away = await looker.look()
+            away = await observer.poll()
             is_up(nats_server.url, nats_server.token)
-            return away, await looker.look()
+            return away, await observer.poll()
         finally:
-            await looker.close()
+            await observer.close()
 
     away, back = asyncio.run(look())
     assert away.metrics is None

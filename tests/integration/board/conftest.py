@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.board.server import Board
-from asyncrl.board.watched.watched_run import WatchedRun
+from asyncrl.board.watched_run import WatchedRun
 from asyncrl.config import record as config_record
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.policies.groups.sample import Answer, GroupSample

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.board.run_state import MOST_ROWS
 from asyncrl.board.server import Board
-from asyncrl.board.watched.watched_run import WatchedRun
+from asyncrl.board.watched_run import WatchedRun
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages import Heartbeat, Wait

@@ -1,9 +1,9 @@
 """A run for observers: where its folder and its bus are, and their new contents. Nothing is changed.
 
 Rows of metrics.jsonl come from the folder; without a folder, the newest row comes from the bus. Heartbeats
-(board/watched/looker.py) and events come from the bus.
+(audit/run_observer.py) and events come from the bus.
 
-Tests: tests/unit/launch/watched/test_watched_run.py.
+Tests: tests/unit/board/test_watched_run.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Final
 
 from asyncrl.adapters import registry
 from asyncrl.audit import run_folder
-from asyncrl.audit.metric_rows import Row, parsed
-from asyncrl.board.watched.file_tail import FileTail
-from asyncrl.board.watched.group_index import GroupIndex
-from asyncrl.board.watched.looker import Looker
+from asyncrl.audit.metric_rows import Row
+from asyncrl.audit.run_observer import RunObserver
+from asyncrl.board.file_tail import RowTail
+from asyncrl.board.group_index import GroupIndex
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Event, StepMetrics
@@ -62,9 +62,9 @@ class WatchedRun:
         except ConfigError:  # no learner has begun, or its line is damaged
             return 0
 
-    def looker(self) -> Looker:
-        """Return a looker. Raises ConfigError while the run is not up."""
-        return Looker(self._settings(), token=self._token)
+    def observer(self) -> RunObserver:
+        """Return a observer. Raises ConfigError while the run is not up."""
+        return RunObserver(self._settings(), token=self._token)
 
     def is_up(self) -> bool:
         """Whether the run may be up: `asyncrl run` is up here, the bus is at bus.url, or only the bus is reachable."""
@@ -99,18 +99,6 @@ class WatchedRun:
     def rows(self) -> RowTail | None:
         """Return a reader of its metrics.jsonl; None without a folder."""
         return RowTail(self.directory / METRICS_FILE) if self.directory is not None else None
-
-
-class RowTail:
-    """Rows of metrics.jsonl. A resumed learner may truncate the file; rewritten rows are then read again."""
-
-    def __init__(self, path: Path) -> None:
-        self._tail = FileTail(path)
-
-    def read(self) -> tuple[list[Row], bool]:
-        """Return (rows, whether more can be read immediately). Invalid lines are left out. Blocks."""
-        lines, has_more = self._tail.read()
-        return [row for _, line in lines if (row := parsed(line)) is not None], has_more
 
 
 def row_of(metrics: StepMetrics) -> Row:

@@ -1,9 +1,11 @@
-"""Reads lines that another process appends to a file. Tests: tests/unit/launch/watched/test_watched_run.py."""
+"""Reads lines that another process appends to a file, such as metrics.jsonl."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Final
+
+from asyncrl.audit.metric_rows import Row, parsed
 
 MOST_BYTES: Final = 4 * 2**20
 """Maximum number of bytes per read."""
@@ -46,3 +48,15 @@ class FileTail:
             lines.append((begin, line))
             begin += len(line) + 1
         return lines, len(found) == MOST_BYTES
+
+
+class RowTail:
+    """Rows of metrics.jsonl. A resumed learner may truncate the file; rewritten rows are then read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = FileTail(path)
+
+    def read(self) -> tuple[list[Row], bool]:
+        """Return (rows, whether more can be read immediately). Invalid lines are left out. Blocks."""
+        lines, has_more = self._tail.read()
+        return [row for _, line in lines if (row := parsed(line)) is not None], has_more

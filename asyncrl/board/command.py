@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from asyncrl.board.guard import is_loopback
     from asyncrl.board.server import Board
-    from asyncrl.board.watched.watched_run import WatchedRun
+    from asyncrl.board.watched_run import WatchedRun
 
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: a port is 0 to 65535")

@@ -21,8 +21,8 @@ from asyncrl.policies.health.faults import SILENT_SECONDS, Finding, Observation,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """Result of one look. metrics: None before the first step;  evaluation: None before the first one"""
+class RunView:
+    """What one poll saw. metrics: None before the first step;  evaluation: None before the first one"""
 
     where: str
     observation: Observation
@@ -31,7 +31,7 @@ class View:
     findings: Sequence[Finding] = field(default_factory=tuple)
 
 
-class Looker:
+class RunObserver:
     """Observes a run repeatedly.
 
     It tolerates a bus that is away, and follows one that returns at another address: `asyncrl run` gives its own server
@@ -45,7 +45,7 @@ class Looker:
         self._has_seen = False
         self._metrics: StepMetrics | None = None
         self._evaluation: StepMetrics | None = None
-        self._watcher = HealthMonitor(self._connect)
+        self._monitor = HealthMonitor(self._connect)
 
     async def _connect(self) -> Bus:
         self._bus = await observe(self._run, token=self._token)
@@ -53,29 +53,29 @@ class Looker:
 
     @property
     def is_connecting(self) -> bool:
-        """Whether the last look saw nothing because the bus did not answer."""
-        return self._watcher.error is not None
+        """Whether the last poll saw nothing because the bus did not answer."""
+        return self._monitor.error is not None
 
-    async def look(self) -> View:
+    async def poll(self) -> RunView:
         """Observe once.
 
         Raises NoSuchRun, and ConfigError if nothing was seen yet and waiting will not help, as with a wrong token.
         """
-        if self._watcher.error is not None:
+        if self._monitor.error is not None:
             await self._follow()
-        observation = await self._watcher.look()
-        refused = refusal(self._watcher.error)
+        observation = await self._monitor.look()
+        refused = refusal(self._monitor.error)
         if refused is not None and (isinstance(refused, NoSuchRun) or not self._has_seen):
             raise refused
         self._has_seen |= not self.is_connecting
         if self._bus is not None and not observation.bus_silent:
-            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the watcher reports it at the next look
+            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the watcher reports it at the next poll
                 async with asyncio.timeout(LOOK_SECONDS):
                     found = await self._bus.states(METRICS)
                     self._metrics = found.get("", self._metrics)
                     self._evaluation = found.get(EVALUATION_METRICS, self._evaluation)
         where = f"run {self._run.run.name} on {without_secrets(self._address[0])}"
-        return View(
+        return RunView(
             where=where,
             observation=observation,
             metrics=self._metrics,
@@ -88,8 +88,8 @@ class Looker:
         with contextlib.suppress(ConfigError):  # the run is not up
             address = bus_address(self._run, token=self._token)
             if address != self._address:
-                await self._watcher.close()
-                self._address, self._bus, self._watcher = address, None, HealthMonitor(self._connect)
+                await self._monitor.close()
+                self._address, self._bus, self._monitor = address, None, HealthMonitor(self._connect)
 
     @property
     def address(self) -> tuple[str, str]:
@@ -97,7 +97,7 @@ class Looker:
         return self._address
 
     async def close(self) -> None:
-        await self._watcher.close()
+        await self._monitor.close()
 
 
 def is_silent(seen: Seen) -> bool:
@@ -105,6 +105,6 @@ def is_silent(seen: Seen) -> bool:
     return seen.seconds > SILENT_SECONDS
 
 
-def look_seconds(view: View) -> float:
-    """Return the seconds until the next look. A look costs the bus a message per actor."""
+def poll_seconds(view: RunView) -> float:
+    """Return the seconds until the next poll. A poll costs the bus a message per actor."""
     return LOOK_SECONDS if len(view.observation.actors) <= LARGE_FLEET else 2 * LOOK_SECONDS

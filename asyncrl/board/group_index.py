@@ -7,7 +7,7 @@ A row of each group is kept, in bounded memory. Text is read when a group is ope
   events          from the bus: why a group was not trained; without a folder, also its fate
   the log         for an opened group that was not recorded, while its run still has it
 
-Tests: tests/unit/launch/watched/test_group_index.py.
+Tests: tests/unit/board/test_group_index.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.audit.samples import RunSamples
-from asyncrl.board.watched.file_tail import FileTail
+from asyncrl.board.file_tail import FileTail
 from asyncrl.config import RunConfig
 from asyncrl.data.tokenizer import load_decode
 from asyncrl.errors import AsyncRLError, ConfigError

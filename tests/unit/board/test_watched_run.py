@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.board.watched import file_tail
-from asyncrl.board.watched.watched_run import RowTail, WatchedRun, row_of
+from asyncrl.board import file_tail
+from asyncrl.board.file_tail import RowTail
+from asyncrl.board.watched_run import WatchedRun, row_of
 from asyncrl.errors import ConfigError
 from asyncrl.messages import StepMetrics
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.board.watched import group_index
-from asyncrl.board.watched.group_index import GroupIndex, OpenedGroup, rows_as_json
+from asyncrl.board import group_index
+from asyncrl.board.group_index import GroupIndex, OpenedGroup, rows_as_json
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Event

@@ -1,1 +1,0 @@
-"""Read-only views of a run while it is running."""
