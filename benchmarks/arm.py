@@ -37,14 +37,14 @@ from asyncrl.config.staleness import StalenessSection
 from asyncrl.environments.builtin import single_turn
 from asyncrl.launch.assembly.build_learner import LearnerPorts, assemble_learner
 from asyncrl.messages import SamplingParams
+from asyncrl.planning.ideal import Plan
+from asyncrl.planning.timing import Timing
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured
 from asyncrl.policies.groups.saved import LearnerState
-from asyncrl.policies.planning.ideal import Plan
-from asyncrl.policies.planning.timing import Timing
 from benchmarks.simulated import EvenLength, Lengths, NoText, NullChannel, PromptRows, SimulatedEngine, TimedBackend
 
 Row = dict[str, Any]

@@ -20,7 +20,7 @@ from typing import Final
 
 import uvloop
 
-from asyncrl.policies.planning.ideal import Ideal
+from asyncrl.planning.ideal import Ideal
 from benchmarks.arm import Evaluating, Row, run_arm
 from benchmarks.pipeline import Scene, chosen
 from benchmarks.simulated import Lengths, group_lengths

@@ -38,12 +38,12 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.config.run import Mode
+from asyncrl.planning.ideal import Ideal
 from asyncrl.policies.advantages.groups import GRPO
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.policies.corrections.chains import chain, weights
 from asyncrl.policies.corrections.correction import CorrectionInputs
 from asyncrl.policies.losses.ppo import PPOClip
-from asyncrl.policies.planning.ideal import Ideal
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from benchmarks.pipeline import Scene
 from benchmarks.simulated import Lengths, group_lengths

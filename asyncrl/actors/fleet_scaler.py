@@ -1,6 +1,6 @@
 """Reads the requested fleet size from the bus and reports the actual size there.
 
-With a rule (policies/planning/fleet_size.py) it also decides the size from the learner's metrics. It requests that size
+With a rule (policies/fleet_size.py) it also decides the size from the learner's metrics. It requests that size
 on the bus, as `asyncrl scale` does, so that the request is applied, answered, and outlives the process like any other.
 """
 
@@ -18,7 +18,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.messages import Event
 from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.messages.topics import EVENTS, FLEET, FLEET_STATUS, METRICS
-from asyncrl.policies.planning.fleet_size import Change, FleetSizer
+from asyncrl.policies.fleet_size import Change, FleetSizer
 
 RETRY_SECONDS = 1.0
 KEEP_SECONDS = 2.0

@@ -1,7 +1,7 @@
 """The asyncrl command: finds the verb, runs it, and turns errors into one line and an exit code.
 
-Each verb is one file in this folder, with ``add_arguments(parser)`` and ``run(options) -> exit code``, and one row of
-VERBS. Only the file of the requested verb is imported.
+Each verb is one file in this folder, or in a room that stands apart (APART), with ``add_arguments(parser)`` and
+``run(options) -> exit code``, and one row of VERBS. Only the file of the requested verb is imported.
 
 Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would fail again (every group fails), 4 another worker has
 this worker's name, 5 a disk cannot be written, 70 stuck, 130 interrupted, 141 the output is no longer read.
@@ -52,6 +52,12 @@ VERBS: Final = {
     "convert": "Convert a Hugging Face model folder to a Megatron checkpoint, or back.",
 }
 """Name and summary of each verb. The file of a verb has its name, with "_" for "-"."""
+
+APART: Final = {
+    "board": "asyncrl.board.command",
+    "plan": "asyncrl.planning.command",
+}
+"""Verbs whose modules stand apart: nothing imports them but this table, by name."""
 
 EXAMPLES: Final = """examples:
   asyncrl run examples/demo.toml                       everything on this machine
@@ -219,7 +225,7 @@ def _refuse(name: str, unknown: Sequence[str]) -> NoReturn:
 
 def load(name: str) -> Verb:
     """Import the file of a verb."""
-    return cast(Verb, importlib.import_module(f"asyncrl.cli.{name.replace('-', '_')}"))
+    return cast(Verb, importlib.import_module(APART.get(name) or f"asyncrl.cli.{name.replace('-', '_')}"))
 
 
 def _outside_event_loop(command: Callable[[], int]) -> int:

@@ -47,10 +47,9 @@ class MetricsSection:
     hold_alarm: float = 0.2
     """Warn if the learner spends more than this share of the time of ten steps waiting for old groups
     (staleness.eviction) while the engines are idle; 0 is off."""
-    split_alarm: float = 0.15
-    """Warn if the learner or the engines were busy for nearly all of ten steps, and another split of the run's GPUs
-    between them would increase the trained tokens per second by more than this share; 0 is off. `asyncrl plan` measures
-    it."""
+    split_alarm: float = 0.3
+    """Warn if the learner or the engines were busy for nearly all of ten steps while the other side was idle for more
+    than this share of the time; 0 is off. `asyncrl plan` measures which split of the GPUs is best."""
 
     def __post_init__(self) -> None:
         for key in ("samples_per_step", "samples_per_evaluation"):
@@ -71,4 +70,4 @@ class MetricsSection:
         require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
         require(0 <= self.drop_alarm <= 1, f"drop_alarm must be a share, 0 to 1 (0 is off), got {self.drop_alarm}")
         require(0 <= self.hold_alarm <= 1, f"hold_alarm must be a share, 0 to 1 (0 is off), got {self.hold_alarm}")
-        require(self.split_alarm >= 0, f"split_alarm must be >= 0 (0 is off), got {self.split_alarm}")
+        require(0 <= self.split_alarm <= 1, f"split_alarm must be a share, 0 to 1 (0 is off), got {self.split_alarm}")

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from asyncrl.policies.batching.batch import Histogram, Metric
-from asyncrl.policies.planning.allocation import Split, Units
-from asyncrl.policies.planning.balance import better_split
 
 log = logging.getLogger("asyncrl.metrics")
 
@@ -164,25 +162,26 @@ class HoldAlarm:
 
 
 class SplitAlarm:
-    """Warns when another split of the GPUs between learner and engines would train much faster.
+    """Warns when the learner or the engines limit the run while the other side is often idle.
 
-    Faster means more than 1 + ``threshold`` times as many tokens per second, judged by the last STEPS steps; 0 disables
-    the alarm.
-
-    The alarm ends below half the threshold. The first steps do not count, because they fill the window.
+    A side limits the run if it is busy for LIMITING of the time of STEPS steps with the same workers. The alarm is on
+    if the other side is idle for more than ``threshold`` of that time, and ends below half of it; 0 disables it. If
+    neither side limits the run (slow rewards, long answers, the staleness bound), other GPUs would not help. The first
+    steps do not count, because they fill the window.
     """
 
     name = "split"
     STEPS = 10
-    LEAST_BUSY = 0.02
+    LIMITING = 0.9
 
-    def __init__(self, threshold: float, *, copies: int, units: Units, warmup: int) -> None:
-        """copies: copies of the model that train;  warmup: steps that do not count"""
-        self._threshold, self._copies, self._units, self._left = threshold, copies, units, warmup
+    def __init__(self, threshold: float, *, warmup: int) -> None:
+        """warmup: steps that do not count"""
+        self._threshold = threshold
+        self._left = warmup
         self.is_on, self.text = False, ""
         self._workers = 0
         self._seconds: deque[tuple[float, float, float]] = deque(maxlen=self.STEPS)
-        """Per step with the current number of workers: seconds in total, learner busy, engines busy."""
+        """Per step with the current number of workers: seconds in total, learner idle, engines idle."""
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return no metrics."""
@@ -196,33 +195,24 @@ class SplitAlarm:
         if int(workers) != self._workers:
             self._workers = int(workers)
             self._seconds.clear()
-        elapsed = waited + trained
-        self._seconds.append((elapsed, trained, (1 - idle) * elapsed))
+        self._seconds.append((waited + trained, waited, idle * (waited + trained)))
         if len(self._seconds) < self.STEPS or not self._threshold:
             return {}
-        whole, learner, engines = map(sum, zip(*self._seconds, strict=True))
-        learner_busy, engines_busy = (max(busy / max(whole, 1e-9), self.LEAST_BUSY) for busy in (learner, engines))
-        others = metrics.get("rollout/joined", 0.0)  # GPUs of joined workers are not ours to assign
-        joined = int(others) if isinstance(others, float | int) else 0
-        now = Split(self._copies, int(workers) - joined)
-        better = better_split(now, self._units, learner_busy=learner_busy, engines_busy=engines_busy, joined=joined)
-        gain = better.gain - 1 if better is not None else 0.0
-        if better is not None and gain > self._threshold and not self.is_on:
+        elapsed, *both = map(sum, zip(*self._seconds, strict=True))
+        learner_idle, engines_idle = (seconds / max(elapsed, 1e-9) for seconds in both)
+        most = max(learner_idle, engines_idle) if min(learner_idle, engines_idle) <= 1 - self.LIMITING else 0.0
+        if most > self._threshold and not self.is_on:
             self.is_on = True
             self.text = _warned(
-                "in the last %d steps the learner was idle for %.0f %% of the time and engines for %.0f %%: with "
-                "learner.ranks = %d and rollout.workers = %d instead of %d and %d the same GPUs would train about %.1f "
-                "times as many tokens a second (metrics.split_alarm; `asyncrl plan` measures it)",
+                "in the last %d steps the learner was idle for %.0f %% of the time and engines for %.0f %%: give "
+                "GPUs of the %s to the %s (learner.ranks, rollout.workers; metrics.split_alarm; `asyncrl plan` "
+                "measures the best split)",
                 self.STEPS,
-                100 * (1 - learner_busy),
-                100 * (1 - engines_busy),
-                better.split.copies * self._units.copy,
-                better.split.engines,
-                now.copies * self._units.copy,
-                now.engines,
-                better.gain,
+                100 * learner_idle,
+                100 * engines_idle,
+                *(("learner", "engines") if learner_idle > engines_idle else ("engines", "learner")),
             )
-        elif gain < self._threshold / 2:
+        elif most < self._threshold / 2:
             self.is_on = False
         return {}
 

@@ -1,6 +1,6 @@
 """Estimate the result and the duration of a comparison before any GPU is used; modes.py --estimate prints it.
 
-Simulates the rules of the loop (asyncrl/policies/planning/ideal.py) with the decoding and training speeds of an H200,
+Simulates the rules of the loop (asyncrl/planning/ideal.py) with the decoding and training speeds of an H200,
 from short measurements. Bus, actors and Python take no time in the simulation, so the real arms are slower. async_drain
 is much slower, because the simulation does not drain engines before they load. Answers that get too old are not
 simulated either, so async_drop and async_partial are estimated as async.
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from asyncrl.policies.planning import ideal
-from asyncrl.policies.planning.timing import Timing
+from asyncrl.planning import ideal
+from asyncrl.planning.timing import Timing
 from benchmarks.gpu.plans import Plan
 from benchmarks.simulated import Lengths, group_lengths
 

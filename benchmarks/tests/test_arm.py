@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.run import Mode
-from asyncrl.policies.planning.ideal import Plan
-from asyncrl.policies.planning.timing import Timing
+from asyncrl.planning.ideal import Plan
+from asyncrl.planning.timing import Timing
 from benchmarks.arm import Evaluating, run_arm
 from benchmarks.simulated import Lengths
 

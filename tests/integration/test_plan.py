@@ -10,11 +10,11 @@ import pytest
 
 from asyncrl import config
 from asyncrl.cli import main
-from asyncrl.cli.plan import few_running
 from asyncrl.errors import AsyncRLError
-from asyncrl.launch.planning.engine_probe import measure_engine
-from asyncrl.launch.planning.learner_probe import measure_learner
-from asyncrl.launch.planning.plan import in_process
+from asyncrl.planning.command import few_running
+from asyncrl.planning.engine_probe import measure_engine
+from asyncrl.planning.learner_probe import measure_learner
+from asyncrl.planning.plan import in_process
 from tests import ROOT
 
 BACKEND = ("learner.backend=reference", "learner.device=cpu", "bus.kind=memory")

@@ -14,7 +14,6 @@ from asyncrl.metrics.alarms import (
     StandstillAlarm,
     TruncationAlarm,
 )
-from asyncrl.policies.planning.allocation import Units
 
 
 def alarms_of(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
@@ -29,27 +28,17 @@ def alarms_of(run: RunConfig, *, are_sampled: bool) -> list[Alarm]:
         alarms.append(TruncationAlarm())
     if are_sampled and run.reward.judges:
         alarms.append(NoSignalAlarm())
-    if are_sampled and (split := _split_alarm(run)) is not None:
-        alarms.append(split)
+    if are_sampled and _may_move_gpus(run):
+        alarms.append(SplitAlarm(run.metrics.split_alarm, warmup=2 * (run.max_staleness + 1)))
     return alarms
 
 
-def _split_alarm(run: RunConfig) -> SplitAlarm | None:
-    """None if learner and engines take turns or share processors, so that neither can give any to the other."""
-    gpus_per_engine = registry.engine_class(run).num_gpus(run)
-    if (
-        run.run.mode != "async"
-        or run.run.colocated
-        or not (gpus_per_engine and registry.backend_class(run).num_gpus(run) and has_gpus())
-    ):
-        return None
-    units = Units.of(run.learner.layout, gpus_per_engine=gpus_per_engine)
-    return SplitAlarm(
-        run.metrics.split_alarm,
-        copies=run.learner.layout.ranks // units.copy,
-        units=units,
-        warmup=2 * (run.max_staleness + 1),
-    )
+def _may_move_gpus(run: RunConfig) -> bool:
+    """Whether learner and engines have GPUs of their own and work at the same time."""
+    if run.run.mode != "async" or run.run.colocated:
+        return False
+    counts = registry.engine_class(run).num_gpus(run), registry.backend_class(run).num_gpus(run)
+    return all(counts) and has_gpus()
 
 
 def has_gpus() -> bool:

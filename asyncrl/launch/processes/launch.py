@@ -35,7 +35,7 @@ from asyncrl.logs import print_line
 from asyncrl.messages.fleet import FleetSize
 from asyncrl.messages.topics import FLEET, PROGRESS
 from asyncrl.os_process import PYTHON_PATH
-from asyncrl.policies.planning.fleet_size import FleetSizer
+from asyncrl.policies.fleet_size import FleetSizer
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE
 

@@ -67,7 +67,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "split",
         1,
         "or its engines are often idle: another split of the GPUs would train more (metrics.split_alarm)",
-        "set learner.ranks and rollout.workers as the warning in learner.log says; `asyncrl plan` measures the gain",
+        "change learner.ranks and rollout.workers as learner.log says; `asyncrl plan` measures the best split",
     ),
     "alarm/standstill": Condition(
         "standstill",

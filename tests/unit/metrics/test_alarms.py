@@ -17,7 +17,6 @@ from asyncrl.metrics.alarms import (
     TruncationAlarm,
 )
 from asyncrl.policies.batching.batch import Metric, histogram
-from asyncrl.policies.planning.allocation import Units
 
 
 def test_a_mismatch_is_warned_of_once_for_each_time_it_rises_over_the_threshold(
@@ -142,14 +141,11 @@ def split(*, waited: float, idle: float, workers: int = 4) -> dict[str, Metric]:
     }
 
 
-def split_alarm(threshold: float = 0.15, *, warmup: int = 0) -> SplitAlarm:
-    return SplitAlarm(threshold, copies=2, units=Units(copy=2, engine=1), warmup=warmup)
+def split_alarm(threshold: float = 0.3, *, warmup: int = 0) -> SplitAlarm:
+    return SplitAlarm(threshold, warmup=warmup)
 
 
-def test_a_split_that_leaves_a_side_idle_is_warned_of_once_with_the_better_one(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Four ranks hold two copies of the model. One copy would be enough, and would free GPUs for two more engines."""
+def test_warns_once_while_one_side_limits_the_run_and_the_other_is_idle(caplog: pytest.LogCaptureFixture) -> None:
     alarm = split_alarm(warmup=3)
     for _ in range(12):
         assert alarm.look(split(waited=3.0, idle=0.0)) == {}
@@ -157,9 +153,16 @@ def test_a_split_that_leaves_a_side_idle_is_warned_of_once_with_the_better_one(
     for _ in range(20):
         alarm.look(split(waited=3.0, idle=0.0))
     assert alarm.is_on and len(caplog.records) == 1
-    assert "the learner was idle for 75 % of the time and engines for 0 %" in caplog.text
-    assert "learner.ranks = 2 and rollout.workers = 6 instead of 4 and 4" in caplog.text
-    assert "about 1.5 times" in caplog.text
+    assert "the learner was idle for 75 % of the time and engines for 0 %: give GPUs of the learner to the engines" in (
+        caplog.text
+    )
+
+
+def test_says_when_the_learner_needs_gpus_of_the_engines(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = split_alarm()
+    for _ in range(12):
+        alarm.look(split(waited=0.0, idle=0.6))
+    assert "give GPUs of the engines to the learner" in caplog.text
 
 
 def test_a_split_that_fits_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -179,17 +182,6 @@ def test_a_split_is_judged_by_the_workers_that_are_up(caplog: pytest.LogCaptureF
     for row in [split(waited=3.0, idle=0.0)] * 12 + [split(waited=0.0, idle=0.0, workers=6)] * 20:
         alarm.look(row)
     assert len(caplog.records) == 1 and not alarm.is_on
-
-
-def test_engines_of_workers_that_joined_are_not_offered_to_the_learner(caplog: pytest.LogCaptureFixture) -> None:
-    """Six engines, four of them on joined machines: at most two GPUs can go to the learner."""
-    alarm = split_alarm()
-    for _ in range(12):
-        alarm.look(split(waited=0.0, idle=0.6, workers=6) | {"rollout/joined": 4.0})
-    assert not caplog.records  # a copy of the model needs both of the run's own engines
-    for _ in range(12):
-        alarm.look(split(waited=0.0, idle=0.6, workers=6))
-    assert "learner.ranks = 6 and rollout.workers = 4 instead of 4 and 6" in caplog.text
 
 
 def test_steps_without_a_gradient_are_warned_of_once_for_each_time(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,8 +19,8 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asyncrl.launch.planning.plan import Allocation
-    from asyncrl.policies.planning.allocation import Predicted
+    from asyncrl.planning.allocation import Predicted
+    from asyncrl.planning.plan import Allocation
 
 
 MOST_GPUS: Final = 4096
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--seconds {options.seconds:g}: must be in [1, 3600]")
     run_config = arguments.load(options)
 
-    from asyncrl.launch.planning.plan import plan  # imports torch
+    from asyncrl.planning.plan import plan  # imports torch
 
     found = plan(run_config, gpus=options.gpus, seconds=options.seconds, tells=_told)
     print(json.dumps(_as_json(run_config, found)) if options.json else "\n".join(_lines(run_config, found)))
@@ -87,7 +87,7 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
 
 def _lengths(found: Allocation) -> list[int]:
     """Lengths of rollouts, in tokens."""
-    from asyncrl.launch.planning.plan import lengths_of
+    from asyncrl.planning.plan import lengths_of
 
     return [length for group in found.engine.groups for length in lengths_of(group)]
 
@@ -107,7 +107,7 @@ def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, i
     if run_config.run.mode == "async":
         keys.append(("staleness", "max_staleness", best.max_staleness))
     if found.learner.larger is not None and found.learner.larger > 1.05:
-        from asyncrl.launch.planning.learner_probe import LARGER_ROWS
+        from asyncrl.planning.learner_probe import LARGER_ROWS
 
         keys.append(("learner", "micro_batch_tokens", LARGER_ROWS * run_config.learner.micro_batch_tokens))
     return keys

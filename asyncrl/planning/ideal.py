@@ -16,9 +16,9 @@ from typing import Final, Literal
 
 from asyncrl.config.run import Mode
 from asyncrl.config.staleness import TooOld
+from asyncrl.planning.decoding import Decoding, Finished, version_spans
+from asyncrl.planning.timing import Timing
 from asyncrl.policies.groups.selection import Selection
-from asyncrl.policies.planning.decoding import Decoding, Finished, version_spans
-from asyncrl.policies.planning.timing import Timing
 from asyncrl.policies.staleness.admission import Admission
 
 _ENDLESS: Final = 10**9

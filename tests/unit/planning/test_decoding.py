@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.messages import VersionSpan
-from asyncrl.policies.planning.decoding import Decoding, version_spans
-from asyncrl.policies.planning.timing import Timing
+from asyncrl.planning.decoding import Decoding, version_spans
+from asyncrl.planning.timing import Timing
 
 TIMING = Timing(
     seconds_per_token=1.0,

@@ -11,7 +11,7 @@ The number of workers determines how much is sampled, but not how much the learn
 A decision uses STEPS steps with the same workers, so the effect of each change is seen before the next. While
 the load stays the same, a change to more workers is never followed by a change to fewer, or the reverse: see
 test_a_fleet_comes_to_rest.
-Tests: tests/unit/policies/planning/test_fleet_size.py.
+Tests: tests/unit/policies/test_fleet_size.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from asyncrl.policies.planning.balance import LIMITING
-
 STEPS: Final = 10
+LIMITING: Final = 0.9
+"""A side that is busy for this share of the time limits the run."""
 IDLE: Final = 0.15
 """Share of the time that a side must wait before the fleet changes for it."""
 RESERVE: Final = 0.9

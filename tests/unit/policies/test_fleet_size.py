@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.policies.planning.fleet_size import STEPS, Change, FleetSizer, Shares, better_size
+from asyncrl.policies.fleet_size import STEPS, Change, FleetSizer, Shares, better_size
 
 
 def row(*, learner: float, engines: float, workers: int, discarded: float = 0.0) -> dict[str, float]:

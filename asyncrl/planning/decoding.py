@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.messages import VersionSpan
-from asyncrl.policies.planning.timing import Timing
+from asyncrl.planning.timing import Timing
 
 
 @dataclass(frozen=True, slots=True)

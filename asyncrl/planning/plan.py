@@ -18,14 +18,14 @@ from asyncrl.config import RunConfig
 from asyncrl.environments.load import traits
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.checks.run_file import check
-from asyncrl.launch.planning.engine_probe import EngineMeasured, measure_engine
-from asyncrl.launch.planning.learner_probe import LearnerMeasured, measure_learner
 from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.os_process import signal_on_parent_death
-from asyncrl.policies.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
-from asyncrl.policies.planning.ideal import Plan
-from asyncrl.policies.planning.timing import Timing, fit_decode, fit_training
+from asyncrl.planning.allocation import BOUNDS, Predicted, Split, Units, likely, predict, recommended
+from asyncrl.planning.engine_probe import EngineMeasured, measure_engine
+from asyncrl.planning.ideal import Plan
+from asyncrl.planning.learner_probe import LearnerMeasured, measure_learner
+from asyncrl.planning.timing import Timing, fit_decode, fit_training
 
 LOAD_SECONDS: Final = 0.1
 """Assumed pause of an engine for a new version; not measured, because a step takes many times as long."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config.run import Mode
-from asyncrl.policies.planning.allocation import drawn
-from asyncrl.policies.planning.ideal import Ideal
-from asyncrl.policies.planning.timing import Timing
+from asyncrl.planning.allocation import drawn
+from asyncrl.planning.ideal import Ideal
+from asyncrl.planning.timing import Timing
 from tests.harness.planning import plan
 
 

@@ -1,19 +1,17 @@
-"""Which split of N GPUs trains the most, and whether the current split is the best one."""
+"""Which split of N GPUs trains the most, and under which staleness bound."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.layout import Layout
-from asyncrl.policies.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
-from asyncrl.policies.planning.balance import LIMITING, better_split
-from asyncrl.policies.planning.ideal import Reached
-from asyncrl.policies.planning.timing import Timing
+from asyncrl.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
+from asyncrl.planning.ideal import Reached
+from asyncrl.planning.timing import Timing
 from tests.harness.planning import plan
 
 ONE = Units(copy=1, engine=1)
@@ -77,43 +75,6 @@ def test_answers_to_one_prompt_stay_together() -> None:
     assert [of(group_id) for group_id in range(50)] == groups
 
 
-def test_a_learner_that_is_mostly_idle_gives_gpus_to_the_engines() -> None:
-    better = better_split(Split(4, 4), ONE, learner_busy=0.25, engines_busy=1.0)
-    assert better is not None and better.split == Split(2, 6)
-    assert better.gain == pytest.approx(1.5)
-
-
-@given(
-    st.integers(1, 8),
-    st.integers(1, 8),
-    st.floats(0.02, 1.0),
-    st.floats(0.02, 1.0),
-    st.integers(1, 2),
-    st.integers(1, 4),
-)
-def test_no_split_is_called_better_that_is_not(
-    copies: int, engines: int, learner: float, engine: float, copy: int, per_engine: int
-) -> None:
-    units, now = Units(copy=copy, engine=per_engine), Split(copies, engines)
-    better = better_split(now, units, learner_busy=learner, engines_busy=engine)
-    rates = {
-        split: min(split.copies / copies / learner, split.engines / engines / engine)
-        for split in units.splits(copies * copy + engines * per_engine)
-    }
-    most = max(rates.values())
-    if max(learner, engine) < LIMITING:
-        assert better is None
-    elif better is None:
-        assert most <= rates[now] * (1 + 1e-9)
-    else:
-        assert better.gain == pytest.approx(most / rates[now]) and better.gain > 1
-
-
-def test_where_neither_side_limits_the_run_no_split_would_help() -> None:
-    """Both sides wait for something else: slow rewards, long answers, the staleness bound."""
-    assert better_split(Split(4, 4), ONE, learner_busy=0.3, engines_busy=0.5) is None
-
-
 def test_filters_that_drop_half_of_the_groups_ask_for_twice_the_engines() -> None:
     """Both sides are equally fast: of nine GPUs, six sample and three train, instead of five and four."""
     dropping = dataclasses.replace(PLAN, kept=0.5)
@@ -121,8 +82,3 @@ def test_filters_that_drop_half_of_the_groups_ask_for_twice_the_engines() -> Non
     found = predict(dropping, given, LENGTHS, splits=ONE.splits(9), bounds=[8])
     assert recommended(found).split == Split(3, 6)
     assert Split(3, 6) in likely(ONE.splits(9), dropping, given, LENGTHS)
-
-
-def test_one_learner_and_one_engine_have_no_other_split() -> None:
-    for busy in itertools.product((0.1, 1.0), repeat=2):
-        assert better_split(Split(1, 1), ONE, learner_busy=busy[0], engines_busy=busy[1]) is None

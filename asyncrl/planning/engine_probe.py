@@ -28,8 +28,8 @@ from asyncrl.launch.assembly.build_learner import sampling_of
 from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.messages import Progress, TrajectoryGroup
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
+from asyncrl.planning.timing import DecodeReading
 from asyncrl.policies.groups.saved import LearnerState, PromptState
-from asyncrl.policies.planning.timing import DecodeReading
 from asyncrl.policies.staleness.admission import Admission
 
 LOOK_SECONDS: Final = 0.5
