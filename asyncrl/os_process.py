@@ -1,4 +1,4 @@
-"""This process: ending with its parent (even after SIGKILL), its age, and the work it has done. Linux only.
+"""This process: ending with its parent (even after SIGKILL), and its age. Linux only.
 
 Also whether another process is alive.
 """
@@ -16,7 +16,6 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 PARENT = "ASYNCRL_PARENT_PID"
@@ -165,45 +164,5 @@ def age_seconds() -> float:
     """Return seconds since this process was started, imports included; off Linux, the CPU seconds it has used."""
     if not sys.platform.startswith("linux"):
         return time.process_time()
-    started = int(_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Work of processes since they began. read_bytes: bytes read from files, including reads from the page cache."""
-
-    cpu_seconds: float
-    read_bytes: int
-
-
-def work() -> Work | None:
-    """Return the work of this process and its live descendants; None if the system does not report it."""
-    if not sys.platform.startswith("linux"):
-        return None
-    cpu_seconds, read_bytes = 0.0, 0
-    for pid in _with_descendants(os.getpid()):
-        try:
-            fields = _stat(pid)
-            counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-        except OSError:  # the process has just ended, or we may not read its files
-            continue
-        cpu_seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        read_bytes += max(int(counts["rchar"]), int(counts["read_bytes"]))
-    return Work(cpu_seconds=cpu_seconds, read_bytes=read_bytes)
-
-
-def _with_descendants(pid: int) -> Iterator[int]:
-    yield pid
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = path.read_text().split()
-        except OSError:  # the thread has just ended
-            continue
-        for child in children:
-            yield from _with_descendants(int(child))
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, which may contain blanks. Index 0 is the state."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

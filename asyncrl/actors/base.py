@@ -6,25 +6,18 @@ import abc
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import socket
-import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping
 
-from asyncrl.actors.process_resources import used_shares
-from asyncrl.actors.startup_probe import StartSigns, judged
 from asyncrl.actors.wait_tracker import OpenWait, WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
 from asyncrl.messages.topics import ACTORS
 from asyncrl.policies.health.faults import BEAT_SECONDS, PATIENCE_SECONDS
-from asyncrl.policies.health.fleet import CLOCK, JUMP_SECONDS
 
-CLOCK_SECONDS = 60.0
 FORGET_SECONDS = 2.0
 
 
@@ -124,28 +117,22 @@ class HeartbeatSender(Actor):
     def __init__(
         self, *actors: Actor, interval: float = BEAT_SECONDS, about: Mapping[str, float] | None = None
     ) -> None:
-        """``about``: constant numbers of the process (launch/checks/own_code.py)"""
+        """about: constant numbers of the process (launch/checks/shared_settings.py)"""
         super().__init__(f"{actors[0].name}.heartbeat", actors[0].bus)
         self._actors = actors
         self._interval = interval
-        self._clock = ClockShift()
         self._about = dict(about or {})
-        self._signs = StartSigns()
 
     async def run(self) -> None:
         beat = 0
         while True:
             beat += 1
-            shift = self._clock.look(wall=time.time(), monotonic=time.monotonic())
-            is_starting = any(actor.phase == "starting" for actor in self._actors)
-            quiet = await asyncio.to_thread(self._signs.look) if is_starting else 0.0
-            of_process = {**used_shares(), **self._about, CLOCK: time.time()}
             for actor in self._actors:
-                heartbeat = replace(actor.heartbeat(), beat=beat, clock_shift=shift)
+                heartbeat = replace(actor.heartbeat(), beat=beat)
                 if actor is self._actors[0]:  # numbers of the process are sent once
-                    heartbeat = replace(heartbeat, numbers={**heartbeat.numbers, **of_process})
-                heartbeat = replace(heartbeat, waits=judged(heartbeat.waits, quiet_seconds=quiet))
+                    heartbeat = replace(heartbeat, numbers={**heartbeat.numbers, **self._about})
                 await self.bus.put(ACTORS, heartbeat, key=actor.name, is_sure=False)
+            is_starting = any(actor.phase == "starting" for actor in self._actors)
             await asyncio.sleep(self._interval / 4 if is_starting else self._interval)
 
     async def stop(self) -> None:
@@ -154,26 +141,3 @@ class HeartbeatSender(Actor):
             async with asyncio.timeout(FORGET_SECONDS):
                 for actor in self._actors:
                     await self.bus.forget(ACTORS, key=actor.name)
-
-
-class ClockShift:
-    """Seconds of the wall clock's last jump against the monotonic clock, if within CLOCK_SECONDS; else 0.
-
-    A jump is more than JUMP_SECONDS within CLOCK_SECONDS, or between two consecutive looks however far apart. A clock
-    that is set back and then corrected has jumped twice: the second jump is measured from the first.
-    """
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque()  # since the last jump
-        self._jump = 0.0
-        self._jumped = -math.inf
-
-    def look(self, *, wall: float, monotonic: float) -> float:
-        self._seen.append((monotonic, wall - monotonic))
-        while len(self._seen) > 2 and monotonic - self._seen[0][0] > CLOCK_SECONDS:
-            self._seen.popleft()
-        moved = self._seen[-1][1] - self._seen[0][1]
-        if abs(moved) > JUMP_SECONDS:
-            self._jump, self._jumped = moved, monotonic
-            self._seen = deque([self._seen[-1]])
-        return self._jump if monotonic - self._jumped <= CLOCK_SECONDS else 0.0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -23,7 +22,6 @@ from asyncrl.policies.health.faults import (
     Process,
     Seen,
 )
-from asyncrl.policies.health.fleet import CLOCK
 
 REMEMBER_SECONDS = 60.0
 """How long a silent actor is still reported."""
@@ -52,11 +50,10 @@ class Launched:
 class PresenceTracker:
     """Which actors were heard, and how long ago on the monitor's own clock."""
 
-    def __init__(self, *, host: str, process: Callable[[int], Process], wall: Callable[[], float] = time.time) -> None:
-        """process: state of a process id on this machine;  wall: this machine's clock"""
+    def __init__(self, *, host: str, process: Callable[[int], Process]) -> None:
+        """process: state of a process id on this machine"""
         self._host = host
         self._process = process
-        self._wall = wall
         self._seen: dict[str, Seen] = {}
         self._lively: set[str] = set()  # names with a new heartbeat while we listened; for others its age is unknown
         self._unheard: dict[str, float] = {}  # seconds of the monitor's clock since the last new heartbeat
@@ -166,8 +163,7 @@ class PresenceTracker:
             unheard = min(self._heard_again, ACTORS.seconds_to_live)  # no renewal was possible while the bus was away
             return replace(before, seconds=max(before.seconds + seconds, unheard))
         assert beat is not None
-        shown = beat.numbers.get(CLOCK)
-        return Seen(beat=beat, clock=None if shown is None else shown - self._wall())
+        return Seen(beat=beat)
 
     def _is_over(self, beat: Heartbeat) -> bool:
         return beat.role == WATCHER or (beat.host, beat.pid) in self._ended

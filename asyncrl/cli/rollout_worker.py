@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 
 from asyncrl.actors.base import HeartbeatSender
@@ -11,8 +10,8 @@ from asyncrl.cli import arguments, worker_process
 from asyncrl.cli.actor_process import in_event_loop, supervised
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks.own_code import checksums
 from asyncrl.launch.checks.run_file import check_worker
+from asyncrl.launch.checks.shared_settings import settings_checksum
 from asyncrl.launch.keys.worker_keys import Identity
 from asyncrl.os_process import end_with_parent
 
@@ -51,6 +50,6 @@ async def _sample(run_config: RunConfig, identity: Identity, *, token: str, is_d
     async with worker_process.bus_of_worker(run_config, identity, token=token) as bus:
         worker, follower = await build_worker(run_config, bus=bus, name=identity.name, is_dedicated=is_dedicated)
         gc.freeze()  # a collection over all imported objects would stop every answer for a tenth of a second
-        about = await asyncio.to_thread(checksums, run_config)
+        about = settings_checksum(run_config)
         await supervised(worker, follower, HeartbeatSender(worker, about=about), *prometheus(run_config, bus, worker))
     return 0

@@ -103,7 +103,6 @@ class Heartbeat:
     phase        starting, running, draining or quarantined
     waits        longest first
     problem      last unresolved error, in one line
-    clock_shift  size in seconds of the last jump of this machine's wall clock, if within the last minute
     numbers      gauges and counters by metric name, such as ``rollout/running``
     begun        group id -> oldest policy version in the group, for each group in progress at a rollout worker
     """
@@ -116,7 +115,6 @@ class Heartbeat:
     phase: str = "running"
     waits: tuple[Wait, ...] = ()
     problem: str = ""
-    clock_shift: float = 0.0
     host: str = ""
     pid: int = 0
     life: str = ""
@@ -124,7 +122,6 @@ class Heartbeat:
     begun: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        times(self, "clock_shift")
         counted = all(group.isascii() and group.isdigit() and len(group) <= 16 for group in self.begun)
         require(counted and all(0 <= version < 2**53 for version in self.begun.values()), "begun holds invalid groups")
 

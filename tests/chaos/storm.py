@@ -53,8 +53,6 @@ RECOVERY_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.02
 _AFTERMATH_SECONDS: Final = 0.3
 """Time for messages in flight from a killed process to arrive."""
-_RIGHT_AGAIN_SECONDS: Final = 8.0
-"""Time for heartbeats to report that a clock is right again, before it may be set back once more."""
 _LAST_STEPS: Final = 3
 
 
@@ -233,8 +231,6 @@ class Storm:
                 outage = await watching.enter_async_context(measured)
             await self.until(is_as_before, f"{', '.join(names)} killed ({kind})")
         seconds, (incarnation, done) = time.monotonic() - began, self.seen.step
-        if kind.deed == "clock set back":
-            await asyncio.sleep(_RIGHT_AGAIN_SECONDS)
         names_it.cancel()
         await asyncio.wait((names_it,))
         is_launchers = kind.role == "learner" and kind.deed == "kill" and self.runs == runs
@@ -285,12 +281,11 @@ class Storm:
         return sent
 
     async def _named(self, kind: Kind, names: Sequence[str], began: float, behind: int) -> float | None:
-        """Return the seconds until `asyncrl run` mentions each of ``names``, the learner's end for a rank or a machine,
-        or the jump of a clock. None if `asyncrl run` is a victim itself."""
-        if "run" in names:
+        """Return the seconds until `asyncrl run` mentions each of ``names``, or the learner's end for a rank or a
+        machine. None if `asyncrl run` is a victim itself, or a clock, which nothing depends on."""
+        if "run" in names or kind.deed == "clock set back":
             return None
-        words = [f"jumped by {-trouble.BACK_SECONDS:+.0f} s"] if kind.deed == "clock set back" else names
-        words = ["learner ended with"] if kind.role in ("rank", "machine") else words
+        words = ["learner ended with"] if kind.role in ("rank", "machine") else names
         while not all(word in self.output[behind:] for word in words):
             await asyncio.sleep(_LOOK_SECONDS)
         return time.monotonic() - began

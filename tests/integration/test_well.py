@@ -18,30 +18,30 @@ from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.launch.assembly.build_worker import build_worker
-from asyncrl.launch.checks.own_code import checksums
-from asyncrl.policies.health import conditions, fleet
+from asyncrl.launch.checks.shared_settings import settings_checksum
+from asyncrl.policies.health import conditions, faults
 from asyncrl.policies.health.faults import LEARNER, Observation, Seen
 from tests.harness.learning import demo_run, memory_bus
 
-OF_THE_MACHINE = {"memory", "descriptors", "threads", "little room", "stale", "clock"}
+OF_THE_MACHINE = {"little room", "stale"}
 BEAT_SECONDS = 0.05
 
 
 async def named_in(run: RunConfig) -> set[str]:
     """Return the faults that a watcher names while the run is trained."""
-    bus, found, about = memory_bus(), set[str](), checksums(run)
+    bus, found, about = memory_bus(), set[str](), settings_checksum(run)
 
     async def connect() -> Bus:
         return bus
 
     def look(seen: Observation) -> None:
-        found.update(one.fault for one in (*conditions.present(seen), *fleet.present(seen)))
+        found.update(one.fault for one in (*conditions.present(seen), *faults.other_settings(seen)))
 
     async def watch() -> None:
         while True:
             seen = await watcher.look()
             look(seen)
-            heard.update(name for name, one in seen.actors.items() if fleet.CODE in one.beat.numbers)
+            heard.update(name for name, one in seen.actors.items() if faults.SETTINGS in one.beat.numbers)
             await asyncio.sleep(BEAT_SECONDS)
 
     watcher, heard = HealthMonitor(connect), set[str]()

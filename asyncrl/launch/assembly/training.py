@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,7 +13,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import INTERRUPTED, HopelessError
 from asyncrl.launch.assembly.build_learner import build_learner, prometheus
-from asyncrl.launch.checks.own_code import checksums
+from asyncrl.launch.checks.shared_settings import settings_checksum
 from asyncrl.logs import print_line
 
 
@@ -32,13 +31,14 @@ async def train(
     supervised  runs the given actors until the first one is done
     """
     started = time.monotonic()
-    about = await asyncio.to_thread(checksums, run)
     learner, helpers = await build_learner(run, bus=bus, resume=resume)
     if resume:
         print_line(f"resumed at step {learner.step}, policy version {learner.policy_version}")
     gc.freeze()
     endpoint = prometheus(run, bus, learner, *helpers, *beside, step_numbers=lambda: learner.newest_metrics)
-    await supervised(learner, *helpers, HeartbeatSender(learner, *helpers, about=about), *beside, *endpoint)
+    await supervised(
+        learner, *helpers, HeartbeatSender(learner, *helpers, about=settings_checksum(run)), *beside, *endpoint
+    )
     was_drained = learner.draining.is_set() and not learner.is_finished
     if not was_drained and learner.step == 0:
         raise HopelessError("the data ended before one batch was full: nothing was trained; see data.path")

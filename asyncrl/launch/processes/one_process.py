@@ -20,7 +20,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, exit_code_of
 from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.launch.assembly.training import train
 from asyncrl.launch.checks import single_learner
-from asyncrl.launch.checks.own_code import checksums
+from asyncrl.launch.checks.shared_settings import settings_checksum
 from asyncrl.launch.processes import kept_files
 from asyncrl.launch.processes.process_manager import Outcome
 
@@ -95,5 +95,4 @@ def _logging(run: RunConfig, *, owns_process: bool) -> Iterator[None]:
 
 async def _worker(run: RunConfig, bus: Bus, *, name: str, is_dedicated: bool = False) -> tuple[Actor, ...]:
     worker, follower = await build_worker(run, bus=bus, name=name, is_dedicated=is_dedicated)
-    about = await asyncio.to_thread(checksums, run)
-    return worker, follower, HeartbeatSender(worker, about=about)
+    return worker, follower, HeartbeatSender(worker, about=settings_checksum(run))

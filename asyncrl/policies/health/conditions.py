@@ -26,25 +26,6 @@ class Condition:
 
 
 CONDITIONS: Final[dict[str, Condition]] = {
-    "process/memory": Condition(
-        "memory",
-        0.95,
-        "has used {value:.0%} of the memory available to it",
-        "it is killed and restarted when memory runs out; lower rollout.max_running or learner.micro_batch_tokens, or "
-        "look for objects that your functions keep",
-    ),
-    "process/descriptors": Condition(
-        "descriptors",
-        0.9,
-        "has used {value:.0%} of its file descriptors",
-        "raise `ulimit -n`, or look for files and connections that your functions leave open",
-    ),
-    "process/threads": Condition(
-        "threads",
-        0.9,
-        "has used {value:.0%} of the processes and threads that its user may have",
-        "raise `ulimit -u`, or look for threads and processes that your functions leave behind",
-    ),
     "alarm/mismatch": Condition(
         "mismatch",
         1,

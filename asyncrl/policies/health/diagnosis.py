@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.policies.health import circles, conditions, faults, fleet, losses
+from asyncrl.policies.health import circles, conditions, faults, losses
 from asyncrl.policies.health.faults import (
     BUS_SECONDS,
     FOLLOWER,
@@ -65,7 +65,7 @@ def diagnose(observation: Observation) -> list[Finding]:
         *faults.quarantined(seen),
         *faults.idle(seen),
         *conditions.present(seen),
-        *fleet.present(seen),
+        *faults.other_settings(seen),
     ]
 
 

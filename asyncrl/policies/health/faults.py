@@ -41,6 +41,8 @@ LEARNERS_ACTORS: Final = {"learner": LEARNER, "prompts": PROMPT_SOURCE, "weights
 """Names and roles of the actors of the learner's process; no other process has them."""
 
 HELD: Final = "that would become too old"
+SETTINGS: Final = "process/settings"
+"""Number in the heartbeat of each process: checksum of the settings that all processes of the run must share."""
 QUARANTINED: Final = "quarantined"
 """Phase of a worker."""
 ROOM_IN_WINDOW: Final = "room in the window"
@@ -108,13 +110,11 @@ class Seen:
     """One actor as the watcher sees it.
 
     seconds  seconds since its last heartbeat was received
-    clock    seconds by which its wall clock was ahead of the watcher's at that time; None if it does not report it
     """
 
     beat: Heartbeat
     seconds: float = 0.0
     process: Process = ""
-    clock: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +324,24 @@ def quarantined(seen: Observation) -> Iterable[Finding]:
                 remedy="fix and restart it: the learner judges a new process from scratch; or check "
                 "learner.quarantine_mismatch",
                 seconds=actor.beat.waiting_seconds,
+                host=actor.beat.host,
+                pid=actor.beat.pid,
+            )
+
+
+def other_settings(seen: Observation) -> Iterable[Finding]:
+    """Yield the workers that were started with other settings of the run than its learner."""
+    heard = {name: actor for name, actor in seen.actors.items() if actor.seconds <= SILENT_SECONDS}
+    settings = {actor.beat.numbers.get(SETTINGS) for actor in heard.values() if actor.beat.role == LEARNER}
+    for name, actor in heard.items():
+        own = actor.beat.numbers.get(SETTINGS)
+        if own is not None and settings and own not in settings:
+            yield Finding(
+                fault="other settings",
+                actor=name,
+                cause=f"worker {name} was started with other settings, or another version of asyncrl, than the learner",
+                remedy="restart it with the learner's run file: [reward], rollout.function, [staleness] and "
+                "weights.channel must be the same",
                 host=actor.beat.host,
                 pid=actor.beat.pid,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.actors.base import ClockShift
 from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
 from asyncrl.engines.port import EngineStats
 from asyncrl.policies.health.faults import WORKER
@@ -126,32 +125,3 @@ def test_an_engine_that_says_nothing_in_between_is_measured_by_its_answers(clock
         clock.now += 10
         (wait,) = answers.waits(EngineStats(running=1, tokens_generated=8), is_loading=False)
         assert (wait.usual, wait.limit) == (10, 40)
-
-
-def test_a_clock_that_jumps_is_seen_for_a_minute() -> None:
-    clock = ClockShift()
-    assert clock.look(wall=1000.0, monotonic=10.0) == 0
-    assert clock.look(wall=4602.0, monotonic=12.0) == 3600
-    assert clock.look(wall=4652.0, monotonic=62.0) == 3600
-    assert clock.look(wall=4664.0, monotonic=74.0) == 0
-
-
-def test_each_jump_of_a_clock_is_measured_from_the_one_before_and_ends_with_nothing_new() -> None:
-    """Back an hour at 20 and at 82, forward again at 30 and at 92; the last jump is forgotten about a minute later."""
-    clock, said = ClockShift(), []
-    for now in range(0, 160, 2):
-        is_back = 20 <= now < 30 or 82 <= now < 92
-        shift = clock.look(wall=5000.0 + now - 3600 * is_back, monotonic=float(now))
-        if not said or said[-1][1] != shift:
-            said.append((now, shift))
-    assert said == [(0, 0), (20, -3600), (30, 3600), (82, -3600), (92, 3600), (154, 0)]
-
-
-def test_a_clock_that_creeps_has_jumped_when_it_is_far_enough_off() -> None:
-    clock = ClockShift()
-    assert [clock.look(wall=100.0 + 3.0 * now, monotonic=2.0 * now) for now in range(7)] == [0, 0, 0, 0, 0, 0, 6]
-
-
-def test_a_clock_that_jumps_while_nobody_looks_is_seen_by_the_next_look() -> None:
-    clock = ClockShift()
-    assert [clock.look(wall=wall, monotonic=now) for now, wall in ((0, 100), (2, 102), (300, 4000))] == [0, 0, 3600]

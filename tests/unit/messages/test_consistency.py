@@ -11,7 +11,6 @@ import pytest
 from asyncrl.errors import MessageError
 from asyncrl.messages import (
     Event,
-    Heartbeat,
     VersionSpan,
     Wait,
     WeightVersion,
@@ -48,7 +47,6 @@ def test_seconds_that_cannot_be_are_refused(seconds: float) -> None:
     """Computing with such seconds or showing them would give numbers that JSON or a viewer cannot represent."""
     for make in (
         lambda: Event(kind="joined", actor="w0", time=seconds),
-        lambda: Heartbeat(actor="w0", role="rollout-worker", clock_shift=seconds),
         lambda: Wait(what="prompts", seconds=seconds),
         lambda: Wait(what="prompts", usual=seconds),
         lambda: Wait(what="prompts", limit=seconds),

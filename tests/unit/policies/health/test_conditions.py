@@ -1,4 +1,4 @@
-"""Conditions that do not stop the run yet are named: a resource that runs out, a run that trains the wrong thing."""
+"""Conditions that do not stop the run yet are named: a run that trains the wrong thing, a disk that fills."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_each_condition_is_named_from_its_value_on_and_restarts_nobody(
 
 
 def test_a_share_is_said_in_percent() -> None:
-    (found,) = conditions.present(observed({"process/descriptors": 0.934}))
-    assert found.cause == "w0 has used 93% of its file descriptors"
+    (found,) = conditions.present(observed({"data/overlong_share": 0.934}))
+    assert found.cause.startswith("w0 has passed over 93% of the rows")
 
 
 def test_nothing_is_said_of_who_is_not_heard_any_more() -> None:
-    assert list(conditions.present(observed({"process/memory": 1.0}, seconds=SILENT_SECONDS + 1))) == []
+    assert list(conditions.present(observed({"alarm/mismatch": 1.0}, seconds=SILENT_SECONDS + 1))) == []
 
 
 def test_no_condition_has_the_name_of_another() -> None:
