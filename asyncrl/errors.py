@@ -23,7 +23,7 @@
     ├── FilterError        a group filter raised on a group; the group is failed with the reason
     ├── WeightsError       a weight version cannot be read (gone, torn, wrong checksum)
     ├── BackendError       a training step could not be done; the learner ends
-    │   └── StepFailed     a step failed and changed nothing: the learner searches for the groups that cause it
+    │   └── StepFailed     a step failed and changed nothing: the learner fails its groups
     └── CheckpointError    a checkpoint cannot be written or read
         └── CheckpointDamaged  the files are not what was written; the learner uses the previous checkpoint
 
@@ -171,9 +171,9 @@ class BackendError(AsyncRLError):
 
 
 class StepFailed(BackendError):
-    """A step, or the scoring of answers, failed on every rank; weights and optimizer are unchanged.
+    """A batch could not be prepared, scored or trained; weights and optimizer are unchanged.
 
-    The learner finds the groups of the batch that cause the failure and continues without them.
+    The learner keeps the batch on disk, fails its groups and goes on; two batches in a row end the run.
     """
 
 

@@ -81,7 +81,6 @@ class Fates:
                     kind=entry.kind,
                     step=entry.step,
                     incarnation=entry.incarnation,
-                    reason=entry.cause,
                     forks=forks,
                     bound=bound,
                 )

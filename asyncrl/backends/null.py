@@ -64,9 +64,6 @@ class NullBackend(BackendAdapter):
     ) -> StepResult:
         return StepResult(metrics={})
 
-    def rehearse(self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy") -> StepResult:
-        return StepResult(metrics={})
-
     def score(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:

@@ -45,9 +45,9 @@ class Backend(Protocol):
     ) -> StepResult:
         """Take one optimizer step of a trained model on one batch; gradients are summed over the shards.
 
-        Any exception except BackendError is raised before weights or optimizer change, so the step can be called again:
-        the learner then searches for the groups of the batch that cause the failure. A backend that cannot guarantee
-        this raises BackendError. A backend whose ranks agreed that the step failed raises StepFailed.
+        Any exception except BackendError is raised before weights or optimizer change: the learner fails the groups of
+        the batch and goes on with the next. A backend that cannot guarantee this raises BackendError. A backend whose
+        ranks agreed that the step failed raises StepFailed.
 
         Returns the objective's metrics and the logprobs and entropies of recorded documents (StepResult). For the
         critic, the metrics include critic/grad_norm, critic/learning_rate and critic/skipped_steps.
@@ -82,15 +82,6 @@ class Backend(Protocol):
     def restore(self, folder: Path) -> None: ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class Rehearsing(Protocol):
-    """A backend that can try a step without applying it. For other backends, the learner asks for scores instead."""
-
-    def rehearse(self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy") -> StepResult:
-        """Do all of ``step`` except the update: return its metrics or raise its errors."""
-        ...
 
 
 @runtime_checkable

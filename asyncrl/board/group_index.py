@@ -203,7 +203,6 @@ class GroupIndex:
                     step=entry.step,
                     position=entry.position,
                     sequence=places.get(group_id, 0),
-                    reason=entry.cause,
                 )
             )
 

@@ -59,7 +59,6 @@ def table(made: Account, directory: Path) -> str:
         ("trained", made.trained, f"by {made.steps:,} steps"),
         ("dropped", made.dropped, "too old to train"),
         ("failed", made.failed, "could not be made"),
-        ("set_aside", made.set_aside, "of the failed: two incarnations ended with them"),
         ("filtered", made.filtered, "nothing to learn from"),
         ("pending", made.pending, "not done yet"),
         ("retrained", made.retrained, "trained once more, behind a checkpoint that a learner fell back to"),

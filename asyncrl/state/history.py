@@ -113,9 +113,9 @@ class History:
         fields |= {name: count for name, count in left_out.items() if count}
         self._write("trained", **fields, **({"replayed": list(replayed)} if replayed else {}))
 
-    def lost(self, fate: str, groups: Collection[int], *, step: int, cause: str = "") -> None:
-        """Note that ``groups`` left the window untrained: "dropped", "failed", "filtered". ``cause``: as in Outcome."""
-        self._write(fate, step=step, groups=list(groups), **({"cause": cause} if cause else {}))
+    def lost(self, fate: str, groups: Collection[int], *, step: int) -> None:
+        """Note that ``groups`` left the window untrained: "dropped", "failed", "filtered"."""
+        self._write(fate, step=step, groups=list(groups))
 
     def sync(self) -> None:
         """Flush and sync to disk, so that the lines survive a crash of the machine. Blocks. Raises OSError."""

@@ -120,7 +120,7 @@ async def test_files_that_somebody_removes_from_a_run_that_is_up_are_put_back_or
     """Each removed file is reported once, no process restarts, and nothing is lost."""
     storm = Storm(tmp_path, seed=1, overrides=('weights.channel="files"', "run.stall_seconds=600"), forks=forks)
     folder = storm.run_directory
-    names = ("samples.jsonl", "timeline.jsonl", "in_progress.json", "history.jsonl", "metrics.jsonl")
+    names = ("samples.jsonl", "timeline.jsonl", "history.jsonl", "metrics.jsonl")
     async with storm.up() as seen:
         pids = storm.pids()
         await storm.until(lambda: all((folder / name).exists() for name in names), "it has written all of them")

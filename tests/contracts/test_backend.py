@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from asyncrl.backends.port import Offloads, Rehearsing
+from asyncrl.backends.port import Offloads
 from asyncrl.errors import BackendError, CheckpointError
 from asyncrl.policies.batching.packing import documents as document_slices
 from asyncrl.policies.batching.packing import empty, pack_for_ranks, recording
@@ -292,8 +292,6 @@ def test_a_step_tells_what_it_thought_of_the_tokens_of_recorded_documents(kind: 
     (recorded,) = recording([shares(kind, batch)], (1, 4, 5))
     model = hugging_face(folder)
     with started(kind, folder, temperature=0.7) as backend:
-        if isinstance(backend, Rehearsing):
-            backend.rehearse(recorded)
         result = backend.step(recorded, learning_rate=LEARNING_RATE)
         again = backend.step(shares(kind, batch), learning_rate=LEARNING_RATE)
         assert scored(backend, kind, pack(batch, max_tokens=1000)[0]).size  # no rank has unreported metrics left

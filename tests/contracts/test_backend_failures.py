@@ -1,4 +1,4 @@
-"""A failed step, rehearsal or scoring changes nothing on any rank, and does not affect the next step."""
+"""A failed step or scoring changes nothing on any rank, and does not affect the next step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.backends.port import Backend, Rehearsing
+from asyncrl.backends.port import Backend
 from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.policies.batching.packing import MicroBatch
 from tests.harness.backends import (
@@ -53,14 +53,12 @@ def broken(kind: str, number: int, *, max_tokens: int) -> list[list[MicroBatch]]
 
 
 def failing(backend: Backend, kind: str, *, max_tokens: int) -> list[Exception]:
-    """Return the errors of steps, a rehearsal and a scoring with a bad document at several positions."""
-    assert isinstance(backend, Rehearsing)
+    """Return the errors of a step and a scoring with a bad document at several positions."""
     raised: list[Exception] = []
     for number in (0, 1, 7):
         cut = broken(kind, number, max_tokens=max_tokens)
         for call in (
             lambda cut: backend.step(cut, learning_rate=LEARNING_RATE),
-            backend.rehearse,
             backend.score,
         ):
             with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever torch raises
@@ -81,17 +79,3 @@ def test_what_fails_in_the_midst_leaves_weights_and_optimizer_as_they_were(kind:
             return weights(backend)
 
     assert distance(trained(with_failures=False), trained(with_failures=True)) == 0.0
-
-
-@pytest.mark.parametrize("kind", PARAMETERS)
-def test_a_rehearsal_says_what_the_step_would_and_does_not_take_it(kind: str, folder: Path) -> None:
-    cut = shares(kind, documents(0), max_tokens=40)
-    with started(kind, folder) as backend:
-        assert isinstance(backend, Rehearsing)
-        before = weights(backend)
-        rehearsed = [backend.rehearse(cut).metrics for _ in range(2)]
-        assert distance(before, weights(backend)) == 0.0
-        taken = backend.step(cut, learning_rate=LEARNING_RATE).metrics
-    for metrics in rehearsed:
-        assert metrics["loss"] == taken["loss"]
-        assert metrics["grad_norm"] == pytest.approx(taken["grad_norm"])

@@ -18,8 +18,6 @@ from asyncrl.messages import Event, Heartbeat, PromptGroup, Trajectory, Trajecto
 from asyncrl.messages.codec import encode
 
 NAMES: Final = ("evil", "evil2", "", "w\n0", "W" * 300, "é" * 80, "\x1b[2J", "learner", "../../etc")
-POISON: Final = 3
-"""A token that a test's backend cannot train: it passes every check, but a step with it fails."""
 
 
 def answer_to(prompt: PromptGroup, random: Random, *, max_bytes: int) -> bytes:
@@ -118,14 +116,8 @@ def _nested(random: Random) -> bytes:
     return b"\x93" + random.choice([b"\x91", b"\x81\xa1a"]) * random.choice([990, 1000, 1020]) + b"\xc0\x02\x80"
 
 
-def _poison(prompt: PromptGroup, random: Random) -> bytes:
-    tokens = np.array([8, POISON, 9, 10], np.int32)
-    return _one_odd(prompt, random, tokens=tokens)
-
-
 _WAYS: Final[dict[str, Any]] = {
     "honest": _all,
-    "poison": _poison,
     "too few": lambda p, r: group(p, [trajectory(p, r)], r),
     "too many": lambda p, r: group(p, [trajectory(p, r, length=1)] * r.choice([p.group_size + 1, 2000]), r),
     "cancelled": lambda p, r: group(p, [trajectory(p, r)], r, cancelled=r.choice([p.group_size - 1, 2**53 - 1])),

@@ -284,7 +284,7 @@ def test_whatever_is_damaged_nobody_ends_with_a_traceback_or_calls_a_broken_reco
         checkpoint.resume(copy / "checkpoints", say=lambda line: None)
 
 
-@pytest.mark.parametrize("name", ["history.jsonl", "metrics.jsonl", "in_progress.json"])
+@pytest.mark.parametrize("name", ["history.jsonl", "metrics.jsonl"])
 @pytest.mark.parametrize("is_loop", [False, True], ids=["a folder", "a loop"])
 async def test_a_run_is_not_resumed_over_what_is_no_file_and_says_so_in_one_line(
     run: RunConfig, copy: Path, name: str, is_loop: bool

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.config import RunConfig
-from asyncrl.errors import BusError
+from asyncrl.errors import BusError, StepFailed
 from asyncrl.messages import Heartbeat
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
@@ -211,17 +211,13 @@ class Batcher:
         they were prepared ahead.
 
         The work runs in a thread, as a task of ``owner``: it outlives a cancelled caller and can be used by the next.
-        Raises the error of the preparation.
+        Raises StepFailed if the groups cannot be made into a batch.
         """
         made = await self._prepared(groups, policy_version=self._table.policy_version, owner=owner)
         if isinstance(made, Exception):
             self._preparation = None
-            raise made
+            raise StepFailed(f"{type(made).__name__}: {made}") from made
         return made
-
-    def prepare_now(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> Prepared:
-        """Like ``prepare``, for a step from ``policy_version``, but without keeping the result. Blocks."""
-        return self._prepare(groups, policy_version=policy_version)
 
     async def prepare_ahead(self, *, owner: asyncio.TaskGroup) -> None:
         """Keep the batch of the step after the current one prepared.

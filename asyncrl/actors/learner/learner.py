@@ -18,28 +18,26 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl import os_process
 from asyncrl.actors.base import Actor
-from asyncrl.actors.learner.batch_bisector import BatchBisector, entry_of
 from asyncrl.actors.learner.batcher import Batcher, Prepared
 from asyncrl.actors.learner.bus_keeper import BusKeeper
 from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.evaluator import Evaluator
+from asyncrl.actors.learner.failed_batches import FailedBatches
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics, table_numbers
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
-from asyncrl.actors.learner.trainer import Trainer, is_of_data
-from asyncrl.actors.learner.training_step import is_skipped
+from asyncrl.actors.learner.trainer import Trainer
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.backends.port import StepResult
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
-from asyncrl.errors import BackendError, HopelessError
+from asyncrl.errors import HopelessError, StepFailed
 from asyncrl.messages import Heartbeat, replace
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.faults import WORKER
 from asyncrl.policies.health.skipped_steps import SkippedSteps
-from asyncrl.state.in_progress import InProgress
 
 
 class Learner(Actor):
@@ -64,12 +62,12 @@ class Learner(Actor):
         progress: ProgressReporter,
         metrics: MetricsReporter,
         disk: Disk | None = None,
-        in_progress: InProgress | None = None,
+        failed_batches: FailedBatches | None = None,
         evaluator: Evaluator | None = None,
     ) -> None:
         """
-        in_progress  records which groups are in training; None records nothing
-        evaluator    None evaluates nothing
+        failed_batches  None keeps none
+        evaluator       None evaluates nothing
         """
         super().__init__(name, bus)
         self.waits = trainer.waits
@@ -82,13 +80,12 @@ class Learner(Actor):
         self._progress = progress
         self._metrics = metrics
         self._disk = disk or Disk(trainer.waits)
-        self._in_progress = in_progress or InProgress()
+        self._failed_batches = failed_batches or FailedBatches()
         self._keeper = BusKeeper(
             bus, suspect_prompts=reader.lost_prompts.suspect, restore_weights=trainer.restore_weights
         )
-        self._bisector = BatchBisector(table=table, batcher=batcher, trainer=trainer, in_progress=self._in_progress)
         self._evaluator = evaluator
-        self._is_repeated = False  # the next batch failed as a whole, but none of its groups failed alone
+        self._has_failed = False  # whether the last batch could not be trained
         self._skipped = SkippedSteps(run.learner.max_skipped_steps)
         self._trained_of: set[str] = set()  # workers whose groups were trained
         self._reporting: asyncio.Task[None] | None = None
@@ -140,7 +137,6 @@ class Learner(Actor):
         await self._trainer.stop()
         await self._metrics.close()
         self._progress.close()
-        self._in_progress.close()
         self._trainer.close()
 
     def drain(self) -> None:
@@ -203,34 +199,18 @@ class Learner(Actor):
             if self._run.run.mode == "one_step_off":  # taking a batch admits the next one
                 await self._progress.progress()
             try:
-                if guilty := await self._bisector.clear_suspects(taken):
-                    await self._put_back(guilty)
-                    continue
-                self._in_progress.train(map(entry_of, taken))
-                prepared = await self._batcher.prepare(taken, owner=group)
-                groups = [one.group for one in taken]
-                if await self._reader.reject_batch(groups, prepared.batch.documents, self._trainer.rescore):
-                    self._in_progress.trained()
-                    continue  # take another batch
-                waited, began = time.monotonic() - started, time.monotonic()
-                result = await self._step(prepared, group)
-            except Exception as error:
-                if not is_of_data(error):
-                    if not isinstance(error, BackendError):  # a rank may be gone because of the data
-                        self._in_progress.trained()
-                    raise
-                await self._bisect(taken, error)
+                with self._failed_batches.attempt(taken):
+                    prepared = await self._batcher.prepare(taken, owner=group)
+                    groups = [one.group for one in taken]
+                    if await self._reader.reject_batch(groups, prepared.batch.documents, self._trainer.rescore):
+                        continue  # take another batch
+                    waited, began = time.monotonic() - started, time.monotonic()
+                    result = await self._step(prepared, group)
+            except StepFailed as error:
+                await self._fail(taken, error)
                 started, held = time.monotonic(), 0.0
                 continue
-            except BaseException:  # cancelled: the cause of the end is elsewhere
-                self._in_progress.trained()
-                raise
-            self._in_progress.trained()
-            if is_skipped(result.metrics) and await self._bisect(taken, None):
-                started, held = time.monotonic(), 0.0
-                continue
-            self._bisector.note_trained(taken, policy_version=self.policy_version)
-            self._is_repeated = False
+            self._has_failed = False
             seconds = {
                 "learner/wait_seconds": waited,
                 "learner/held_seconds": held,
@@ -247,37 +227,17 @@ class Learner(Actor):
         finally:
             ahead.cancel()
 
-    async def _bisect(self, taken: Sequence[BufferedGroup], error: Exception | None) -> bool:
-        """Put back the batch of a failed step, without the groups that cause the failure. Return False, and do not
-        put it back, if the step was skipped and no group is the cause.
-
-        error: the error of the step; None if the step was skipped. It is raised again if groups are not the cause. A
-        batch that fails as a whole although each of its groups passes is tried once more.
-        """
-        if error is not None:
-            self.log.error("step %d failed: %s: %s", self.step + 1, type(error).__name__, error)
-        try:
-            guilty = await self._bisector.bisect(taken)
-        except BackendError:  # a rank may be gone because of the groups that were tried
-            raise
-        except BaseException:
-            self._in_progress.trained()
-            raise
-        self._in_progress.trained()
-        if not guilty and error is None:
-            return False
-        if guilty is None or (not guilty and self._is_repeated):
-            assert error is not None
-            raise error
-        self._is_repeated = not guilty
-        await self._put_back(guilty)
-        return True
-
-    async def _put_back(self, guilty: Mapping[int, str]) -> None:
-        """Put back a batch that is not trained. ``guilty``: its failing groups, and why."""
-        self._in_progress.trained()
+    async def _fail(self, batch: Sequence[BufferedGroup], error: StepFailed) -> None:
+        """Fail the groups of a batch that raised: nothing has changed. Raises HopelessError at the second in a row."""
+        groups = [one.group for one in batch]
+        folder = await asyncio.to_thread(self._failed_batches.keep, groups, step=self.step + 1, error=error)
+        kept = f"; its batch is in {folder}" if folder is not None else ""
+        self.log.error("step %d failed: %s%s", self.step + 1, error, kept, exc_info=error.__cause__)
         self.table.put_back()
-        await self._reader.reject(guilty)
+        await self._reader.reject({one.group_id: str(error) for one in groups})
+        if self._has_failed:
+            raise HopelessError(f"two batches in a row could not be trained; the last: {error}{kept}")
+        self._has_failed = True
 
     async def _trained(
         self,

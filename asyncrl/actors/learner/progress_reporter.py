@@ -70,7 +70,7 @@ class ProgressReporter:
                 replayed=outcome.replayed,
             )
         else:
-            self._history.lost(outcome.fate, outcome.group_ids, step=outcome.step, cause=outcome.cause)
+            self._history.lost(outcome.fate, outcome.group_ids, step=outcome.step)
         if self._samples is not None:
             self._samples.note(
                 outcome, incarnation=self._table.incarnation, forks=self._table.forks, batch=batch, tokens=tokens

@@ -15,7 +15,7 @@ from asyncrl.actors.learner.batcher import Prepared
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.actors.wait_tracker import WaitTracker
-from asyncrl.backends.port import Backend, Offloads, Rehearsing, SavesBeside, StepResult
+from asyncrl.backends.port import Backend, Offloads, SavesBeside, StepResult
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.policies.batching.batch import Metric
@@ -25,11 +25,6 @@ from asyncrl.policies.learning_rate import Schedule
 T = TypeVar("T")
 Profile = Callable[[int, Callable[[], StepResult]], StepResult]
 """Runs a step with the given number and may profile it."""
-
-
-def is_of_data(error: Exception) -> bool:
-    """Return whether a step's error may be caused by its groups (Backend.step)."""
-    return isinstance(error, StepFailed) or not isinstance(error, AsyncRLError)
 
 
 def schedule_of(run: RunConfig) -> Schedule:
@@ -86,41 +81,27 @@ class Trainer:
             await self.call(restore, what="its checkpoint to be read", on="start")
 
     async def step(self, prepared: Prepared, *, step: int) -> StepResult:
-        """Train on a batch. ``step``: number of steps done before."""
+        """Train on a batch. ``step``: number of steps done before. Raises StepFailed if nothing has changed."""
         await self.take_gpus()
         rate = self._training.learning_rate(step, schedule=self._schedule)
         train = functools.partial(self._training, prepared.batch, prepared.parts, step=step, learning_rate=rate)
         if self._profile is not None:
             train = functools.partial(self._profile, step + 1, train)
-        return await self.call(train, what="a training step", on="step")
-
-    @property
-    def can_rehearse(self) -> bool:
-        """Whether a rehearsal does all of a step but its update, instead of only scoring."""
-        return isinstance(self._backend, Rehearsing)
-
-    async def rehearse(self, prepare: Callable[[], Prepared], *, step: int) -> str:
-        """Return why a step on the result of ``prepare`` cannot be done, or "" if it can. Nothing is changed.
-
-        Raises errors that end the learner whatever the batch, such as a backend that is gone.
-        """
-
-        def rehearse() -> str:
-            try:
-                prepared = prepare()
-                return self._training.rehearse(prepared.batch, prepared.parts, step=step)
-            except Exception as error:  # bad data may raise anything in a step
-                if not is_of_data(error):
-                    raise
-                return str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
-
-        await self.take_gpus()
-        return await self.call(rehearse, what="a step that failed to be tried with fewer groups", on="step")
+        return await self._call_with_data(train, what="a training step", on="step")
 
     async def rescore(self, judge: Callable[[Backend], T]) -> T:
         """Return the result of ``judge``, which scores answers with the backend between two steps."""
         await self.take_gpus()
-        return await self.call(functools.partial(judge, self._backend), what="answers to be scored again")
+        return await self._call_with_data(functools.partial(judge, self._backend), what="answers to be scored again")
+
+    async def _call_with_data(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
+        """``call`` a function that bad data may make raise anything: its errors become StepFailed (Backend.step)."""
+        try:
+            return await self.call(function, what=what, on=on)
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            raise StepFailed(f"{type(error).__name__}: {error}") from error
 
     @property
     def must_publish_at_start(self) -> bool:

@@ -25,7 +25,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.backends.port import Backend, Rehearsing, StepResult
+from asyncrl.backends.port import Backend, StepResult
 from asyncrl.config.layout import Layout
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import SCORED_BY, Algorithm
@@ -70,22 +70,6 @@ class TrainingStep:
         """Return the learning rate of the step after ``step`` steps. The schedule counts steps of the policy only."""
         return schedule.at(self.policy_steps(step + 1))
 
-    def rehearse(self, batch: Batch, parts: Parts, *, step: int) -> str:
-        """Do all of a step but its updates. Return why it cannot be done, or "" if it can. Raises the step's errors.
-
-        A backend that cannot rehearse only scores the same tokens with the same models.
-        """
-        models = [name for name in ("critic",) if name in self._algorithm.models]
-        if self.policy_steps(step + 1):
-            models = ["policy", *models]
-        for model in models:
-            for dp_shards in self._scored(batch, parts):
-                if not isinstance(self._backend, Rehearsing):
-                    self._backend.score(dp_shards, model=model)
-                elif is_skipped(self._backend.rehearse(dp_shards, model=model).metrics, model=model):
-                    return "its loss or its gradient is not finite"
-        return ""
-
     def __call__(self, batch: Batch, parts: Parts, *, step: int, learning_rate: float) -> StepResult:
         """Train on ``batch``, packed as ``parts``. ``step``: number of steps done before."""
         if not batch.num_tokens:
@@ -100,7 +84,7 @@ class TrainingStep:
             metrics, tokens = metrics | dict(result.metrics), result.tokens
         else:
             metrics["learner/learning_rate"] = 0.0
-        if "critic" in self._algorithm.models and not is_skipped(metrics):  # a skipped batch may be trained again
+        if "critic" in self._algorithm.models and not is_skipped(metrics):
             metrics |= self._critic_steps(scored).metrics
         return StepResult(metrics=metrics, tokens=tokens)
 
@@ -125,8 +109,7 @@ class TrainingStep:
     def _steps(self, parts: Parts, *, learning_rate: float, model: str) -> StepResult:
         """Take one optimizer step on each part. Return joined metrics and each part's token results.
 
-        If the first step raises, the model is unchanged. Once a step has changed the model, the batch cannot be trained
-        again without some of its groups, so errors of later steps become BackendError.
+        If the first step raises, the model is unchanged. Once a step has changed it, errors become BackendError.
         """
         made: list[StepResult] = []
         for dp_shards in parts:

@@ -27,10 +27,9 @@ from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.batching.packing import Document
-from asyncrl.policies.groups.states import SET_ASIDE, Outcome
+from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.trust.tickets import Tickets
-from asyncrl.state.in_progress import InProgress
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -51,13 +50,11 @@ class TrajectoryReader:
         validator: Validator,
         filters: GroupFilters | None,
         max_failed_in_a_row: int,
-        in_progress: InProgress | None = None,
         tickets: Tickets | None = None,
         reissue_seconds: float = 0.0,
         copies_stragglers: bool = False,
     ) -> None:
-        """in_progress: records what is being decoded; None records nothing;  tickets: None for none;
-        reissue_seconds, copies_stragglers: as in OverduePrompts"""
+        """tickets: None for none;  reissue_seconds, copies_stragglers: as in OverduePrompts"""
         self._bus = bus
         self._table = table
         self._link = link
@@ -65,7 +62,6 @@ class TrajectoryReader:
         self._changed = changed
         self._validator = validator
         self._filters = filters
-        self._in_progress = in_progress or InProgress()
         self._max_failed_in_a_row = max_failed_in_a_row
         self._reconciled = asyncio.Event()
         self._tickets = tickets or Tickets()
@@ -116,7 +112,6 @@ class TrajectoryReader:
                 *(found.problem, found.first),
             )
             self._table.start_new_log(first=found.first)
-            self._in_progress.start_new_log()
         self._table.follow_log(found.identity)
 
     @property
@@ -125,10 +120,8 @@ class TrajectoryReader:
         return LogMark(log=self._table.log, sequence=sequence, stored=stored)
 
     async def _read(self) -> None:
-        reading = self._bus.read(TRAJECTORIES, after=self._table.cursor, veto=self._may_not_decode, mark=self._mark)
-        async with reading as records:
+        async with self._bus.read(TRAJECTORIES, after=self._table.cursor, mark=self._mark) as records:
             async for record in records:
-                self._in_progress.decoded()
                 while not self._link.reports.empty():  # first learn of every group that the record can answer
                     await self._note(self._link.reports.get_nowait())
                 await self._add(record)
@@ -220,17 +213,6 @@ class TrajectoryReader:
                 self._table.exhaust(position=report.position, overlong=report.overlong, rested=report.rested)
                 self._changed.set()
 
-    def _may_not_decode(self, sequence: int, key: str) -> str:
-        if self._identity(sequence, key) in self._in_progress.aside:
-            return "two incarnations in a row ended while it was in progress"
-        self._in_progress.decode(*self._identity(sequence, key))
-        return ""
-
-    def _identity(self, sequence: int, key: str) -> tuple[int, str]:
-        """Return the identity of a log entry in progress, without its ticket."""
-        group_id = self._tickets.group_answered(key)
-        return (sequence, key if group_id is None else str(group_id))
-
     async def _add(self, record: Record[TrajectoryGroup]) -> None:
         if gone := self._table.skip(record.sequence):
             log.warning("entries %d to %d of the trajectory log are gone, and were never read", gone[0], gone[-1])
@@ -242,9 +224,8 @@ class TrajectoryReader:
         group = checked.group
         # An impossible group does not show that the run cannot make groups: it counts only against its sender.
         is_counted = not (checked.problem and self._validator.is_on)
-        cause = SET_ASIDE if self._identity(record.sequence, record.key) in self._in_progress.aside else ""
         arrival = self._table.arrive(
-            record.sequence, group, now=time.monotonic(), is_counted=is_counted, cause=cause, stored=record.stored
+            record.sequence, group, now=time.monotonic(), is_counted=is_counted, stored=record.stored
         )
         self._changed.set()
         if arrival.became == "rejected":
@@ -273,12 +254,6 @@ class TrajectoryReader:
         table, group_id = self._table, self._tickets.group_answered(record.key)
         if group_id is not None and table.is_published(group_id) and not table.awaits(record.sequence, group_id):
             return Checked(group=failed_group(group_id, worker="", error="it arrived before"))
-        aside = self._in_progress.aside.get(self._identity(record.sequence, record.key))
-        if group_id is not None and aside is not None:
-            by = f" (worker {aside.worker})" if aside.worker else ""
-            problem = f"{record.problem}: {SET_ASIDE}"
-            log.error("group %d%s: %s", group_id, by, problem)
-            return Checked(group=failed_group(group_id, worker=aside.worker, error=problem), problem=problem)
         return self._validator.check(
             record,
             is_published=table.is_published,

@@ -231,10 +231,6 @@ class MegatronBackend(BackendAdapter):
         told = self._followers.scores(ranks) if self._followers else []
         return {number: row for one in told for number, row in zip(one.documents, one.rows, strict=True)}
 
-    def rehearse(self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY) -> StepResult:
-        result: StepResult = self._together(self._commands("rehearse", dp_shards, model=model))
-        return result
-
     def _commands(
         self, name: str, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str, learning_rate: float = 0.0
     ) -> list[Command]:

@@ -49,7 +49,7 @@ GRACE_SECONDS: Final = 2.0
 _SILENT_COMMANDS: Final = ("restore", "offload", "onload")
 """Commands that may hold the GIL for longer than HUNG_SECONDS: torch.load does for seconds a chunk. Saving and
 exporting do not: torch.save to a stream, and copies between devices, release it."""
-_PASSES: Final = ("step", "rehearse", "score")
+_PASSES: Final = ("step", "score")
 """Commands that run the model. They may hold the GIL when a model runs them for the first time, because they compile
 kernels."""
 

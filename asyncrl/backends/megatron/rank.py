@@ -73,7 +73,7 @@ class MegatronRank:
     def obey(self, command: Command) -> Any:
         """Run a command together with the other ranks. Returns this rank's result."""
         trained = {name: model for name, model in self._loaded.items() if isinstance(model, TrainedModel)}
-        if command.name in ("step", "rehearse"):
+        if command.name == "step":
             return self._step(trained[command.model], command)
         if command.name == "score":
             return self._loaded[command.model].score(command.micro_batches)
@@ -105,7 +105,6 @@ class MegatronRank:
             command.micro_batches,
             batch_tokens=command.batch_tokens,
             learning_rate=command.learning_rate,
-            is_rehearsal=command.name == "rehearse",
         )
         if self._is_leader:
             return result

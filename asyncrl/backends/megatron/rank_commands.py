@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A collective operation: step, rehearse, score, export, save, saved, restore, offload or onload.
+    """A collective operation: step, score, export, save, saved, restore, offload or onload.
 
     micro_batches  the receiver's shard
     batch_tokens   tokens of all shards, prompts included, without fillers

@@ -83,12 +83,10 @@ class TrainedModel(LoadedModel):
         for wrapper in self._buffers:
             yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
 
-    def step(
-        self, share: Sequence[MicroBatch], *, batch_tokens: int, learning_rate: float, is_rehearsal: bool = False
-    ) -> StepResult:
+    def step(self, share: Sequence[MicroBatch], *, batch_tokens: int, learning_rate: float) -> StepResult:
         """Run one optimizer step. All ranks see the same reduced loss and norm, so all of them update or all skip.
 
-        batch_tokens: of all shares.  is_rehearsal: skip the update
+        batch_tokens: of all shares
 
         Raises StepFailed on every rank if a copy of the model could not compute its share. An error that leaves ranks
         in different collectives is raised unchanged, on the rank where it occurred.
@@ -119,7 +117,7 @@ class TrainedModel(LoadedModel):
         if is_failed:
             raise StepFailed("" if problem is None else f"{type(problem).__name__}: {problem}") from problem
         is_skipped = not is_trainable(loss, grad_norm)
-        if not is_skipped and not is_rehearsal:
+        if not is_skipped:
             learning_rate *= self._objective.learning_rate_share(totals)
             with record_function("learner: optimizer"):
                 self._update(grad_norm, learning_rate)

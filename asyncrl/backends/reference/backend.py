@@ -77,10 +77,6 @@ class ReferenceBackend(BackendAdapter):
     ) -> StepResult:
         return models.find(self._trained, model, doing="step").step(_only(dp_shards), learning_rate=learning_rate)
 
-    def rehearse(self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY) -> StepResult:
-        trained = models.find(self._trained, model, doing="step")
-        return trained.step(_only(dp_shards), learning_rate=0.0, is_rehearsal=True)
-
     def score(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY
     ) -> list[list[NDArray[np.float32]]]:

@@ -153,8 +153,8 @@ class TrainedModel(LoadedModel):
         for state in self._optimizer.state.values():
             yield from (one for one in state.values() if isinstance(one, torch.Tensor))
 
-    def step(self, share: Sequence[MicroBatch], *, learning_rate: float, is_rehearsal: bool = False) -> StepResult:
-        """Run a step. ``is_rehearsal`` skips the update. An error before the update changes only gradients."""
+    def step(self, share: Sequence[MicroBatch], *, learning_rate: float) -> StepResult:
+        """Run a step. An error before the update changes only gradients."""
         for weight in self._weights.values():
             weight.grad = torch.zeros_like(weight)
         totals, recorded = self._objective.zero(self._device), RecordedTokens()
@@ -164,7 +164,7 @@ class TrainedModel(LoadedModel):
             torch._foreach_mul_([weight.grad for weight in self._weights.values() if weight.grad is not None], scale)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._weights.values(), self._settings.max_grad_norm))
         is_skipped = not is_trainable(float(totals.sums[0]), grad_norm)
-        if not is_skipped and not is_rehearsal:
+        if not is_skipped:
             learning_rate *= self._objective.learning_rate_share(totals)
             try:
                 self._update(learning_rate)

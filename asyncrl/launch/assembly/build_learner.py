@@ -17,6 +17,7 @@ from asyncrl.actors.learner.best_model import BestModel
 from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.evaluator import Evaluator
+from asyncrl.actors.learner.failed_batches import FailedBatches
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
@@ -65,7 +66,6 @@ from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import Asked, GroupValidation
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
-from asyncrl.state.in_progress import IN_PROGRESS_FILE, InProgress
 from asyncrl.state.samples import RotatedLines
 from asyncrl.weights.port import WeightChannel
 
@@ -157,7 +157,6 @@ def assemble_learner(
         pass_rates=_pass_rates(run),
         replays=Replays(per_step=run.staleness.replay_groups, times=run.staleness.replay_times),
     )
-    in_progress = InProgress(run.run_directory / IN_PROGRESS_FILE)
     link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
     disk = Disk(waits)
     progress = ProgressReporter(bus, name="learner", table=table, history=history, disk=disk, samples=ports.samples)
@@ -170,7 +169,6 @@ def assemble_learner(
         validator=ports.validator,
         filters=_filters(run, ports),
         max_failed_in_a_row=ports.most_failed,
-        in_progress=in_progress,
         tickets=ports.tickets,
         reissue_seconds=run.rollout.reissue_seconds,
         copies_stragglers=run.load == "in_flight",
@@ -208,7 +206,7 @@ def assemble_learner(
         progress=progress,
         metrics=ports.metrics,
         disk=disk,
-        in_progress=in_progress,
+        failed_batches=FailedBatches(run.run_directory),
         evaluator=evaluator,
     )
     return learner, _prompts(run, ports, bus=bus, state=state, link=link)

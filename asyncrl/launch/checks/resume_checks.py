@@ -16,7 +16,6 @@ from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE
-from asyncrl.state.in_progress import IN_PROGRESS_FILE
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -69,7 +68,7 @@ def refuse_others(run: RunConfig) -> None:
 
     Examples are a folder, a pipe or a link loop in place of a file.
     """
-    files = [run.run_directory / name for name in (HISTORY_FILE, IN_PROGRESS_FILE, "metrics.jsonl")]
+    files = [run.run_directory / name for name in (HISTORY_FILE, "metrics.jsonl")]
     folders = [run.run_directory / "checkpoints", run.weights_directory]
     wanted = [*((path, stat.S_ISREG, "file") for path in files), *((path, stat.S_ISDIR, "folder") for path in folders)]
     for path, is_right, what in wanted:

@@ -29,7 +29,6 @@ from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, d
 from asyncrl.policies.audit.evaluations import EvaluationAccount
 from asyncrl.policies.audit.replays import replays
 from asyncrl.policies.groups.ledger import Ledger
-from asyncrl.policies.groups.states import SET_ASIDE
 from asyncrl.policies.staleness.staleness import Forks, effective_version
 
 
@@ -92,7 +91,6 @@ class Account:
     trained               trained by a step in the history of the newest weights
     dropped               arrived too old to be trained (staleness)
     failed                could not be made: engine, reward or rollout function failed for good
-    set_aside             failed groups that two consecutive incarnations worked on when they ended
     filtered              nothing to learn from (algorithm.filters)
     pending               neither done nor lost: the prompt waits or is in flight, the group waits on the log, or the
                           next ``--resume`` publishes it again: outstanding in the checkpoint, or newer than it
@@ -142,7 +140,6 @@ class Account:
     bound: int
     on_log: int
     with_metrics: int
-    set_aside: int = 0
     replayed: int = 0
     problems: tuple[str, ...] = ()
     damage: tuple[str, ...] = ()
@@ -231,7 +228,6 @@ def account(
         prompts=found.prompts,
         published=len(fates.keys() | logged),
         **counts,
-        set_aside=sum(len(entry.groups) for entry in history if entry.cause == SET_ASIDE),
         pending=found.pending,
         lost=len(found.lost | done.lost) + len(trimmed),
         unrecorded=len(done.unrecorded),

@@ -43,7 +43,6 @@ class HistoryEntry:
     settings       "begun": the run file (config/record.py); empty if that line is damaged
     data           "begun": SHA-256 of each data file, by its path
     problem        "damaged": the line and what is wrong with it
-    cause          "failed": groups.states.SET_ASIDE, or "" for any other cause
     """
 
     kind: str
@@ -60,7 +59,6 @@ class HistoryEntry:
     settings: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
-    cause: str = ""
 
     @property
     def too_old(self) -> TooOld:

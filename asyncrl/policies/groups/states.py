@@ -12,8 +12,6 @@ from asyncrl.policies.trust.validation import Asked
 
 Fate = Literal["trained", "dropped", "failed", "filtered"]
 FATES: Final[tuple[Fate, ...]] = ("trained", "dropped", "failed", "filtered")
-SET_ASIDE: Final = "set aside"
-"""Cause of failure of a group that two incarnations in a row worked on when they ended (state/in_progress.py)."""
 Arrived = Literal["buffered", "failed", "duplicate", "rejected"]
 
 
@@ -78,7 +76,6 @@ class Outcome:
     replayed       "trained": groups that the step trained again, with their log records (replays.py)
     events         other fates: what to announce about each group
     groups         the groups that are known, in the order of ``group_ids``; may be empty for a failed group
-    cause          "failed": SET_ASIDE, or "" for any other cause
     """
 
     fate: Fate
@@ -90,7 +87,6 @@ class Outcome:
     old_tokens: int = 0
     replayed: tuple[tuple[int, int], ...] = ()
     events: tuple[Mapping[str, object], ...] = ()
-    cause: str = ""
     groups: tuple[TrajectoryGroup, ...] = field(default=(), compare=False, repr=False)
 
 

@@ -151,13 +151,12 @@ class GroupTable:
         *,
         now: float,
         is_counted: bool = True,
-        cause: str = "",
         stored: int = 0,
     ) -> Arrival:
         """A log record was read. ``group`` is None if it holds no group of this run; a group with an error fails.
 
-        is_counted, cause  as in ``fail``
-        stored             time it was stored, as in Record
+        is_counted  as in ``fail``
+        stored      time it was stored, as in Record
         """
         self.cursor, self.last_read = sequence, (sequence, stored)
         if sequence in self.consumed:
@@ -172,7 +171,7 @@ class GroupTable:
             return Arrival(became="duplicate")
         if group.error:
             self.consumed.add(sequence)
-            outcome = self.fail(group_id, error=group.error, worker=group.worker, is_counted=is_counted, cause=cause)
+            outcome = self.fail(group_id, error=group.error, worker=group.worker, is_counted=is_counted)
             outcome = replace(outcome, groups=(group,))
             return Arrival(became="failed", outcome=outcome)
         prompt = self.outstanding.pop(group_id)
@@ -198,17 +197,16 @@ class GroupTable:
 
     # -- events: groups that leave the window --------------------------------------------------------------------------
 
-    def fail(self, group_id: int, *, error: str, worker: str = "", is_counted: bool = True, cause: str = "") -> Outcome:
+    def fail(self, group_id: int, *, error: str, worker: str = "", is_counted: bool = True) -> Outcome:
         """An outstanding group cannot be made.
 
-        is_counted  whether it counts towards the failures in a row that end the run
-        cause       as in ``Outcome``
+        is_counted: whether it counts towards the failures in a row that end the run
         """
         del self.outstanding[group_id]
         self.done.add(group_id)
         self.failed_in_a_row += is_counted
         self.problem = error
-        return self._lose("failed", {group_id: {"worker": worker, "error": error}}, cause=cause)
+        return self._lose("failed", {group_id: {"worker": worker, "error": error}})
 
     def drop(self, groups: Sequence[BufferedGroup], *, reason: str = "stale") -> Outcome:
         """Buffered groups are too old to train, or come from an untrusted worker."""
@@ -331,14 +329,10 @@ class GroupTable:
         fate: Fate,
         events: Mapping[int, Mapping[str, object]],
         groups: Sequence[TrajectoryGroup] = (),
-        *,
-        cause: str = "",
     ) -> Outcome:
         self.counts[fate] += len(events)
         told = tuple({"group_id": group_id, **event} for group_id, event in events.items())
-        return Outcome(
-            fate=fate, group_ids=tuple(events), step=self.step, events=told, cause=cause, groups=tuple(groups)
-        )
+        return Outcome(fate=fate, group_ids=tuple(events), step=self.step, events=told, groups=tuple(groups))
 
     def _finish(self, one: BufferedGroup) -> None:
         for sequence in (one.sequence, *one.copies):

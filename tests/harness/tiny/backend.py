@@ -89,10 +89,6 @@ class TinyBackend(BackendAdapter):
         time.sleep(max(0.0, started + self._options.step_seconds - time.monotonic()))
         return StepResult(metrics={**metrics, EXPECTED_REWARD: reward})
 
-    def rehearse(self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY) -> StepResult:
-        self._gradients(dp_shards)
-        return StepResult(metrics={})
-
     def _gradients(self, dp_shards: Sequence[Sequence[MicroBatch]]) -> tuple[diagnostics.Sums, float]:
         """Compute the clipped gradients of the whole batch. Return its sums, and the norm before clipping."""
         (share,) = dp_shards

@@ -7,7 +7,6 @@ default; a nightly run sets ASYNCRL_FUZZ_CASES=10000 and ASYNCRL_EXPLORE=1. Real
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,10 +29,10 @@ from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import GroupValidation
 from asyncrl.state import history
 from asyncrl.state.history import HISTORY_FILE
-from tests.actors.learner.test_batch_bisector import Picky, Shards
+from tests.actors.learner.test_failed_batches import Shards
 from tests.conftest import BUS_SIZES
 from tests.harness import lies
-from tests.harness.fakes import Engine, Loop, run_worker, until, worker
+from tests.harness.fakes import Backend, Engine, Loop, run_worker, until, worker
 from tests.harness.rows import Rows
 from tests.integration.security.test_hostile import CASES
 
@@ -44,36 +43,11 @@ MOST_KEPT = 3
 WAIT_SECONDS = 0.02
 
 
-class Trainer(Picky):
-    """A backend that cannot train the token POISON. Its scores match the fake engine's logprobs."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda prompts: None)
-
-    def refuse_poison(self, shares: Shards) -> None:
-        for micro_batch in shares[0]:
-            if (micro_batch.tokens == lies.POISON).any():
-                raise RuntimeError("illegal instruction")
-
-    def step(self, shares: Shards, **settings: Any) -> Any:
-        self.refuse_poison(shares)
-        return super().step(shares, **settings)
-
-    def rehearse(self, dp_shards: Shards, *, model: str = "policy") -> Any:
-        self.refuse_poison(dp_shards)
-        return super().rehearse(dp_shards, model=model)
+class Trainer(Backend):
+    """Its scores match the fake engine's logprobs."""
 
     def score(self, shares: Shards, *, model: str = "policy") -> Any:
-        self.refuse_poison(shares)
         return [[np.full(m.num_tokens, -1.0, np.float32) for m in share] for share in shares]
-
-
-class Honest(Engine):
-    """Never samples the POISON token."""
-
-    async def generate(self, *arguments: Any, **named: Any) -> Any:
-        made = await super().generate(*arguments, **named)
-        return dataclasses.replace(made, tokens=np.maximum(made.tokens, 8))
 
 
 async def lie(bus: MemoryBus, loop: Loop, seeds: Sequence[int]) -> None:
@@ -114,7 +88,7 @@ async def run_among_lies(seeds: Sequence[int], directory: Path) -> tuple[Loop, s
     loop = Loop(bus, directory, steps=10**6, rows=Rows(count=50), validator=validator, max_staleness=3, **waits)
     loop.backend = Trainer()
     async with asyncio.TaskGroup() as group:
-        honest = group.create_task(run_worker(worker(bus, Honest(), name="honest", max_running=4)))
+        honest = group.create_task(run_worker(worker(bus, Engine(), name="honest", max_running=4)))
         while "honest" not in await bus.states(ACTORS):
             await asyncio.sleep(0)
         learner = group.create_task(loop.run_learner())
@@ -152,7 +126,6 @@ def test_the_run_goes_on_and_trains_every_honest_group(seeds: list[int]) -> None
     for micro_batch in [one for step in loop.backend.trained for one in step]:
         assert np.isfinite(micro_batch.advantages).all()
         assert np.abs(micro_batch.advantages).max() < 1e7
-        assert not (micro_batch.tokens == lies.POISON).any()
         assert np.diff(micro_batch.boundaries).max() <= 6  # two tokens of the prompt, four of the answer
 
 
@@ -168,7 +141,7 @@ async def test_an_answer_of_somebody_who_was_not_lent_the_group_is_nobodys(
     rows = Rows(count=50)
     loop = Loop(bus, tmp_path / "run", steps=6, rows=rows, validator=validator, max_staleness=3, tickets=tickets)
     loop.backend = Trainer()
-    engine, random = Honest(), Random(0)
+    engine, random = Engine(), Random(0)
     engine.gate.clear()
     log = bus._log(TRAJECTORIES)
     async with asyncio.TaskGroup() as group:

@@ -119,17 +119,15 @@ def by_hand(folder: Path, packed: Sequence[MicroBatch]) -> ByHand:
     )
 
 
-def rehearsed(backend: Backend, packed: Sequence[MicroBatch]) -> Mapping[str, float]:
-    rehearsing: Any = backend
-    metrics: Mapping[str, float] = rehearsing.rehearse([list(packed)]).metrics
-    return metrics
+def metrics_of_step(backend: Backend, packed: Sequence[MicroBatch]) -> Mapping[str, float]:
+    return backend.step([list(packed)], learning_rate=0.0).metrics
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_loss_and_gradients_are_those_of_the_paper(mixture: Path, recompute: str) -> None:
     expected = by_hand(mixture, rows())
-    with started("megatron-1", mixture, options={**WITH_LOSS, "recompute": recompute}) as backend:
-        metrics = rehearsed(backend, rows())
+    with started("megatron-1", mixture, optimizer=GENTLE, options={**WITH_LOSS, "recompute": recompute}) as backend:
+        metrics = metrics_of_step(backend, rows())
         found = gradients_of_megatron(backend)
     assert metrics["learner/aux_loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert found.keys() == expected.gradients.keys()
@@ -145,8 +143,8 @@ def test_the_loss_is_added_to_the_policys(folder: Path) -> None:
     packed = pack(documents(), max_tokens=45)
     found = {}
     for coefficient in (0.0, COEFFICIENT, 2 * COEFFICIENT):
-        with started("megatron-1", folder, options={"aux_loss_coefficient": coefficient}) as backend:
-            metrics = rehearsed(backend, packed)
+        with started("megatron-1", folder, optimizer=GENTLE, options={"aux_loss_coefficient": coefficient}) as backend:
+            metrics = metrics_of_step(backend, packed)
             found[coefficient] = gradients_of_megatron(backend)
         assert ("learner/aux_loss" in metrics) == (coefficient > 0)
     for name, without in found[0.0].items():
@@ -158,7 +156,7 @@ def test_the_loss_is_added_to_the_policys(folder: Path) -> None:
 def test_metrics_tell_how_unevenly_a_batch_uses_the_experts(folder: Path) -> None:
     chosen = by_hand(folder, rows()).chosen.double()
     with started("megatron-1", folder) as backend:
-        metrics = rehearsed(backend, rows())
+        metrics = metrics_of_step(backend, rows())
     most = (chosen.amax(1) / chosen.mean(1)).mean()
     assert metrics["learner/expert_load_max"] == pytest.approx(float(most))
     assert metrics["learner/experts_unused"] == pytest.approx(float((chosen == 0).double().mean()))
@@ -167,8 +165,8 @@ def test_metrics_tell_how_unevenly_a_batch_uses_the_experts(folder: Path) -> Non
 def test_a_row_without_documents_counts_for_nothing(folder: Path) -> None:
     found = []
     for packed in (rows(), [empty(), *rows(), empty()]):
-        with started("megatron-1", folder, options=WITH_LOSS) as backend:
-            found.append((dict(rehearsed(backend, packed)), gradients_of_megatron(backend)))
+        with started("megatron-1", folder, optimizer=GENTLE, options=WITH_LOSS) as backend:
+            found.append((dict(metrics_of_step(backend, packed)), gradients_of_megatron(backend)))
     (metrics, gradients), (again, filled) = found
     for name in ("learner/aux_loss", "learner/expert_load_max", "learner/experts_unused"):
         assert metrics[name] == pytest.approx(again[name])
@@ -207,8 +205,8 @@ def test_what_the_engine_chose_counts_for_the_load_and_the_routers_own_choice_fo
     one_layer = tiny_model(folder.parent / "one", architecture="qwen3_moe", num_layers=1)  # others see other inputs
     for where, replayed in ((folder, chosen), (one_layer, chosen[:, :1])):
         with started("megatron-1", where, options=WITH_LOSS) as backend:
-            own = rehearsed(backend, [alone])
-            told = rehearsed(backend, [dataclasses.replace(alone, experts=replayed)])
+            own = metrics_of_step(backend, [alone])
+            told = metrics_of_step(backend, [dataclasses.replace(alone, experts=replayed)])
         assert told["learner/expert_load_max"] == pytest.approx(num_experts / experts_per_token)
         assert told["learner/experts_unused"] == pytest.approx(1 - experts_per_token / num_experts)
         assert own["learner/expert_load_max"] < num_experts / experts_per_token
@@ -228,7 +226,7 @@ def test_only_the_policy_has_the_loss(folder: Path) -> None:
 
 
 def test_a_batch_without_tokens_tells_nothing_of_experts(folder: Path) -> None:
-    with started("megatron-1", folder, options=WITH_LOSS) as backend:
+    with started("megatron-1", folder, optimizer=GENTLE, options=WITH_LOSS) as backend:
         metrics = backend.step([[empty()]], learning_rate=1e-3).metrics
     assert not [name for name in metrics if "expert" in name or "aux" in name]
 

@@ -73,7 +73,7 @@ def merged(folder: Path, base: Tensors, pairs: Mapping[str, tuple[torch.Tensor, 
 def gradients(folder: Path, number: int) -> Tensors:
     """Return the gradients of every tensor of the folder for batch ``number``."""
     with started("reference", folder, optimizer=GENTLE) as plain:
-        plain.rehearse(shares("reference", documents(number)))  # type: ignore[attr-defined]
+        plain.step(shares("reference", documents(number)), learning_rate=0.0)
         model = plain._trained["policy"]  # type: ignore[attr-defined]
         return dict(
             by_names_in_files(
