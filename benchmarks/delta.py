@@ -38,7 +38,7 @@ import transformers
 from asyncrl.backends.models import POLICY
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.reference.backend import Options, ReferenceBackend
-from asyncrl.data.import_model import import_model
+from asyncrl.contrib.importers.gguf_model import import_model
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import Document, pack_for_ranks

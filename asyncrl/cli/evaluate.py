@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.cli import arguments
-from asyncrl.config import RunConfig, record, slime_evaluation
+from asyncrl.config import RunConfig, record
 from asyncrl.config.run_file import from_table, override
 from asyncrl.errors import INTERRUPTED, ConfigError, NoHistory
 
@@ -165,8 +165,6 @@ def _of_run(recorded: RecordedRun) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.suffix in (".yaml", ".yml"):
-        return tomllib.loads(slime_evaluation.read(path, say=lambda line: print(line, file=sys.stderr)))
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:

@@ -55,6 +55,8 @@ VERBS: Final = {
 
 APART: Final = {
     "board": "asyncrl.board.command",
+    "import-eval": "asyncrl.contrib.importers.slime_evaluation",
+    "import-model": "asyncrl.contrib.importers.command",
     "plan": "asyncrl.planning.command",
 }
 """Verbs whose modules stand apart: nothing imports them but this table, by name."""

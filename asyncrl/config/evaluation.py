@@ -147,9 +147,6 @@ class EvaluationSection:
     """dedicated: GPUs for these workers; empty: the GPUs after those of the rollout workers."""
     timeout_seconds: float = 3600.0
     """An evaluation that takes longer is reported as incomplete; 0: no limit."""
-    eval_config: str = ""
-    """Evaluation file of slime or Miles (their --eval-config), read as by `asyncrl import-eval`. Its data sets come
-    before those of this file."""
     datasets: tuple[EvaluationDataset, ...] = ()
     """The data sets: one table [[evaluation.datasets]] each."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import tomllib
@@ -14,8 +13,6 @@ from asyncrl.config.run import RunConfig
 from asyncrl.config.tables import build
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError
-
-log = logging.getLogger("asyncrl.config")
 
 _PART: Final = re.compile(r"""[^.="']+|"[^"\\]+"|'[^']+'""")
 _ITEM: Final = re.compile(rf"((?:{_PART.pattern})(?:\.(?:{_PART.pattern}))+)=(.*)", re.DOTALL)
@@ -47,27 +44,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: lists and tables are nested too deep to be read") from None
     for item in overrides:
         override(table, item)
-    return from_table(_with_their_evaluation(table, where=str(path)), where=str(path))
-
-
-def _with_their_evaluation(table: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Insert the data sets of evaluation.eval_config before those of the run file.
-
-    Other keys of the run file take precedence.
-    """
-    section = table.get("evaluation")
-    file = section.get("eval_config") if isinstance(section, dict) else None
-    if not isinstance(section, dict) or not isinstance(file, str) or not file:
-        return table
-    from asyncrl.config import slime_evaluation  # imports yaml
-
-    try:
-        theirs = tomllib.loads(slime_evaluation.read(Path(file), say=log.warning))["evaluation"]
-    except ConfigError as error:
-        raise ConfigError(f"{where}: evaluation: eval_config: {error}") from None
-    own = section.get("datasets", [])
-    datasets = [*theirs.get("datasets", []), *own] if isinstance(own, list) else own
-    return table | {"evaluation": theirs | section | {"datasets": datasets}}
+    return from_table(table, where=str(path))
 
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:

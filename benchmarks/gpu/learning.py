@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.data.import_model import import_model
+from asyncrl.contrib.importers.gguf_model import import_model
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import AsyncRLError
 from benchmarks.gpu.fleet import has_gpu

@@ -1,4 +1,4 @@
-"""Converts the evaluation YAML of slime and Miles to [evaluation] of a run file.
+"""`asyncrl import-eval FILE`: converts the evaluation YAML of slime or Miles to [evaluation] of a run file.
 
 A data set's own keys take precedence over those under ``defaults``. Known keys without a counterpart in asyncrl are
 reported and left out. A key that neither framework knows is refused, because a misspelt key would silently change the
@@ -7,13 +7,16 @@ evaluation.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.config import yaml_file
+import yaml
+
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError
 
@@ -57,14 +60,27 @@ _VARIABLE: Final = re.compile(r"\$\{[^}]*\}")
 """Placeholder that OmegaConf or envsubst would replace before the file is read."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="slime's or Miles's evaluation file (--eval-config)")
+
+
+def run(options: argparse.Namespace) -> int:
+    print(read(options.file, say=lambda line: print(line, file=sys.stderr)), end="")
+    return 0
+
+
 def read(path: Path, *, say: Callable[[str], None]) -> str:
     """Read a file and return the text of [evaluation].
 
     ``say`` is called for each thing that is left out. Raises ConfigError.
     """
-    document = yaml_file.read(path)
     try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
         return toml(document, say=lambda line: say(f"{path}: {line}"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from asyncrl.data.import_model import import_model
+from asyncrl.contrib.importers.gguf_model import import_model
 from asyncrl.errors import ConfigError
 from asyncrl.os_process import exiting_on_signals
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if Path(options.source).is_dir():
-        from asyncrl.launch.import_folder import import_folder  # imports for seconds
+        from asyncrl.contrib.importers.quantized_folder import import_folder  # imports for seconds
 
         if options.dtype == "float32":
             raise ConfigError("--dtype: a quantized folder becomes bfloat16; remove it")

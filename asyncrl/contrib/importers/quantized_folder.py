@@ -1,31 +1,57 @@
-"""Converts a Hugging Face folder with 8-bit or 4-bit matrices to bfloat16.
+"""Converts a Hugging Face folder with 8-bit or 4-bit matrices to bfloat16 (`asyncrl import-model FOLDER NEW_FOLDER`).
 
 DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published with 8-bit matrices, gpt-oss with 4-bit experts (MXFP4), and
 runs with weights.quantization keep 8-bit or 4-bit models. The new folder gets the model type that transformers reads
 without the model's own code. One matrix is in memory at a time, or one tensor with a layer's 4-bit experts.
-Test: tests/unit/backends/test_dequantize.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+from tqdm import tqdm
 
-from asyncrl.backends.huggingface import SAME_ARCHITECTURE, open_weights
+from asyncrl.backends.huggingface import SAME_ARCHITECTURE, open_weights, read_shape
+from asyncrl.contrib.importers import mxfp4
+from asyncrl.data.model_folder import check_model
+from asyncrl.data.new_folder import copy_all_but_weights, new_folder
 from asyncrl.errors import ConfigError
-from asyncrl.tensors import fp8, int4, mxfp4, safetensors_file
+from asyncrl.tensors import fp8, int4, safetensors_file
 from asyncrl.tensors.snapshot import TensorEntry
 
 _INDEX: Final = "model.safetensors.index.json"
 _OF_OWN_CODE: Final = ("auto_map", "quantization_config")
 Read = Callable[[str], torch.Tensor]
 """Returns a tensor of the folder by its name."""
+
+logger = logging.getLogger(__name__)
+
+
+def import_folder(source: Path, destination: Path) -> int:
+    """Write the model in ``source`` to ``destination`` in bfloat16 and return its number of parameters.
+
+    Raises ConfigError for weights quantized in another way, a model that is not supported or needs no import, and a
+    destination that exists.
+    """
+    check_model(source)
+    if not is_needed(json.loads((source / "config.json").read_text())):
+        raise ConfigError(
+            f"{source}: its weights are not quantized, so there is nothing to import; name it as model.path"
+        )
+    with new_folder(destination) as folder, tqdm(desc="weights", unit="file", disable=None) as progress:
+        copy_all_but_weights(source, folder)
+        num_parameters = to_bfloat16(source, folder, note=lambda name: progress.update())
+        check_model(folder)
+        read_shape(folder, where=str(destination))
+    logger.info("%s: %s parameters in bfloat16", destination, f"{num_parameters:,}")
+    return num_parameters
 
 
 def is_needed(config: dict[str, Any]) -> bool:

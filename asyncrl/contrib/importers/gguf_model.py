@@ -81,7 +81,7 @@ def import_model(
 def _write(path: Path, folder: Path, dtype: str) -> int:
     """Write the model folder, and return the number of parameters."""
     try:
-        from asyncrl.data.gguf_file import GGUFFile
+        from asyncrl.contrib.importers.gguf_file import GGUFFile
     except ImportError as error:
         if error.name != "gguf":
             raise

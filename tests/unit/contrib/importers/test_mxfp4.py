@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from asyncrl.tensors import mxfp4
+from asyncrl.contrib.importers import mxfp4
 
 
 def test_every_byte_and_scale_is_what_transformers_makes_of_it() -> None:

@@ -14,10 +14,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from asyncrl.backends import huggingface
 from asyncrl.cli.main import main
+from asyncrl.contrib.importers import mxfp4
+from asyncrl.contrib.importers.quantized_folder import import_folder
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.launch.import_folder import import_folder
-from asyncrl.tensors import fp8, int4, mxfp4, quantized_model
+from asyncrl.tensors import fp8, int4, quantized_model
 
 KIMI_K2 = {
     "architectures": ["DeepseekV3ForCausalLM"],

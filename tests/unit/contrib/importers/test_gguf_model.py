@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from asyncrl.data.import_model import PROBE, find_source, import_model
+from asyncrl.contrib.importers.gguf_model import PROBE, find_source, import_model
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.tiny_model import make_tiny_model, make_tokenizer
 from asyncrl.data.tokenizer import load_tokenizer

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from asyncrl import config
-from asyncrl.cli import import_eval
-from asyncrl.config import record, slime_evaluation
 from asyncrl.config.run_file import from_table
+from asyncrl.contrib.importers import slime_evaluation
 from asyncrl.errors import ConfigError
 
 SLIME = """
@@ -39,9 +38,7 @@ eval:
 def test_a_file_of_slime_becomes_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "eval.yaml"
     file.write_text(SLIME)
-    import argparse
-
-    assert import_eval.run(argparse.Namespace(file=file)) == 0
+    assert slime_evaluation.run(argparse.Namespace(file=file)) == 0
     told = capsys.readouterr()
     table = tomllib.loads(told.out)
     run = from_table(table | {"model": {"path": ""}, "data": {"path": ""}}, where="run.toml")
@@ -130,60 +127,27 @@ def test_what_is_none_is_refused_in_one_line(text: str, problem: str) -> None:
 
 
 def test_no_yaml_is_refused_in_one_line(tmp_path: Path) -> None:
-    import argparse
-
     file = tmp_path / "eval.yaml"
     file.write_text("a: [1\nb: 2")
     with pytest.raises(ConfigError) as error:
-        import_eval.run(argparse.Namespace(file=file))
+        slime_evaluation.run(argparse.Namespace(file=file))
     assert "\n" not in str(error.value)
-
-
-def run_file(folder: Path, text: str = "", *, yaml_text: str = SLIME) -> Path:
-    (folder / "eval.yaml").write_text(yaml_text)
-    file = folder / "run.toml"
-    file.write_text(
-        f'[model]\npath = ""\n[data]\npath = ""\n[evaluation]\neval_config = "{folder / "eval.yaml"}"\n{text}'
-    )
-    return file
-
-
-def test_a_run_file_may_name_their_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    own = '[[evaluation.datasets]]\nname = "own"\npath = "own.jsonl"\n'
-    theirs = SLIME.replace("eval:", "eval:\n  eval_interval: 20")
-    section = config.load(run_file(tmp_path, own, yaml_text=theirs)).evaluation
-    assert [one.name for one in section.datasets] == ["aime", "gpqa", "own"]
-    assert (section.every_steps, section.datasets[0].samples) == (20, 16)
-    assert f"{tmp_path / 'eval.yaml'}: gpqa: custom_rm_path has no counterpart" in caplog.text
-    assert config.load(run_file(tmp_path), ["evaluation.every_steps=5"]).evaluation.every_steps == 5
-
-
-def test_a_recorded_run_reads_their_file_no_more(tmp_path: Path) -> None:
-    table = record.as_table(config.load(run_file(tmp_path)))
-    (tmp_path / "eval.yaml").unlink()
-    assert [one.name for one in record.from_table(table, where="history").evaluation.datasets] == ["aime", "gpqa"]
 
 
 @pytest.mark.parametrize(
-    "text, yaml_text, problem",
+    "yaml_text, problem",
     [
-        ("", "eval: [", "eval.yaml: is not YAML: "),
-        ("", "learning_rate: 1", "eval.yaml: no evaluation file"),
-        ("", "eval: {datasets: [{name: a}]}", "eval.yaml: datasets: a has no path"),
-        ('[[evaluation.datasets]]\nname = "gpqa"\npath = "own.jsonl"\n', SLIME, "datasets: two are called 'gpqa'"),
+        ("eval: [", "eval.yaml: is not YAML: "),
+        ("learning_rate: 1", "eval.yaml: no evaluation file"),
+        ("eval: {datasets: [{name: a}]}", "eval.yaml: datasets: a has no path"),
+        (None, "eval.yaml: cannot be read"),
     ],
 )
-def test_a_mistake_in_their_file_is_said_in_one_line(tmp_path: Path, text: str, yaml_text: str, problem: str) -> None:
-    file = run_file(tmp_path, text, yaml_text=yaml_text)
+def test_a_mistake_in_their_file_is_said_in_one_line(tmp_path: Path, yaml_text: str | None, problem: str) -> None:
+    file = tmp_path / "eval.yaml"
+    if yaml_text is not None:
+        file.write_text(yaml_text)
     with pytest.raises(ConfigError) as error:
-        config.load(file)
+        slime_evaluation.read(file, say=pytest.fail)
     assert problem in str(error.value)
-    assert str(error.value).startswith(f"{file}: evaluation: ")
     assert "\n" not in str(error.value)
-
-
-def test_their_file_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
-    file = run_file(tmp_path)
-    (tmp_path / "eval.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"run.toml: evaluation: eval_config: .*eval.yaml: cannot be read"):
-        config.load(file)
