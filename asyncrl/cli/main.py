@@ -42,8 +42,6 @@ VERBS: Final = {
     "samples": "Show what the model writes: prompts, answers, rewards, and what became of them.",
     "tap": "Print messages on a topic of a running run as they arrive.",
     "trace": "Write a timeline of a run for Perfetto or Chrome.",
-    "diff": "Show where two runs differ: settings, batches, and the first step with different numbers.",
-    "profile-engine": "Profile an SGLang server of this machine for some seconds.",
     "audit": "Account for every prompt group of a run: trained, dropped, pending or lost; exit code 1 if any is lost.",
     "replay": "Train a run again from its recorded log, without sampling.",
     "evaluate": "Evaluate saved models on data sets, without a run.",
@@ -75,8 +73,6 @@ EXAMPLES: Final = """examples:
   asyncrl samples runs/demo --worst                    groups with the lowest-rewarded answers
   asyncrl tap runs/demo trajectories                   messages on a topic as they arrive
   asyncrl trace runs/demo --steps 10:20                a timeline for ui.perfetto.dev
-  asyncrl diff runs/a runs/b                           where two runs differ, and from which step on
-  asyncrl profile-engine runs/my-run w0 --seconds 5    what an SGLang server spends its time on
   asyncrl audit runs/demo                              what became of every prompt group
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl evaluate runs/demo --datasets my.toml        every saved model of a run on the data sets of my.toml

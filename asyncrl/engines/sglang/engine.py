@@ -195,8 +195,6 @@ class SGLangEngine(EngineAdapter):
         if is_ours:
             await self._launch()
         await until_healthy(self._client, seconds=self._options.start_seconds)
-        if self._client.server is not None:  # for `asyncrl profile-engine`
-            await asyncio.to_thread(self._log_path.with_suffix(".url").write_text, self.url)
         await self._ask_server()
 
     async def generate(
@@ -278,7 +276,6 @@ class SGLangEngine(EngineAdapter):
         await self._settled.close()
         await self._client.close()
         if self._client.server:
-            self._log_path.with_suffix(".url").unlink(missing_ok=True)
             await self._client.server.close()
         self._stops.close()
         self._reader.shutdown(wait=False)
