@@ -56,7 +56,7 @@ def test_every_module_of_the_page_has_a_name_and_every_run_file_says_what_there_
 ) -> None:
     assert len(re.findall(r"```python\n", SHOWN)) == len(modules) - 1
     blocks = re.findall(r"```toml\n(.*?)```", SHOWN, re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 8
     for block in blocks:
         path = tmp_path / "run.toml"
         path.write_text(block)

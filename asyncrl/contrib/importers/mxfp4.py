@@ -2,7 +2,7 @@
 
 Numbers are e2m1, two in a byte, the first in the lower bits. 32 neighbours in a row share a scale, a power of two
 (e8m0). The matrices of all experts of a layer are two tensors: ``gate_up_proj_blocks`` and ``gate_up_proj_scales``.
-Test: tests/unit/tensors/test_mxfp4.py.
+Test: tests/unit/contrib/importers/test_mxfp4.py.
 """
 
 from __future__ import annotations
