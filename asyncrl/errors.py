@@ -9,6 +9,7 @@
     │   └── NameTaken      another rollout worker of the run has this name: exit code 4
     ├── LaunchError        a launcher could not start a process; the next attempt may work
     ├── HopelessError      a restart would end the same way: exit code 3
+    │   └── BusLost        what the run had on the bus was deleted, or is older than the run
     ├── DiskError          a file cannot be written or read now: exit code 5, restarted until it can
     ├── BusError           the bus refused a request or the connection is lost
     │   ├── BusFull        a topic is full; retry after consumers have taken messages
@@ -87,6 +88,13 @@ class HopelessError(AsyncRLError):
     exit_code = 3
 
 
+class BusLost(HopelessError):
+    """Somebody deleted a stream, bucket or consumer of the run, or its server came back with an older or empty store.
+
+    Ends the run; `asyncrl run FILE --resume` creates what is missing and publishes the outstanding groups again.
+    """
+
+
 class DiskError(AsyncRLError):
     """A disk cannot be written or read now: full, read-only, an I/O error. Launchers restart the process until it can.
 
@@ -111,10 +119,6 @@ class Unanswered(BusError):
 
 class BusFull(BusError):
     """A topic is full. The publisher waits; nothing was stored."""
-
-
-class LogChanged(BusError):
-    """A log was replaced or reset to an earlier state. The learner reads it from its start and skips done groups."""
 
 
 class ObjectGone(BusError):

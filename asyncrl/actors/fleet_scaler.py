@@ -21,7 +21,6 @@ from asyncrl.messages.topics import EVENTS, FLEET, FLEET_STATUS, METRICS
 from asyncrl.policies.fleet_size import Change, FleetSizer
 
 RETRY_SECONDS = 1.0
-KEEP_SECONDS = 2.0
 
 log = logging.getLogger("asyncrl.fleet_scaler")
 
@@ -69,19 +68,10 @@ class FleetScaler:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._hear(bus))
                 group.create_task(self._tell(bus))
-                group.create_task(self._keep(bus))
                 if self._rule is not None:
                     group.create_task(self._decide(bus, self._rule))
         finally:
             await bus.close()
-
-    async def _keep(self, bus: Bus) -> None:
-        """Restore the status if it was replaced, and the size if the bus lost it.  waits for: the clock"""
-        while True:
-            await asyncio.sleep(KEEP_SECONDS)
-            await bus.restore()
-            if self._asked is not None and not await bus.states(FLEET):
-                await bus.put(FLEET, self._asked)
 
     async def _hear(self, bus: Bus) -> None:
         async with bus.watch(FLEET) as sizes:
@@ -93,7 +83,7 @@ class FleetScaler:
         newest = 0
         async with bus.watch(METRICS) as steps:
             async for row in steps:
-                if row.step == newest:  # the same row, restored after a loss
+                if row.step == newest:
                     continue
                 newest, status = row.step, self._fleet.status()
                 if status.problem and status.request == self._own_request:

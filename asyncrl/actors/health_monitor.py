@@ -17,12 +17,11 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
 from asyncrl.actors.presence import WATCHER, Launched, PresenceTracker, process_state
-from asyncrl.actors.recent_losses import RecentLosses
-from asyncrl.bus.port import Bus, Loss
+from asyncrl.bus.port import Bus
 from asyncrl.errors import AsyncRLError, ConfigError, Forbidden, NoAnswer
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.topics import ACTORS, PROGRESS
@@ -62,8 +61,6 @@ class HealthMonitor:
         self._presence = PresenceTracker(host=socket.gethostname(), process=process_state)
         self._name = f"{WATCHER}-{uuid.uuid4().hex[:12]}"
         self._beats = 0
-        self._stored = -math.inf  # monotonic time just before the last own heartbeat was stored
-        self._is_seen = False  # whether the last look found an own heartbeat
         self._answered: float | None = None  # monotonic time of the last successful look; until then no age counts
         self._looked = time.monotonic()
         self._silent = self._refuses = 0.0
@@ -73,7 +70,6 @@ class HealthMonitor:
         self._pause = LOOK_SECONDS
         self._is_finished = False
         self._since = Since()
-        self._losses = RecentLosses()
         self.error: Exception | None = None
         """Error of the last look, if the bus failed."""
 
@@ -96,9 +92,7 @@ class HealthMonitor:
         """Look at everything once. A bus that is away is an observation and raises nothing."""
         try:
             async with asyncio.timeout(AGAIN_SECONDS if self._is_in_doubt else ANSWER_SECONDS):
-                await self._find_losses()
-                beats, self._is_finished = ({}, self._is_finished) if self._losses.is_blind else await self._read()
-                self._miss_own(beats)
+                beats, self._is_finished = await self._read()
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
             is_read_too_slowly = isinstance(error, TimeoutError) and await self._answers()
@@ -110,16 +104,14 @@ class HealthMonitor:
             elapsed = 0.0 if self._answered is None else now - self._answered
             heard = min(elapsed, 2 * self._pause)
             self._pause = LOOK_SECONDS if len(beats) <= LARGE_FLEET else 2 * LOOK_SECONDS
-            if self.error is not None or self._losses.hides_beats:
+            if self.error is not None:
                 self._presence.excuse()
             self._answered = now
-            if not self._losses.is_blind:
-                self._listened += heard
-                self._presence.hear(beats, seconds=heard, elapsed=elapsed, launched=self._launched())
-                learners = [one.seconds for one in self._presence.present().values() if one.beat.role == LEARNER]
-                self._leaderless = min(learners, default=self._leaderless + heard)
-            is_stored = self._losses.is_blind or await self._stores()
-            self._refuses = 0.0 if is_stored else self._refuses + self._passed()
+            self._listened += heard
+            self._presence.hear(beats, seconds=heard, elapsed=elapsed, launched=self._launched())
+            learners = [one.seconds for one in self._presence.present().values() if one.beat.role == LEARNER]
+            self._leaderless = min(learners, default=self._leaderless + heard)
+            self._refuses = 0.0 if await self._stores() else self._refuses + self._passed()
         self._looked = time.monotonic()
         if self._server_pid != (pid := self._server()):  # the server was restarted
             self._server_pid, self._silent, self._refuses = pid, 0.0, 0.0
@@ -131,8 +123,6 @@ class HealthMonitor:
             bus_refuses=self._refuses,
             bus_problem=str(self.error or ""),
             bus_process=process_state(pid),
-            bus_losses=self._losses.lately(self._looked),
-            is_bus_blind=self._losses.is_blind,
             is_finished=self._is_finished,
             own_roles=self._presence.own_roles,
         )
@@ -169,34 +159,20 @@ class HealthMonitor:
                     await bus.forget(ACTORS, key=self._name)
             await bus.close()
 
-    async def _find_losses(self) -> None:
+    async def _read(self) -> tuple[dict[str, Heartbeat], bool]:
         if self._bus is None:
             self._bus = await self._connect()
-        self._losses.note(await self._bus.losses(), now=time.monotonic())
-
-    async def _read(self) -> tuple[dict[str, Heartbeat], bool]:
-        assert self._bus is not None
         beats = await self._bus.states(ACTORS)  # read first: a finishing learner sets progress before it leaves
         progress = (await self._bus.states(PROGRESS)).get("")
         return beats, progress is not None and progress.finished
-
-    def _miss_own(self, beats: Mapping[str, Heartbeat]) -> None:
-        """Note a loss if an own heartbeat vanished too early: all were removed, and the others have sent new ones."""
-        was_seen, self._is_seen = self._is_seen, self._name in beats
-        is_young = time.monotonic() - self._stored < ACTORS.seconds_to_live / 2
-        if was_seen and not self._is_seen and is_young and not self._losses.hides_beats:
-            removed = Loss(name="heartbeats", topics=(ACTORS.name,), problem="were removed", is_repaired=True)
-            self._losses.note([removed], now=time.monotonic())
 
     async def _stores(self) -> bool:
         assert self._bus is not None
         self._beats += 1
         own = Heartbeat(actor=self._name, role=WATCHER, beat=self._beats, host=socket.gethostname(), pid=os.getpid())
-        now = time.monotonic()
         try:
             async with asyncio.timeout(AGAIN_SECONDS if self._is_in_doubt else ANSWER_SECONDS):
                 await self._bus.put(ACTORS, own, key=self._name)
-            self._stored = now
         except Forbidden:  # an observer's role cannot test whether the bus stores
             pass
         except (AsyncRLError, OSError, TimeoutError) as error:

@@ -109,29 +109,6 @@ class LogState:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """Something on the bus that changed unexpectedly: it is gone, recreated, reset to an earlier state, emptied, or
-    altered.
-
-    name         name of the lost part on the bus
-    topics       names of the topics it holds; empty for the object store
-    problem      what happened to it; follows its name in messages
-    is_gone      it does not exist now
-    is_repaired  it was recreated, but without its content
-    """
-
-    name: str
-    topics: tuple[str, ...] = ()
-    problem: str
-    is_gone: bool = False
-    is_repaired: bool = False
-
-
-Veto = Callable[[int, str], str]
-"""Maps a log entry's sequence and key to the reason not to decode it (the record's problem); "" to decode it."""
-
-
 class Asked(Protocol[Q_co, A_contra]):
     """A request whose sender waits for the answer."""
 
@@ -162,14 +139,10 @@ class Bus(Protocol):
         """Consume a work topic, shared with all other consumers. On exit, messages without ack are redelivered."""
         ...
 
-    def read(
-        self, topic: Topic[M], *, after: int = 0, veto: Veto | None = None, mark: LogMark | None = None
-    ) -> AbstractAsyncContextManager[AsyncIterator[Record[M]]]:
+    def read(self, topic: Topic[M], *, after: int = 0) -> AbstractAsyncContextManager[AsyncIterator[Record[M]]]:
         """Yield log entries from sequence ``after`` + 1 on, then new entries as they are published, without end.
 
-        ``veto`` is called just before each entry is decoded. With ``mark``, which only a learner may give, the read
-        raises LogChanged as soon as the log is not the one that the mark and the entries read since belong to: the log
-        was recreated, or reset to an earlier state.
+        In the learner the read raises BusLost as soon as the log is not the one that was read so far.
         """
         ...
 
@@ -177,13 +150,10 @@ class Bus(Protocol):
         """Return the current state of the log and whether it is the log of ``mark``."""
         ...
 
-    async def trim(
-        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] | None = None
-    ) -> None:
+    async def trim(self, topic: Topic[Any], *, through: int, is_over: Callable[[str], bool] | None = None) -> None:
         """Delete log entries up to and including sequence ``through``. Also delete pieces (``Topic.is_in_pieces``) of
         keys that are over, unless an entry of the key is left.
 
-        log      identity (LogState) of the log that ``through`` refers to; another log is left alone; empty: any log
         is_over  called with the public part of a key: whether nothing will be published under it any more; None keeps
                  all pieces
         """
@@ -205,16 +175,9 @@ class Bus(Protocol):
         """Remove a state; a key that ends in "/" removes all keys with that prefix."""
         ...
 
-    async def restore(self, *, force: bool = False) -> list[str]:
-        """Set our states on the learner's topics again if they were replaced or removed; return which. ``force``: also
-        set the unchanged ones again, for watchers that may have missed them."""
-        ...
-
-    async def losses(self, *, repairs: bool = False) -> list[Loss]:
-        """Return parts of the run that are gone from the bus, or changed since the last call, without any process of
-        the run doing it. ``repairs``: recreate them, which only a learner may do; their content must be published again
-        by others.
-        """
+    async def check(self) -> None:
+        """Raise BusLost if a stream, bucket or consumer of the run was deleted, or went back to an earlier state, since
+        we connected. Costs a request per stream; the learner calls it every few seconds."""
         ...
 
     async def depth(self, topic: Topic[Any]) -> int:

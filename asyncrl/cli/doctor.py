@@ -68,7 +68,7 @@ async def _listen(run: RunConfig, *, token: str) -> Observation:
             if watcher.error is not None:
                 since = observation.listened  # actors that could not be heard get their time again
             has_heard = observation.listened - since >= LISTEN_SECONDS
-            is_away = max(observation.bus_silent, observation.bus_refuses) > BUS_SECONDS or observation.is_bus_blind
+            is_away = max(observation.bus_silent, observation.bus_refuses) > BUS_SECONDS
             if has_heard or (is_away and loop.time() - began >= LISTEN_SECONDS):
                 return observation
             if loop.time() - began >= MOST_SECONDS:

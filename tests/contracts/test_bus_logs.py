@@ -45,17 +45,7 @@ async def test_a_log_that_never_had_an_entry_begins_with_the_first_one(bus: Bus)
     assert (await bus.log_state(TRAJECTORIES, mark=LogMark())).first == 1
     await bus.trim(TRAJECTORIES, through=1)
     assert (await bus.log_state(TRAJECTORIES, mark=LogMark())).first == 2
-    assert await bus.losses() == []
-
-
-async def test_a_log_is_trimmed_only_if_it_is_the_one_that_is_meant(bus: Bus) -> None:
-    """A sequence of a deleted log means nothing for the log that replaced it."""
-    await publish_groups(bus, 1, 2)
-    here = (await bus.log_state(TRAJECTORIES, mark=LogMark())).identity
-    await bus.trim(TRAJECTORIES, through=2, log="another")
-    assert [record.sequence for record in await first(bus, 2)] == [1, 2]
-    await bus.trim(TRAJECTORIES, through=1, log=here)
-    assert [record.sequence for record in await first(bus, 1)] == [2]
+    await bus.check()
 
 
 async def test_a_cursor_at_the_end_waits_for_what_comes_next(bus: Bus) -> None:
@@ -134,26 +124,6 @@ async def test_events_are_a_log(bus: Bus) -> None:
     await bus.publish(EVENTS, Event(kind="dropped", actor="learner", time=1.0, data={"tokens": 7}), key="e1")
     (record,) = await first(bus, 1, topic=EVENTS)
     assert record.message.data == {"tokens": 7}
-
-
-async def test_an_entry_that_its_reader_will_not_have_decoded_is_a_problem_and_the_others_are_messages(
-    bus: Bus,
-) -> None:
-    await publish_groups(bus, 0, 1, 2)
-    asked: list[tuple[int, str]] = []
-
-    def veto(sequence: int, key: str) -> str:
-        asked.append((sequence, key))
-        return "set aside" if key == "1" else ""
-
-    found = []
-    async with bus.read(TRAJECTORIES, veto=veto) as records:
-        for number in range(3):
-            found.append(await anext(records))
-            assert len(asked) == number + 1  # called just before the record is decoded, not when it arrives
-    assert asked == [(1, "0"), (2, "1"), (3, "2")]
-    assert [record.problem for record in found] == ["", "set aside", ""]
-    assert [record.message is None for record in found] == [False, True, False]
 
 
 async def test_a_log_is_told_from_another_one(bus: Bus) -> None:

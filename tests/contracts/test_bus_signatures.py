@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
 from asyncrl.bus.rejections import Rejections
 from asyncrl.launch.keys import worker_keys
-from asyncrl.messages import Progress, PromptGroup, WeightVersion, replace
+from asyncrl.messages import Progress, PromptGroup, replace
 from asyncrl.messages.fleet import Claim
 from asyncrl.messages.freshness import Freshness
 from asyncrl.messages.signing import Signatures, SigningKey
@@ -59,7 +58,7 @@ def speak(bus_factory: Any) -> Speak:
         if not isinstance(await bus_factory(), MemoryBus):
             return await bus_factory(signatures=signatures)  # type: ignore[no-any-return]
         other = copy.copy(await bus_factory())  # another view of the bus that one process shares
-        other._signatures, other._kept, other.rejections = signatures, KeptStates(signatures), Rejections()
+        other._signatures, other.rejections = signatures, Rejections()
         other._pieces = copy.copy(other._pieces)
         other._pieces._bus, other._pieces._signatures = other, signatures
         return other  # type: ignore[no-any-return]
@@ -104,30 +103,6 @@ async def test_what_the_learner_said_before_is_not_taken_again(speak: Speak) -> 
             await asyncio.sleep(0.01)
         await here.put(PROGRESS, progress(5))
         assert (await waiting).step == 5
-
-
-async def test_the_learner_puts_again_what_was_replaced_or_removed(speak: Speak) -> None:
-    here, evil = await speak(learner()), await speak(forger())
-    weights = WeightVersion(incarnation=0, policy_version=4, uri="/w/4", sha256="ab", num_bytes=9)
-    await here.put(WEIGHTS, weights)
-    await here.put(PROGRESS, progress(3))
-    assert await here.restore() == []
-    await evil.put(WEIGHTS, WeightVersion(incarnation=9, policy_version=9, uri="/evil"))
-    await evil.forget(PROGRESS, key="")
-    assert sorted(await here.restore()) == ["progress", "weights"]
-    there = await speak(reader())
-    assert (await there.states(WEIGHTS)) == {"": weights}
-    assert (await there.states(PROGRESS))[""].step == 3
-    await here.forget(PROGRESS, key="")
-    assert await here.restore() == []
-
-
-async def test_a_newer_learner_is_not_put_aside(speak: Speak) -> None:
-    here = await speak(learner())
-    newer = await speak(Signatures(run="r", own=LEARNER, life=2, learner=LEARNER.public))
-    await here.put(PROGRESS, progress(3))
-    await newer.put(PROGRESS, progress(4))
-    assert await here.restore() == []
 
 
 async def test_a_forged_prompt_is_a_problem_and_no_prompt(speak: Speak) -> None:
@@ -256,7 +231,7 @@ async def bytes_of(bus: Any, key: str) -> bytes:
 
 async def put_bytes(bus: Any, key: str, data: bytes) -> None:
     if isinstance(bus, MemoryBus):
-        await bus._put(ACTORS, key, data)
+        bus._state(ACTORS).put(key, data)
     else:
         await bus._set(ACTORS, key, data, {})
 

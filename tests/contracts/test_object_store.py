@@ -143,27 +143,6 @@ async def test_an_object_of_which_somebody_took_a_chunk_is_not_whole(
     assert await asyncio.to_thread(store.whole) == {"b"}
 
 
-async def test_a_store_that_somebody_deletes_or_alters_is_made_again_and_a_write_waits_for_it(
-    nats_server: EmbeddedServer, connect: Connect
-) -> None:
-    bus = await connect(nats_server)
-    store = bus.objects()
-    await put(store, "a", b"1")
-    assert await bus.losses(repairs=True) == []
-    stream = bus._layout.objects_stream
-    await bus._connection.api(f"STREAM.DELETE.{stream}")
-    writing = asyncio.create_task(put(store, "b", b"2"))
-    (loss,) = await bus.losses(repairs=True)
-    assert (loss.name, loss.topics, loss.problem, loss.is_repaired) == (stream, (), "was deleted", True)
-    await writing
-    assert await asyncio.to_thread(store.whole) == {"b"}
-    config = (await bus._connection.api(f"STREAM.INFO.{stream}"))["config"]
-    await bus._connection.api(f"STREAM.UPDATE.{stream}", {**config, "max_bytes": 1000, "discard": "old"})
-    (loss,) = await bus.losses(repairs=True)
-    assert loss.problem == "was altered: discard new -> old, max_bytes -1 -> 1000"
-    assert await bus.losses(repairs=True) == []
-
-
 async def _in_thread(call: Callable[[], Any]) -> Any:
     """Call in a thread and catch KeyboardInterrupt there, because asyncio would treat it as its own."""
     failed: list[BaseException] = []

@@ -24,7 +24,7 @@ from typing import Final, TypeVar
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.trainer import Trainer
-from asyncrl.bus.port import Bus, LogMark
+from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, disk_problem
 from asyncrl.messages.topics import TRAJECTORIES, group_id_of
@@ -46,10 +46,9 @@ log = logging.getLogger("asyncrl.learner")
 
 @dataclass(slots=True, kw_only=True)
 class _Written:
-    """A checkpoint being written. trims, logs_changed: values when it was begun; since: monotonic time."""
+    """A checkpoint being written. trims: whether to trim the log once it is on disk; since: monotonic time."""
 
     state: LearnerState
-    logs_changed: int
     trims: bool
     since: float
     begun: checkpoint.Begun | None = None
@@ -134,13 +133,12 @@ class Checkpointer:
     async def _saved(self, *, trims: bool) -> _Written:
         """Return the learner's current state. The history is on disk up to the length recorded in it."""
         # The ledgers and the history's length are from one instant (history.py, H1): nothing awaits between them.
-        logs_changed = self._table.logs_changed
         state = saved_table.save(
             self._table, groups_per_batch=self._groups_per_batch, history=self._progress.history_position
         )
         sync = functools.partial(self._trainer.call, self._progress.sync, what="its history to be written", on="disk")
         await self._disk.written(sync, what="the history")
-        return _Written(state=state, logs_changed=logs_changed, trims=trims, since=time.monotonic())
+        return _Written(state=state, trims=trims, since=time.monotonic())
 
     async def _keep_finishing(self) -> None:
         """waits for: the ranks' threads, which send no notification    woken by: the clock"""
@@ -198,12 +196,11 @@ class Checkpointer:
         state = written.state
         self._step = state.step
         log.info("checkpoint %s", folder)
-        if written.logs_changed == self._table.logs_changed:  # else its sequences refer to a log that is gone
-            through = self._table.checkpointed(state)
-            if self._section.keep == 1:
-                through = state.consumed["watermark"] - 1
-            if written.trims and through:
-                await self._trim(through=0 if self._section.keep_log else through)
+        through = self._table.checkpointed(state)
+        if self._section.keep == 1:
+            through = state.consumed["watermark"] - 1
+        if written.trims and through:
+            await self._trim(through=0 if self._section.keep_log else through)
         self._seconds["learner/checkpoint_write_seconds"] = time.monotonic() - written.since
 
     async def _call(self, function: Callable[[], T], *, what: str) -> T:
@@ -212,12 +209,8 @@ class Checkpointer:
     async def _trim(self, *, through: int) -> None:
         """Trim the log. If a full disk prevents this now, the next checkpoint does it. through 0: remove only pieces
         that no entry of the log refers to."""
-        sequence, stored = self._table.last_read
-        mark = LogMark(log=self._table.log, sequence=sequence, stored=stored)
         try:
-            if (await self._bus.log_state(TRAJECTORIES, mark=mark)).problem:
-                return  # another log, with records that we have not read; the reader reports it
-            await self._bus.trim(TRAJECTORIES, through=through, log=mark.log, is_over=self._is_over)
+            await self._bus.trim(TRAJECTORIES, through=through, is_over=self._is_over)
         except BusError as error:
             log.warning("the log is not trimmed: %s", error)
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from asyncrl import os_process
 from asyncrl.actors.base import Actor
 from asyncrl.actors.learner.batcher import Batcher, Prepared
-from asyncrl.actors.learner.bus_keeper import BusKeeper
 from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.evaluator import Evaluator
@@ -31,13 +31,15 @@ from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.backends.port import StepResult
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
-from asyncrl.errors import HopelessError, StepFailed
+from asyncrl.errors import BusError, HopelessError, StepFailed
 from asyncrl.messages import Heartbeat, replace
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.faults import WORKER
 from asyncrl.policies.health.skipped_steps import SkippedSteps
+
+CHECK_SECONDS: Final = 2.0
 
 
 class Learner(Actor):
@@ -81,9 +83,6 @@ class Learner(Actor):
         self._metrics = metrics
         self._disk = disk or Disk(trainer.waits)
         self._failed_batches = failed_batches or FailedBatches()
-        self._keeper = BusKeeper(
-            bus, suspect_prompts=reader.lost_prompts.suspect, restore_weights=trainer.restore_weights
-        )
         self._evaluator = evaluator
         self._has_failed = False  # whether the last batch could not be trained
         self._skipped = SkippedSteps(run.learner.max_skipped_steps)
@@ -97,12 +96,7 @@ class Learner(Actor):
     # -- start to stop -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        looking_after = asyncio.create_task(self._keeper.run(), name=f"{self.name}.keep-bus")  # loading takes minutes
-        try:
-            await self._trainer.start()
-        finally:
-            looking_after.cancel()
-            await asyncio.wait((looking_after,))
+        await self._trainer.start()
         self._last_end = time.monotonic()
 
     async def run(self) -> None:
@@ -110,18 +104,29 @@ class Learner(Actor):
         async with asyncio.TaskGroup() as group:
             prompts = group.create_task(self._reader.follow_prompts(), name=f"{self.name}.follow-prompts")
             reading = group.create_task(self._reader.read(), name=f"{self.name}.read")
-            looking_after = group.create_task(self._keeper.run(), name=f"{self.name}.keep-bus")
+            checking = group.create_task(self._check_bus(), name=f"{self.name}.check-bus")
             watching = group.create_task(self._reader.watch_prompts(), name=f"{self.name}.watch-prompts")
             evaluating = await self._start_evaluator(group)
             if self.table.incarnation > 0 or self._trainer.must_publish_at_start or self._evaluates_first:
                 await self._publish_weights(group)
             await self._progress.progress()
-            keeping = group.create_task(self._progress.keep_progress(), name=f"{self.name}.keep-progress")
             self._load_seconds = os_process.age_seconds()
             await self._train(group)
             await self._finish(group)
-            for task in (prompts, reading, watching, keeping, looking_after, *evaluating):
+            for task in (prompts, reading, watching, checking, *evaluating):
                 task.cancel()
+
+    async def _check_bus(self) -> None:
+        """Raises BusLost, which ends the run, if what the run has on the bus was deleted or is older than the run.
+
+        waits for: the clock, every CHECK_SECONDS
+        """
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            try:
+                await self.bus.check()
+            except BusError as error:  # it is up but too busy to answer; a bus that is away is waited for
+                self.log.warning("the bus cannot be checked now: %s", error)
 
     async def _start_evaluator(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         if self._evaluator is None:

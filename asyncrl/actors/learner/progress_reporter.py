@@ -12,7 +12,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +27,6 @@ from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.state.history import History
-
-LOOK_SECONDS: Final = 2.0
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -111,17 +108,6 @@ class ProgressReporter:
             finished=is_finished,
         )
         await self._bus.put(PROGRESS, reported)
-
-    async def keep_progress(self) -> None:
-        """Report states again that the bus lost: without progress no prompt enters the window, and without the
-        announcement no worker finds its weights. Runs until cancelled.
-
-        consumes: nothing    waits for: the clock, every LOOK_SECONDS    woken by: nobody
-        """
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            for what in await self._bus.restore():
-                log.warning("the bus no longer has the learner's %s: reported again", what)
 
     @property
     def history_position(self) -> int:

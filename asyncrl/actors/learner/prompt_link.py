@@ -79,12 +79,10 @@ class PromptLink:
     reports   prompt source -> learner
     answered  learner -> prompt source, if rows may rest
     taken     learner -> prompt source: unpublished groups whose place in the log was taken by someone else
-    lost      learner -> prompt source: groups whose prompts the bus lost -> their positions in the data
     overdue   learner -> prompt source: prompts that were not answered
     """
 
     reports: asyncio.Queue[PromptReport] = field(default_factory=asyncio.Queue)
     answered: asyncio.Queue[Answered] = field(default_factory=asyncio.Queue)
     taken: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
-    lost: asyncio.Queue[dict[int, int]] = field(default_factory=asyncio.Queue)
     overdue: asyncio.Queue[Sequence[OverduePrompt]] = field(default_factory=asyncio.Queue)

@@ -137,7 +137,6 @@ class PromptSource(Actor):
         await self._reconcile()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_progress(), name=f"{self.name}.watch-progress")
-            group.create_task(self._publish_lost(), name=f"{self.name}.publish-lost")
             group.create_task(self._publish_overdue(), name=f"{self.name}.publish-overdue")
             for key in ("", SENT) if self._are_sampled else ():
                 group.create_task(self._watch_weights(key), name=f"{self.name}.watch-{key or 'folders'}")
@@ -197,14 +196,6 @@ class PromptSource(Actor):
         self._link.reports.put_nowait(Reconciled())
         for numbered in missing:
             await self._publish(numbered, min_policy_version=0, again=True)
-
-    async def _publish_lost(self) -> None:
-        """consumes: groups whose prompts the bus lost after the start    waits for: the learner, which finds them"""
-        while True:
-            lost = await self._link.lost.get()
-            for numbered in await asyncio.to_thread(self._read_again, lost):
-                self._report(numbered, row=numbered.row.key, oldest_start=self._policy_version)
-                await self._publish(numbered, min_policy_version=0, again=True)
 
     async def _publish_overdue(self) -> None:
         """consumes: prompts that were not answered    waits for: the learner, which misses the answers

@@ -120,10 +120,6 @@ class Trainer:
             snapshot, incarnation=incarnation, policy_version=policy_version, num_engines=num_engines, group=group
         )
 
-    async def restore_weights(self) -> None:
-        """Store and announce again missing parts of the newest version."""
-        await self._weights.restore()
-
     async def weights_published(self) -> None:
         """Wait until the newest version is announced."""
         await self._weights.wait()

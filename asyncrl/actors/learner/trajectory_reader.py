@@ -14,13 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 from asyncrl.actors.learner.group_filters import GroupFilters
-from asyncrl.actors.learner.lost_prompts import LostPrompts
 from asyncrl.actors.learner.overdue_prompts import OverduePrompts
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_link import Answered, Exhausted, PromptLink, PromptReport, Published, Reconciled
 from asyncrl.actors.learner.validator import Checked, Rescore, Validator, Verdict
 from asyncrl.bus.port import Bus, LogMark, Record
-from asyncrl.errors import FilterError, HopelessError, LogChanged
+from asyncrl.errors import FilterError, HopelessError
 from asyncrl.logs import REASON
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
@@ -65,7 +64,6 @@ class TrajectoryReader:
         self._max_failed_in_a_row = max_failed_in_a_row
         self._reconciled = asyncio.Event()
         self._tickets = tickets or Tickets()
-        self.lost_prompts = LostPrompts(bus, table=table, link=link, tickets=self._tickets)
         self.overdue_prompts = OverduePrompts(
             bus, table=table, link=link, seconds=reissue_seconds, copies_stragglers=copies_stragglers
         )
@@ -86,25 +84,25 @@ class TrajectoryReader:
     async def read(self) -> None:
         """consumes: trajectories    waits for: the prompt source's reconciliation with the bus, then records"""
         await self._reconciled.wait()
-        while True:
-            try:
-                await self._read()
-            except LogChanged:
-                await self._find_log()
+        async with self._bus.read(TRAJECTORIES, after=self._table.cursor) as records:
+            async for record in records:
+                while not self._link.reports.empty():  # first learn of every group that the record can answer
+                    await self._note(self._link.reports.get_nowait())
+                await self._add(record)
 
     async def watch_prompts(self) -> None:
-        """waits for: the prompt source's reconciliation with the bus, then the clock, to look for lost and overdue
-        prompts"""
+        """waits for: the prompt source's reconciliation with the bus, then the clock, to look for overdue prompts"""
         await self._reconciled.wait()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            await self.lost_prompts.look()
             await self.overdue_prompts.look()
 
     async def _find_log(self) -> None:
-        """Check whether the log is the one read so far. If it is another log, or was reset, the cursor is meaningless:
-        the log is read from its start, and the table knows which of its groups are done."""
-        found = await self._bus.log_state(TRAJECTORIES, mark=self._mark)
+        """Check whether the log is the one that the checkpoint knows. If it is another log, or was reset, the cursor is
+        meaningless: the log is read from its start, and the table knows which of its groups are done."""
+        sequence, stored = self._table.last_read
+        mark = LogMark(log=self._table.log, sequence=sequence, stored=stored)
+        found = await self._bus.log_state(TRAJECTORIES, mark=mark)
         if found.problem:
             log.warning(
                 "the bus lost what it had of the trajectory log: %s; reading it again from entry %d; groups "
@@ -113,18 +111,6 @@ class TrajectoryReader:
             )
             self._table.start_new_log(first=found.first)
         self._table.follow_log(found.identity)
-
-    @property
-    def _mark(self) -> LogMark:
-        sequence, stored = self._table.last_read
-        return LogMark(log=self._table.log, sequence=sequence, stored=stored)
-
-    async def _read(self) -> None:
-        async with self._bus.read(TRAJECTORIES, after=self._table.cursor, mark=self._mark) as records:
-            async for record in records:
-                while not self._link.reports.empty():  # first learn of every group that the record can answer
-                    await self._note(self._link.reports.get_nowait())
-                await self._add(record)
 
     async def reject_batch(
         self, groups: Sequence[TrajectoryGroup], documents: Sequence[Document], rescore: Rescore
@@ -216,7 +202,6 @@ class TrajectoryReader:
     async def _add(self, record: Record[TrajectoryGroup]) -> None:
         if gone := self._table.skip(record.sequence):
             log.warning("entries %d to %d of the trajectory log are gone, and were never read", gone[0], gone[-1])
-            self.lost_prompts.suspect()
         sender = record.message.worker if record.message is not None else ""
         if sender in self._validator.quarantined and await self._validator.is_another_life(sender):
             log.warning("worker %s was restarted: its quarantine ends", sender)

@@ -93,14 +93,6 @@ class WeightPublisher:
         if self._writing is not None:
             await self._writing
 
-    async def restore(self) -> None:
-        """Announce the newest version again if the channel had to store it again. Does nothing during a write."""
-        if self._writing is None or not self._writing.done():
-            return
-        version = await asyncio.get_running_loop().run_in_executor(self._thread, self._channel.restore)
-        if version is not None and self._writing.done():  # otherwise a newer version is on its way
-            await self._announce(version)
-
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 

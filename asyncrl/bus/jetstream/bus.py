@@ -25,21 +25,19 @@ from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.deliveries import JetStreamDeliveries
 from asyncrl.bus.jetstream.errors import Refused
-from asyncrl.bus.jetstream.keeper import StreamKeeper
 from asyncrl.bus.jetstream.last_per_subject import last_of_each
 from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, WORKERS, Layout, is_removed
 from asyncrl.bus.jetstream.lease import Lease
-from asyncrl.bus.jetstream.log_reader import log_state, opened_log, trim_log
+from asyncrl.bus.jetstream.log_reader import open_log
 from asyncrl.bus.jetstream.objects import JetStreamObjects
 from asyncrl.bus.jetstream.objects_elsewhere import objects_of, open_as
 from asyncrl.bus.jetstream.own_address import address_towards
 from asyncrl.bus.jetstream.records import PieceStore, Records
 from asyncrl.bus.jetstream.shared_consumer import SharedConsumers
-from asyncrl.bus.jetstream.streams import Streams, batches, remove_message, subjects
+from asyncrl.bus.jetstream.streams import Streams, batches, inspect, remove_message, require_unchanged, subjects
 from asyncrl.bus.jetstream.watch import StoredMessage, Watch, last_stored
-from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.pieces import Pieces, most_bytes
-from asyncrl.bus.port import Deliveries, LogMark, LogState, Loss, ObjectStore, Record, Veto
+from asyncrl.bus.port import Deliveries, LogMark, LogState, ObjectStore, Record
 from asyncrl.bus.rejections import Rejections
 from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
 from asyncrl.config.addresses import servers
@@ -73,10 +71,9 @@ class JetStreamBus:
         """most: largest message in pieces, in bytes"""
         self._connection, self._layout, self._objects = connection, layout, objects
         self._role, self._creates_consumers = access.role, access.creates_consumers
-        self._signatures, self._kept = signatures, KeptStates(signatures)
+        self._signatures = signatures
         self._streams = Streams(connection, layout, role=access.role)
-        self._stream, self._made = self._streams.of, self._streams.made
-        self._keeper = StreamKeeper(connection, layout, made=self._made, role=access.role)
+        self._stream = self._streams.of
         self._workers = SharedConsumers(connection, layout, role=access.role)
         store = PieceStore(connection, layout, stream=self._stream)
         self._pieces = Pieces(self, most=most, signatures=signatures, fetch=store.fetch, remove=store.remove)
@@ -168,18 +165,27 @@ class JetStreamBus:
             await deliveries.end()
 
     @contextlib.asynccontextmanager
-    async def read(
-        self, topic: Topic[M], *, after: int = 0, veto: Veto | None = None, mark: LogMark | None = None
-    ) -> AsyncIterator[AsyncIterator[Record[M]]]:
-        stream, by_consumer = await self._stream(topic), self._creates_consumers
-        source = await opened_log(self._connection, stream=stream, after=after, by_consumer=by_consumer, mark=mark)
+    async def read(self, topic: Topic[M], *, after: int = 0) -> AsyncIterator[AsyncIterator[Record[M]]]:
+        stream = await self._stream(topic)
+        created = str(self._streams.made[stream]["created"])
+
+        async def verify(last: int, stored: int) -> None:
+            mark = LogMark(log=created, sequence=last, stored=stored)
+            await require_unchanged(self._connection, stream, mark, replicas=self._layout.replicas)
+
+        source = await open_log(
+            self._connection,
+            stream=stream,
+            after=after,
+            by_consumer=self._creates_consumers,
+            verify=verify if self._role == "learner" else None,
+        )
         records = Records(
             source,
             topic,
             key_of=functools.partial(self._layout.key, topic),
             pieces=self._pieces,
             first_sequence=functools.partial(self._first_sequence, topic),
-            veto=veto,
         )
         try:
             yield Each(records.take)
@@ -187,19 +193,18 @@ class JetStreamBus:
             await source.stop()
 
     async def log_state(self, topic: Topic[Any], *, mark: LogMark) -> LogState:
-        return await log_state(self._connection, await self._stream(topic), mark)
+        info, problem = await inspect(self._connection, await self._stream(topic), mark)
+        first = max(1, int(info["state"]["first_seq"]))  # 0 before the first entry
+        return LogState(identity=str(info["created"]), first=first, problem=problem)
 
-    async def trim(
-        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] | None = None
-    ) -> None:
-        stream = await self._stream(topic)
-        note = functools.partial(self._keeper.trims, stream)
-        if await trim_log(self._connection, stream, through=through, log=log, note=note):
-            await self._pieces.tidy(topic, is_over=is_over)
+    async def trim(self, topic: Topic[Any], *, through: int, is_over: Callable[[str], bool] | None = None) -> None:
+        through = min(through, await self.last_sequence(topic))  # purging beyond the end would also move the end
+        if through > 0:
+            await self._connection.api(f"STREAM.PURGE.{await self._stream(topic)}", {"seq": through + 1})
+        await self._pieces.tidy(topic, is_over=is_over)
 
-    async def losses(self, *, repairs: bool = False) -> list[Loss]:
-        self._keeper.has_objects = self._objects.is_made
-        return await self._keeper.look(repairs=repairs)
+    async def check(self) -> None:
+        await self._streams.check(has_objects=self._objects.is_made)
 
     async def depth(self, topic: Topic[Any]) -> int:
         return int((await self._info(topic))["state"]["messages"])
@@ -226,14 +231,7 @@ class JetStreamBus:
             await self._connection.online()
             await self._connection.send(self._layout.subject(topic, key), data, reply="")
             return
-        await self._kept.put(topic, key, data, lambda: self._set(topic, key, data, {}))
-
-    async def restore(self, *, force: bool = False) -> list[str]:
-        async def read(topic: Topic[Any], key: str) -> bytes | None:
-            last = await self._last(topic, self._layout.subject(topic, key))
-            return None if last is None or is_removed(last.headers) else last.data
-
-        return await self._kept.restore(read, lambda topic, key, data: self._set(topic, key, data, {}), force=force)
+        await self._set(topic, key, data, {})
 
     @contextlib.asynccontextmanager
     async def watch(self, topic: Topic[M], *, key: str = "") -> AsyncIterator[AsyncIterator[M]]:
@@ -295,9 +293,6 @@ class JetStreamBus:
         return await last_stored(self._connection, stream=stream, subject=subject)
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
-        await self._kept.forget(topic, key, lambda: self._remove(topic, key))
-
-    async def _remove(self, topic: Topic[Any], key: str) -> None:
         # No purge: permission to purge a part of a stream includes permission to purge all of it.
         keys = [key]
         if key.endswith("/"):
@@ -384,7 +379,6 @@ class JetStreamBus:
         return self._connection.max_payload - HEADER_BYTES
 
     async def close(self) -> None:
-        await self._workers.stop()
         await asyncio.to_thread(self._objects.close)
         await self._connection.close()
 

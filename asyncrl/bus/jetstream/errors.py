@@ -21,9 +21,8 @@ BUSY: Final = {*LEADERLESS, 10012, 10167}
 name is being removed; too many requests."""
 
 NO_STREAM: Final = 10059
-STREAM_GONE: Final = {NO_STREAM, 10054, 10060, 10109}
-"""The stream does not exist, or was altered so that it rejects our messages. In order: missing; message too large;
-expected stream differs; sealed."""
+STREAM_GONE: Final = {NO_STREAM, 10060}
+"""The stream does not exist, or another one has its subjects."""
 
 _ABOUT_STREAM: Final = re.compile(
     r"\$JS\.API\.(?:STREAM\.(?:MSG\.)?[A-Z]+|DIRECT\.GET|CONSUMER\.(?:MSG\.)?[A-Z]+)\.([^.]+)"

@@ -9,18 +9,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.errors import NO_STREAM, Refused
 from asyncrl.bus.jetstream.layout import reader
 from asyncrl.bus.jetstream.objects import ChunkWindow
-from asyncrl.bus.jetstream.ordered_consumer import OrderedConsumer, Wire
+from asyncrl.bus.jetstream.ordered_consumer import OrderedConsumer, Verify, Wire
 from asyncrl.bus.jetstream.watch import StoredMessage, leaders_message
-from asyncrl.bus.port import LogMark, LogState
-from asyncrl.errors import LogChanged
 
 _READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 64 MiB behind
 _READ_AHEAD: Final = 4096
@@ -28,21 +23,15 @@ _LOOK_SECONDS: Final = 0.5
 """How often a reader at the end of the log polls for new entries."""
 
 
-async def opened_log(
-    connection: Connection, *, stream: str, after: int, by_consumer: bool, mark: LogMark | None = None
+async def open_log(
+    connection: Connection, *, stream: str, after: int, by_consumer: bool, verify: Verify | None
 ) -> OrderedConsumer | LogReader:
-    """Return a source of the entries after sequence ``after``, in order. The caller stops it. Raises LogChanged, as
-    ``take`` does."""
+    """Return a source of the entries after sequence ``after``, in order. The caller stops it.
+
+    verify  as in OrderedConsumer
+    """
     if not by_consumer:
         return LogReader(connection, stream=stream, after=after)
-
-    async def verify(last: int, stored: int) -> None:
-        if mark is None:
-            return
-        now = replace(mark, sequence=last, stored=stored) if last else mark
-        if problem := (await log_state(connection, stream, now)).problem:
-            raise LogChanged(f"the bus lost what it had of {stream}: {problem}")
-
     consumer = OrderedConsumer(
         connection,
         stream=stream,
@@ -57,43 +46,6 @@ async def opened_log(
         await consumer.stop()
         raise
     return consumer
-
-
-async def log_state(wire: Wire, stream: str, mark: LogMark) -> LogState:
-    """Return the log's state. A stream that lost its end continues numbering from there, so ``mark`` then names a
-    different entry, or none."""
-    info = await wire.api(f"STREAM.INFO.{stream}")
-    last = int(info["state"]["last_seq"])
-    identity, first = str(info["created"]), max(1, int(info["state"]["first_seq"]))  # 0 before the first entry
-    problem = ""
-    if mark.log and mark.log != identity:
-        problem = f"it was created again at {identity}"
-    elif last < mark.sequence:
-        problem = f"it ends at entry {last}, and entry {mark.sequence} was read"
-    elif mark.stored and (found := await leaders_message(wire, stream, {"seq": mark.sequence})) is not None:
-        problem = "" if found.stored == mark.stored else f"entry {mark.sequence} is not the one that was read"
-    return LogState(identity=identity, first=first, problem=problem)
-
-
-async def trim_log(connection: Connection, stream: str, *, through: int, log: str, note: Callable[[int], None]) -> bool:
-    """See Bus.trim. Return False if the stream is missing or is a different log. ``note`` is called before trimming,
-    with the last sequence to trim.
-
-    Unlike elsewhere, a missing stream is not waited for: the stream created in its place has other entries.
-    """
-    try:
-        info = await connection.api(f"STREAM.INFO.{stream}", awaits_stream=False)
-        through = min(through, int(info["state"]["last_seq"]))  # purging beyond the end would also move the end
-        if log not in ("", str(info["created"])):
-            return False
-        if through > 0:
-            note(through)
-            await connection.api(f"STREAM.PURGE.{stream}", {"seq": through + 1}, awaits_stream=False)
-    except Refused as refused:
-        if refused.code != NO_STREAM:
-            raise
-        return False
-    return True
 
 
 class LogReader:

@@ -33,6 +33,10 @@ USED_UP: Final = ("408", "404")  # pull request expired; no messages
 _TOO_BIG: Final = "Message Size Exceeds MaxBytes"
 
 
+Verify = Callable[[int, int], Awaitable[None]]
+"""Called with the sequence of the last message read and when it was stored. Raises if the stream no longer has it."""
+
+
 class Wire(Protocol):
     """The part of a connection that a consumer needs."""
 
@@ -142,8 +146,7 @@ def order_body(*, batch: int, seconds: float = 0.0, max_bytes: int = 0) -> bytes
 class OrderedConsumer:
     """``create(last)`` returns the configuration of a consumer that continues after stream sequence ``last`` (first 0).
 
-    ``verify(last, stored)`` is called before each creation. It raises if the stream no longer has the message ``last``
-    that was stored at that time.
+    ``verify`` is called before each creation.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class OrderedConsumer:
         create: Callable[[int], dict[str, Any]],
         batch: int,
         max_bytes: int = 0,
-        verify: Callable[[int, int], Awaitable[None]] | None = None,
+        verify: Verify | None = None,
     ) -> None:
         self._verify = verify
         self._wire, self._stream, self._create = wire, stream, create

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Generic, TypeVar
 
-from asyncrl.bus.encoding import Opened
 from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.layout import Layout
 from asyncrl.bus.jetstream.log_reader import LogReader
 from asyncrl.bus.jetstream.ordered_consumer import Arrival, OrderedConsumer
 from asyncrl.bus.jetstream.watch import StoredMessage, last_stored
 from asyncrl.bus.pieces import Pieces
-from asyncrl.bus.port import Record, Veto
+from asyncrl.bus.port import Record
 from asyncrl.messages.topics import PIECES, Topic
 
 M = TypeVar("M")
@@ -29,14 +28,13 @@ class Records(Generic[M]):
         key_of: Callable[[str], str],
         pieces: Pieces,
         first_sequence: Callable[[], Awaitable[int]],
-        veto: Veto | None,
     ) -> None:
         """
         key_of          maps a subject to its key
         first_sequence  returns the first sequence of the log now
         """
         self._source, self._topic, self._key_of = source, topic, key_of
-        self._pieces, self._first_sequence, self._veto = pieces, first_sequence, veto
+        self._pieces, self._first_sequence = pieces, first_sequence
         self._held: StoredMessage | Arrival | None = None  # entry whose pieces are being fetched
 
     async def take(self) -> Record[M]:
@@ -44,11 +42,7 @@ class Records(Generic[M]):
         while True:
             self._held = item = self._held or await self._source.take()
             key = self._key_of(item.subject)
-            problem = self._veto(item.sequence, key) if self._veto else ""
-            content: Opened[M] = Opened(None, problem)
-            num_bytes = len(item.data)
-            if not problem:
-                content, num_bytes = await self._pieces.opened(self._topic, key=key, data=item.data)
+            content, num_bytes = await self._pieces.opened(self._topic, key=key, data=item.data)
             is_trimmed = content.is_missing and item.sequence < await self._first_sequence()
             self._held = None
             if is_trimmed:  # the log was trimmed after we received the entry, and its pieces were removed

@@ -1,4 +1,4 @@
-"""The consumers of work topics, which all workers share. The learner creates them, and again if lost; workers wait.
+"""The consumers of work topics, which all workers share. The learner creates them; workers wait for it.
 
 Workers may not create a consumer, because then they could also change it: with another filter the consumer delivers
 nothing, and the run stops.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Any, Final
 
 from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.errors import Refused
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.ordered_consumer import make_consumer
-from asyncrl.errors import BusError
 from asyncrl.messages.topics import ALL, Topic
 
 logger = logging.getLogger(__name__)
@@ -23,8 +21,6 @@ logger = logging.getLogger(__name__)
 _NOT_THERE: Final = (10014, 10059)  # no such consumer; no such stream
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 1.6
-_REMOVAL_SECONDS: Final = 0.5
-"""The server reports a deletion before it removes the files. Files created in between would be removed as well."""
 
 
 class SharedConsumers:
@@ -38,11 +34,7 @@ class SharedConsumers:
         return self._kept.get(topic.name) or self._made(topic)
 
     async def start(self) -> None:
-        await asyncio.gather(*(consumer.start() for consumer in self._kept.values()))
-
-    async def stop(self) -> None:
-        for consumer in self._kept.values():
-            await consumer.stop()
+        await asyncio.gather(*(consumer.ready() for consumer in self._kept.values()))
 
     def _made(self, topic: Topic[Any]) -> SharedConsumer:
         return SharedConsumer(self._connection, self._layout, stream=self._layout.stream(topic), role=self._role)
@@ -53,9 +45,6 @@ class SharedConsumer:
 
     def __init__(self, connection: Connection, layout: Layout, *, stream: str, role: str) -> None:
         self._connection, self._layout, self._stream, self._role = connection, layout, stream, role
-        self._changed = asyncio.Event()
-        self._unlisten: Callable[[], None] = lambda: None
-        self._keeping: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
         """Return once the consumer exists.
@@ -80,37 +69,3 @@ class SharedConsumer:
                 raise
             return False
         return True
-
-    async def start(self) -> None:
-        """As ``ready``. The learner also recreates the consumer whenever it is lost, until ``stop``."""
-        if self._role == "learner":
-            deleted = f"$JS.EVENT.ADVISORY.CONSUMER.DELETED.{self._stream}.{WORKERS}"
-            await self._connection.subscribe(deleted, self._on_deleted)
-            self._unlisten = self._connection.listen(self._changed.set)
-        await self.ready()
-        if self._role == "learner":
-            self._keeping = asyncio.create_task(self._keep(), name=f"{self._stream}.{WORKERS}")
-
-    async def stop(self) -> None:
-        self._unlisten()
-        keeping, self._keeping = self._keeping, None
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.wait((keeping,))
-
-    async def _on_deleted(self, message: Any) -> None:
-        self._changed.set()
-
-    async def _keep(self) -> None:
-        """waits for: a deletion, a reconnect (the server may have lost the consumer)"""
-        while True:
-            await self._changed.wait()
-            await asyncio.sleep(_REMOVAL_SECONDS)
-            self._changed.clear()
-            try:
-                await self.ready()
-            except BusError as error:
-                if isinstance(error, Refused) and error.code in _NOT_THERE:
-                    continue  # no stream: a publisher notices and reports it
-                await asyncio.sleep(_LAST_PAUSE_SECONDS)
-                self._changed.set()

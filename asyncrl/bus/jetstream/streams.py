@@ -11,18 +11,19 @@ from typing import Any, Final
 
 from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.errors import IS_GONE, NO_STREAM, Refused
-from asyncrl.bus.jetstream.layout import Layout
-from asyncrl.errors import ConfigError, Forbidden, NoSuchRun
-from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, TRAJECTORIES, Topic
+from asyncrl.bus.jetstream.layout import WORKERS, Layout
+from asyncrl.bus.jetstream.watch import leaders_message
+from asyncrl.bus.port import LogMark
+from asyncrl.errors import BusLost, ConfigError, Forbidden, NoSuchRun
+from asyncrl.messages.topics import ACTORS, ALL, PROGRESS, PROMPTS, TRAJECTORIES, Topic
 
 logger = logging.getLogger(__name__)
 
 ALWAYS: Final = (PROMPTS, TRAJECTORIES, PROGRESS, ACTORS)
 """Topics that every version of asyncrl creates."""
 
-NAME_IN_USE: Final = 10058
-OTHER_SUBJECTS: Final = 10065
-OTHER_SETTINGS: Final = (10052, NAME_IN_USE, 10061, OTHER_SUBJECTS, 10069)
+_NAME_IN_USE: Final = 10058
+_OTHER_SETTINGS: Final = (10052, _NAME_IN_USE, 10061, 10065, 10069)
 """Invalid for this stream; name in use; replicas that cannot change; subjects of another stream; update refused."""
 _FEW_PEERS: Final = 10005  # no suitable peers for placement
 _NO_PEERS: Final = (_FEW_PEERS, 10074)  # replicas > 1 in non-clustered mode
@@ -30,11 +31,7 @@ _PEERS_SECONDS: Final = 30.0
 _PEERS_PAUSE_SECONDS: Final = 0.5
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 _LONG_PAUSE: Final = 1.6
-_FOR_GOOD: Final = ("sealed", "deny_delete", "deny_purge")
-"""Settings that no update can undo and that asyncrl never sets. Another storage or other replicas may come from the
-run file."""
-_REMOVAL_SECONDS: Final = 0.5
-"""The server reports a deletion before it removes the files. Files created in between would be removed as well."""
+_ELECTION_SECONDS: Final = 10.0
 _AT_ONCE: Final = 64
 """Maximum number of concurrent requests, each for one state."""
 
@@ -45,7 +42,7 @@ class Streams:
     def __init__(self, connection: Connection, layout: Layout, *, role: str) -> None:
         self._connection, self._layout, self._role = connection, layout, role
         self.made: dict[str, dict[str, Any]] = {}
-        """Streams known to exist, with the server's description."""
+        """Streams known to exist, with the server's description when they were last looked at."""
         self._is_waiting = False  # whether we wait for the run's streams
 
     async def open(self, topics: Iterable[Topic[Any]]) -> None:
@@ -90,17 +87,31 @@ class Streams:
                     f"{where}: the server has no room for it ({refused.description}); lower bus.max_log_bytes "
                     f"(now {self._layout.max_log_bytes:,}) or give the server more (max_file_store)"
                 ) from None
-            if refused.code in OTHER_SETTINGS and (shut := await self._shut(name, config)):
-                logger.warning("the bus: %s was altered while no learner was up: %s; it is recreated", name, shut)
-                self.made[name] = await recreated(self._connection, config)
-                return name
-            if refused.code in OTHER_SETTINGS:
+            if refused.code in _OTHER_SETTINGS:
                 raise ConfigError(
                     f"{where}: exists with other settings ({refused.description}); use the settings it had "
-                    "(bus.store, bus.replicas) or choose another run.name"
+                    "(bus.store, bus.replicas), choose another run.name, or delete the stream: a resumed run makes it "
+                    "again"
                 ) from None
             raise
         return name
+
+    async def check(self, *, has_objects: bool) -> None:
+        """See Bus.check. ``has_objects``: whether this process made the object store."""
+        objects = self._layout.objects_stream
+        if has_objects and objects not in self.made:
+            self.made[objects] = await require_unchanged(self._connection, objects, LogMark())
+        await asyncio.gather(*map(self._check, tuple(self.made)))
+        for stream in (self._layout.stream(topic) for topic in ALL if topic.kind == "work"):
+            if not self.made[stream]["state"]["consumer_count"]:
+                raise lost(self._connection, f"consumer {WORKERS} of {stream}", "it was deleted")
+
+    async def _check(self, name: str) -> None:
+        before = self.made[name]
+        # A killed server may count an empty stream with expiry anew, so only its identity is compared.
+        last = 0 if before["config"].get("max_age") else int(before["state"]["last_seq"])
+        mark = LogMark(log=str(before["created"]), sequence=last)
+        self.made[name] = await require_unchanged(self._connection, name, mark, replicas=self._layout.replicas)
 
     async def _make(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
         """waits for: the servers of a starting cluster"""
@@ -118,11 +129,6 @@ class Streams:
                     *(self._connection.name, self._layout.replicas, _PEERS_SECONDS),
                 )
             await asyncio.sleep(_PEERS_PAUSE_SECONDS)
-
-    async def _shut(self, name: str, config: Mapping[str, Any]) -> str:
-        """Return a setting that was switched on and that no update can undo; "" if only other settings differ."""
-        there = (await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False))["config"]
-        return next((one for one in _FOR_GOOD if there.get(one) and not config.get(one)), "")
 
     async def _require(self, name: str) -> None:
         """Look up a stream. Raises ConfigError if it does not exist; for a missing run, the error lists the others."""
@@ -183,16 +189,54 @@ async def made_stream(connection: Connection, config: Mapping[str, Any]) -> dict
     try:
         return await connection.api(f"STREAM.CREATE.{name}", config, awaits_stream=False)
     except Refused as refused:
-        if refused.code != NAME_IN_USE:
+        if refused.code != _NAME_IN_USE:
             raise
     return await connection.api(f"STREAM.UPDATE.{name}", config, awaits_stream=False)
 
 
-async def recreated(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Delete a stream that cannot be updated to this configuration, and create it. Raises Refused."""
-    await connection.api(f"STREAM.DELETE.{config['name']}", awaits_stream=False)
-    await asyncio.sleep(_REMOVAL_SECONDS)
-    return await made_stream(connection, config)
+async def inspect(connection: Connection, stream: str, mark: LogMark) -> tuple[dict[str, Any], str]:
+    """Return a stream's description, and why it is not the stream of ``mark`` any more, or "".
+
+    A stream that lost its end continues counting from there, so ``mark`` then names another entry, or none. Raises
+    Refused if the stream is gone.
+    """
+    info = await connection.api(f"STREAM.INFO.{stream}", awaits_stream=False)
+    created, last = str(info["created"]), int(info["state"]["last_seq"])
+    problem = ""
+    if mark.log and mark.log != created:
+        problem = f"it was created again at {created}"
+    elif last < mark.sequence:
+        problem = f"it ends at entry {last}, and entry {mark.sequence} was there"
+    elif mark.stored and (found := await leaders_message(connection, stream, {"seq": mark.sequence})) is not None:
+        problem = "" if found.stored == mark.stored else f"entry {mark.sequence} is not the one that was read"
+    return info, problem
+
+
+async def require_unchanged(connection: Connection, stream: str, mark: LogMark, *, replicas: int = 1) -> dict[str, Any]:
+    """Return the description of the stream of ``mark``. Raises BusLost if it was deleted, recreated or reset.
+
+    A replicated stream may have a new leader that has not applied the last entries yet: it is asked again for a while.
+    """
+    until = time.monotonic() + (_ELECTION_SECONDS if replicas > 1 else 0.0)
+    while True:
+        try:
+            info, problem = await inspect(connection, stream, mark)
+        except Refused as refused:
+            if refused.code != NO_STREAM:
+                raise
+            info, problem = {}, "it was deleted"
+        if not problem:
+            return info
+        if time.monotonic() >= until:
+            raise lost(connection, stream, problem)
+        await asyncio.sleep(_LONG_PAUSE)
+
+
+def lost(connection: Connection, name: str, problem: str) -> BusLost:
+    return BusLost(
+        f"bus {connection.name}: the run's {name} is gone: {problem}; `asyncrl run FILE --resume` makes it again and "
+        "publishes the outstanding groups"
+    )
 
 
 async def remove_message(connection: Connection, stream: str, sequence: int) -> None:

@@ -11,11 +11,10 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any, Generic, TypeVar
 
-from asyncrl.bus.encoding import Each, Opened, encoded, opened
-from asyncrl.bus.kept_states import KeptStates
+from asyncrl.bus.encoding import Each, encoded, opened
 from asyncrl.bus.memory.stores import Item, Log, Objects, States, Work
 from asyncrl.bus.pieces import Pieces, most_bytes
-from asyncrl.bus.port import Deliveries, Delivery, LogMark, LogState, Loss, ObjectStore, Record, Veto
+from asyncrl.bus.port import Deliveries, Delivery, LogMark, LogState, ObjectStore, Record
 from asyncrl.bus.rejections import Rejections
 from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
 from asyncrl.messages.codec import encode
@@ -46,7 +45,6 @@ class MemoryBus:
         self._max_message_bytes = max_message_bytes
         self.rejections = Rejections()
         self._signatures = signatures
-        self._kept = KeptStates(signatures)
         self._works: dict[str, Work] = {}
         self._logs: dict[str, Log] = {}
         self._states: dict[str, States] = {}
@@ -78,9 +76,7 @@ class MemoryBus:
             await deliveries.end()
 
     @contextlib.asynccontextmanager
-    async def read(
-        self, topic: Topic[M], *, after: int = 0, veto: Veto | None = None, mark: LogMark | None = None
-    ) -> AsyncIterator[AsyncIterator[Record[M]]]:
+    async def read(self, topic: Topic[M], *, after: int = 0) -> AsyncIterator[AsyncIterator[Record[M]]]:
         log = self._log(topic)
         position = after
 
@@ -89,11 +85,7 @@ class MemoryBus:
             while (entry := log.first_after(position)) is None:
                 await log.changed.wait()
             position = entry.sequence
-            problem = veto(entry.sequence, entry.key) if veto else ""
-            content: Opened[M] = Opened(None, problem)
-            num_bytes = len(entry.data)
-            if not problem:
-                content, num_bytes = await self._pieces.opened(topic, key=entry.key, data=entry.data)
+            content, num_bytes = await self._pieces.opened(topic, key=entry.key, data=entry.data)
             return Record(
                 sequence=entry.sequence,
                 key=entry.key,
@@ -110,14 +102,10 @@ class MemoryBus:
         is_other = log.last_sequence < mark.sequence if not mark.log else mark.log != log.identity
         return LogState(identity=log.identity, first=log.first_sequence, problem="it is a new log" if is_other else "")
 
-    async def trim(
-        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] | None = None
-    ) -> None:
+    async def trim(self, topic: Topic[Any], *, through: int, is_over: Callable[[str], bool] | None = None) -> None:
         await _let_others_run()
-        kept = self._log(topic)
-        if log in ("", kept.identity):
-            kept.trim(through)
-            await self._pieces.tidy(topic, is_over=is_over)
+        self._log(topic).trim(through)
+        await self._pieces.tidy(topic, is_over=is_over)
 
     async def _piece(self, key: str) -> bytes | None:
         return self._log(PIECES).find(key)
@@ -127,8 +115,7 @@ class MemoryBus:
 
     async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:
         await _let_others_run()
-        data = self._encoded(topic, message, key)
-        await self._kept.put(topic, key, data, lambda: self._put(topic, key, data))
+        self._state(topic).put(key, self._encoded(topic, message, key))
 
     @contextlib.asynccontextmanager
     async def watch(self, topic: Topic[M], *, key: str = "") -> AsyncIterator[AsyncIterator[M]]:
@@ -163,25 +150,12 @@ class MemoryBus:
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
         await _let_others_run()
-        await self._kept.forget(topic, key, lambda: self._remove(topic, key))
-
-    async def _remove(self, topic: Topic[Any], key: str) -> None:
         values = self._state(topic).values
         for gone in [one for one in values if one == key or (key.endswith("/") and one.startswith(key))]:
             del values[gone]
 
-    async def restore(self, *, force: bool = False) -> list[str]:
-        async def read(topic: Topic[Any], key: str) -> bytes | None:
-            found = self._state(topic).present().get(key)
-            return None if found is None else found.data
-
-        return await self._kept.restore(read, self._put, force=force)
-
-    async def _put(self, topic: Topic[Any], key: str, data: bytes) -> None:
-        self._state(topic).put(key, data)
-
-    async def losses(self, *, repairs: bool = False) -> list[Loss]:
-        return []  # no other process reaches this bus
+    async def check(self) -> None:
+        """Do nothing: no other process reaches this bus."""
 
     async def depth(self, topic: Topic[Any]) -> int:
         await _let_others_run()

@@ -45,8 +45,6 @@ DRAIN_REPORT_SECONDS = 10.0
 """Seconds between reports on which processes of an interrupted run still drain."""
 
 BUS_FAULTS = ("bus", "bus storage")
-LOST = "lost"
-"""A part of the bus is gone or was recreated. A process that dies of it uses no restart, as if the bus were away."""
 BUS_SECONDS = 90.0
 """A process that dies within this time after the bus was away, or could not store, is assumed to have died of that and
 uses no restart."""
@@ -272,7 +270,7 @@ class ProcessManager:
     def _on_findings(self, findings: Iterable[Finding]) -> None:
         """Report faults that begin or end, and restart processes of this run that do not recover."""
         self.fleet.quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
-        if not self._is_refused() and any(finding.fault in (*BUS_FAULTS, LOST) for finding in findings):
+        if not self._is_refused() and any(finding.fault in BUS_FAULTS for finding in findings):
             self._bus_was_away = time.monotonic()
         begun, ended = self._lasting.update(findings)
         for finding in begun if not self._over.is_set() else ():  # while a run ends, its processes are missing anyway

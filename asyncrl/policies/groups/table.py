@@ -45,7 +45,6 @@ class GroupTable:
     cursor          sequence of the last log record read
     log             identity of the log
     last_read       sequence of the last record ever read from this log, and the time it was stored
-    logs_changed    how often in this incarnation the log was replaced or fell back to an earlier state
     covered         log records below it are done by the newest checkpoint; 1 before the first checkpoint
     next_group_id   ids below it were published
     position        rows of the data read
@@ -66,7 +65,6 @@ class GroupTable:
     cursor: int = 0
     log: str = ""
     last_read: tuple[int, int] = (0, 0)
-    logs_changed: int = 0
     covered: int = 1
     next_group_id: int = 0
     position: int = 0
@@ -129,7 +127,6 @@ class GroupTable:
         """
         self.consumed, self.cursor, self.covered = Ledger(watermark=first), first - 1, first
         self.last_read = (0, 0)
-        self.logs_changed += 1
         self.replays.clear()
         for waiting in (self.buffered, self.training):
             waiting.update({number: replace(one, sequence=first - 1, copies=()) for number, one in waiting.items()})

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.policies.health import circles, conditions, faults, losses
+from asyncrl.policies.health import circles, conditions, faults
 from asyncrl.policies.health.faults import (
     BUS_SECONDS,
     FOLLOWER,
@@ -52,15 +52,12 @@ def diagnose(observation: Observation) -> list[Finding]:
         return [faults.deaf(seen)]  # without the bus, nothing is known about any actor
     if seen.bus_refuses > BUS_SECONDS:
         return [faults.refused(seen)]
-    if seen.is_bus_blind:
-        return losses.present(seen)
     chains = _Chains(seen)
     found = {finding.key: finding for finding in (*chains.silent(), *chains.stuck(), *chains.ends())}
     found |= {finding.key: finding for finding in chains.missing() if finding.key not in found}
     blamed = [chains.with_victims(finding) for finding in found.values()]
     blamed.sort(key=lambda finding: (not finding.victims, finding.key))
     return [
-        *losses.present(seen),
         *blamed,
         *faults.quarantined(seen),
         *faults.idle(seen),

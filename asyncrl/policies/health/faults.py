@@ -118,18 +118,6 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LostPart:
-    """A stream, bucket or consumer of the bus that was lost or changed, and what became of it (Loss in bus/port.py)."""
-
-    name: str
-    topics: tuple[str, ...] = ()
-    problem: str
-    is_gone: bool = False
-    is_repaired: bool = False
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """What a watcher knows.
 
@@ -137,8 +125,6 @@ class Observation:
     leaderless    seconds since a learner's last heartbeat; infinite if there was none
     bus_silent    seconds since the bus last answered
     bus_refuses   seconds since the bus last stored something;  bus_problem: why
-    bus_losses    parts of the bus that were lost recently
-    is_bus_blind  whether the bus has lost the topic of heartbeats or of progress
     own_roles     roles of processes that this launcher keeps running and that have worked; one that is not heard is
                   ending or hidden
     """
@@ -150,8 +136,6 @@ class Observation:
     bus_refuses: float = 0.0
     bus_problem: str = ""
     bus_process: Process = ""
-    bus_losses: tuple[LostPart, ...] = ()
-    is_bus_blind: bool = False
     is_finished: bool = False
     own_roles: frozenset[str] = frozenset()
 

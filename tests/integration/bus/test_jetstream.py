@@ -217,7 +217,7 @@ async def test_a_log_larger_than_what_may_be_on_the_way_is_read_whole(
 async def test_a_store_that_was_removed_is_an_error_to_whoever_looks_only(
     own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A learner and its workers wait for the store instead: test_jetstream_keeper.py."""
+    """A learner and its workers wait for the store instead: test_deleted_streams.py."""
     monkeypatch.setattr("asyncrl.bus.jetstream.connection._NOBODY_SECONDS", 0.0)
     run = (await connect(own_server, storage="memory"))._layout.run
     onlooker = await connect(own_server, run=run, access=Credentials(role="operator", token=own_server.token))

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.bus.port import LogMark
-from asyncrl.errors import LogChanged
+from asyncrl.errors import BusLost
 from asyncrl.messages.topics import PROGRESS, PROMPTS, TRAJECTORIES
 from tests.harness.buses import first, progress, prompt, publish_groups, publish_prompts
 
@@ -32,7 +32,7 @@ async def going_back(server: EmbeddedServer, folder: Path) -> AsyncIterator[None
     await asyncio.to_thread(server.start)
 
 
-async def test_a_reader_is_told_that_the_log_went_back_before_it_skips_an_entry(
+async def test_read_ends_before_it_skips_an_entry_of_a_log_that_went_back(
     own_server: EmbeddedServer, connect: Connect, tmp_path: Path
 ) -> None:
     bus = await connect(own_server)
@@ -41,10 +41,10 @@ async def test_a_reader_is_told_that_the_log_went_back_before_it_skips_an_entry(
         async with going_back(own_server, tmp_path):
             await publish_groups(bus, 3, 4)
             identity = (await bus.log_state(TRAJECTORIES, mark=LogMark())).identity
-            records = await stack.enter_async_context(bus.read(TRAJECTORIES, mark=LogMark(log=identity)))
+            records = await stack.enter_async_context(bus.read(TRAJECTORIES))
             last = [await anext(records) for _ in range(4)][-1]
         await publish_groups(bus, 5, 6)  # as entries 3 and 4
-        with pytest.raises(LogChanged, match="entry 4 is not the one|ends at entry"):
+        with pytest.raises(BusLost, match="entry 4 is not the one|ends at entry"):
             await anext(records)
     mark = LogMark(log=identity, sequence=last.sequence, stored=last.stored)
     assert "entry 4 is not the one" in (await bus.log_state(TRAJECTORIES, mark=mark)).problem

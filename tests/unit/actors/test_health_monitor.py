@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from asyncrl.actors import health_monitor as watching
-from asyncrl.actors import recent_losses
 from asyncrl.actors.health_monitor import (
     AGAIN_SECONDS,
     ANSWER_SECONDS,
@@ -18,7 +17,6 @@ from asyncrl.actors.health_monitor import (
     Lasting,
     Since,
 )
-from asyncrl.bus.port import Loss
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.topics import ACTORS, PROGRESS
@@ -77,15 +75,11 @@ class Flaky:
     def __init__(self) -> None:
         self.bus = memory_bus()
         self.deaf = self.full = False
-        self.lost: list[Loss] = []
 
     async def states(self, topic: Any) -> Any:
         if self.deaf:
             raise BusError("no answer")
         return await self.bus.states(topic)
-
-    async def losses(self) -> list[Loss]:
-        return self.lost
 
     async def put(self, topic: Any, message: Any, *, key: str = "") -> None:
         if self.full:
@@ -173,67 +167,6 @@ async def test_a_bus_that_stores_nothing_is_named_by_its_own_words(clock: Clock)
         observation = await watcher.look()
     (found,) = diagnose(observation)
     assert (found.fault, "8 s: insufficient resources" in found.text) == ("bus storage", True)
-    await watcher.close()
-
-
-async def test_a_part_of_the_bus_that_is_gone_is_named_and_nobody_is_accused(clock: Clock) -> None:
-    bus = Flaky()
-    watcher = HealthMonitor(lambda: _ready(bus))
-    for number in (1, 2):
-        clock.now += 1
-        await bus.put(ACTORS, beat("learner", number, role=LEARNER, host="there"), key="learner")
-        assert diagnose(await watcher.look()) == []
-    bus.lost = [Loss(name="KV_actors", topics=("actors",), problem="was deleted", is_gone=True)]
-    bus.deaf = True  # a read of the lost part would wait
-    for _ in range(8):
-        clock.now += 1
-        (found,) = diagnose(await watcher.look())
-    assert (found.fault, found.actor, found.seconds) == ("lost", "KV_actors", 7)
-    bus.deaf, bus.lost = False, [Loss(name="KV_actors", topics=("actors",), problem="was recreated", is_repaired=True)]
-    await bus.forget(ACTORS, key="learner")
-    clock.now += 1
-    (found,) = diagnose(await watcher.look())
-    assert "the learner has created it again" in found.remedy
-    bus.lost = []
-    await bus.put(ACTORS, beat("learner", 3, role=LEARNER, host="there"), key="learner")
-    clock.now += recent_losses.LOSS_SECONDS
-    assert [one.fault for one in diagnose(await watcher.look())] == ["lost"]
-    clock.now += 1
-    assert diagnose(await watcher.look()) == []
-    await watcher.close()
-
-
-async def test_heartbeats_that_somebody_removes_are_named_once_and_nobody_is_accused(clock: Clock) -> None:
-    """Each actor soon sends its next heartbeat; the monitor notices the loss by its own heartbeat."""
-    bus = Flaky()
-    watcher = HealthMonitor(lambda: _ready(bus))
-
-    async def look(number: int) -> list[str]:
-        clock.now += 1
-        await bus.put(ACTORS, beat("learner", number, role=LEARNER, host="there"), key="learner")
-        return [one.text for one in diagnose(await watcher.look())]
-
-    assert [await look(number) for number in (1, 2, 3)] == [[], [], []]
-    for key in await bus.states(ACTORS):
-        await bus.forget(ACTORS, key=key)
-    assert await look(4) == ["nats-server: heartbeats were removed"]
-    for number in range(5, 5 + int(recent_losses.LOSS_SECONDS)):
-        await look(number)
-    assert await look(20) == []
-    await watcher.close()
-
-
-async def test_a_watcher_whose_own_beat_expired_while_it_was_frozen_misses_nothing(clock: Clock) -> None:
-    bus = Flaky()
-    watcher = HealthMonitor(lambda: _ready(bus))
-    for number in (1, 2):
-        await bus.put(ACTORS, beat("learner", number, role=LEARNER, host="there"), key="learner")
-        await watcher.look()
-    (own,) = (await bus.states(ACTORS)).keys() - {"learner"}
-    await bus.forget(ACTORS, key=own)
-    clock.now += 20
-    await bus.put(ACTORS, beat("learner", 3, role=LEARNER, host="there"), key="learner")
-    assert diagnose(await watcher.look()) == []
     await watcher.close()
 
 

@@ -66,9 +66,7 @@ class Run:
         self.table = table()
         self.rule = Selection(max_staleness=2)
         self.happened: Counter[str] = Counter()
-        self.unwritten: tuple[LearnerState, int] | None = (
-            None  # checkpoint being written, and logs_changed at its begin
-        )
+        self.unwritten: LearnerState | None = None  # checkpoint being written
         self.find_log()
         self.publish()
 
@@ -161,15 +159,14 @@ class Run:
 
     def save(self) -> None:
         self.world.checkpoints.append(saved_table.save(self.table, groups_per_batch=2, history=len(self.world.history)))
-        self.unwritten = (self.world.checkpoints[-1], self.table.logs_changed)
+        self.unwritten = self.world.checkpoints[-1]
 
     def trim(self) -> None:
         """The checkpoint is on disk: trim the log up to the first entry that it or the previous one needs."""
         assert self.unwritten is not None
-        (state, logs_changed), self.unwritten = self.unwritten, None
-        if logs_changed == self.table.logs_changed:
-            self.world.first = max(self.world.first, self.table.checkpointed(state) + 1)
-            self.world.may_fall_back = True
+        state, self.unwritten = self.unwritten, None
+        self.world.first = max(self.world.first, self.table.checkpointed(state) + 1)
+        self.world.may_fall_back = True
 
     def measure(self) -> None:
         self.table.adapt(self.dice.random())
@@ -208,16 +205,12 @@ class Run:
         self.catch_up()
 
     def lose_the_bus(self) -> None:
-        """The learner is killed and finds a new, empty log; the groups of the old log must be generated again."""
-        state = saved_table.save(self.table, groups_per_batch=2, history=len(self.world.history))
-        self.table, self.unwritten = saved_table.restore(state, bound=BOUND), None
+        """The learner is resumed and finds a new, empty log; the groups of the old log must be generated again."""
         self.lose_log(kept=0)
 
     def go_back(self) -> None:
-        """The server loses power: the log loses its last records, and the learner reads it again."""
-        waiting = self.table.buffered | self.table.training
+        """The server loses power: the log loses its last records, and the resumed learner reads it again."""
         self.lose_log(kept=self.dice.randint(self.world.first - 1, len(self.world.log)))
-        assert (self.table.buffered | self.table.training).keys() == waiting.keys()
 
     def lose_unread(self) -> None:
         """The oldest entries of the log are deleted by another process, whether or not they were read."""
@@ -225,6 +218,9 @@ class Run:
         self.world.gone |= set(range(first, self.world.first))
 
     def lose_log(self, *, kept: int) -> None:
+        """The run ends, and is resumed with a log that has only its first ``kept`` entries."""
+        state = saved_table.save(self.table, groups_per_batch=2, history=len(self.world.history))
+        self.table, self.unwritten = saved_table.restore(state, bound=BOUND), None
         del self.world.log[kept:]
         self.world.first = self.world.first if kept else 1
         self.world.gone = set(range(1, self.world.first))

@@ -13,7 +13,6 @@ from asyncrl.policies.health.faults import (
     LEARNER,
     WORKER,
     Finding,
-    LostPart,
     Seen,
 )
 from tests.unit.policies.health.test_diagnosis import (
@@ -109,26 +108,6 @@ def test_a_learner_that_has_just_left_is_not_missed_at_once() -> None:
     observation = observed(TABLE["there is no learner"])
     assert diagnose(replace(observation, leaderless=3.0)) == []
     assert [one.fault for one in diagnose(replace(observation, leaderless=7.0))] == ["no learner"]
-
-
-@pytest.mark.parametrize(
-    ("part", "fault", "says"),
-    [
-        (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_gone=True), "lost", "with --resume"),
-        (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_repaired=True), "lost", "has created it again"),
-        (LostPart(name="KV_r", problem="was altered: max_age 0 -> 5", is_repaired=True), "altered", "created it again"),
-    ],
-)
-def test_what_the_bus_lost_is_named_beside_all_else_and_alone_while_nobody_can_be_heard(
-    part: LostPart, fault: str, says: str
-) -> None:
-    hung = replace(HEALTHY, waits=ALL_ELSE | {"w2": (on("engine", 9),)})
-    found = diagnose(replace(observed(hung), bus_losses=(part,)))
-    assert [one.fault for one in found] == [fault, "engine"]
-    assert found[0].text == f"nats-server: {part.name} {part.problem}"
-    assert says in found[0].remedy
-    assert [one.fault for one in diagnose(replace(observed(hung), bus_losses=(part,), is_bus_blind=True))] == [fault]
-    assert diagnose(replace(observed(hung), bus_losses=(part,), is_finished=True)) == []
 
 
 def test_a_finding_keeps_its_key_while_it_lasts() -> None:
