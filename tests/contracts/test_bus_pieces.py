@@ -157,11 +157,3 @@ async def test_a_piece_is_never_overwritten(bus: Bus) -> None:
     key, *_ = sorted(await bus.keys(PIECES))
     assert not await bus.publish(PIECES, Piece(data=b"other"), key=key)
     assert (await first(bus, 1))[0].message.group_id == 1
-
-
-async def test_a_vetoed_group_is_not_put_together(bus: Bus) -> None:
-    await bus.publish(TRAJECTORIES, group(1, tokens=LARGE), key="1")
-    async with bus.read(TRAJECTORIES, veto=lambda sequence, key: "no") as records:
-        record = await anext(records)
-    assert (record.message, record.problem) == (None, "no")
-    assert record.num_bytes < 1000

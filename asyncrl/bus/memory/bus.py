@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any, Generic, TypeVar
 
-from asyncrl.bus.encoding import Each, encoded, opened
+from asyncrl.bus.encoding import Each, Opened, encoded, opened
 from asyncrl.bus.memory.stores import Item, Log, Objects, States, Work
 from asyncrl.bus.pieces import Pieces, most_bytes
 from asyncrl.bus.port import Deliveries, Delivery, LogMark, LogState, ObjectStore, Record
