@@ -2,8 +2,8 @@
 
     python -m benchmarks.plot_staleness docs/results/staleness_bus.jsonl docs/results/staleness.png
 
-Top: the expected reward of every arm, and the staleness of the trained tokens in three of them. Bottom: the arms that
-take time, with the reward over seconds, and the adaptive bound with the staleness of each step's batch.
+The expected reward of every arm, the staleness of the trained tokens in two of them, and the reward over seconds of the
+arm that takes time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ COLORS: Final = {
     "shuffled": "#8a5fa8",
     "shifted": "#6b4a3a",
     "small": "#5aa9a0",
-    "adaptive": "#3c8d5a",
 }
 NAMES: Final = {
     "sync": "synchronous",
@@ -42,19 +41,17 @@ NAMES: Final = {
     "shuffled": "lag 16, behavior logprobs shuffled",
     "shifted": "lag 16, behavior logprobs shifted",
     "small": "bound 1",
-    "adaptive": "adaptive bound, 1 to 16",
 }
-TIMED: Final = ("small", "adaptive")
+TIMED: Final = ("small",)
 
 
 def draw(rows: Sequence[Row], target: Path) -> None:
     arms = {name: mine for name in COLORS if (mine := [row for row in rows if row["arm"] == name])}
-    figure, ((rewards, lags), (speeds, bounds)) = pyplot.subplots(2, 2, figsize=(10, 7.4))
+    figure, (rewards, lags, speeds) = pyplot.subplots(1, 3, figsize=(14, 3.8))
     draw_rewards(rewards, {name: mine for name, mine in arms.items() if name not in TIMED})
     draw_lags(lags, {name: arms[name] for name in ("tis_token", *TIMED) if name in arms})
     draw_speeds(speeds, {name: arms[name] for name in TIMED if name in arms})
-    draw_bounds(bounds, arms.get("adaptive", []))
-    for axes in (rewards, lags, speeds, bounds):
+    for axes in (rewards, lags, speeds):
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -109,18 +106,6 @@ def draw_speeds(axes: Any, arms: dict[str, list[Row]]) -> None:
             )
     axes.set_xlabel("seconds")
     axes.set_ylabel("expected reward")
-
-
-def draw_bounds(axes: Any, rows: Sequence[Row]) -> None:
-    for row in rows:
-        steps = range(1, row["steps"] + 1)
-        is_first = row is rows[0]
-        label = "adaptive bound, a line for each seed" if is_first else "_"
-        axes.step(steps, row["bounds"], color=COLORS["adaptive"], where="post", alpha=0.8, label=label)
-        label = "mean staleness of the batch" if is_first else "_"
-        axes.plot(steps, row["lags"], color="#444444", linewidth=0.7, alpha=0.7, label=label)
-    axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("policy versions")
 
 
 def main() -> int:

@@ -13,8 +13,7 @@ Required (exit code 1 otherwise), with J the mean of the last three evaluations,
   low learning rate   no arm further than 0.05 from sync: the harm depends on staleness times learning rate
 
 Broken logprobs are negative controls: "shuffled" gives each sample the behavior logprobs of another one, "shifted"
-gives each token those of its neighbour. ``adaptive`` has no fixed lag: AdaptiveBound sets it from the sequence ESS of
-each batch.
+gives each token those of its neighbour.
 
 "speed" is the throughput relative to synchronous training that this lag would allow as the staleness bound of a run on
 eight machines, with the pipeline benchmark's timing and lognormal lengths (ideal.py).
@@ -44,7 +43,6 @@ from asyncrl.policies.corrections import diagnostics
 from asyncrl.policies.corrections.chains import chain, weights
 from asyncrl.policies.corrections.correction import CorrectionInputs
 from asyncrl.policies.losses.ppo import PPOClip
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from benchmarks.pipeline import Scene
 from benchmarks.simulated import Lengths, group_lengths
 from tests.harness.tiny import task as staleness_task
@@ -70,7 +68,6 @@ class Arm:
     correction: str = "none"
     lag: int = 16
     behavior: str = "right"
-    is_adaptive: bool = False
 
 
 ARMS: Final = {
@@ -82,7 +79,6 @@ ARMS: Final = {
         Arm(name="tis_sequence", correction="tis_sequence"),
         Arm(name="icepop", correction="icepop"),
         Arm(name="tis_token_4", correction="tis_token", lag=4),
-        Arm(name="adaptive", correction="tis_token", is_adaptive=True),
         Arm(name="shuffled", correction="tis_token", behavior="shuffled"),
         Arm(name="shifted", correction="tis_token", behavior="shifted"),
     )
@@ -160,9 +156,8 @@ def run(arm: Arm, start: Policy, *, seed: int, learning_rate: float, steps: int)
     policy, generator = start.copy(is_trained=True), torch.Generator().manual_seed(1000 + seed)
     optimizer = torch.optim.Adam(policy.parameters, lr=learning_rate, betas=(0.9, 0.95))
     history, lags, ess, curve = [start], [], [], [staleness_task.expected_reward(start)]
-    bound = AdaptiveBound(bound=arm.lag, largest=arm.lag, patience=4)
     for step in range(steps):
-        lag = min(bound.bound if arm.is_adaptive else arm.lag, step)
+        lag = min(arm.lag, step)
         batch = broken(sample(history[-1 - lag], generator), arm.behavior, generator)
         optimizer.zero_grad()
         loss, metrics = objective(policy, batch, correction=arm.correction)
@@ -172,7 +167,6 @@ def run(arm: Arm, start: Policy, *, seed: int, learning_rate: float, steps: int)
         history = [*history, policy.copy()][-arm.lag - 1 :]
         lags.append(lag)
         ess.append(metrics["offpolicy/sequence_ess"])
-        bound = bound.update(ess[-1])
         if (step + 1) % EVALUATE_EVERY == 0:
             curve.append(staleness_task.expected_reward(policy))
     return {
@@ -260,7 +254,7 @@ def broken_promises(arms: Sequence[Row]) -> Iterator[str]:
     """Yield the violated requirements among those that the arms of this run can check."""
     high = {row["arm"]: row for row in arms if row["learning_rate"] == HIGH}
     low = {row["arm"]: row for row in arms if row["learning_rate"] == LOW}
-    floors = dict.fromkeys(("tis_token", "tis_token_4", "tis_sequence", "icepop", "adaptive"), 0.85)
+    floors = dict.fromkeys(("tis_token", "tis_token_4", "tis_sequence", "icepop"), 0.85)
     ceilings = {"none": 0.4, "shuffled": 0.7, "shifted": 0.7}
     if "sync" in high:
         for name, floor in floors.items():

@@ -45,7 +45,6 @@ from asyncrl.messages import SamplingParams
 from asyncrl.metrics.sinks import Console, JsonLines
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.rewards.guard import GuardedReward
 from asyncrl.state.history import History
@@ -105,7 +104,7 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
     )
     # The state of every prompt group, and which groups may be trained now. Only this table holds it.
     state = LearnerState.fresh()
-    table = saved_table.restore(state, bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness))
+    table = saved_table.restore(state)
     history = History(run.run_directory / "history.jsonl", incarnation=0)
     progress = ProgressReporter(bus, name="learner", table=table, history=history)
     link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()

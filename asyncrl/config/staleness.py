@@ -47,17 +47,6 @@ class StalenessSection:
     learning_rate: Literal["", "ess_sqrt", "ess_linear"] = ""
     """VCPO: scale the learning rate by the effective sample size (ESS) of the batch, or by its square root. The ESS is
     offpolicy/sequence_ess: it is computed from untruncated sequence ratios, as a share of the answers."""
-    adaptive: bool = False
-    """async only: adapt the admission bound to the ESS, within smallest <= bound <= max_staleness. max_staleness
-    remains the limit for training."""
-    smallest: int = 1
-    """Lower limit of the adaptive bound."""
-    ess_low: float = 0.5
-    """An ESS below this halves the adaptive bound. Long answers have extreme ratios; use a lower value for them."""
-    ess_high: float = 0.9
-    """``patience`` consecutive batches with an ESS above this raise the adaptive bound by one."""
-    patience: int = 4
-    """See ess_high."""
 
     def __post_init__(self) -> None:
         require(self.max_staleness >= 0, f"max_staleness must be >= 0 (0 trains on-policy), got {self.max_staleness}")
@@ -77,16 +66,6 @@ class StalenessSection:
         require(self.replay_groups >= 0, f"replay_groups must be >= 0 (0 is off), got {self.replay_groups}")
         require(self.replay_times >= 1, f"replay_times must be >= 1, got {self.replay_times}")
         require(self.weight_rate > 0, f"weight_rate must be > 0, got {self.weight_rate}")
-        require(self.smallest >= 0, f"smallest must be >= 0, got {self.smallest}")
-        require(
-            not self.adaptive or self.smallest <= self.max_staleness,
-            f"adaptive moves the bound between smallest and max_staleness; got {self.smallest} > {self.max_staleness}",
-        )
-        require(
-            0 <= self.ess_low <= self.ess_high <= 1,
-            f"0 <= ess_low <= ess_high <= 1 must hold, got {self.ess_low} and {self.ess_high}",
-        )
-        require(self.patience > 0, f"patience must be > 0, got {self.patience}")
 
     @property
     def waits(self) -> bool:
@@ -96,10 +75,6 @@ class StalenessSection:
 
     def check(self, *, mode: str, group_size: int) -> None:
         """Check the settings that depend on other sections. Raises ConfigError."""
-        require(
-            mode == "async" or not self.adaptive,
-            f'staleness: adaptive needs run.mode = "async"; {mode} has a bound of its own',
-        )
         require(
             not self.replay_groups or mode == "one_step_off" or (mode == "async" and self.max_staleness >= 1),
             "staleness: replay_groups needs a bound of at least one version (max_staleness >= 1, and not run.mode = "

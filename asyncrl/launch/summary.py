@@ -159,8 +159,6 @@ def _sections(run_config: RunConfig) -> list[str]:
 def _consequences(summary: Summary) -> list[str]:
     run_config = summary.settings
     bound = f"{summary.max_staleness} versions ({run_config.run.mode})"
-    if run_config.staleness.adaptive:
-        bound += f", the window's between {run_config.staleness.smallest} and it"
     is_most = run_config.data.epochs and (
         summary.num_looked_at < summary.num_prompts or run_config.algorithm.filters or run_config.curriculum.is_on
     )

@@ -58,7 +58,6 @@ class Progress:
     groups_dropped: int = 0
     groups_failed: int = 0
     groups_filtered: int = 0
-    bound: int | None = None
     finished: bool = False
 
     def __post_init__(self) -> None:

@@ -127,8 +127,6 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
     ):
         if is_set:
             yield f"{key} is not simulated"
-    if staleness.adaptive:
-        yield "staleness.adaptive is not simulated: the bound is max_staleness"
     if engine.num_failed:
         yield f"{engine.num_failed} of {engine.num_failed + len(engine.groups)} groups failed"
     if engine.num_unfinished:

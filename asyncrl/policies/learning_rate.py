@@ -34,3 +34,16 @@ class Schedule:
         share = min(1.0, (step - 1 - self.warmup_steps) / max(self.steps - self.warmup_steps, 1))
         height = 1.0 - share if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
         return self.floor + (self.peak - self.floor) * height
+
+
+def vcpo_learning_rate(
+    learning_rate: float, *, ess_fraction: float, base_ess_fraction: float = 1.0, rule: str = "sqrt"
+) -> float:
+    """Return the learning rate of a step whose batch has this ESS fraction, in (0, learning_rate].
+
+    The result is learning_rate x share or, with rule "sqrt", learning_rate x sqrt(share), as noise scales for Adam;
+    share = min(1, ess / base). It applies to this step only. Raises KeyError for any rule but "sqrt" and "linear".
+    Source: VCPO, arXiv:2602.17616, with base 1 and unclipped sequence weights.
+    """
+    share = min(1.0, ess_fraction / base_ess_fraction)
+    return float(learning_rate * share ** {"sqrt": 0.5, "linear": 1.0}[rule])

@@ -6,9 +6,8 @@
     python -m benchmarks.gpu.plot_learning docs/results/gpu/learning.jsonl docs/results/gpu/learning.png
 
 An arm is a real run of learner, rollout worker, nats-server and SGLang. All arms have the same prompts, algorithm,
-learning rate and steps. They differ in the allowed age of samples, in whether token-level truncated importance sampling
-(TIS) corrects for it, and in whether the bound follows the effective sample size (adaptive). async-0 trains the same
-batches as sync, in flight. The task is in reasoning.py.
+learning rate and steps. They differ in the allowed age of samples, and in whether token-level truncated importance
+sampling (TIS) corrects for it. async-0 trains the same batches as sync, in flight. The task is in reasoning.py.
 
 Every arm runs in a slot: one SGLang server, and a GPU for the learner, which is the server's GPU or (--gpus-per-arm 2)
 its neighbour. Each GPU (or pair) has --slots-per-gpu slots, so an arm shares its GPU with others except at the end.

@@ -33,7 +33,6 @@ class Way:
     mode: str
     max_staleness: int
     correction: str = "tis_token"
-    is_adaptive: bool = False
     learning_rate: str = ""
 
 
@@ -44,9 +43,7 @@ ARMS: Final[Mapping[str, Way]] = {
     "async-16-tis": Way(mode="async", max_staleness=16),
     "async-16-none": Way(mode="async", max_staleness=16, correction="none"),
     "async-4-none": Way(mode="async", max_staleness=4, correction="none"),
-    "async-16-adaptive": Way(mode="async", max_staleness=16, is_adaptive=True),
     "async-4-ess": Way(mode="async", max_staleness=4, learning_rate="ess_sqrt"),
-    "async-4-adaptive": Way(mode="async", max_staleness=4, is_adaptive=True),
     "async-0": Way(mode="async", max_staleness=0),
 }
 """In the order in which they run. If time runs out, the least important arms are left out."""
@@ -110,7 +107,6 @@ class Scene:
             "learner.learning_rate": self.learning_rate,
             "algorithm.correction": way.correction,
             "algorithm.allow_uncorrected": way.correction == "none",
-            "staleness.adaptive": way.is_adaptive,
             "staleness.learning_rate": way.learning_rate,
             "staleness.max_staleness": way.max_staleness,
             "weights.channel": self.channel,
@@ -272,7 +268,6 @@ _METRICS: Final[Mapping[str, str]] = {
     "staleness_mean": "staleness/mean",
     "staleness_max": "staleness/max",
     "dropped_groups": "staleness/dropped_groups",
-    "staleness_bound": "staleness/bound",
     "ess": "offpolicy/ess",
     "sequence_ess": "offpolicy/sequence_ess",
     "k3": "offpolicy/k3",

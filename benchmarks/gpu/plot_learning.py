@@ -36,8 +36,6 @@ STYLES: Final[Mapping[str, tuple[str, str, str]]] = {
     "async-8-tis": ("#b08a2e", "-", "staleness ≤ 8, TIS"),
     "async-16-tis": ("#c8503c", "-", "staleness ≤ 16, TIS"),
     "async-16-none": ("#c8503c", "--", "staleness ≤ 16, no correction"),
-    "async-16-adaptive": ("#3d8f5b", "-", "staleness ≤ 16, TIS, adaptive bound"),
-    "async-4-adaptive": ("#3d8f5b", ":", "staleness ≤ 4, TIS, adaptive bound"),
     "async-4-ess": ("#7b4fa3", "-", "staleness ≤ 4, TIS, learning rate × √ESS"),
 }
 """Colour, line style and name of each arm, in the order of the legend."""

@@ -24,7 +24,6 @@ from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.groups.states import BufferedGroup, Outcome
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.faults import WORKER
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 
 
 def group(group_id: int, *, version: int = 0) -> TrajectoryGroup:
@@ -147,7 +146,7 @@ class Desk:
 
 def published(count: int, *, version: int = 0) -> GroupTable:
     """Return a table of ``count`` outstanding groups after ``version`` steps."""
-    table = GroupTable(bound=AdaptiveBound.fixed(2), step=version)
+    table = GroupTable(step=version)
     for group_id in range(count):
         table.publish(group_id, position=group_id)
     return table

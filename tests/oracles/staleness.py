@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from asyncrl.policies import learning_rate
 from asyncrl.policies.corrections import diagnostics
-from asyncrl.policies.staleness import adaptive, samplers, staleness
+from asyncrl.policies.staleness import samplers, staleness
 from asyncrl.policies.staleness.admission import Admission
 from tests.oracles.dense import Adapter, Inputs, Outputs, Params, one_of
 
@@ -153,7 +154,7 @@ def _vcpo(params: Params, inputs: Inputs) -> Outputs:
 
     count, share = fraction(ratios)
     _, clipped_share = fraction(ratios.clamp(max=float(inputs.get("seq_is_threshold", 2.0))))
-    scaled = adaptive.vcpo_learning_rate
+    scaled = learning_rate.vcpo_learning_rate
     return {
         "ess": count,
         "ess_ratio": share,

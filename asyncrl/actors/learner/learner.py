@@ -269,7 +269,7 @@ class Learner(Actor):
         }
         if self.step % self._run.weights.every_steps == 0:
             await self._publish_weights(group)
-        await self._announce_step(taken, ess=result.metrics.get("offpolicy/sequence_ess", float("nan")))
+        await self._announce_step(taken)
         elapsed = max(time.monotonic() - self._last_end, 1e-9)
         self._last_end = time.monotonic()
         metrics |= {
@@ -282,14 +282,11 @@ class Learner(Actor):
         if self._checkpointer.is_due(self.step) and not self.done:
             await self._checkpointer.begin(trims=not self._skipped.in_a_row, group=group)
 
-    async def _announce_step(self, taken: Sequence[BufferedGroup], *, ess: float) -> None:
-        """Report what the step changed for workers and the window. ``ess``: effective sample size of its batch."""
+    async def _announce_step(self, taken: Sequence[BufferedGroup]) -> None:
+        """Report what the step changed for workers and the window."""
         for worker in sorted({one.group.worker for one in taken} - self._trained_of):
             self._trained_of.add(worker)
             await self._progress.event("first_trained", worker=worker)
-        if changed := self.table.adapt(ess):
-            self.log.info("staleness bound %d -> %d: sequence ESS %.3f", changed["before"], changed["bound"], ess)
-            await self._progress.event("bound", step=self.step, **changed)
         await self._progress.progress()
 
     async def _note_skipped(self, taken: Sequence[BufferedGroup], metrics: Mapping[str, float]) -> None:

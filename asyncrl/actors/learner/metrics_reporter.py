@@ -182,7 +182,6 @@ def table_metrics(table: GroupTable, *, now: float) -> dict[str, Metric]:
     generated, dropped = table.take_lengths()
     buffered = table.buffered.values()
     metrics: dict[str, Metric] = {
-        "staleness/bound": float(table.bound.bound),
         "staleness/dropped_groups": float(table.counts["dropped"]),
         "staleness/failed_groups": float(table.counts["failed"]),
         "staleness/filtered_groups": float(table.counts["filtered"]),

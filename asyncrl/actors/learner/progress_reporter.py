@@ -104,7 +104,6 @@ class ProgressReporter:
             groups_dropped=table.counts["dropped"],
             groups_failed=table.counts["failed"],
             groups_filtered=table.counts["filtered"],
-            bound=table.bound.bound,
             finished=is_finished,
         )
         await self._bus.put(PROGRESS, reported)

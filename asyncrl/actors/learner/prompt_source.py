@@ -237,7 +237,6 @@ class PromptSource(Actor):
             lost=progress.groups_lost,
             batches_taken=progress.batches_taken,
             steps_done=progress.step,
-            bound=progress.bound,
             obtainable=obtainable,
         )
         count = min(count, self._admission.most)  # whatever progress the learner claims

@@ -59,7 +59,6 @@ from asyncrl.policies.groups.pass_rates import PassRates
 from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.trust.tickets import Tickets
@@ -153,7 +152,6 @@ def assemble_learner(
     )
     table = saved_table.restore(
         state,
-        bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness),
         pass_rates=_pass_rates(run),
         replays=Replays(per_step=run.staleness.replay_groups, times=run.staleness.replay_times),
     )

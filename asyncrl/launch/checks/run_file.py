@@ -375,7 +375,6 @@ def _check_given(run: RunConfig, algorithm: Algorithm) -> None:
     for compares, key, instead in (
         (algorithm.correction_name != "none", "algorithm.correction", '"none"'),
         (kl is not None and kl.estimate == "unbiased", 'reference.kl = "unbiased"', '"k2"'),
-        (run.staleness.adaptive, "staleness.adaptive", "false"),
         (bool(run.staleness.learning_rate), "staleness.learning_rate", '""'),
     ):
         if compares:

@@ -27,12 +27,12 @@ from asyncrl.policies.corrections.diagnostics import (
     version_sums,
     zero,
 )
+from asyncrl.policies.learning_rate import vcpo_learning_rate
 from asyncrl.policies.losses.aggregation import Aggregation, total
 from asyncrl.policies.losses.kl import Penalty
 from asyncrl.policies.losses.loss import Loss, LossInputs
 from asyncrl.policies.losses.ratios import difference
 from asyncrl.policies.losses.segments import segment_mean, spread
-from asyncrl.policies.staleness.adaptive import vcpo_learning_rate
 
 Denominator = Literal["before", "after"]
 
@@ -58,7 +58,7 @@ class Algorithm:
                         with overlong_floor it falls no further beyond (filters.overlong_penalty)
     masks_truncated     whether truncated answers are masked, so that they train nothing
     steps_per_batch     optimizer steps on each batch, each on its own part of the batch
-    learning_rate_rule  rule of adaptive.vcpo_learning_rate, "sqrt" or "linear"; empty keeps the learning rate
+    learning_rate_rule  rule of vcpo_learning_rate, "sqrt" or "linear"; empty keeps the learning rate
     """
 
     name: str

@@ -31,7 +31,6 @@ class LearnerState:
     """The saved group table.
 
     groups, consumed  ids of done groups, and sequences of done log records, as ``Ledger.as_json``
-    bound             as ``AdaptiveBound.state``
     history           length of history.jsonl in bytes
     pass_rates        as ``PassRates.state``
     log               identity of the trajectory log, and sequence and time of the last record read; {} in old states
@@ -49,7 +48,6 @@ class LearnerState:
     groups_filtered: int = 0
     groups_per_batch: int = 0
     forks: dict[int, int] = field(default_factory=dict)
-    bound: dict[str, int] = field(default_factory=dict)
     history: int = 0
     log: dict[str, Any] = field(default_factory=dict)
     pass_rates: dict[str, Any] = field(default_factory=dict)

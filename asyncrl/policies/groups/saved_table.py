@@ -8,7 +8,6 @@ from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.groups.states import Fate, PublishedPrompt
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 
 
 def save(table: GroupTable, *, groups_per_batch: int, history: int) -> LearnerState:
@@ -34,17 +33,14 @@ def save(table: GroupTable, *, groups_per_batch: int, history: int) -> LearnerSt
         groups_filtered=table.counts["filtered"],
         groups_per_batch=groups_per_batch,
         forks=dict(table.forks),
-        bound=table.bound.state(),
         history=history,
         pass_rates=table.pass_rates.state(),
         log={"identity": table.log, "sequence": table.last_read[0], "stored": table.last_read[1]},
     )
 
 
-def restore(
-    state: LearnerState, *, bound: AdaptiveBound, pass_rates: PassRates | None = None, replays: Replays | None = None
-) -> GroupTable:
-    """Return the table of a checkpoint.  bound, pass_rates, replays: as the run file defines them before any step"""
+def restore(state: LearnerState, *, pass_rates: PassRates | None = None, replays: Replays | None = None) -> GroupTable:
+    """Return the table of a checkpoint.  pass_rates, replays: as the run file defines them before any step"""
     pass_rates = pass_rates or PassRates()
     pass_rates.resume(state.pass_rates)
     starts = state.prompts.oldest_start
@@ -56,7 +52,6 @@ def restore(
     }
     consumed = Ledger.from_json(state.consumed)
     return GroupTable(
-        bound=bound.resumed(state.bound),
         pass_rates=pass_rates,
         replays=replays or Replays(),
         incarnation=state.incarnation,

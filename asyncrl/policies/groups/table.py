@@ -28,7 +28,6 @@ from asyncrl.policies.groups.pass_rates import PassRates, RowKey
 from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.states import FATES, Arrival, BufferedGroup, Fate, Outcome, PublishedPrompt
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.staleness.staleness import newest_version, oldest_version
 from asyncrl.policies.trust.validation import Asked
 
@@ -39,7 +38,6 @@ class GroupTable:
 
     step            optimizer steps done; step n makes policy version n, so it is also the policy version
     batches_taken   steps begun
-    bound           versions of slack that admission currently allows
     done            ids of groups that are done for good
     consumed        sequences of log records that are done for good
     cursor          sequence of the last log record read
@@ -55,7 +53,6 @@ class GroupTable:
     problem         why the newest of these failed
     """
 
-    bound: AdaptiveBound
     incarnation: int = 0
     step: int = 0
     batches_taken: int = 0
@@ -267,15 +264,6 @@ class GroupTable:
             replayed=tuple((one.group_id, one.sequence) for one in replayed),
             groups=groups,
         )
-
-    # -- events: the window --------------------------------------------------------------------------------------------
-
-    def adapt(self, ess: float) -> dict[str, float]:
-        """A step measured this effective sample size. Returns what to report if the bound changed, else nothing."""
-        before, self.bound = self.bound.bound, self.bound.update(ess)
-        if self.bound.bound == before:
-            return {}
-        return {"bound": self.bound.bound, "before": before, "ess": ess}
 
     # -- events: checkpoints -------------------------------------------------------------------------------------------
 

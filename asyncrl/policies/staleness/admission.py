@@ -16,7 +16,6 @@ full window the group is trained max_staleness versions later, so starting on ol
 A step counts only once workers can get its weights: the groups that it releases are published when its version, or a
 newer one, is announced. They could not start earlier, and a learner that dies in between leaves no prompt behind that
 no worker can start. The window only saves work; the guarantee is the check when a batch is taken (groups/selection.py).
-An adaptive bound (adaptive.py) replaces max_staleness in the slack of async, but never in that check.
 """
 
 from __future__ import annotations
@@ -57,20 +56,17 @@ class Admission:
         lost: int,
         batches_taken: int,
         steps_done: int,
-        bound: int | None = None,
         obtainable: int | None = None,
     ) -> int:
         """Return how many groups may be published now, >= 0.
 
-        bound       adaptive bound; None means max_staleness
-        obtainable  newest policy version that workers can get; None if no policy samples. A published group asks for
+        obtainable: newest policy version that workers can get; None if no policy samples. A published group asks for
                     version min(steps_done, obtainable)
         """
         if obtainable is not None:
             steps_done, batches_taken = min(steps_done, obtainable), min(batches_taken, obtainable + 1)
         released = batches_taken if self.mode == "one_step_off" else steps_done
-        widest = self.max_staleness if bound is None else min(bound, self.max_staleness)
-        slack = widest if self.mode == "async" else 0
+        slack = self.max_staleness if self.mode == "async" else 0
         open_groups = min(self.groups_per_batch * (released + 1 + slack), self.total_groups)
         return max(0, open_groups - (published - lost))
 

@@ -12,7 +12,6 @@ from asyncrl.messages import Heartbeat
 from asyncrl.policies.groups.begun import Begun
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from tests.harness.groups import group
 
 
@@ -48,7 +47,7 @@ def test_a_learner_that_waits_for_stragglers_drops_none(
     """The test has its own clock. A group takes 1 to about 60 ticks once a slot is free, and admission limits the
     number in flight. The learner hears every ``beat_ticks`` ticks which groups have begun, or never (0)."""
     lengths = np.random.default_rng(seed).lognormal(1.0, 1.2, 10_000).astype(int) + 1
-    rule, table = Selection(max_staleness=bound), GroupTable(bound=AdaptiveBound.fixed(bound))
+    rule, table = Selection(max_staleness=bound), GroupTable()
     begun = Begun()
     is_free_at = tick = 0
     queue: deque[int] = deque()

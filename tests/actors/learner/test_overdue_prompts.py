@@ -9,7 +9,6 @@ from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.topics import ACTORS, PROMPTS
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.faults import PROMPT_SOURCE, WORKER
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.buses import prompt
 
@@ -17,7 +16,7 @@ from tests.harness.buses import prompt
 async def test_what_every_worker_waits_beside_is_issued_again_and_withdrawn_once_it_is_answered() -> None:
     now = 0.0
     bus, link = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES), PromptLink()
-    table = GroupTable(bound=AdaptiveBound.fixed(2))
+    table = GroupTable()
     overdue = OverduePrompts(bus, table=table, link=link, seconds=60.0, copies_stragglers=False, clock=lambda: now)
     table.publish(0, position=10, oldest_start=3)
     wait = Wait(what="prompts", on=PROMPT_SOURCE, seconds=50)

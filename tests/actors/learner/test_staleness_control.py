@@ -1,4 +1,4 @@
-"""Effects of [staleness] in the loop: the adaptive bound, the order of training, and weights that fall with age."""
+"""Effects of [staleness] in the loop: the order of training, and weights that fall with age."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import pytest
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.port import Bus
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, replace
-from asyncrl.messages.topics import EVENTS, PROMPTS, TRAJECTORIES
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.trust.validation import GroupValidation
 from tests.harness.fakes import Engine, Loop, run_worker, until, worker
 from tests.harness.rows import Rows
@@ -62,98 +61,6 @@ class Hand:
 async def ended(task: asyncio.Task[Any], loop: Loop) -> None:
     loop.learner.drain()
     await task
-
-
-# -- the adaptive bound ------------------------------------------------------------------------------------------------
-
-
-ADAPTIVE = {"adaptive": True, "smallest": 0}
-
-
-def adaptive(largest: int, **options: Any) -> AdaptiveBound:
-    return AdaptiveBound(bound=largest, largest=largest, smallest=0, **options)
-
-
-def ess(*values: float) -> Any:
-    """Return a backend's ESS measurements, step by step."""
-    return lambda step: {"offpolicy/sequence_ess": values[step - 1]}
-
-
-async def test_a_bound_that_falls_narrows_the_window_at_once(bus_factory: Any, tmp_path: Path) -> None:
-    """Batches of 2 and bound 2 give 6 outstanding groups. Step 1 halves the bound to 1, so the window is 4 groups: the
-    4 groups that remain fill it, and nothing is published until step 2 is done."""
-    loop = Loop(await bus_factory(), tmp_path, steps=20, staleness=ADAPTIVE)
-    loop.backend.measures = ess(0.1, *[0.7] * 19)
-    task = asyncio.create_task(loop.run_learner())
-    async with Hand(await bus_factory()).taking() as hand:
-        while await hand.published() < 6:
-            await asyncio.sleep(0.01)
-        await hand.answer(2)
-        await until(lambda: loop.backend.steps == 1)
-        await hand.answer(2, version=0)
-        await until(lambda: len(loop.recorder.rows) == 2)
-        while await hand.published() < 8:
-            await asyncio.sleep(0.01)
-        await hand.answer(2, version=1)
-        await until(lambda: len(loop.recorder.rows) == 3)
-        while await hand.published() < 10:
-            await asyncio.sleep(0.01)
-        await ended(task, loop)
-        assert await hand.published() == 10  # 2 x (3 steps + 1 + bound 1); with the bound of 2 it would be 12
-    assert [row["staleness/bound"] for row in loop.recorder.rows] == [1.0, 1.0, 1.0]
-    assert "0-bound-1" in await loop.bus.keys(EVENTS)
-
-
-async def test_without_adapting_the_bound_is_max_staleness_whatever_is_measured(
-    bus_factory: Any, tmp_path: Path
-) -> None:
-    loop = Loop(await bus_factory(), tmp_path)
-    loop.backend.measures = ess(0.01, 0.99, float("nan"), 0.01)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_worker(worker(await bus_factory(), Engine())))
-        tasks.create_task(loop.run_learner())
-    assert [row["staleness/bound"] for row in loop.recorder.rows] == [2.0] * 4
-    assert not [key for key in await loop.bus.keys(EVENTS) if "bound" in key]
-
-
-async def test_a_resumed_bound_goes_on_where_it_was(bus_factory: Any, tmp_path: Path) -> None:
-    """Killed in step 6 with a checkpoint at 4, during a hold: the bounds equal those of a run that was never killed."""
-    measured = ess(0.1, 0.95, 0.95, 0.95, 0.95, 0.95, 0.1, 0.95, 0.95, 0.95)
-    settings: dict[str, Any] = {
-        "steps": 10,
-        "max_staleness": 4,
-        "checkpoint_every": 2,
-        "staleness": ADAPTIVE | {"patience": 1},
-    }
-    expected, bound = [], adaptive(4, patience=1)
-    for step in range(1, 11):
-        bound = bound.update(measured(step)["offpolicy/sequence_ess"])
-        expected.append(float(bound.bound))
-    first = Loop(await bus_factory(), tmp_path, **settings)
-
-    def die(step: int) -> None:
-        if step == 5:
-            raise RuntimeError("killed")
-
-    first.backend.before_step, first.backend.measures = die, measured
-    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
-    with pytest.raises(RuntimeError, match="killed"):
-        await first.run_learner()
-    second = Loop(await bus_factory(), tmp_path, **settings)
-    second.backend.measures = measured
-    await second.run_learner(resume=True)
-    await task
-    assert [row["staleness/bound"] for row in first.recorder.rows[:4]] == expected[:4]
-    assert [row["staleness/bound"] for row in second.recorder.rows] == expected[4:]
-    assert len(set(expected)) > 2
-
-
-def test_a_resumed_bound_keeps_the_limits_of_its_run_file() -> None:
-    saved = AdaptiveBound(bound=12, largest=16, calm=3, hold=2).state()
-    again = AdaptiveBound(bound=8, largest=8).resumed(saved)
-    assert (again.bound, again.calm, again.hold) == (8, 3, 2)
-    assert AdaptiveBound(bound=8, largest=8).resumed({}).bound == 8
-    assert AdaptiveBound.fixed(4).resumed(saved).bound == 4
 
 
 # -- the order of training ---------------------------------------------------------------------------------------------

@@ -141,7 +141,6 @@ REFUSED = {
     "group": (["rollout.group_size=4"], '"given" would train it 4 times; use 1'),
     "correction": (["algorithm.correction=tis_token"], "algorithm.correction compares the policy with what sampled"),
     "unbiased kl": (["reference.kl_coef=0.1"], 'reference.kl = "unbiased" compares .*; use "k2"'),
-    "adaptive bound": (["staleness.adaptive=true"], "staleness.adaptive compares .*; use false"),
     "ess learning rate": (["staleness.learning_rate=ess_sqrt"], 'staleness.learning_rate compares .*; use ""'),
     "no engine": (["rollout.function=single_turn"], '"none" generates nothing, but rollout.function = "single_turn"'),
     "own samples": (

@@ -26,7 +26,6 @@ from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
 from asyncrl.policies.losses.gspo import GSPO
 from asyncrl.policies.losses.kl import Penalty
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.staleness.staleness import per_token
 from tests.harness.groups import span, trajectory
 
@@ -190,7 +189,7 @@ def test_no_token_over_the_bound_is_trained_and_none_within_it_is_lost(
 ) -> None:
     """For any versions, including those of a history that the learner lost when it fell back to ``fork``."""
     forks = {1: fork}
-    made = GroupTable(bound=AdaptiveBound.fixed(bound), step=step, forks=forks)
+    made = GroupTable(step=step, forks=forks)
     groups = [group_of(number, of) for number, of in enumerate(given_groups)]
     for number, one in enumerate(groups):
         made.publish(number, position=number)

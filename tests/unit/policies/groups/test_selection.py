@@ -13,13 +13,12 @@ from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness import samplers
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from tests.harness.groups import group, span, trajectory
 
 
 def table(versions: dict[int, int], *, step: int = 0) -> GroupTable:
     """A table with groups that arrived in this order with tokens of these versions."""
-    made = GroupTable(bound=AdaptiveBound.fixed(4), step=step)
+    made = GroupTable(step=step)
     for group_id in range(max(versions, default=-1) + 1):
         made.publish(group_id, position=group_id)
     for sequence, (group_id, version) in enumerate(versions.items(), start=1):
@@ -75,17 +74,6 @@ def test_where_tokens_are_too_old_alone_a_group_is_dropped_with_its_last_one() -
     assert ids(tokens.stale(made)) == [0]
     made.step = 6
     assert ids(tokens.stale(made)) == [0, 1]
-
-
-def test_a_bound_that_falls_makes_nothing_stale() -> None:
-    """A group four versions old is above the adapted bound but within max_staleness."""
-    made = table({0: 3}, step=7)
-    made.bound = AdaptiveBound(bound=4, largest=4, smallest=0)
-    assert made.adapt(0.1) == {"bound": 2, "before": 4, "ess": 0.1}
-    assert made.adapt(0.1) == {}
-    assert rule().stale(made) == []
-    made.step = 8
-    assert ids(rule().stale(made)) == [0]
 
 
 def test_groups_are_taken_in_the_order_the_run_file_names() -> None:

@@ -7,15 +7,12 @@ import pytest
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from tests.harness.groups import group
-
-BOUND = AdaptiveBound.fixed(2)
 
 
 def table(count: int = 0) -> GroupTable:
     """A table with ``count`` outstanding groups."""
-    made = GroupTable(bound=BOUND)
+    made = GroupTable()
     for group_id in range(count):
         made.publish(group_id, position=group_id, oldest_start=0)
     return made
@@ -40,7 +37,7 @@ def test_a_group_whose_first_record_somebody_deleted_comes_back_with_its_second(
     made = table(1)
     made.arrive(1, group(0), now=0.0)
     assert made.arrive(2, group(0), now=0.0).became == "duplicate"  # stored in place of the deleted first record
-    made = saved_table.restore(saved_table.save(made, groups_per_batch=1, history=0), bound=BOUND)
+    made = saved_table.restore(saved_table.save(made, groups_per_batch=1, history=0))
     assert made.skip(2) == [1]
     assert made.arrive(2, group(0), now=0.0).became == "buffered"
     made.filter(0)
@@ -73,7 +70,7 @@ def test_a_checkpoint_knows_the_log_and_its_last_record() -> None:
     state = saved_table.save(made, groups_per_batch=2, history=0)
     assert state.log == {"identity": "made at noon", "sequence": 1, "stored": 17}
     assert not state.problem()
-    again = saved_table.restore(state, bound=BOUND)
+    again = saved_table.restore(state)
     assert (again.log, again.last_read, again.cursor) == ("made at noon", (1, 17), 0)
 
 

@@ -21,7 +21,7 @@ from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.states import FATES, Outcome
 from asyncrl.policies.groups.table import GroupTable
 from tests.harness.groups import group
-from tests.unit.policies.groups.test_table import BOUND, table
+from tests.unit.policies.groups.test_table import table
 
 MALFORMED = "rejected by the validator"
 
@@ -169,7 +169,6 @@ class Run:
         self.world.may_fall_back = True
 
     def measure(self) -> None:
-        self.table.adapt(self.dice.random())
         self.table.take_lengths()
         assert self.table.take_lengths() == ([], [])
 
@@ -193,7 +192,7 @@ class Run:
         self.unwritten = None
         state = self.world.checkpoints[-1]
         del self.world.history[state.history :]
-        self.table = saved_table.restore(state, bound=BOUND)
+        self.table = saved_table.restore(state)
         assert saved_table.save(self.table, groups_per_batch=2, history=state.history) == state
         self.find_log()
         self.catch_up()
@@ -248,7 +247,7 @@ class Run:
     def finish(self) -> None:
         """After one more kill, the learner reads the log to its end; no group with an entry there stays outstanding."""
         self.save()
-        self.table = saved_table.restore(self.world.checkpoints[-1], bound=BOUND)
+        self.table = saved_table.restore(self.world.checkpoints[-1])
         there = {
             one
             for sequence, (one, error) in enumerate(self.world.log, start=1)
@@ -360,7 +359,7 @@ def test_every_group_that_the_log_brings_is_done_after_enough_steps(order: list[
         made.arrive(sequence, group(group_id), now=0.0)
         if sequence == len(order) // 2:
             state = saved_table.save(made, groups_per_batch=1, history=0)
-            made = saved_table.restore(state, bound=BOUND)
+            made = saved_table.restore(state)
             for again in range(1, sequence + 1):  # from the cursor at the beginning: nothing is trained yet
                 made.arrive(again, group(order[again - 1]), now=0.0)
     while (chosen := Selection(max_staleness=100).next_batch(made, count=1)) is not None:

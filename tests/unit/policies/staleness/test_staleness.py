@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.policies.learning_rate import vcpo_learning_rate
 from asyncrl.policies.staleness import samplers, staleness
-from asyncrl.policies.staleness.adaptive import AdaptiveBound, vcpo_learning_rate
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.samplers import Key
 
@@ -146,31 +144,3 @@ def test_the_scaled_learning_rate_rises_with_the_ess_and_never_over_the_given_on
     assert found <= vcpo_learning_rate(1e-6, ess_fraction=min(1.0, ess * 2), base_ess_fraction=base, rule=rule)
     if ess >= base:
         assert found == 1e-6
-
-
-def test_the_bound_halves_at_once_and_rises_by_one_after_patience() -> None:
-    bound = AdaptiveBound(bound=8, largest=16, patience=2)
-    bound = bound.update(0.4)
-    assert bound.bound == 4
-    for _ in range(8):  # batches of the old bound are still arriving; their signal is already known
-        bound = bound.update(0.1)
-    assert bound.bound == 4
-    bound = bound.update(0.95).update(0.95)
-    assert bound.bound == 5
-    bound = bound.update(0.95).update(0.7).update(0.95)  # not two in a row
-    assert bound.bound == 5
-
-
-@given(st.lists(st.floats(0, 1), max_size=60), st.integers(0, 4), st.integers(0, 12))
-def test_the_bound_stays_within_its_limits(measured: list[float], smallest: int, more: int) -> None:
-    bound = AdaptiveBound(bound=smallest + more, smallest=smallest, largest=smallest + more, patience=1)
-    for ess in measured:
-        bound = bound.update(ess)
-        assert smallest <= bound.bound <= smallest + more
-
-
-def test_a_bound_is_not_changed_but_replaced() -> None:
-    bound = AdaptiveBound(bound=8, largest=16)
-    bound.update(0.1)
-    assert bound == replace(bound)
-    assert bound.bound == 8
