@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.errors import BackendError
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.messages.topics import PROGRESS, PROMPTS
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, single_turn, until, worker
@@ -20,11 +21,11 @@ async def test_a_killed_learner_trains_nothing_twice_in_the_history_it_keeps(bus
 
     def die(step: int) -> None:
         if step == 5:
-            raise RuntimeError("killed")
+            raise BackendError("killed")
 
     first.backend.before_step = die
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(BackendError, match="killed"):
         await first.run_learner()
     second = Loop(await bus_factory(), tmp_path, steps=8, checkpoint_every=2)
     await second.run_learner(resume=True)
@@ -110,12 +111,12 @@ async def test_workers_ahead_of_a_resumed_learner_take_its_weights(bus_factory: 
 
     def die(step: int) -> None:
         if step == 5:
-            raise RuntimeError("killed")
+            raise BackendError("killed")
 
     first.backend.before_step = die
     engine = Engine()
     task = asyncio.create_task(run_worker(worker(await bus_factory(), engine, load="on_demand")))
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(BackendError, match="killed"):
         await first.run_learner()
     second = Loop(await bus_factory(), tmp_path, **settings)
     await second.run_learner(resume=True)

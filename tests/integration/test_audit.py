@@ -72,11 +72,11 @@ async def test_a_killed_learner_is_audited_while_it_is_down_and_after_its_next_l
 
     def die(step: int) -> None:
         if step == 5:
-            raise RuntimeError("killed")
+            raise BackendError("killed")
 
     first.backend.before_step = die
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(BackendError, match="killed"):
         await first.run_learner()
     down = await account_of(first)
     assert (down.is_clean, down.trained, down.steps) == (True, 10, 5)

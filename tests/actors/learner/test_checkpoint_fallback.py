@@ -15,6 +15,7 @@ import pytest
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.errors import BackendError
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.audit.accounting import Account
 from asyncrl.state import checkpoint
@@ -25,10 +26,10 @@ from tests.harness.fakes import Engine, Loop, run_worker, worker
 async def killed_in_step(count: int, loop: Loop) -> None:
     def die(step: int) -> None:
         if step == count - 1:
-            raise RuntimeError("killed")
+            raise BackendError("killed")
 
     loop.backend.before_step = die
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(BackendError, match="killed"):
         await loop.run_learner()
 
 

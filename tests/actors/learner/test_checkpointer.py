@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
+from asyncrl.errors import BackendError
 from asyncrl.state import checkpoint
 from tests.harness.fakes import Backend, Engine, Loop, run_all, run_worker, worker
 
@@ -78,11 +79,11 @@ async def test_a_learner_that_dies_while_it_writes_goes_on_from_the_checkpoint_b
 
     def die(step: int) -> None:
         if step == 3:
-            raise RuntimeError("killed")
+            raise BackendError("killed")
 
     beside.before_step = die
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(BackendError, match="killed"):
         await loop.run_learner()
     assert steps_saved(loop) == {}
     loop.backend = second = SavingBeside()

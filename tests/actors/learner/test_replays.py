@@ -12,7 +12,7 @@ import pytest
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.config.staleness import StalenessSection
-from asyncrl.errors import ConfigError
+from asyncrl.errors import BackendError, ConfigError
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, worker
 
 
@@ -42,11 +42,11 @@ async def test_a_learner_that_is_resumed_begins_with_none_and_the_audit_is_clean
 
     def die(step: int) -> None:
         if step == 5:
-            raise RuntimeError("killed")
+            raise BackendError("killed")
 
     first.backend.before_step = die
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(BackendError, match="killed"):
         await first.run_learner()
     second = Loop(await bus_factory(), tmp_path, **options)
     await second.run_learner(resume=True)

@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.port import Bus
+from asyncrl.errors import BackendError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, replace
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.trust.validation import GroupValidation
@@ -113,11 +114,11 @@ async def test_in_order_trains_the_prompts_in_their_order_across_a_restart(bus_f
 
     def die(step: int) -> None:
         if step == 5:
-            raise RuntimeError("killed")
+            raise BackendError("killed")
 
     first.backend.before_step = die
     workers = [asyncio.create_task(run_worker(worker(await bus_factory(), Engine(), name=name))) for name in "ab"]
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(BackendError, match="killed"):
         await first.run_learner()
     second = Loop(await bus_factory(), tmp_path, rows=Rows(1000), **settings)
     await second.run_learner(resume=True)

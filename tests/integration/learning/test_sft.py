@@ -21,7 +21,7 @@ from asyncrl.data import demo_task
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.engines.null import NullEngine
 from asyncrl.environments.builtin import given
-from asyncrl.errors import ConfigError, PromptError
+from asyncrl.errors import BackendError, ConfigError, PromptError
 from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.processes.gpus import placement
 from asyncrl.launch.summary import summarize
@@ -264,11 +264,11 @@ async def test_a_learner_that_falls_back_drops_no_answer(tmp_path: Path, bus_los
 
     def die(step: int) -> None:
         if step == 7:
-            raise RuntimeError("killed")
+            raise BackendError("killed")
 
     first.backend.before_step = die
     worker = asyncio.create_task(fakes.run_worker(given_worker(bus)))
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(BackendError, match="killed"):
         await first.run_learner()
     if bus_lost:
         worker.cancel()

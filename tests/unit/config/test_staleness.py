@@ -47,7 +47,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "one is no group": ({"stragglers": "partial", "min_group": 1}, "min_group must be >= 2"),
     "more than the group": ({"stragglers": "partial", "min_group": 9}, "min_group 9 is more than rollout.group_size 8"),
     "no time": ({"wait_seconds": -1.0}, "wait_seconds must be >= 0 (0 is no limit), got -1.0"),
-    "no patience": ({"patience": 0}, "patience must be > 0, got 0"),
 }
 
 
