@@ -219,7 +219,7 @@ class Run:
     def lose_log(self, *, kept: int) -> None:
         """The run ends, and is resumed with a log that has only its first ``kept`` entries."""
         state = saved_table.save(self.table, groups_per_batch=2, history=len(self.world.history))
-        self.table, self.unwritten = saved_table.restore(state, bound=BOUND), None
+        self.table, self.unwritten = saved_table.restore(state), None
         del self.world.log[kept:]
         self.world.first = self.world.first if kept else 1
         self.world.gone = set(range(1, self.world.first))
