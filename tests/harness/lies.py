@@ -8,14 +8,16 @@ would hit the wrong worker.
 from __future__ import annotations
 
 import math
+import struct
 from random import Random
 from typing import Any, Final
 
-import msgpack
 import numpy as np
 
 from asyncrl.messages import Event, Heartbeat, PromptGroup, Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.codec import encode
+from asyncrl.version import SCHEMA
+from tests.harness.packed import Ext, packb
 
 NAMES: Final = ("evil", "evil2", "", "w\n0", "W" * 300, "é" * 80, "\x1b[2J", "learner", "../../etc")
 
@@ -97,14 +99,14 @@ def _mutated(prompt: PromptGroup, random: Random) -> bytes:
 
 
 def _bomb(prompt: PromptGroup, random: Random) -> bytes:
-    shape = random.choice([[2**40, 0], [], [2**62], [-1], 3])
-    inner = msgpack.packb(("<i4", shape)) + bytes(4)
-    fields = {"group_id": prompt.group_id, "prompt_tokens": msgpack.ExtType(1, inner), "trajectories": [], "error": "x"}
+    shape = random.choice([(2**32 - 1, 0), (), (2**32 - 1,), (2**32 - 1,) * 255])
+    array = Ext(1, struct.pack(f"<B{len(shape)}I", len(shape), *shape) + bytes(4))
+    fields = {"group_id": prompt.group_id, "prompt_tokens": array, "trajectories": [], "error": "x"}
     bombs = [
         b"\x91" * 200_000,
         b"\xdf\xff\xff\xff\xff" + bytes(1000),
         b"\xdd\x7f\xff\xff\xff",
-        bytes(msgpack.packb(("TrajectoryGroup", 2, fields))),
+        packb(("TrajectoryGroup", SCHEMA, fields)),
         random.randbytes(random.randint(0, 200)),
         _nested(random),
     ]
@@ -112,8 +114,8 @@ def _bomb(prompt: PromptGroup, random: Random) -> bytes:
 
 
 def _nested(random: Random) -> bytes:
-    """Nest as deeply as msgpack unpacks, in the place of a message's type."""
-    return b"\x93" + random.choice([b"\x91", b"\x81\xa1a"]) * random.choice([990, 1000, 1020]) + b"\xc0\x02\x80"
+    """Nest as deeply as a decoder unpacks, in the place of a message's type."""
+    return b"\x93" + random.choice([b"\x91", b"\x81\xa1a"]) * random.choice([990, 1000, 1020]) + b"\xc0\x01\x80"
 
 
 _WAYS: Final[dict[str, Any]] = {

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import msgpack
 import numpy as np
 import pytest
 
 from asyncrl.errors import MessageError
 from asyncrl.messages import Trajectory, TrajectoryGroup, TurnReward
 from asyncrl.messages.codec import decode, encode
-from tests.harness.groups import group, trajectory
+from tests.harness.groups import trajectory
 
 
 def part(rollout: int, number: int = 0, *, reward: float = 0.0) -> Trajectory:
@@ -36,16 +35,6 @@ def test_parts_travel_with_their_prompt_their_rollout_and_what_turns_earned() ->
     assert made.prompt_of(last).tolist() == [7, 8]
     assert made.prompt_of(made.trajectories[0]).tolist() == [1, 2]
     assert last.turn_rewards == (TurnReward(start=0, reward=0.5),)
-
-
-def test_a_group_of_before_there_were_parts_has_a_rollout_for_each_trajectory() -> None:
-    old = msgpack.unpackb(encode(group(0)), ext_hook=msgpack.ExtType, strict_map_key=False)
-    for one in old[2]["trajectories"]:
-        for name in ("prompt_tokens", "rollout", "part", "turn_rewards"):
-            del one[name]
-    made = decode(msgpack.packb(old), TrajectoryGroup)
-    assert [len(parts) for parts in made.rollouts] == [1, 1]
-    assert made.rewards == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(

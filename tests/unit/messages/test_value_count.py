@@ -7,22 +7,21 @@ import subprocess
 import sys
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import MessageError
 from asyncrl.messages import TrajectoryGroup, replace
-from asyncrl.messages.codec import BYTES_A_VALUE, FEW_BYTES, MOST_VALUES, decode, encode
-from asyncrl.messages.value_count import has_more_values
+from asyncrl.messages.codec import BYTES_A_VALUE, FEW_BYTES, MOST_VALUES, decode, encode, has_more_values
 from asyncrl.version import SCHEMA
+from tests.harness.packed import Ext, packb
 from tests.unit.messages.test_messages import SAMPLES
 
 DEEPEST = 1022
-"""Most nesting levels that msgpack unpacks; Python's ``repr`` fails at this depth."""
+"""A number of levels at which Python's ``repr`` fails."""
 
-EXTENSIONS = st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=300))
+EXTENSIONS = st.builds(Ext, st.integers(0, 127), st.binary(max_size=300))
 SCALARS = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary() | EXTENSIONS
 )
@@ -40,7 +39,7 @@ def count(value: Any) -> int:
 
 @given(value=VALUES)
 def test_every_value_counts_once(value: Any) -> None:
-    data = msgpack.packb(value)
+    data = packb(value)
     assert not has_more_values(data, count(value))
     assert has_more_values(data, count(value) - 1)
 
@@ -48,8 +47,8 @@ def test_every_value_counts_once(value: Any) -> None:
 @given(value=st.sampled_from([16, 70_000]))
 def test_values_of_long_lists_and_tables_count(value: int) -> None:
     for many in ([None] * value, {str(number): None for number in range(value)}):
-        assert not has_more_values(msgpack.packb(many), count(many))
-        assert has_more_values(msgpack.packb(many), count(many) - 1)
+        assert not has_more_values(packb(many), count(many))
+        assert has_more_values(packb(many), count(many) - 1)
 
 
 @given(data=st.binary(max_size=200), most=st.integers(0, 200))
@@ -59,12 +58,12 @@ def test_any_bytes_can_be_counted(data: bytes, most: int) -> None:
 
 IN_A_PROCESS_OF_ITS_OWN = """
 import json, sys, tracemalloc
-import msgpack
 from asyncrl.errors import MessageError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.codec import decode
 
-for data in msgpack.Unpacker(sys.stdin.buffer, max_buffer_size=0):
+for line in sys.stdin:
+    data = bytes.fromhex(line)
     tracemalloc.start()
     try:
         decode(data, TrajectoryGroup, is_bounded=True)
@@ -80,7 +79,8 @@ def refusals(*messages: bytes) -> list[tuple[str, int]]:
     """Return the error of each message and the peak memory of its decoding in bytes. Runs in a separate process,
     because tracing covers all threads."""
     command = [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN]
-    done = subprocess.run(command, input=b"".join(map(msgpack.packb, messages)), capture_output=True, check=True)
+    lines = "".join(f"{data.hex()}\n" for data in messages)
+    done = subprocess.run(command, input=lines, text=True, capture_output=True, check=True)
     said = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
     assert len(said) == len(messages)
     return said
@@ -90,7 +90,7 @@ def refusals(*messages: bytes) -> list[tuple[str, int]]:
 def test_bytes_that_stand_for_many_objects_cost_no_memory() -> None:
     """Messages that processes other than the learner send."""
     num = MOST_VALUES + 4 * FEW_BYTES
-    head = b"\x93" + msgpack.packb("TrajectoryGroup") + msgpack.packb(SCHEMA)
+    head = b"\x93" + packb("TrajectoryGroup") + packb(SCHEMA)
     for refusal, most in refusals(
         *(
             data
@@ -106,9 +106,9 @@ def test_bytes_that_stand_for_many_objects_cost_no_memory() -> None:
 
 
 def test_an_array_has_a_short_head_whatever_follows_it() -> None:
-    shape = msgpack.ExtType(1, msgpack.packb(("<i4", [0] * 100_000)))
+    shape = Ext(1, b"\xff" + bytes(400_000))
     fields = {"group_id": 1, "prompt_tokens": shape, "trajectories": []}
-    ((refusal, most),) = refusals(msgpack.packb(("TrajectoryGroup", SCHEMA, fields)))
+    ((refusal, most),) = refusals(packb(("TrajectoryGroup", SCHEMA, fields)))
     assert refusal
     assert most < 300_000, "its bytes, and no list of numbers"
 
@@ -133,13 +133,13 @@ def test_a_large_group_is_far_below_what_is_refused() -> None:
 @pytest.mark.parametrize("place", ["kind", "schema", "fields", "field", "name"])
 def test_what_is_nested_deeply_is_refused_wherever_it_stands(place: str, level: bytes, depth: int) -> None:
     nested = level * depth + b"\xc0"
-    name, schema = msgpack.packb("TrajectoryGroup"), msgpack.packb(SCHEMA)
+    name, schema = packb("TrajectoryGroup"), packb(SCHEMA)
     data = {
         "kind": b"\x93" + nested + schema + b"\x80",
         "schema": b"\x93" + name + nested + b"\x80",
         "fields": b"\x93" + name + schema + nested,
-        "field": b"\x93" + name + schema + b"\x81" + msgpack.packb("group_id") + nested,
-        "name": b"\x93" + name + schema + b"\x81" + msgpack.packb("other") + nested,
+        "field": b"\x93" + name + schema + b"\x81" + packb("group_id") + nested,
+        "name": b"\x93" + name + schema + b"\x81" + packb("other") + nested,
     }[place]
     with pytest.raises(MessageError) as error:
         decode(data, TrajectoryGroup)
@@ -148,9 +148,9 @@ def test_what_is_nested_deeply_is_refused_wherever_it_stands(place: str, level: 
 
 def test_what_is_said_of_another_message_is_short() -> None:
     for data in (
-        msgpack.packb(("A" * 1_000_000, SCHEMA, {})),
-        msgpack.packb(("TrajectoryGroup", "A" * 1_000_000, {})),
-        msgpack.packb(("TrajectoryGroup", SCHEMA, {f"x{number}" * 100: 0 for number in range(1000)})),
+        packb(("A" * 1_000_000, SCHEMA, {})),
+        packb(("TrajectoryGroup", "A" * 1_000_000, {})),
+        packb(("TrajectoryGroup", SCHEMA, {f"x{number}" * 100: 0 for number in range(1000)})),
     ):
         with pytest.raises(MessageError) as error:
             decode(data, TrajectoryGroup)
