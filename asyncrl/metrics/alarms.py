@@ -9,29 +9,40 @@ import logging
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final
 
 from asyncrl.policies.batching.batch import Histogram, Metric
 
 log = logging.getLogger("asyncrl.metrics")
 
+STEPS: Final = 10
+"""Steps over which an alarm looks."""
 
-class Alarm(Protocol):
+
+class Alarm:
     """name: used in heartbeats, which report whether the alarm ``is_on``;  text: its latest warning"""
 
-    name: str
-    is_on: bool
-    text: str
+    name = ""
 
-    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Update the alarm with the metrics of a step and return additional metrics.
+    def __init__(self) -> None:
+        self.is_on = False
+        self.text = ""
 
-        Called for every step, in order.
-        """
-        ...
+    def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Update the alarm with the metrics of a step, and return more metrics. Called for every step, in order."""
+        raise NotImplementedError
+
+    def _begins(self, is_on: bool) -> bool:
+        """Switch the alarm. Return whether it was off and is on."""
+        was_on, self.is_on = self.is_on, is_on
+        return is_on and not was_on
+
+    def _warn(self, text: str, *values: object) -> None:
+        log.warning(text, *values)
+        self.text = text % values
 
 
-class MismatchAlarm:
+class MismatchAlarm(Alarm):
     """Warns when engine and trainer do not compute the same policy.
 
     ``threshold`` is in nats per token; 0 disables the alarm.
@@ -44,17 +55,16 @@ class MismatchAlarm:
     name = "mismatch"
 
     def __init__(self, threshold: float) -> None:
+        super().__init__()
         self._threshold = threshold
-        self.is_on, self.text = False, ""
 
-    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return the metric ``mismatch/alarm``: 1 above the threshold. Empty if no sample was fresh."""
         mean = metrics.get("mismatch/fresh_mean")
         if not self._threshold or not isinstance(mean, float | int):
             return {}
-        was_on, self.is_on = self.is_on, not mean <= self._threshold  # NaN counts as a mismatch
-        if self.is_on and not was_on:
-            self.text = _warned(
+        if self._begins(not mean <= self._threshold):  # NaN counts as a mismatch
+            self._warn(
                 "trainer and engine disagree: mean |trainer - behavior logprob| of fresh samples is %.3f nats per "
                 "token, over metrics.mismatch_alarm = %g. Usual causes: weights that engines did not get whole, a "
                 "quantised engine or KV cache, a sampling option that the trainer does not know of, tokens that a "
@@ -65,7 +75,7 @@ class MismatchAlarm:
         return {"mismatch/alarm": float(self.is_on)}
 
 
-class DropAlarm:
+class DropAlarm(Alarm):
     """Warns when more than ``threshold`` of the answers of STEPS steps were too old to train; 0 disables it.
 
     A group is usually too old because its longest answer took long. Dropped answers are therefore longer than trained
@@ -75,43 +85,40 @@ class DropAlarm:
     """
 
     name = "drop"
-    STEPS = 10
     LEAST = 3
 
     def __init__(self, threshold: float) -> None:
+        super().__init__()
         self._threshold = threshold
-        self.is_on, self.text = False, ""
-        self._trained: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
+        self._trained: deque[tuple[int, float]] = deque(maxlen=STEPS)
         """Per step: number of answers, and their tokens."""
-        self._dropped: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
+        self._dropped: deque[tuple[int, float]] = deque(maxlen=STEPS)
 
-    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return the metric ``staleness/dropped_share``, in [0, 1], over the last STEPS steps (fewer at the start)."""
         self._trained.append(_answers(metrics, "trained"))
         self._dropped.append(_answers(metrics, "dropped"))
         dropped, trained = (tuple(map(sum, zip(*of, strict=True))) for of in (self._dropped, self._trained))
         share = dropped[0] / max(dropped[0] + trained[0], 1)
-        is_lasting = len(self._dropped) == self.STEPS and sum(count > 0 for count, _ in self._dropped) >= self.LEAST
-        if self._threshold and share > self._threshold and is_lasting and not self.is_on:
-            self.is_on = True
-            self.text = _warned(
+        is_lasting = len(self._dropped) == STEPS and sum(count > 0 for count, _ in self._dropped) >= self.LEAST
+        begins = bool(self._threshold) and share > self._threshold and is_lasting
+        if self._begins(begins or (self.is_on and share >= self._threshold / 2)):
+            self._warn(
                 "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
                 "they are %.0f tokens long on average, trained answers %.0f. Set staleness.max_staleness a few above "
                 "(seconds of the longest answer) / (seconds of a step); or leave out only the tokens that are too old: "
                 'staleness.parts = "tokens"; or let the learner wait for these answers: staleness.eviction = "wait", '
                 'with order = "oldest_first", parts = "whole" and enough wait_seconds',
                 100 * share,
-                self.STEPS,
+                STEPS,
                 self._threshold,
                 dropped[1] / dropped[0],
                 trained[1] / max(trained[0], 1),
             )
-        elif share < self._threshold / 2:
-            self.is_on = False
         return {"staleness/dropped_share": share}
 
 
-class HoldAlarm:
+class HoldAlarm(Alarm):
     """Warns when the learner waits too long for old groups while engines are idle.
 
     ``threshold`` is a share of the time of the last STEPS steps; 0 disables the alarm.
@@ -122,46 +129,40 @@ class HoldAlarm:
     """
 
     name = "hold"
-    STEPS = 10
     LEAST_IDLE = 0.05
 
     def __init__(self, threshold: float, *, max_staleness: int) -> None:
+        super().__init__()
         self._threshold = threshold
         self._max_staleness = max_staleness
-        self.is_on, self.text = False, ""
-        self._seconds: deque[tuple[float, float, float]] = deque(maxlen=self.STEPS)
+        self._seconds: deque[tuple[float, float, float]] = deque(maxlen=STEPS)
         """Per step: seconds held, seconds in total, seconds of idle engines."""
 
-    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return no metrics."""
-        held, waited, trained, idle = (
-            float(value) if isinstance(value := metrics.get(name), float | int) else 0.0
-            for name in ("learner/held_seconds", "learner/wait_seconds", "learner/step_seconds", "rollout/idle_ratio")
-        )
-        self._seconds.append((held, waited + trained, idle * (waited + trained)))
-        all_held, elapsed, all_idle = map(sum, zip(*self._seconds, strict=True))
-        share, idle_share = all_held / max(elapsed, 1e-9), all_idle / max(elapsed, 1e-9)
-        is_costly = len(self._seconds) == self.STEPS and share > self._threshold and idle_share > self.LEAST_IDLE
-        if self._threshold and is_costly and not self.is_on:
-            self.is_on = True
-            enough = math.ceil((self._max_staleness + 1) / max(1 - share, 0.05))
-            self.text = _warned(
+        elapsed = _number(metrics, "learner/wait_seconds") + _number(metrics, "learner/step_seconds")
+        idle = _number(metrics, "rollout/idle_ratio") * elapsed
+        self._seconds.append((_number(metrics, "learner/held_seconds"), elapsed, idle))
+        all_held, all_elapsed, all_idle = map(sum, zip(*self._seconds, strict=True))
+        share, idle_share = all_held / max(all_elapsed, 1e-9), all_idle / max(all_elapsed, 1e-9)
+        is_costly = len(self._seconds) == STEPS and share > self._threshold and idle_share > self.LEAST_IDLE
+        goes_on = self.is_on and share >= self._threshold / 2 and idle_share >= self.LEAST_IDLE / 2
+        if self._begins((bool(self._threshold) and is_costly) or goes_on):
+            self._warn(
                 "for %.0f %% of the last %d steps' time the learner had a full batch but waited for older groups, and "
                 'for %.0f %% engines were idle: set staleness.parts = "tokens" to end these waits and leave out only '
                 "the tokens that are too old; or set staleness.max_staleness to at least %d (now %d), so that the "
                 "older groups are finished in time",
                 100 * share,
-                self.STEPS,
+                STEPS,
                 100 * idle_share,
-                enough,
+                math.ceil((self._max_staleness + 1) / max(1 - share, 0.05)),
                 self._max_staleness,
             )
-        elif share < self._threshold / 2 or idle_share < self.LEAST_IDLE / 2:
-            self.is_on = False
         return {}
 
 
-class SplitAlarm:
+class SplitAlarm(Alarm):
     """Warns when the learner or the engines limit the run while the other side is often idle.
 
     A side limits the run if it is busy for LIMITING of the time of STEPS steps with the same workers. The alarm is on
@@ -171,112 +172,112 @@ class SplitAlarm:
     """
 
     name = "split"
-    STEPS = 10
     LIMITING = 0.9
 
     def __init__(self, threshold: float, *, warmup: int) -> None:
         """warmup: steps that do not count"""
+        super().__init__()
         self._threshold = threshold
         self._left = warmup
-        self.is_on, self.text = False, ""
         self._workers = 0
-        self._seconds: deque[tuple[float, float, float]] = deque(maxlen=self.STEPS)
+        self._seconds: deque[tuple[float, float, float]] = deque(maxlen=STEPS)
         """Per step with the current number of workers: seconds in total, learner idle, engines idle."""
 
-    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return no metrics."""
-        waited, trained, idle, workers = (
-            float(value) if isinstance(value := metrics.get(name), float | int) else 0.0
-            for name in ("learner/wait_seconds", "learner/step_seconds", "rollout/idle_ratio", "rollout/workers")
-        )
+        waited, workers = _number(metrics, "learner/wait_seconds"), int(_number(metrics, "rollout/workers"))
+        elapsed = waited + _number(metrics, "learner/step_seconds")
         if self._left or not workers:
             self._left = max(0, self._left - 1)
             return {}
-        if int(workers) != self._workers:
-            self._workers = int(workers)
+        if workers != self._workers:
+            self._workers = workers
             self._seconds.clear()
-        self._seconds.append((waited + trained, waited, idle * (waited + trained)))
-        if len(self._seconds) < self.STEPS or not self._threshold:
+        self._seconds.append((elapsed, waited, _number(metrics, "rollout/idle_ratio") * elapsed))
+        if len(self._seconds) < STEPS or not self._threshold:
             return {}
-        elapsed, *both = map(sum, zip(*self._seconds, strict=True))
-        learner_idle, engines_idle = (seconds / max(elapsed, 1e-9) for seconds in both)
+        all_elapsed, *both = map(sum, zip(*self._seconds, strict=True))
+        learner_idle, engines_idle = (seconds / max(all_elapsed, 1e-9) for seconds in both)
         most = max(learner_idle, engines_idle) if min(learner_idle, engines_idle) <= 1 - self.LIMITING else 0.0
-        if most > self._threshold and not self.is_on:
-            self.is_on = True
-            self.text = _warned(
+        if self._begins(most > self._threshold or (self.is_on and most >= self._threshold / 2)):
+            self._warn(
                 "in the last %d steps the learner was idle for %.0f %% of the time and engines for %.0f %%: give "
                 "GPUs of the %s to the %s (learner.ranks, rollout.workers; metrics.split_alarm; `asyncrl plan` "
                 "measures the best split)",
-                self.STEPS,
+                STEPS,
                 100 * learner_idle,
                 100 * engines_idle,
-                *(("learner", "engines") if learner_idle > engines_idle else ("engines", "learner")),
+                "learner" if learner_idle > engines_idle else "engines",
+                "engines" if learner_idle > engines_idle else "learner",
             )
-        elif most < self._threshold / 2:
-            self.is_on = False
         return {}
 
 
-class StandstillAlarm:
+class _StreakAlarm(Alarm):
+    """Warns at the last of STEPS consecutive steps for which ``holds`` is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streak = 0
+
+    def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Return no metrics."""
+        self._streak = self._streak + 1 if self.holds(metrics) else 0
+        if self._begins(self._streak >= STEPS):
+            self.explain(metrics)
+        return {}
+
+    def holds(self, metrics: Mapping[str, Metric]) -> bool:
+        raise NotImplementedError
+
+    def explain(self, metrics: Mapping[str, Metric]) -> None:
+        raise NotImplementedError
+
+
+class StandstillAlarm(_StreakAlarm):
     """Warns when STEPS consecutive steps had no gradient: the run costs as much as before and learns nothing."""
 
     name = "standstill"
-    STEPS = 10
 
-    def __init__(self) -> None:
-        self._still = 0
-        self.is_on, self.text = False, ""
+    def holds(self, metrics: Mapping[str, Metric]) -> bool:
+        return metrics.get("grad_norm") == 0
 
-    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return no metrics."""
-        norm = metrics.get("grad_norm")
-        self._still = self._still + 1 if norm == 0 else 0
-        self.is_on = self._still >= self.STEPS
-        if self._still == self.STEPS:
-            self.text = _warned(
-                "the last %d steps trained nothing: gradients are 0. Rewards average %s, and the share of groups "
-                "with equal rewards is %s. Usual causes: a reward that gives every answer the same, or prompts that "
-                "are all solved or all too hard, which dynamic_sampling drops",
-                self.STEPS,
-                _shown(metrics.get("reward/mean")),
-                _shown(metrics.get("reward/same_in_group")),
-            )
-        return {}
+    def explain(self, metrics: Mapping[str, Metric]) -> None:
+        self._warn(
+            "the last %d steps trained nothing: gradients are 0. Rewards average %s, and the share of groups "
+            "with equal rewards is %s. Usual causes: a reward that gives every answer the same, or prompts that "
+            "are all solved or all too hard, which dynamic_sampling drops",
+            STEPS,
+            _shown(metrics.get("reward/mean")),
+            _shown(metrics.get("reward/same_in_group")),
+        )
 
 
-class TruncationAlarm:
+class TruncationAlarm(_StreakAlarm):
     """Warns when nearly every answer of the first STEPS steps was truncated, until a step has fewer.
 
     It counts only from the first step on, because a policy may learn later to use all its tokens for a reward.
     """
 
     name = "truncated"
-    STEPS = 10
     SHARE = 0.95
 
-    def __init__(self) -> None:
-        self._cut = 0
-        self.is_on, self.text = False, ""
+    def holds(self, metrics: Mapping[str, Metric]) -> bool:
+        is_cut = _number(metrics, "length/truncated_fraction") >= self.SHARE
+        return is_cut and (self._streak > 0 or metrics.get("weights/version") == 1)
 
-    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return no metrics."""
-        share, version = metrics.get("length/truncated_fraction"), metrics.get("weights/version")
-        is_cut = isinstance(share, float | int) and share >= self.SHARE
-        self._cut = self._cut + 1 if is_cut and (self._cut or version == 1) else 0
-        self.is_on = self._cut >= self.STEPS
-        if self._cut == self.STEPS:
-            self.text = _warned(
-                "over %.0f %% of the answers of each of the first %d steps were cut at rollout.max_new_tokens, %s "
-                "tokens long on average. Usual causes: a limit too low for the task, a model that does not know its "
-                "end-of-text token, a chat template that never asks for one",
-                100 * self.SHARE,
-                self.STEPS,
-                _shown(metrics.get("length/trained_mean")),
-            )
-        return {}
+    def explain(self, metrics: Mapping[str, Metric]) -> None:
+        self._warn(
+            "over %.0f %% of the answers of each of the first %d steps were cut at rollout.max_new_tokens, %s "
+            "tokens long on average. Usual causes: a limit too low for the task, a model that does not know its "
+            "end-of-text token, a chat template that never asks for one",
+            100 * self.SHARE,
+            STEPS,
+            _shown(metrics.get("length/trained_mean")),
+        )
 
 
-class NoSignalAlarm:
+class NoSignalAlarm(_StreakAlarm):
     """Warns when all rewards within a step were equal, for STEPS consecutive steps, and the weights still moved.
 
     The cause may be entropy, KL, weight decay or a critic that learns the constant reward, but not the task.
@@ -284,33 +285,24 @@ class NoSignalAlarm:
     """
 
     name = "no_signal"
-    STEPS = 10
 
-    def __init__(self) -> None:
-        self._equal = 0
-        self.is_on, self.text = False, ""
+    def holds(self, metrics: Mapping[str, Metric]) -> bool:
+        return metrics.get("reward/std") == 0 and _number(metrics, "grad_norm") != 0
 
-    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return no metrics."""
-        norm = metrics.get("grad_norm")
-        moves = isinstance(norm, float | int) and norm != 0
-        self._equal = self._equal + 1 if metrics.get("reward/std") == 0 and moves else 0
-        self.is_on = self._equal >= self.STEPS
-        if self._equal == self.STEPS:
-            self.text = _warned(
-                "in each of the last %d steps all rewards were equal (%s in the last), but the weights still change, "
-                "so something other than the reward trains them. Usual causes: a reward that never matches an answer, "
-                "a task that is solved",
-                self.STEPS,
-                _shown(metrics.get("reward/mean")),
-            )
-        return {}
+    def explain(self, metrics: Mapping[str, Metric]) -> None:
+        self._warn(
+            "in each of the last %d steps all rewards were equal (%s in the last), but the weights still change, "
+            "so something other than the reward trains them. Usual causes: a reward that never matches an answer, "
+            "a task that is solved",
+            STEPS,
+            _shown(metrics.get("reward/mean")),
+        )
 
 
-def _warned(text: str, *values: object) -> str:
-    """Log the warning and return its text."""
-    log.warning(text, *values)
-    return text % values
+def _number(metrics: Mapping[str, Metric], name: str) -> float:
+    """Return a metric; 0 if it is absent."""
+    value = metrics.get(name)
+    return float(value) if isinstance(value, float | int) else 0.0
 
 
 def _shown(value: Metric | None) -> str:

@@ -80,7 +80,7 @@ class MetricsReporter:
         rung = []
         for alarm in self._alarms:
             was_on = alarm.is_on
-            row |= alarm.look(row)
+            row |= alarm.update(row)
             rung += [alarm] if alarm.is_on and not was_on else []
         row[REJECTED] = self._bus.rejections.total + sum(beat.numbers.get(REJECTED, 0.0) for beat in workers)
         if slow := [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]:

@@ -23,15 +23,15 @@ def test_a_mismatch_is_warned_of_once_for_each_time_it_rises_over_the_threshold(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     alarm = MismatchAlarm(0.05)
-    seen = [alarm.look({"mismatch/fresh_mean": mean}) for mean in (0.01, 0.05, 0.06, 0.3, 0.02, math.nan)]
+    seen = [alarm.update({"mismatch/fresh_mean": mean}) for mean in (0.01, 0.05, 0.06, 0.3, 0.02, math.nan)]
     assert [metrics["mismatch/alarm"] for metrics in seen] == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
     assert len(caplog.records) == 2
     assert "0.060 nats per token, over metrics.mismatch_alarm = 0.05" in caplog.text
 
 
 def test_no_mismatch_is_reported_when_nothing_was_fresh_or_the_alarm_is_off(caplog: pytest.LogCaptureFixture) -> None:
-    assert MismatchAlarm(0.05).look({"mismatch/mean": 0.9}) == {}
-    assert MismatchAlarm(0.0).look({"mismatch/fresh_mean": 0.9}) == {}
+    assert MismatchAlarm(0.05).update({"mismatch/mean": 0.9}) == {}
+    assert MismatchAlarm(0.0).update({"mismatch/fresh_mean": 0.9}) == {}
     assert not caplog.records
 
 
@@ -44,7 +44,7 @@ def step(*, dropped: int, length: int = 400) -> dict[str, Metric]:
 
 def test_many_dropped_answers_are_warned_of_with_their_lengths(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.05)
-    shares = [alarm.look(step(dropped=16))["staleness/dropped_share"] for _ in range(30)]
+    shares = [alarm.update(step(dropped=16))["staleness/dropped_share"] for _ in range(30)]
     assert shares == [0.2] * 30
     assert len(caplog.records) == 1
     assert "20 % of the answers of the last 10 steps were dropped as too stale" in caplog.text
@@ -54,15 +54,15 @@ def test_many_dropped_answers_are_warned_of_with_their_lengths(caplog: pytest.Lo
 def test_a_few_dropped_answers_are_counted_and_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.05)
     for _ in range(9):
-        alarm.look(step(dropped=0))
-    assert alarm.look(step(dropped=8)) == {"staleness/dropped_share": 8 / (8 + 640)}
+        alarm.update(step(dropped=0))
+    assert alarm.update(step(dropped=8)) == {"staleness/dropped_share": 8 / (8 + 640)}
     assert not caplog.records
 
 
 def test_nothing_is_said_of_the_first_steps_whose_share_says_little(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.05)
     for _ in range(9):
-        alarm.look(step(dropped=64))
+        alarm.update(step(dropped=64))
     assert not caplog.records
 
 
@@ -70,21 +70,21 @@ def test_one_burst_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """A learner that falls back to an old checkpoint drops all samples of the lost history at once."""
     alarm = DropAlarm(0.05)
     for dropped in [0] * 3 + [320] + [0] * 20:
-        alarm.look(step(dropped=dropped))
+        alarm.update(step(dropped=dropped))
     assert not caplog.records
 
 
 def test_dropping_that_begins_again_is_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.05)
     for dropped in [8] * 20 + [0] * 20 + [8] * 20:
-        alarm.look(step(dropped=dropped))
+        alarm.update(step(dropped=dropped))
     assert len(caplog.records) == 2
 
 
 def test_an_alarm_that_is_off_still_tells_the_share(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.0)
     for _ in range(20):
-        assert alarm.look(step(dropped=64)) == {"staleness/dropped_share": 0.5}
+        assert alarm.update(step(dropped=64)) == {"staleness/dropped_share": 0.5}
     assert not caplog.records
 
 
@@ -104,10 +104,10 @@ def test_a_learner_that_waits_while_engines_are_idle_is_told_the_bound_that_need
     """The awaited answer lasts five steps of two seconds, or ten steps of one second."""
     alarm = HoldAlarm(0.2, max_staleness=4)
     for _ in range(9):
-        assert alarm.look(held(1.0, idle=0.4)) == {}
+        assert alarm.update(held(1.0, idle=0.4)) == {}
     assert not alarm.is_on
     for _ in range(20):
-        alarm.look(held(1.0, idle=0.4))
+        alarm.update(held(1.0, idle=0.4))
     assert alarm.is_on and len(caplog.records) == 1
     assert "50 % of the last 10 steps' time" in caplog.text
     assert "set staleness.max_staleness to at least 10 (now 4)" in caplog.text
@@ -121,14 +121,14 @@ def test_waiting_that_costs_nothing_is_not_warned_of(caplog: pytest.LogCaptureFi
         (HoldAlarm(0.0, max_staleness=4), held(4.0, idle=0.4)),
     ):
         for _ in range(20):
-            alarm.look(row)
+            alarm.update(row)
     assert not caplog.records
 
 
 def test_waiting_that_begins_again_is_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
     alarm = HoldAlarm(0.2, max_staleness=4)
     for row in [held(1.0, idle=0.4)] * 20 + [held(0.0, idle=0.0)] * 20 + [held(1.0, idle=0.4)] * 20:
-        alarm.look(row)
+        alarm.update(row)
     assert len(caplog.records) == 2
 
 
@@ -148,10 +148,10 @@ def split_alarm(threshold: float = 0.3, *, warmup: int = 0) -> SplitAlarm:
 def test_warns_once_while_one_side_limits_the_run_and_the_other_is_idle(caplog: pytest.LogCaptureFixture) -> None:
     alarm = split_alarm(warmup=3)
     for _ in range(12):
-        assert alarm.look(split(waited=3.0, idle=0.0)) == {}
+        assert alarm.update(split(waited=3.0, idle=0.0)) == {}
     assert not alarm.is_on
     for _ in range(20):
-        alarm.look(split(waited=3.0, idle=0.0))
+        alarm.update(split(waited=3.0, idle=0.0))
     assert alarm.is_on and len(caplog.records) == 1
     assert "the learner was idle for 75 % of the time and engines for 0 %: give GPUs of the learner to the engines" in (
         caplog.text
@@ -161,7 +161,7 @@ def test_warns_once_while_one_side_limits_the_run_and_the_other_is_idle(caplog: 
 def test_says_when_the_learner_needs_gpus_of_the_engines(caplog: pytest.LogCaptureFixture) -> None:
     alarm = split_alarm()
     for _ in range(12):
-        alarm.look(split(waited=0.0, idle=0.6))
+        alarm.update(split(waited=0.0, idle=0.6))
     assert "give GPUs of the engines to the learner" in caplog.text
 
 
@@ -173,14 +173,14 @@ def test_a_split_that_fits_is_not_warned_of(caplog: pytest.LogCaptureFixture) ->
         (split_alarm(), split(waited=9.0, idle=0.0, workers=0)),
     ):
         for _ in range(30):
-            alarm.look(row)
+            alarm.update(row)
     assert not caplog.records
 
 
 def test_a_split_is_judged_by_the_workers_that_are_up(caplog: pytest.LogCaptureFixture) -> None:
     alarm = split_alarm()
     for row in [split(waited=3.0, idle=0.0)] * 12 + [split(waited=0.0, idle=0.0, workers=6)] * 20:
-        alarm.look(row)
+        alarm.update(row)
     assert len(caplog.records) == 1 and not alarm.is_on
 
 
@@ -188,10 +188,10 @@ def test_steps_without_a_gradient_are_warned_of_once_for_each_time(caplog: pytes
     alarm = StandstillAlarm()
     still: dict[str, Metric] = {"grad_norm": 0.0, "reward/mean": 0.25, "reward/same_in_group": 1.0}
     for row in [still] * 9 + [{"grad_norm": 0.1}] + [still] * 9:
-        assert alarm.look(row) == {}
+        assert alarm.update(row) == {}
     assert not caplog.records
     for _ in range(30):
-        alarm.look(still)
+        alarm.update(still)
     assert len(caplog.records) == 1
     assert "the last 10 steps trained nothing" in caplog.text
     assert "Rewards average 0.25, and the share of groups with equal rewards is 1" in caplog.text
@@ -204,7 +204,7 @@ def test_answers_that_are_nearly_all_cut_from_the_first_step_on_are_warned_of_on
         found = []
         for version, share in enumerate(shares, first):
             numbers = {"weights/version": version, "length/truncated_fraction": share, "length/trained_mean": 512.0}
-            alarm.look(numbers)
+            alarm.update(numbers)
             found.append(alarm.is_on)
         return found
 
@@ -220,12 +220,12 @@ def test_answers_that_are_nearly_all_cut_from_the_first_step_on_are_warned_of_on
 def test_rewards_that_are_all_equal_are_warned_of_while_the_weights_move(caplog: pytest.LogCaptureFixture) -> None:
     alarm = NoSignalAlarm()
     for _ in range(30):
-        alarm.look({"reward/std": 0.0, "reward/mean": 1.0, "grad_norm": 0.0})  # StandstillAlarm covers this
+        alarm.update({"reward/std": 0.0, "reward/mean": 1.0, "grad_norm": 0.0})  # StandstillAlarm covers this
     assert not alarm.is_on
     for _ in range(11):
-        alarm.look({"reward/std": 0.0, "reward/mean": 1.0, "grad_norm": 0.1})
+        alarm.update({"reward/std": 0.0, "reward/mean": 1.0, "grad_norm": 0.1})
     assert alarm.is_on
     assert len(caplog.records) == 1
     assert "in each of the last 10 steps all rewards were equal (1 in the last)" in caplog.text
-    alarm.look({"reward/std": 0.01, "grad_norm": 0.1})
+    alarm.update({"reward/std": 0.01, "grad_norm": 0.1})
     assert not alarm.is_on
