@@ -56,9 +56,8 @@ _result = _json.dumps(_target(*_json.loads({arguments!r})))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    sandbox: Literal["bwrap", "sandlock", "none"] = "bwrap"
-    """bwrap: bubblewrap, which must be installed. sandlock: a package on PyPI, for machines without bubblewrap; weaker,
-    so it never replaces bwrap automatically. none: no isolation, only limits, for trusted programs."""
+    sandbox: Literal["bwrap", "none"] = "bwrap"
+    """bwrap: bubblewrap, which must be installed. none: no isolation, only limits, for trusted programs."""
     score: Literal["all", "share"] = "all"
     """all: 1 if every test passes, else 0. share: the share of tests that pass."""
     seconds: float = 6.0

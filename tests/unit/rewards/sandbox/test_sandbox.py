@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import socket
@@ -18,7 +17,6 @@ from asyncrl.rewards.sandbox.load import open_sandbox
 from asyncrl.rewards.sandbox.sandbox import Limits, Outcome, Sandbox
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bwrap here (bubblewrap)")
-needs_sandlock = pytest.mark.skipif(importlib.util.find_spec("sandlock") is None, reason="sandlock is not installed")
 PYTHON = os.path.realpath(sys.executable)
 LIMITS = Limits(seconds=60.0, memory_mib=256, disk_mib=8, output_kib=64, processes=8)
 """No test should reach the time limit."""
@@ -29,9 +27,7 @@ def bwrap() -> Sandbox:
     return open_sandbox("bwrap", readable=[sys.base_prefix])
 
 
-@pytest.fixture(
-    params=[pytest.param("bwrap", marks=needs_bwrap), pytest.param("sandlock", marks=needs_sandlock), "none"]
-)
+@pytest.fixture(params=[pytest.param("bwrap", marks=needs_bwrap), "none"])
 def each(request: pytest.FixtureRequest) -> Sandbox:
     return open_sandbox(request.param, readable=[sys.base_prefix])
 
@@ -228,69 +224,6 @@ def test_a_sandbox_that_starts_passes_its_check(bwrap: Sandbox) -> None:
     assert run(bwrap, "print('here')").stdout == b"here\n"
 
 
-# -- sandlock ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sandlock() -> Sandbox:
-    return open_sandbox("sandlock", readable=[sys.base_prefix])
-
-
-@needs_sandlock
-def test_sandlock_denies_files_of_the_machine(sandlock: Sandbox, secret: Path) -> None:
-    outcome = run(sandlock, f"print(open({str(secret)!r}).read())")
-    assert outcome.code == 1 and b"PermissionError" in outcome.stderr
-
-
-@needs_sandlock
-@pytest.mark.parametrize(
-    "path", ["/tmp/written", "/usr/written", "/etc/written", "/dev/shm/written", "/proc/self/comm"]
-)
-def test_sandlock_denies_writes_outside_the_programs_folder(sandlock: Sandbox, path: str) -> None:
-    outcome = run(sandlock, f"open({path!r}, 'w').write('x')\nprint('wrote')")
-    assert outcome.code == 1 and not outcome.stdout
-
-
-@needs_sandlock
-def test_sandlock_has_no_network_unless_it_is_asked_for(sandlock: Sandbox, listener: int) -> None:
-    program = f"import socket\nsocket.create_connection(('127.0.0.1', {listener}), 50)\nprint('connected')"
-    assert not run(sandlock, program).stdout
-    asked = open_sandbox("sandlock", readable=[sys.base_prefix], network=True)
-    assert run(asked, program).stdout == b"connected\n"
-
-
-@needs_sandlock
-def test_sandlock_shows_and_signals_no_other_process(sandlock: Sandbox) -> None:
-    assert not run(sandlock, "import os\nprint(len(os.listdir('/proc')))").stdout
-    assert not run(sandlock, f"import os\nos.kill({os.getpid()}, 0)\nprint('could')").stdout
-    assert not run(sandlock, "import os\nos.kill(os.getppid(), 0)\nprint('could')").stdout
-
-
-@needs_sandlock
-@pytest.mark.parametrize("end", ["print('left')", "time.sleep(1000)"], ids=["ends", "is ended"])
-def test_what_leaves_its_session_ends_with_sandlock(sandlock: Sandbox, end: str) -> None:
-    program = (
-        "import subprocess, time\n"
-        "subprocess.Popen(['/bin/sh', '-c', 'while :; do :; done # 8765.4'], start_new_session=True)\n" + end
-    )
-    outcome = run(sandlock, program, limits=Limits(seconds=3.0))
-    assert bool(outcome.stopped) == ("sleep" in end), "it was started, and the program ended as it should"
-    while any(b"8765.4" in line and line.startswith(b"/bin/sh") for line in command_lines()):
-        time.sleep(0.01)
-
-
-@needs_sandlock
-def test_a_program_that_a_signal_ended_in_sandlock_says_so(sandlock: Sandbox) -> None:
-    outcome = run(sandlock, "import os\nos.kill(os.getpid(), 11)")
-    assert (outcome.code, outcome.stopped) == (-9, "")
-
-
-@needs_sandlock
-def test_sandlock_passes_its_check_where_it_starts(sandlock: Sandbox) -> None:
-    sandlock.check()
-    assert run(sandlock, "print('here')").stdout == b"here\n"
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,12 +248,6 @@ def test_a_sandbox_that_cannot_start_is_refused_with_what_it_says(
         open_sandbox("bwrap").check()
 
 
-def test_sandlock_is_refused_where_its_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^sandbox = \"sandlock\": the package is missing; install it"):
-        open_sandbox("sandlock").check()
-
-
 def test_an_unknown_sandbox_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^sandbox: 'bwrp' is unknown; known: bwrap, sandlock, none$"):
+    with pytest.raises(ConfigError, match="^sandbox: 'bwrp' is unknown; known: bwrap, none$"):
         open_sandbox("bwrp")
