@@ -215,7 +215,7 @@ async def cpu_of_calls(template: Template, *, words: int, turns: int, calls: int
 
 
 def docs_words() -> list[str]:
-    return Path("docs/guides/rollouts.md").read_text().split()[:200]
+    return Path("docs/guides/environments.md").read_text().split()[:200]
 
 
 def repeat_there(url: str, key: str, body: bytes, calls: int, results: Any) -> None:

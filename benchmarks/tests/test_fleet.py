@@ -1,4 +1,4 @@
-"""The readings of the fleet benchmark are correct, and the page on scaling equals its script's output."""
+"""The readings of the fleet benchmark are correct."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import pytest
 
 from asyncrl.engines.generation import PartialGeneration
 from asyncrl.messages import SamplingParams, WeightVersion
-from benchmarks import fleet, scaling
+from benchmarks import fleet
 from benchmarks.fleet_parts import FleetEngine
 from benchmarks.fleet_probe import COUNTS, Reading, between, memory
-from benchmarks.scaling import MODELS, Assumptions
-from tests import ROOT
 
-PAGE = ROOT / "docs" / "results" / "scaling.md"
 PROMPT = np.array([1], np.int32)
 
 
@@ -67,22 +64,3 @@ def test_fleets_whose_workers_bring_the_same_grow_with_their_work() -> None:
     small, large = fleet.scene_of(given, 10), fleet.scene_of(given, 1000)
     assert (small.rate, large.rate) == (0.25, 25.0)
     assert (small.groups_per_batch, large.groups_per_batch) == (3, 300)
-
-
-def test_the_tables_of_the_page_are_what_the_script_prints() -> None:
-    page = PAGE.read_text()
-    made = {name: scaling.markdown(table) for name, table in scaling.tables(scaling.assumptions())}
-    assert scaling.updated(page, made) == page
-
-
-def test_a_version_reaches_all_engines_one_after_the_other() -> None:
-    given = Assumptions(sender_gigabytes=7, rollout_share=1.0)  # 14 GB take 2 s
-    assert scaling.engines(MODELS[0], 8, given) == 8
-    rows = scaling.fan_out(given)[2]
-    assert rows[0][4] == "8 × 2.00 = 16.0 s"
-    assert rows[0][5] == "1 × 2.00 = 2.0 s"
-
-
-def test_an_assumption_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    scaling.main(["--set", "bytes_per_token=18"])
-    assert "18 × 2,000 = 36.0" in capsys.readouterr().out

@@ -21,7 +21,7 @@ What travels on the bus, generated from `asyncrl/messages/topics.py` by `python 
 Besides its readers, operators and observers read every log and state; the learner may do everything.
 
 What the learner alone publishes is signed by it and checked by everybody who reads it
-([security](../guides/security.md#signatures)).
+([security](../guides/deploy.md)).
 
 | topic | kind | message | published by | signed | read by | kept |
 |---|---|---|---|---|---|---|

@@ -1,4 +1,4 @@
-"""docs/guides/rewards.md and rollouts.md: the modules and run files that they show work as the pages say."""
+"""docs/guides/data_and_rewards.md and rollouts.md: the modules and run files that they show work as the pages say."""
 
 from __future__ import annotations
 

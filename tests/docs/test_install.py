@@ -1,4 +1,4 @@
-"""docs/start/install.md names every extra of pyproject.toml, and the contents of `all`."""
+"""docs/start/quickstart.md names every extra of pyproject.toml, and the contents of `all`."""
 
 from __future__ import annotations
 

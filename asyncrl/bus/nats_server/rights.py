@@ -1,6 +1,6 @@
 """What each role may do on a nats-server, derived from the topics (messages/topics.py). Pure.
 
-accounts.py turns the rights into accounts and permissions; docs/guides/security.md shows ``table``;
+accounts.py turns the rights into accounts and permissions; docs/guides/deploy.md shows ``table``;
 tests/integration/security/test_roles.py tries everything else, as every role.
 
 Only the learner may create a consumer: a consumer delivers to any subject its creator names, even that of another

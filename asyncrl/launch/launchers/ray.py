@@ -1,6 +1,6 @@
 """Launches processes on a Ray cluster, each run by an actor in its own placement group.
 
-    kind = "ray"          [launcher.options] is ``Options`` of ray_options.py; docs/guides/ray.md
+    kind = "ray"          [launcher.options] is ``Options`` of ray_options.py; docs/guides/deploy.md
 
 Ray finds a machine and reserves its GPUs. Ray carries no data of the run and restarts nothing: when an actor or a
 machine dies, its process has ended, and launch/processes/process_manager.py decides what follows. A process keeps its

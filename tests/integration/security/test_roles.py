@@ -1,4 +1,4 @@
-"""Everything a role could try on a real server, compared with the table of permissions (docs/guides/security.md).
+"""Everything a role could try on a real server, compared with the table of permissions (docs/guides/deploy.md).
 
 The attacker speaks the NATS protocol itself and has two kinds of users: the role's own, and a user in the role's
 account with all permissions. The second kind checks that what accounts alone must prevent is prevented even without
@@ -38,7 +38,7 @@ from tests.harness.attacker import (
 from tests.harness.buses import progress
 from tests.harness.roles import connected, end
 
-SECURITY_PAGE = Path(__file__).parents[3] / "docs/guides/security.md"
+SECURITY_PAGE = Path(__file__).parents[3] / "docs/guides/deploy.md"
 
 
 @pytest.fixture(scope="module")
