@@ -7,7 +7,8 @@ import tomllib
 
 from tests import ROOT
 
-ROWS = re.findall(r"(?m)^\| (`[^|]+) \| (.+) \|$", (ROOT / "docs" / "start" / "install.md").read_text())
+PAGE = (ROOT / "docs" / "start" / "quickstart.md").read_text()
+ROWS = re.findall(r"(?m)^\| (`[^|]+) \| (.+) \|$", PAGE.partition("### On GPUs")[2].partition("### Check")[0])
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 

@@ -35,7 +35,7 @@ from tests.harness import fakes
 from tests.harness.learning import memory_bus, train
 
 EXAMPLE = ROOT / "examples" / "sft.toml"
-PAGE = ROOT / "docs" / "guides" / "sft.md"
+PAGE = ROOT / "docs" / "guides" / "data_and_rewards.md"
 
 
 def sft_run(folder: Path, *overrides: str) -> RunConfig:
