@@ -29,7 +29,7 @@ results to stdout and everything else to stderr.
 |---|---|
 | `ASYNCRL_LEARNER_SECRET` | shared by all ranks of a learner that torchrun starts ([machines](../guides/scaling.md)) |
 | `ASYNCRL_BUS_TOKEN` | token of the bus; takes precedence over `bus.token` |
-| `ASYNCRL_BOARD_TOKEN` | token of `asyncrl board`; by default random, none on loopback ([board](../guides/operate.md)) |
+| `ASYNCRL_BOARD_TOKEN` | token of `asyncrl board`; random by default ([board](../guides/operate.md)) |
 | `ASYNCRL_BUS_URL` | address of the bus that `asyncrl run` started; set for its processes |
 | `ASYNCRL_LEARNER_KEY`, `ASYNCRL_PARENT_PID` | set by `asyncrl run` for its processes |
 | `ASYNCRL_WORKER_KEY`, `ASYNCRL_WORKER_LIFE` | set by `asyncrl run` for its workers |
