@@ -4,7 +4,7 @@
     python -m benchmarks.peers --folder DIR --scenes all --json docs/results/peers.jsonl
 
 Every peer's package or source is fetched into DIR (pip, git) and runs in its own process. Engine speed, learner time,
-prompts and answers are the same for all. docs/results/performance.md explains what the comparison shows and what it does not.
+prompts and answers are the same for all. docs/results/performance.md says what the comparison shows.
 """
 
 from __future__ import annotations
