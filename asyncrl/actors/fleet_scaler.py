@@ -16,7 +16,7 @@ from typing import Protocol
 from asyncrl.bus.port import Bus
 from asyncrl.errors import AsyncRLError
 from asyncrl.messages import Event
-from asyncrl.messages.fleet import FleetSize, FleetStatus
+from asyncrl.messages.control import FleetSize, FleetStatus
 from asyncrl.messages.topics import EVENTS, FLEET, FLEET_STATUS, METRICS
 from asyncrl.policies.fleet_size import Change, FleetSizer
 

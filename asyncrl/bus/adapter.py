@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.config.adapter import Adapter
-from asyncrl.config.launcher import LauncherSection
+from asyncrl.config.run import LauncherSection
 from asyncrl.errors import ConfigError
 from asyncrl.messages.signing import Signatures
 

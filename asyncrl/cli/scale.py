@@ -21,7 +21,7 @@ from asyncrl.cli.tap import until_over
 from asyncrl.config import RunConfig
 from asyncrl.config.checks import MOST_WORKERS
 from asyncrl.errors import ConfigError, NoRoom
-from asyncrl.messages.fleet import FleetSize, FleetStatus
+from asyncrl.messages.control import FleetSize, FleetStatus
 from asyncrl.messages.topics import ACTORS, FLEET, FLEET_STATUS, PROGRESS
 from asyncrl.policies.health.faults import QUARANTINED, in_words
 

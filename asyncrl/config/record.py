@@ -19,10 +19,7 @@ from asyncrl.config import RunConfig, run_file
 from asyncrl.config.addresses import without_secrets
 from asyncrl.config.secret_values import hidden
 
-_SECTIONS: Final = (
-    *("run", "model", "data", "rollout", "learner", "algorithm", "critic", "reference", "teacher"),
-    *("curriculum", "staleness", "checkpoint", "evaluation", "bus"),
-)
+_LEFT_OUT: Final = ("reward", "engine", "metrics", "weights", "launcher")
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
 _BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
 _BUS_SIZES: Final = ("max_message_bytes", "max_group_bytes", "max_log_bytes")
@@ -30,10 +27,10 @@ _BUS_KEYS: Final = ("kind", "url", "store", *_BUS_SIZES, "ack_seconds", *_BUS_PA
 
 
 def as_table(run: RunConfig) -> dict[str, Any]:
-    """Return ``_SECTIONS`` as JSON values."""
+    """Return the recorded sections as JSON values."""
     table: dict[str, Any] = {}
-    for name in _SECTIONS:
-        if (section := getattr(run, name)) is not None:
+    for name in RunConfig.__dataclass_fields__:
+        if name not in _LEFT_OUT and (section := getattr(run, name)) is not None:
             table[name] = json.loads(json.dumps(dataclasses.asdict(section)))
             if "options" in table[name]:
                 table[name]["options"] = hidden(table[name]["options"])

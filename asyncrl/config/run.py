@@ -16,7 +16,6 @@ from asyncrl.config.checks import MOST_STOPS, MOST_WORKERS, positive, require
 from asyncrl.config.curriculum import CurriculumSection
 from asyncrl.config.data import DataSection
 from asyncrl.config.evaluation import EvaluationSection
-from asyncrl.config.launcher import LauncherSection
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.models import CriticSection, ReferenceSection, TeacherSection
@@ -307,6 +306,16 @@ class CheckpointSection:
     def __post_init__(self) -> None:
         require(self.every_steps >= 0, f"every_steps must be >= 0, got {self.every_steps}")
         positive(self, "keep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherSection:
+    """How and where the processes of the run are started."""
+
+    kind: str = "local"
+    """Starts the processes of the run: a name, or "package.module:Class"."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
+    """Options of the launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,8 @@ from asyncrl.config.addresses import without_secrets
 HIDDEN: Final = "***"
 _OF_TEXT: Final = {"key", "keys", "token", "tokens", "apikey"}
 """Words that also occur in keys of numbers, such as "bytes_per_token"; only texts under them are secrets."""
-_OF_ANYTHING: Final = {
-    *("password", "passwords", "passwd", "secret", "secrets", "header", "headers", "auth", "authorization", "bearer"),
-    *("credential", "credentials", "cookie", "cookies"),
+_OF_ANYTHING: Final = {"passwd", "auth", "authorization", "bearer"} | {
+    word + ending for word in ("password", "secret", "header", "credential", "cookie") for ending in ("", "s")
 }
 _OWN: Final = ("token",)
 """Keys of asyncrl that hold secrets. Others, such as data.prompt_key, only sound like it."""

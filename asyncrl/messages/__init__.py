@@ -1,11 +1,9 @@
 """Everything that crosses the bus: message types, topics, and their encoding.
 
-rollout          prompts and trajectories
-segments         partial rollouts
-control          weight versions, progress, heartbeats, events, metrics, quarantine
+rollout          prompts, trajectories, partial rollouts
+control          weight versions, progress, heartbeats, events, metrics, quarantine, size of the fleet
 evaluation       the version being evaluated, and the answers
 weight_transfer  transfer of weights from the learner's memory to an engine's memory
-fleet            number of workers
 topics           all topics and services, with who may publish and read them
 codec            encoding to bytes and decoding
 """
@@ -21,6 +19,8 @@ from asyncrl.messages.control import (
 )
 from asyncrl.messages.rollout import (
     ANY_INCARNATION,
+    CallSegment,
+    GroupSegment,
     PromptGroup,
     SamplingParams,
     Trajectory,
@@ -28,7 +28,6 @@ from asyncrl.messages.rollout import (
     TurnReward,
     VersionSpan,
 )
-from asyncrl.messages.segments import CallSegment, GroupSegment
 from asyncrl.messages.validation import replace
 
 __all__ = [

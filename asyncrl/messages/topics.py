@@ -16,12 +16,20 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
-from asyncrl.messages.control import Event, Heartbeat, Progress, Quarantine, StepMetrics, WeightVersion
+from asyncrl.messages.control import (
+    Claim,
+    Event,
+    FleetSize,
+    FleetStatus,
+    Heartbeat,
+    Progress,
+    Quarantine,
+    StepMetrics,
+    WeightVersion,
+)
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
-from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus
 from asyncrl.messages.pieces import Piece
-from asyncrl.messages.rollout import PromptGroup, TrajectoryGroup
-from asyncrl.messages.segments import GroupSegment
+from asyncrl.messages.rollout import GroupSegment, PromptGroup, TrajectoryGroup
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 
 M = TypeVar("M")
@@ -89,7 +97,9 @@ class Service(Generic[Q, A]):
 
 PROMPTS = Topic("prompts", "work", PromptGroup, publishers=("learner",), readers=("rollout-worker",))
 TRAJECTORIES = Topic(
-    *("trajectories", "log", TrajectoryGroup),
+    "trajectories",
+    "log",
+    TrajectoryGroup,
     publishers=("rollout-worker",),
     readers=("learner",),
     speaker="worker",
@@ -97,7 +107,9 @@ TRAJECTORIES = Topic(
 )
 PIECES = Topic("pieces", "log", Piece, publishers=("rollout-worker",), readers=("learner",))
 SEGMENTS = Topic(
-    *("segments", "state", GroupSegment),
+    "segments",
+    "state",
+    GroupSegment,
     publishers=("rollout-worker",),
     readers=("rollout-worker",),
     seconds_to_live=6 * 3600.0,
@@ -105,13 +117,17 @@ SEGMENTS = Topic(
 
 EVALUATION = Topic("evaluation", "state", Evaluation, publishers=("learner",), readers=("rollout-worker",))
 EVALUATION_PROMPTS = Topic(
-    *("evaluation_prompts", "work", PromptGroup),
+    "evaluation_prompts",
+    "work",
+    PromptGroup,
     publishers=("learner",),
     readers=("rollout-worker",),
     most_messages=4096,
 )
 EVALUATION_ANSWERS = Topic(
-    *("evaluation_answers", "log", EvaluationAnswers),
+    "evaluation_answers",
+    "log",
+    EvaluationAnswers,
     publishers=("rollout-worker",),
     readers=("learner",),
     speaker="worker",
@@ -123,7 +139,9 @@ SENT = "sent"
 
 PROGRESS = Topic("progress", "state", Progress, publishers=("learner",), readers=("rollout-worker",))
 ACTORS = Topic(
-    *("actors", "state", Heartbeat),
+    "actors",
+    "state",
+    Heartbeat,
     publishers=("learner", "rollout-worker"),
     readers=("learner",),
     seconds_to_live=15.0,
@@ -141,14 +159,18 @@ FLEET = Topic("fleet", "state", FleetSize, publishers=("operator",), readers=("l
 FLEET_STATUS = Topic("fleet_status", "state", FleetStatus, publishers=("learner",), readers=("operator",))
 
 TRANSFERS = Service(
-    *("transfers", TransferRequest, TransferOffer),
+    "transfers",
+    TransferRequest,
+    TransferOffer,
     asked_by=("rollout-worker",),
     served_by=("learner",),
     is_answer_signed=True,
 )
 LAUNCHER = Service("launcher", Claim, Claim, asked_by=("learner",), served_by=("learner",))
 WORKERS = Service(
-    *("workers", Claim, Claim),
+    "workers",
+    Claim,
+    Claim,
     asked_by=("rollout-worker",),
     served_by=("rollout-worker",),
     is_keyed=True,

@@ -8,8 +8,20 @@ from typing import Any, Final
 from asyncrl.policies.groups.sample import GroupSample
 
 COLUMNS: Final = (
-    *("step", "group", "fate", "reason", "worker", "prompt", "answer"),
-    *("reward", "advantage", "staleness", "tokens", "finish_reason", "oldest_version", "newest_version"),
+    "step",
+    "group",
+    "fate",
+    "reason",
+    "worker",
+    "prompt",
+    "answer",
+    "reward",
+    "advantage",
+    "staleness",
+    "tokens",
+    "finish_reason",
+    "oldest_version",
+    "newest_version",
 )
 """Columns of a row per answer; a group without answers is one row."""
 EVALUATION_COLUMNS: Final = ("step", "prompt", "label", "answer", "reward", "tokens", "finish_reason")

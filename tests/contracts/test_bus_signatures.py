@@ -14,7 +14,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.bus.rejections import Rejections
 from asyncrl.launch.keys import worker_keys
 from asyncrl.messages import Progress, PromptGroup, replace
-from asyncrl.messages.fleet import Claim
+from asyncrl.messages.control import Claim
 from asyncrl.messages.freshness import Freshness
 from asyncrl.messages.signing import Signatures, SigningKey
 from asyncrl.messages.topics import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.actors.presence import process_state
-from asyncrl.config.launcher import LauncherSection
+from asyncrl.config.run import LauncherSection
 from asyncrl.launch.launchers.local import LocalLauncher
 from asyncrl.launch.launchers.ray import RayLauncher
 from asyncrl.launch.launchers.ray_options import Options

@@ -13,7 +13,7 @@ from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import LaunchError, NoRoom
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.launch.processes import launch, process_manager, process_specs
-from asyncrl.messages.fleet import FleetSize, FleetStatus
+from asyncrl.messages.control import FleetSize, FleetStatus
 from asyncrl.messages.topics import FLEET, FLEET_STATUS
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES

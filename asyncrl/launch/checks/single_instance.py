@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 
 from asyncrl.bus.port import Asked, Bus
 from asyncrl.errors import ConfigError, Forbidden, NameTaken
-from asyncrl.messages.fleet import Claim
+from asyncrl.messages.control import Claim
 from asyncrl.messages.topics import LAUNCHER, Service, worker_named
 
 ANSWER_SECONDS = 5.0

@@ -15,7 +15,7 @@ from typing import Final
 
 from asyncrl.errors import NoRoom
 from asyncrl.launch.processes.child_process import ChildProcess
-from asyncrl.messages.fleet import FleetSize, FleetStatus
+from asyncrl.messages.control import FleetSize, FleetStatus
 from asyncrl.policies.health.faults import WORKER
 
 DRAIN_SECONDS: Final = 120.0

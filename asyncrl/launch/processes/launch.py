@@ -32,7 +32,7 @@ from asyncrl.launch.processes import kept_files
 from asyncrl.launch.processes.process_manager import Outcome, ProcessManager
 from asyncrl.launch.processes.process_specs import ProcessSpecs
 from asyncrl.logs import print_line
-from asyncrl.messages.fleet import FleetSize
+from asyncrl.messages.control import FleetSize
 from asyncrl.messages.topics import FLEET, PROGRESS
 from asyncrl.os_process import PYTHON_PATH
 from asyncrl.policies.fleet_size import FleetSizer

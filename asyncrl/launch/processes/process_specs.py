@@ -17,7 +17,7 @@ from asyncrl.launch.processes import required_paths
 from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
 from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
 from asyncrl.logs import print_line
-from asyncrl.messages.fleet import FleetSize
+from asyncrl.messages.control import FleetSize
 from asyncrl.os_process import LEARNER_SECRET
 from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, WORKER
 

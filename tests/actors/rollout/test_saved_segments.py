@@ -12,7 +12,7 @@ from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan, replace
-from asyncrl.messages.segments import GroupSegment
+from asyncrl.messages.rollout import GroupSegment
 from asyncrl.messages.topics import SEGMENTS
 from tests.conftest import BUS_SIZES
 from tests.harness.buses import taken

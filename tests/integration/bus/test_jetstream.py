@@ -19,7 +19,7 @@ from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.errors import Reply
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import BusError, ConfigError
-from asyncrl.messages.fleet import FleetSize
+from asyncrl.messages.control import FleetSize
 from asyncrl.messages.topics import EVENTS, FLEET, PROGRESS, PROMPTS, TRAJECTORIES
 from tests.harness.buses import group, progress, prompt, publish_groups, publish_prompts, taken
 

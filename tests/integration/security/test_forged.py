@@ -25,7 +25,7 @@ from asyncrl.messages import (
     WeightVersion,
     replace,
 )
-from asyncrl.messages.fleet import FleetStatus
+from asyncrl.messages.control import FleetStatus
 from asyncrl.messages.signing import Signatures, SigningKey
 from asyncrl.messages.topics import (
     ACTORS,

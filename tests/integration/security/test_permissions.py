@@ -23,7 +23,7 @@ from asyncrl.bus.nats_server.accounts import account_name, permissions
 from asyncrl.errors import ConfigError, Forbidden
 from asyncrl.launch.checks import single_instance
 from asyncrl.messages import Event, Quarantine, WeightVersion
-from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus
+from asyncrl.messages.control import Claim, FleetSize, FleetStatus
 from asyncrl.messages.topics import (
     ACTORS,
     ALL,

@@ -15,7 +15,7 @@ from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.cli import scale, tap
 from asyncrl.errors import ConfigError
-from asyncrl.messages.fleet import FleetSize, FleetStatus
+from asyncrl.messages.control import FleetSize, FleetStatus
 from asyncrl.messages.topics import FLEET, FLEET_STATUS
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES

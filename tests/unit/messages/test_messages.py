@@ -33,8 +33,8 @@ from asyncrl.messages import (
     replace,
 )
 from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.control import FleetSize, FleetStatus
 from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, EvaluationAnswers
-from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.messages.pieces import Piece
 from asyncrl.messages.signing import UNSIGNED
 from asyncrl.messages.topics import ALL, PROGRESS, TRAJECTORIES
