@@ -139,8 +139,8 @@ async def train_again(
     Writes its files to ``out``.
     """
     loop = asyncio.get_running_loop()
-    needed = {group_id: planned.entry for planned in plan for group_id in planned.entry.batch}
-    uses = Counter(group_id for planned in plan for group_id in planned.entry.batch)
+    needed = {group_id: planned.entry for planned in plan for group_id in planned.entry.groups}
+    uses = Counter(group_id for planned in plan for group_id in planned.entry.groups)
     vocabulary = {path: check_model(Path(path)).vocab_size for path in {planned.run.model.path for planned in plan}}
     held: dict[int, TrajectoryGroup] = {}
     with ThreadPoolExecutor(1, thread_name_prefix="backend") as thread, contextlib.ExitStack() as stack:
@@ -151,7 +151,7 @@ async def train_again(
         async with contextlib.aclosing(log_records(bus, TRAJECTORIES)) as records:
             for planned in plan:
                 entry = planned.entry
-                while missing := [group_id for group_id in entry.batch if group_id not in held]:
+                while missing := [group_id for group_id in entry.groups if group_id not in held]:
                     record = await anext(records, None)
                     if record is None:
                         raise ConfigError(f"step {entry.step} trained group {missing[0]}, which is not on the log")
@@ -163,9 +163,9 @@ async def train_again(
                         continue
                     if trained.is_record_of(group.group_id, record.sequence):
                         held.setdefault(group.group_id, group)
-                groups = [held[group_id] for group_id in entry.batch]
+                groups = [held[group_id] for group_id in entry.groups]
                 _check_tokens(groups, planned, vocabulary[planned.run.model.path])
-                uses.subtract(entry.batch)
+                uses.subtract(entry.groups)
                 held = {group_id: group for group_id, group in held.items() if uses[group_id]}
                 step = functools.partial(
                     trainer.step,

@@ -62,7 +62,6 @@ def table(made: Account, directory: Path) -> str:
         ("filtered", made.filtered, "nothing to learn from"),
         ("pending", made.pending, "not done yet"),
         ("retrained", made.retrained, "trained once more, behind a checkpoint that a learner fell back to"),
-        ("replayed", made.replayed, "trained again by the rule (staleness.replay_groups)"),
         ("foreign", made.foreign, "records on the log of groups that this run never published"),
         ("lost", made.lost, ""),
         ("unrecorded", made.unrecorded, "done, but how is in a damaged part of the record"),

@@ -34,11 +34,6 @@ class StalenessSection:
     is left."""
     min_group: int = 2
     """Minimum number of answers of a partial group."""
-    replay_groups: int = 0
-    """Groups that a step trains again in addition to its batch. Candidates are trained groups whose rewards differ and
-    that are still within the bound; those with the highest mean reward are chosen. Not for sync."""
-    replay_times: int = 1
-    """Maximum number of times that a group is trained again."""
     weight: Literal["", "exponential", "inverse", "linear"] = ""
     """Loss weight of a token that is s versions old. exponential: exp(-weight_rate s). inverse: 1 / (1 + s). linear: 1
     - s / (max_staleness + 1). It does not replace a correction (algorithm.correction)."""
@@ -63,8 +58,6 @@ class StalenessSection:
             self.min_group >= 2,
             f"min_group must be >= 2 (one answer has nothing to compare with), got {self.min_group}",
         )
-        require(self.replay_groups >= 0, f"replay_groups must be >= 0 (0 is off), got {self.replay_groups}")
-        require(self.replay_times >= 1, f"replay_times must be >= 1, got {self.replay_times}")
         require(self.weight_rate > 0, f"weight_rate must be > 0, got {self.weight_rate}")
 
     @property
@@ -75,11 +68,6 @@ class StalenessSection:
 
     def check(self, *, mode: str, group_size: int) -> None:
         """Check the settings that depend on other sections. Raises ConfigError."""
-        require(
-            not self.replay_groups or mode == "one_step_off" or (mode == "async" and self.max_staleness >= 1),
-            "staleness: replay_groups needs a bound of at least one version (max_staleness >= 1, and not run.mode = "
-            '"sync"): what a step has trained is a version old for the next',
-        )
         require(
             mode == "async" or self.parts != "tokens",
             f'staleness: parts = "tokens" needs run.mode = "async": {mode} trains no answer that new weights continued',

@@ -22,7 +22,6 @@ SCHEMA: dict[str, str] = {
     "staleness/failed_samples": "how many of staleness/cancelled failed",
     "staleness/old_parts": "trajectories of the batch that were too old and trained nothing; with staleness.parts",
     "staleness/old_tokens": 'sampled tokens of the batch that were too old and trained nothing; with parts = "tokens"',
-    "staleness/replayed_groups": "groups that the step trained again; with staleness.replay_groups",
     "staleness/dropped_groups": "groups dropped as too stale, since the start of the run",
     "staleness/dropped_share": "share of the answers of the last ten steps (trained or dropped) that were dropped as "
     "too stale",

@@ -120,7 +120,6 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         yield f"algorithm.filters keep {found.kept:.0%} of the groups"
     for key, is_set in (
         ("rollout.extra_samples", run_config.rollout.extra_samples),
-        ("staleness.replay_groups", staleness.replay_groups),
         ("staleness.stragglers", staleness.stragglers != "wait_whole"),
         ("rollout.load", run_config.load == "drain"),
         ("curriculum", run_config.curriculum.is_on),

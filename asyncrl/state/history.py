@@ -97,11 +97,10 @@ class History:
         max_staleness: int,
         old_parts: int = 0,
         old_tokens: int = 0,
-        replayed: Collection[tuple[int, int]] = (),
     ) -> None:
         """
         sequences                         log record of each group
-        old_parts, old_tokens, replayed   as in Outcome
+        old_parts, old_tokens   as in Outcome
         """
         fields: dict[str, Any] = {
             "step": step,
@@ -111,7 +110,7 @@ class History:
         }
         left_out = {"old_parts": old_parts, "old_tokens": old_tokens}
         fields |= {name: count for name, count in left_out.items() if count}
-        self._write("trained", **fields, **({"replayed": list(replayed)} if replayed else {}))
+        self._write("trained", **fields)
 
     def lost(self, fate: str, groups: Collection[int], *, step: int) -> None:
         """Note that ``groups`` left the window untrained: "dropped", "failed", "filtered"."""
@@ -280,7 +279,6 @@ def _opened(line: bytes) -> dict[str, Any]:
 def _entry(fields: dict[str, Any], *, position: int) -> HistoryEntry:
     fields["groups"] = tuple(fields.get("groups", ()))
     fields["sequences"] = tuple(fields.get("sequences", ()))
-    fields["replayed"] = tuple((group_id, sequence) for group_id, sequence in fields.get("replayed", ()))
     entry = HistoryEntry(position=position, **fields)
     numbers = (
         entry.incarnation,
@@ -291,7 +289,6 @@ def _entry(fields: dict[str, Any], *, position: int) -> HistoryEntry:
         entry.kept,
         *entry.groups,
         *entry.sequences,
-        *(number for pair in entry.replayed for number in pair),
     )
     if entry.kind not in (BEGUN, *FATES) or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("it is not a line of a history")

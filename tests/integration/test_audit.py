@@ -187,25 +187,6 @@ def test_a_replay_has_the_same_losses_and_weights_to_the_last_bit_across_a_kill(
     assert (run.run_directory / "history.jsonl").read_bytes() == before
 
 
-@pytest.mark.slow
-def test_what_was_trained_again_is_replayed_too_from_any_step(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    demo_task.write(tmp_path)
-    common = ["checkpoint.every_steps=2", "checkpoint.keep_log=true", "weights.keep=9", "staleness.replay_groups=1"]
-    made = demo_run(tmp_path, *common)
-    threads = torch.get_num_threads()
-    train_there(made)
-    torch.set_num_threads(threads)
-    code, out, _ = asyncrl("audit", made.run_directory, "--json", capsys=capsys)
-    found = json.loads(out)
-    assert (code, found["clean"], found["trained"], found["replayed"] > 0) == (0, True, 16, True)
-    for number, first in enumerate(((), ("--from-step", "3"))):
-        options = ["--json", "--out", tmp_path / f"again-{number}", *first]
-        code, out, _ = asyncrl("replay", made.run_directory, *options, capsys=capsys)
-        assert (code, json.loads(out)["equal"]) == (0, True)
-
-
 async def with_a_slow_tool(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     """One answer has a second turn, from four versions later."""
     turns = TrajectoryBuilder(prompt.prompt_tokens)

@@ -169,8 +169,7 @@ class Batcher:
         self._changed.set()
 
     async def take(self, wait: OpenWait) -> list[BufferedGroup] | None:
-        """Return the groups of the next step, now marked as in training, followed by the groups that it trains again.
-        ``wait``: the learner's wait for the batch.
+        """Return the groups of the next step, now marked as in training. ``wait``: the learner's wait for the batch.
 
         Returns None when drained, or when the data has ended and the remaining groups cannot fill a batch.
         """
@@ -191,7 +190,7 @@ class Batcher:
                 if chosen is not None and (not late or hold.is_over):
                     self._note_hold(hold.seconds, late)
                     table.take(chosen)
-                    return [*chosen, *table.replays.take(is_stale=self._is_stale_from(table.policy_version))]
+                    return chosen
                 if chosen is not None:
                     hold.begin()
                 else:
@@ -229,8 +228,6 @@ class Batcher:
             self._changed.clear()
             groups = self._selection.foresee(self._table, count=self._count)
             if groups is not None:
-                trained, is_stale = self._table.training.values(), self._is_stale_from(version)
-                groups = [*groups, *self._table.replays.foresee(trained, is_stale=is_stale)]
                 await self._prepared(groups, policy_version=version, owner=owner)
             await self._changed.wait()
 
@@ -287,9 +284,6 @@ class Batcher:
             self._longest_hold /= 2
         elif seconds:
             self._longest_hold = self._wait_seconds
-
-    def _is_stale_from(self, policy_version: int) -> Callable[[BufferedGroup], bool]:
-        return lambda one: self._selection.is_stale(one, policy_version)
 
     async def _has_looked(self) -> bool:
         """Ask workers which groups they have begun, if the batch would otherwise hold because of the versions that
@@ -352,7 +346,7 @@ class Batcher:
         )
         parts = recording(
             parts,
-            self._recorded([len(one.group.trajectories) for one in groups[: self._count]], step=policy_version + 1),
+            self._recorded([len(one.group.trajectories) for one in groups], step=policy_version + 1),
         )
         return Prepared(batch=batch, parts=parts, seconds=time.monotonic() - started)
 

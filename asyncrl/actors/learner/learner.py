@@ -264,7 +264,6 @@ class Learner(Actor):
             "time": time.time(),
             **seconds,
             "learner/prepare_seconds": prepared.seconds,
-            "staleness/replayed_groups": float(len(outcome.replayed)),
             "data/epoch": float(max(one.group.epoch for one in taken)),
         }
         if self.step % self._run.weights.every_steps == 0:

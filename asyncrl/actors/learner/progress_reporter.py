@@ -64,7 +64,6 @@ class ProgressReporter:
                 max_staleness=outcome.max_staleness,
                 old_parts=outcome.old_parts,
                 old_tokens=outcome.old_tokens,
-                replayed=outcome.replayed,
             )
         else:
             self._history.lost(outcome.fate, outcome.group_ids, step=outcome.step)

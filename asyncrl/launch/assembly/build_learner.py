@@ -56,7 +56,6 @@ from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.pass_rates import PassRates
-from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.admission import Admission
@@ -153,7 +152,6 @@ def assemble_learner(
     table = saved_table.restore(
         state,
         pass_rates=_pass_rates(run),
-        replays=Replays(per_step=run.staleness.replay_groups, times=run.staleness.replay_times),
     )
     link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
     disk = Disk(waits)

@@ -27,7 +27,6 @@ from asyncrl.config.staleness import TooOld
 from asyncrl.messages import VersionSpan
 from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, due_checkpoint, present, steps
 from asyncrl.policies.audit.evaluations import EvaluationAccount
-from asyncrl.policies.audit.replays import replays
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.staleness.staleness import Forks, effective_version
 
@@ -98,14 +97,13 @@ class Account:
                           without a line in the history, and log records trimmed before a checkpoint had them done
     unrecorded            done by the checkpoint's ledger without a line in a damaged history: trained, dropped, failed
                           or filtered, but the record does not say which
-    duplicated            met two fates in one history, met a fate that the checkpoint does not know of (a resumed
-                          learner would train them again), or were replayed against the rule
+    duplicated            met two fates in one history, or a fate that the checkpoint does not know of (a resumed
+                          learner would train them again)
     max_staleness         versions between sampling and training of the oldest trained token
     staleness_violations  trained groups with a token over the bound of their incarnation, and steps whose recorded
                           staleness differs from that of their groups on the log or from metrics.jsonl
     incarnations          starts of the learner, including those of which no step is left
     retrained             trained in a lost history and again in this one, after a kill; not duplicates
-    replayed              trainings of groups that had been trained before (staleness.replay_groups); not duplicates
     foreign               log records of groups that this run never published; the learner rejects or ignores them
     steps, bound          optimizer steps of this history; largest staleness bound of its incarnations
     on_log, with_metrics  trained groups whose staleness was recomputed from the log; steps that were compared with
@@ -140,7 +138,6 @@ class Account:
     bound: int
     on_log: int
     with_metrics: int
-    replayed: int = 0
     problems: tuple[str, ...] = ()
     damage: tuple[str, ...] = ()
     damaged_places: int = 0
@@ -219,7 +216,6 @@ def account(
     done = _against_checkpoint(history, saved=saved, is_damaged=bool(damaged))
     trimmed = [s for s in range(consumed.watermark, bus.first) if s not in consumed] if bus and saved else []
     ages = _ages(history, log, recorded_staleness or {})
-    num_replayed, unruly = replays(history)
     counts = {fate: sum(1 for kinds in fates.values() if fate in kinds) for fate in FATES}
     kept = {entry.position for entry in history}
     again = {i for entry in entries if entry.kind == "trained" and entry.position not in kept for i in entry.groups}
@@ -231,8 +227,7 @@ def account(
         pending=found.pending,
         lost=len(found.lost | done.lost) + len(trimmed),
         unrecorded=len(done.unrecorded),
-        duplicated=len(doubled | done.unsaved | unruly.keys()),
-        replayed=num_replayed,
+        duplicated=len(doubled | done.unsaved),
         max_staleness=ages.largest,
         staleness_violations=len(ages.problems),
         incarnations=sum(entry.kind == BEGUN for entry in entries),
@@ -245,7 +240,6 @@ def account(
         problems=(
             *found.problems,
             *(f"group {i}: {' and '.join(fates[i])}" for i in sorted(doubled)),
-            *(f"group {i}: {problem}" for i, problem in unruly.items()),
             *done.problems,
             *(f"log record {s}: trimmed, and not done by the checkpoint" for s in trimmed),
             *ages.problems,
@@ -362,7 +356,7 @@ def _ages(
     for record in log:
         records.setdefault(record.group_id, []).append(record)
     for entry, begun, forks in steps(history):
-        trained = {i: _record_of(entry, i, records.get(i, ())) for i in entry.batch}
+        trained = {i: _record_of(entry, i, records.get(i, ())) for i in entry.groups}
         bound, name = begun.max_staleness, f"step {entry.step} of incarnation {entry.incarnation}"
         rule: dict[str, Any] = {"step": entry.step, "forks": forks, "too_old": begun.too_old, "bound": bound}
         facts = {i: one.trained(**rule) for i, one in trained.items() if one is not None}
@@ -371,12 +365,12 @@ def _ages(
         found.largest = max(found.largest, entry.max_staleness, *ages.values())
         of_tokens = begun.too_old == "tokens"
         said, what = (entry.old_tokens, "tokens") if of_tokens else (entry.old_parts, "trajectories")
-        if left_out != said and len(ages) == len(entry.batch):
+        if left_out != said and len(ages) == len(entry.groups):
             found.problems.append(f"{name}: {said} {what} were left out, by the log {left_out}")
         found.problems += [
             f"{name}: group {i} was {age} versions old, over {bound}" for i, age in ages.items() if age > bound
         ]
-        if len(ages) == len(entry.batch):
+        if len(ages) == len(entry.groups):
             if max(ages.values(), default=0) != entry.max_staleness:
                 found.problems.append(
                     f"{name}: recorded staleness {entry.max_staleness}, by the log {max(ages.values(), default=0)}"

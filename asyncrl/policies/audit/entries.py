@@ -38,7 +38,6 @@ class HistoryEntry:
     max_staleness  "trained": staleness of the batch's oldest sampled token; "begun": bound of this incarnation
     old_parts      "trained": trajectories that trained nothing because they were too old on their own
     old_tokens     "trained": tokens that trained nothing because they were too old on their own
-    replayed       "trained": groups that the step trained again, after the new ones, with the log record of each
     kept           "begun": earlier lines from this position on are not in the history of the weights
     settings       "begun": the run file (config/record.py); empty if that line is damaged
     data           "begun": SHA-256 of each data file, by its path
@@ -54,7 +53,6 @@ class HistoryEntry:
     max_staleness: int = 0
     old_parts: int = 0
     old_tokens: int = 0
-    replayed: tuple[tuple[int, int], ...] = ()
     kept: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, str] = field(default_factory=dict)
@@ -67,15 +65,9 @@ class HistoryEntry:
         named = staleness.get("parts") if isinstance(staleness, Mapping) else None
         return named if named in ("alone", "tokens") else "whole"
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        """Of "trained": all groups, in the order of the batch."""
-        return (*self.groups, *(group_id for group_id, _ in self.replayed))
-
     def is_record_of(self, group_id: int, sequence: int) -> bool:
         """Return whether this step trained the group from that log record; a late worker may add a second record."""
-        trained = (*zip(self.groups, self.sequences, strict=False), *self.replayed)
-        return not self.sequences or (group_id, sequence) in trained
+        return not self.sequences or (group_id, sequence) in zip(self.groups, self.sequences, strict=False)
 
 
 def present(entries: Sequence[HistoryEntry]) -> list[HistoryEntry]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.pass_rates import PassRates
-from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.groups.states import Fate, PublishedPrompt
 from asyncrl.policies.groups.table import GroupTable
@@ -39,8 +38,8 @@ def save(table: GroupTable, *, groups_per_batch: int, history: int) -> LearnerSt
     )
 
 
-def restore(state: LearnerState, *, pass_rates: PassRates | None = None, replays: Replays | None = None) -> GroupTable:
-    """Return the table of a checkpoint.  pass_rates, replays: as the run file defines them before any step"""
+def restore(state: LearnerState, *, pass_rates: PassRates | None = None) -> GroupTable:
+    """Return the table of a checkpoint.  pass_rates: as the run file defines them before any step"""
     pass_rates = pass_rates or PassRates()
     pass_rates.resume(state.pass_rates)
     starts = state.prompts.oldest_start
@@ -53,7 +52,6 @@ def restore(state: LearnerState, *, pass_rates: PassRates | None = None, replays
     consumed = Ledger.from_json(state.consumed)
     return GroupTable(
         pass_rates=pass_rates,
-        replays=replays or Replays(),
         incarnation=state.incarnation,
         step=state.step,
         batches_taken=state.step,

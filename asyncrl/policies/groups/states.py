@@ -73,7 +73,6 @@ class Outcome:
     max_staleness  "trained": versions between the oldest token of the batch and the step
     old_parts      "trained": trajectories that trained nothing because they were too old
     old_tokens     "trained": tokens that trained nothing because they were too old, if each is judged alone
-    replayed       "trained": groups that the step trained again, with their log records (replays.py)
     events         other fates: what to announce about each group
     groups         the groups that are known, in the order of ``group_ids``; may be empty for a failed group
     """
@@ -85,7 +84,6 @@ class Outcome:
     max_staleness: int = 0
     old_parts: int = 0
     old_tokens: int = 0
-    replayed: tuple[tuple[int, int], ...] = ()
     events: tuple[Mapping[str, object], ...] = ()
     groups: tuple[TrajectoryGroup, ...] = field(default=(), compare=False, repr=False)
 

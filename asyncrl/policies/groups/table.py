@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.pass_rates import PassRates, RowKey
-from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.states import FATES, Arrival, BufferedGroup, Fate, Outcome, PublishedPrompt
 from asyncrl.policies.staleness.staleness import newest_version, oldest_version
@@ -48,7 +47,6 @@ class GroupTable:
     position        rows of the data read
     overlong        overlong rows among them
     pass_rates      pass rates of the rows, for checkpoints and metrics; the prompt source keeps its own copy
-    replays         trained groups that may be trained again
     failed_in_a_row  groups that failed since the last one that was buffered
     problem         why the newest of these failed
     """
@@ -73,7 +71,6 @@ class GroupTable:
     counts: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
     counts_before_step: dict[Fate, int] = field(default_factory=dict)
     pass_rates: PassRates = field(default_factory=PassRates)
-    replays: Replays = field(default_factory=Replays)
     failed_in_a_row: int = 0
     problem: str = ""
     generated_lengths: list[int] = field(default_factory=list)
@@ -124,7 +121,6 @@ class GroupTable:
         """
         self.consumed, self.cursor, self.covered = Ledger(watermark=first), first - 1, first
         self.last_read = (0, 0)
-        self.replays.clear()
         for waiting in (self.buffered, self.training):
             waiting.update({number: replace(one, sequence=first - 1, copies=()) for number, one in waiting.items()})
 
@@ -239,14 +235,12 @@ class GroupTable:
         self.buffered |= self.training
         self.training = {}
         self.batches_taken -= 1
-        self.replays.discard()
 
     def trained(self, *, max_staleness: int, old_parts: int = 0, old_tokens: int = 0) -> Outcome:
         """The step is done: its groups are trained, and there is a new policy version."""
         group_ids = tuple(self.training)
         sequences = tuple(one.sequence for one in self.training.values())
         groups = tuple(one.group for one in self.training.values())
-        replayed = self.replays.done(self.training.values())
         for one in self.training.values():
             self._finish(one)
         self.training = {}
@@ -261,7 +255,6 @@ class GroupTable:
             max_staleness=max_staleness,
             old_parts=old_parts,
             old_tokens=old_tokens,
-            replayed=tuple((one.group_id, one.sequence) for one in replayed),
             groups=groups,
         )
 

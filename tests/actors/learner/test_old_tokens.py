@@ -90,10 +90,9 @@ async def test_judged_by_its_oldest_token_its_group_is_dropped(bus_factory: Any,
     [
         ({}, False),
         ({"order": "freshest_first"}, False),
-        ({"replay_groups": 1, "replay_times": 3}, False),
         ({}, True),  # one answer is too few to be sent alone
     ],
-    ids=["oldest first", "freshest first", "replayed", "partial groups"],
+    ids=["oldest first", "freshest first", "partial groups"],
 )
 async def test_whatever_the_order_what_is_left_out_is_as_recorded_and_on_the_log(
     bus_factory: Any, tmp_path: Path, staleness: dict[str, Any], cut: bool
