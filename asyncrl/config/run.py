@@ -13,7 +13,6 @@ from typing import Any, Final, Literal
 
 from asyncrl.config.bus import BusSection
 from asyncrl.config.checks import MOST_STOPS, MOST_WORKERS, positive, require
-from asyncrl.config.curriculum import CurriculumSection
 from asyncrl.config.data import DataSection
 from asyncrl.config.evaluation import EvaluationSection
 from asyncrl.config.learner import LearnerSection
@@ -329,7 +328,6 @@ class RunConfig:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     engine: EngineSection = field(default_factory=EngineSection)
     reward: RewardSection = field(default_factory=RewardSection)
-    curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     learner: LearnerSection = field(default_factory=LearnerSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     critic: CriticSection | None = None

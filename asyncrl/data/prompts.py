@@ -54,7 +54,6 @@ class PromptRow:
     reward: str = ""
     dataset: str = ""
     messages: tuple[dict[str, Any], ...] = ()
-    key: tuple[int, int] = (0, 0)
 
 
 def indexed(data: config.DataSection, *, seed: int, limits: RowLimits) -> Positions:
@@ -177,7 +176,7 @@ class PromptDataset:
     def _made(self, found: Found) -> PromptRow:
         row, where, data = found.row, found.where, self._data
         if found.key in self._too_long:
-            return PromptRow(epoch=found.epoch, prompt="", tokens=_NO_TOKENS, key=found.key)
+            return PromptRow(epoch=found.epoch, prompt="", tokens=_NO_TOKENS)
         text, response = self._texts(row, where)
         tokens: list[int] = []
         if len(text) <= _LONGEST_TOKEN * self._most_tokens:
@@ -186,7 +185,7 @@ class PromptDataset:
                 raise ConfigError(f"{where}: the prompt {short(text)} has no tokens")
         if not 0 < len(tokens) <= self._most_tokens:
             self._too_long.add(found.key)
-            return PromptRow(epoch=found.epoch, prompt=text[:_LONGEST_TOKEN], tokens=_NO_TOKENS, key=found.key)
+            return PromptRow(epoch=found.epoch, prompt=text[:_LONGEST_TOKEN], tokens=_NO_TOKENS)
         answer, mask = self._response(response)
         if (largest := max([*tokens, *answer.tolist()])) >= self._limits.vocabulary:
             raise ConfigError(
@@ -204,7 +203,6 @@ class PromptDataset:
             sampling=sampling_of(row, data, where, limits=self._limits),
             reward=(row.get(data.reward_key) or "") if data.reward_key else "",
             dataset=found.dataset,
-            key=found.key,
             messages=tuple(plain(self._messages(row), where, data.prompt_key)) if self._keeps_messages else (),
         )
 

@@ -159,9 +159,7 @@ def _sections(run_config: RunConfig) -> list[str]:
 def _consequences(summary: Summary) -> list[str]:
     run_config = summary.settings
     bound = f"{summary.max_staleness} versions ({run_config.run.mode})"
-    is_most = run_config.data.epochs and (
-        summary.num_looked_at < summary.num_prompts or run_config.algorithm.filters or run_config.curriculum.is_on
-    )
+    is_most = run_config.data.epochs and (summary.num_looked_at < summary.num_prompts or run_config.algorithm.filters)
     return [
         f"algorithm         {summary.algorithm}" + (f", {summary.paper}" if summary.paper else ""),
         f"advantage         {_in_words(summary.advantage)}",

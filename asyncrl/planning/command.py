@@ -122,7 +122,6 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         ("rollout.extra_samples", run_config.rollout.extra_samples),
         ("staleness.stragglers", staleness.stragglers != "wait_whole"),
         ("rollout.load", run_config.load == "drain"),
-        ("curriculum", run_config.curriculum.is_on),
     ):
         if is_set:
             yield f"{key} is not simulated"

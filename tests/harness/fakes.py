@@ -29,7 +29,6 @@ from asyncrl.actors.supervisor import supervise
 from asyncrl.backends.port import StepResult
 from asyncrl.bus.port import Bus
 from asyncrl.config import EvaluationSection, RunConfig
-from asyncrl.config.curriculum import CurriculumSection
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.run import (
     AlgorithmSection,
@@ -261,7 +260,6 @@ class Loop:
     answers: AnswerRecorder | None = None
     writers: Sequence[SampleWriter] = ()
     """Writers of ``samples`` and ``answers``."""
-    curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     algorithm_section: AlgorithmSection = field(default_factory=AlgorithmSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     evaluation_sets: Sequence[EvaluationSet] = ()
@@ -303,7 +301,6 @@ class Loop:
                 stragglers="partial" if self.are_stragglers_cut else "wait_whole",
                 **self.staleness,
             ),
-            curriculum=self.curriculum,
             algorithm=self.algorithm_section,
             weights=WeightsSection(every_steps=self.publish_every),
             checkpoint=CheckpointSection(every_steps=self.checkpoint_every, best=self.best),

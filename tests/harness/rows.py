@@ -22,7 +22,6 @@ class Row:
     sampling: dict[str, Any] = field(default_factory=dict)
     reward: str = ""
     dataset: str = ""
-    key: tuple[int, int] = (0, 0)
 
 
 class Rows:
@@ -37,6 +36,4 @@ class Rows:
             return None
         tokens = np.zeros(0, np.int32) if position in self._overlong else np.array([1, 4 + index], np.int32)
         response = np.array([4 + index, 5, 3], np.int32)
-        return Row(
-            tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch, response=response, key=(0, index)
-        )
+        return Row(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch, response=response)

@@ -196,7 +196,7 @@ def table_metrics(table: GroupTable, *, now: float) -> dict[str, Metric]:
     }
     if dropped:
         metrics["length/dropped_mean"] = sum(dropped) / len(dropped)
-    return metrics | table.pass_rates.metrics()
+    return metrics
 
 
 def table_numbers(table: GroupTable) -> dict[str, float]:

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.policies.groups.pass_rates import RowKey
 from asyncrl.policies.trust.validation import Asked
 
 
@@ -19,22 +18,18 @@ class Published:
     """A prompt is about to be published.
 
     overlong         rows skipped so far because their prompt is too long
-    rested           rows skipped so far because they rest
     can_be_answered  False if the group's place in the log was taken by someone else; its prompt is not published
     asked            what the prompt asks for; None if an earlier incarnation may have published it with other settings
     time             Unix seconds
-    row              key of the row in the data
     """
 
     group_id: int
     position: int
     oldest_start: int | None
     overlong: int
-    rested: int = 0
     can_be_answered: bool = True
     asked: Asked | None = None
     time: float = 0.0
-    row: RowKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +43,6 @@ class Exhausted:
 
     position: int
     overlong: int
-    rested: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """A group of this row was answered, with these rewards."""
-
-    row: RowKey
-    epoch: int
-    rewards: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +62,10 @@ class PromptLink:
     """Queues between the prompt source and the learner.
 
     reports   prompt source -> learner
-    answered  learner -> prompt source, if rows may rest
     taken     learner -> prompt source: unpublished groups whose place in the log was taken by someone else
     overdue   learner -> prompt source: prompts that were not answered
     """
 
     reports: asyncio.Queue[PromptReport] = field(default_factory=asyncio.Queue)
-    answered: asyncio.Queue[Answered] = field(default_factory=asyncio.Queue)
     taken: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
     overdue: asyncio.Queue[Sequence[OverduePrompt]] = field(default_factory=asyncio.Queue)

@@ -24,7 +24,6 @@ from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError, BusFull, HopelessError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.topics import PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
-from asyncrl.policies.groups.pass_rates import PassRates, RowKey
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.health.faults import LEARNER, ROOM_IN_WINDOW, WORKER
 from asyncrl.policies.staleness.admission import Admission
@@ -60,8 +59,6 @@ class Row(Protocol):
     def dataset(self) -> str: ...
     @property
     def messages(self) -> tuple[dict[str, Any], ...]: ...
-    @property
-    def key(self) -> RowKey: ...
 
 
 class Rows(Protocol):
@@ -103,14 +100,12 @@ class PromptSource(Actor):
         tickets: Tickets | None = None,
         max_tokens: int | None = None,
         are_sampled: bool = True,
-        pass_rates: PassRates | None = None,
     ) -> None:
         """
         state        state that the learner starts from
         tickets      None for prompts without tickets
         max_tokens   limit of an answer over all its turns; sampling.max_new_tokens if None
         are_sampled  whether engines sample the answers and need weights
-        pass_rates   which rows rest, according to the run file and ``state``; owned by the source from now on
         """
         super().__init__(name, bus)
         self._rows = rows
@@ -121,7 +116,6 @@ class PromptSource(Actor):
         self._link = link
         self._tickets = tickets or Tickets()
         self._are_sampled = are_sampled
-        self._pass_rates = pass_rates or PassRates()
         self._incarnation, self._policy_version = state.incarnation, state.policy_version
         self._forks = state.forks
         self._outstanding = state.prompts.outstanding
@@ -190,9 +184,7 @@ class PromptSource(Actor):
         missing = [*lost, *(numbered for numbered in ahead if numbered.group_id not in present)]
         starts = {numbered.group_id: self._policy_version for numbered in missing}
         for numbered in (*lost, *ahead):
-            # The dead learner knew other pass rates, so the prompt on the bus may be of another row.
-            row = None if numbered.group_id in present else numbered.row.key
-            self._report(numbered, row=row, oldest_start=starts.get(numbered.group_id))
+            self._report(numbered, oldest_start=starts.get(numbered.group_id))
         self._link.reports.put_nowait(Reconciled())
         for numbered in missing:
             await self._publish(numbered, min_policy_version=0, again=True)
@@ -249,7 +241,6 @@ class PromptSource(Actor):
                 asked = self._asked(numbered.row)
                 self._report(
                     numbered,
-                    row=numbered.row.key,
                     oldest_start=oldest,
                     can_be_answered=can_be_answered,
                     asked=asked,
@@ -261,7 +252,7 @@ class PromptSource(Actor):
             self._link.reports.put_nowait(self._exhausted())
 
     def _exhausted(self) -> Exhausted:
-        return Exhausted(position=self._position, overlong=self._overlong, rested=self._pass_rates.num_rested)
+        return Exhausted(position=self._position, overlong=self._overlong)
 
     def _asked(self, row: Row) -> Asked:
         """Return what this row's prompt asks for in this incarnation."""
@@ -277,7 +268,6 @@ class PromptSource(Actor):
         self,
         numbered: _Numbered,
         *,
-        row: RowKey | None,
         oldest_start: int | None,
         can_be_answered: bool = True,
         asked: Asked | None = None,
@@ -288,39 +278,29 @@ class PromptSource(Actor):
             position=numbered.position,
             oldest_start=oldest_start,
             overlong=numbered.overlong,
-            rested=self._pass_rates.num_rested,
             can_be_answered=can_be_answered,
             asked=asked,
             time=time.time(),
-            row=row,
         )
         self._link.reports.put_nowait(report)
 
     async def _read(self, count: int) -> list[_Numbered]:
-        """Return the next ``count`` rows that are short enough and do not rest, numbered; fewer if the data ends."""
+        """Return the next ``count`` rows that are short enough, numbered; fewer if the data ends."""
         first, position, overlong = self._next, self._position, self._overlong
-        rates = self._pass_rates
-        while not self._link.answered.empty():
-            answered = self._link.answered.get_nowait()
-            rates.see(answered.row, epoch=answered.epoch, rewards=answered.rewards)
 
-        def read() -> tuple[list[_Numbered], int, int, int]:
+        def read() -> tuple[list[_Numbered], int, int]:
             rows: list[_Numbered] = []
-            place, skipped, rested, in_a_row = position, overlong, 0, 0
+            place, skipped = position, overlong
             while len(rows) < count and (row := self._rows.at(place)) is not None:
                 if len(row.tokens) == 0:
                     skipped += 1
-                elif in_a_row < len(rates.newest) and rates.rests(row.key, epoch=row.epoch):
-                    rested, in_a_row = rested + 1, in_a_row + 1  # if all rows rest, use one after a full pass
                 else:
-                    in_a_row = 0
                     group_id = first + len(rows)
                     rows.append(_Numbered(group_id=group_id, position=place, overlong=skipped, row=row))
                 place += 1
-            return rows, place, skipped, rested
+            return rows, place, skipped
 
-        rows, self._position, self._overlong, rested = await asyncio.to_thread(read)
-        rates.num_rested += rested
+        rows, self._position, self._overlong = await asyncio.to_thread(read)
         self._next += len(rows)
         return rows
 

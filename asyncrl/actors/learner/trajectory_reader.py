@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.overdue_prompts import OverduePrompts
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
-from asyncrl.actors.learner.prompt_link import Answered, Exhausted, PromptLink, PromptReport, Published, Reconciled
+from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, PromptReport, Published, Reconciled
 from asyncrl.actors.learner.validator import Checked, Rescore, Validator, Verdict
 from asyncrl.bus.port import Bus, LogMark, Record
 from asyncrl.errors import FilterError, HopelessError
@@ -183,10 +183,8 @@ class TrajectoryReader:
                     position=report.position,
                     oldest_start=report.oldest_start,
                     overlong=report.overlong,
-                    rested=report.rested,
                     asked=report.asked,
                     time=report.time,
-                    row=report.row,
                 )
                 if not report.can_be_answered:
                     error = "a log entry with its key was published before its prompt"
@@ -196,7 +194,7 @@ class TrajectoryReader:
             case Reconciled():
                 self._reconciled.set()
             case Exhausted():
-                self._table.exhaust(position=report.position, overlong=report.overlong, rested=report.rested)
+                self._table.exhaust(position=report.position, overlong=report.overlong)
                 self._changed.set()
 
     async def _add(self, record: Record[TrajectoryGroup]) -> None:
@@ -224,14 +222,7 @@ class TrajectoryReader:
                 log.warning("group %d failed on %s: %s", group.group_id, worker, error, extra={REASON: error})
             await self._failed(arrival.outcome, worker=group.worker, error=group.error)
         elif arrival.became == "buffered" and group is not None:
-            self._tell_of_row(group)
             await self._buffered(group)
-
-    def _tell_of_row(self, group: TrajectoryGroup) -> None:
-        """Report a group's rewards to the prompt source, which decides which rows rest."""
-        row = self._table.buffered[group.group_id].prompt.row
-        if self._table.pass_rates.is_on and row is not None:
-            self._link.answered.put_nowait(Answered(row=row, epoch=group.epoch, rewards=group.rewards))
 
     def _check(self, record: Record[TrajectoryGroup]) -> Checked:
         """Return what to do with a record. For a group that is not outstanding, only the key is used, so no worker is

@@ -55,7 +55,6 @@ from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups import saved_table
-from asyncrl.policies.groups.pass_rates import PassRates
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.admission import Admission
@@ -149,10 +148,7 @@ def assemble_learner(
     history.begin(
         step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run), data=ports.data
     )
-    table = saved_table.restore(
-        state,
-        pass_rates=_pass_rates(run),
-    )
+    table = saved_table.restore(state)
     link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
     disk = Disk(waits)
     progress = ProgressReporter(bus, name="learner", table=table, history=history, disk=disk, samples=ports.samples)
@@ -231,14 +227,7 @@ def _prompts(run: RunConfig, ports: LearnerPorts, *, bus: Bus, state: LearnerSta
         link=link,
         tickets=ports.tickets,
         are_sampled=_are_sampled(run),
-        pass_rates=_pass_rates(run, state),
     )
-
-
-def _pass_rates(run: RunConfig, state: LearnerState | None = None) -> PassRates:
-    rates = PassRates(**dataclasses.asdict(run.curriculum))
-    rates.resume(state.pass_rates if state is not None else {})
-    return rates
 
 
 def _evaluator(

@@ -111,7 +111,6 @@ def check_before_torch(run: RunConfig) -> None:
             'algorithm.filters: "dynamic_sampling" passes over groups of equal rewards, which one of one always is; '
             "remove it or use rollout.group_size = 2 or more"
         )
-    _check_curriculum(run)
 
 
 def _check_settings(run: RunConfig) -> None:
@@ -135,13 +134,6 @@ def _check_settings(run: RunConfig) -> None:
     launcher_class(run).check(run)
     _check_filters(run)
     _check_sinks(run)
-
-
-def _check_curriculum(run: RunConfig) -> None:
-    if run.curriculum.is_on and run.data.source:
-        raise ConfigError("curriculum: data.source has no passes over the data in which a row could rest; remove it")
-    if run.curriculum.is_on and not rollout_functions.traits(run.rollout.function).samples:
-        raise ConfigError(f'curriculum: rollout.function = "{run.rollout.function}" samples nothing; remove it')
 
 
 def _check_sinks(run: RunConfig) -> None:

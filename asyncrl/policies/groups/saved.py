@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from asyncrl.policies.groups.pass_rates import state_problem
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptState:
@@ -32,7 +30,6 @@ class LearnerState:
 
     groups, consumed  ids of done groups, and sequences of done log records, as ``Ledger.as_json``
     history           length of history.jsonl in bytes
-    pass_rates        as ``PassRates.state``
     log               identity of the trajectory log, and sequence and time of the last record read; {} in old states
     """
 
@@ -50,7 +47,6 @@ class LearnerState:
     forks: dict[int, int] = field(default_factory=dict)
     history: int = 0
     log: dict[str, Any] = field(default_factory=dict)
-    pass_rates: dict[str, Any] = field(default_factory=dict)
 
     def problem(self) -> str:
         """Return why no table can have saved this, in words; empty if the numbers are consistent (G2 of table.py)."""
@@ -71,9 +67,7 @@ class LearnerState:
         log = {"identity": "", "sequence": 0, "stored": 0, **self.log}
         if len(log) > 3 or not isinstance(log["identity"], str) or not all(map(_is_count, list(log.values())[1:])):
             return f"log is {self.log}"
-        return (
-            state_problem(self.pass_rates) or _problem_of_ledger("consumed", self.consumed) or self._problem_of_groups()
-        )
+        return _problem_of_ledger("consumed", self.consumed) or self._problem_of_groups()
 
     def _problem_of_groups(self) -> str:
         if problem := _problem_of_ledger("groups", self.groups):

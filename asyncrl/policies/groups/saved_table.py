@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from asyncrl.policies.groups.ledger import Ledger
-from asyncrl.policies.groups.pass_rates import PassRates
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.groups.states import Fate, PublishedPrompt
 from asyncrl.policies.groups.table import GroupTable
@@ -33,15 +32,12 @@ def save(table: GroupTable, *, groups_per_batch: int, history: int) -> LearnerSt
         groups_per_batch=groups_per_batch,
         forks=dict(table.forks),
         history=history,
-        pass_rates=table.pass_rates.state(),
         log={"identity": table.log, "sequence": table.last_read[0], "stored": table.last_read[1]},
     )
 
 
-def restore(state: LearnerState, *, pass_rates: PassRates | None = None) -> GroupTable:
-    """Return the table of a checkpoint.  pass_rates: as the run file defines them before any step"""
-    pass_rates = pass_rates or PassRates()
-    pass_rates.resume(state.pass_rates)
+def restore(state: LearnerState) -> GroupTable:
+    """Return the table of a checkpoint."""
     starts = state.prompts.oldest_start
     counts: dict[Fate, int] = {
         "trained": state.groups_trained,
@@ -51,7 +47,6 @@ def restore(state: LearnerState, *, pass_rates: PassRates | None = None) -> Grou
     }
     consumed = Ledger.from_json(state.consumed)
     return GroupTable(
-        pass_rates=pass_rates,
         incarnation=state.incarnation,
         step=state.step,
         batches_taken=state.step,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from asyncrl.messages import TrajectoryGroup
-from asyncrl.policies.groups.pass_rates import RowKey
 from asyncrl.policies.trust.validation import Asked
 
 Fate = Literal["trained", "dropped", "failed", "filtered"]
@@ -22,7 +21,6 @@ class PublishedPrompt:
     position      row of the endless shuffled data
     oldest_start  oldest policy version that may sample it; None if unknown, because a lost history published it
     asked         what the prompt asks for; None if an earlier incarnation published it
-    row           key of the row in the data; None if an earlier incarnation published it
     published     Unix seconds when this incarnation published it; 0 if an earlier one did
     """
 
@@ -30,7 +28,6 @@ class PublishedPrompt:
     oldest_start: int | None = None
     asked: Asked | None = None
     published: float = 0.0
-    row: RowKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.groups.ledger import Ledger
-from asyncrl.policies.groups.pass_rates import PassRates, RowKey
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.states import FATES, Arrival, BufferedGroup, Fate, Outcome, PublishedPrompt
 from asyncrl.policies.staleness.staleness import newest_version, oldest_version
@@ -46,7 +45,6 @@ class GroupTable:
     next_group_id   ids below it were published
     position        rows of the data read
     overlong        overlong rows among them
-    pass_rates      pass rates of the rows, for checkpoints and metrics; the prompt source keeps its own copy
     failed_in_a_row  groups that failed since the last one that was buffered
     problem         why the newest of these failed
     """
@@ -70,7 +68,6 @@ class GroupTable:
     training: dict[int, BufferedGroup] = field(default_factory=dict)
     counts: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
     counts_before_step: dict[Fate, int] = field(default_factory=dict)
-    pass_rates: PassRates = field(default_factory=PassRates)
     failed_in_a_row: int = 0
     problem: str = ""
     generated_lengths: list[int] = field(default_factory=list)
@@ -85,13 +82,11 @@ class GroupTable:
         position: int,
         oldest_start: int | None = None,
         overlong: int = 0,
-        rested: int = 0,
         asked: Asked | None = None,
         time: float = 0.0,
-        row: RowKey | None = None,
     ) -> None:
         """A prompt is about to be published, or again after the bus lost it. Raises ValueError for an id too high."""
-        prompt = PublishedPrompt(position=position, oldest_start=oldest_start, asked=asked, published=time, row=row)
+        prompt = PublishedPrompt(position=position, oldest_start=oldest_start, asked=asked, published=time)
         if group_id in self.outstanding:
             self.outstanding[group_id] = prompt
         elif group_id == self.next_group_id:
@@ -99,14 +94,12 @@ class GroupTable:
             self.next_group_id = group_id + 1
             self.position = position + 1
             self.overlong = max(self.overlong, overlong)
-            self.pass_rates.num_rested = max(self.pass_rates.num_rested, rested)
         elif group_id > self.next_group_id:
             raise ValueError(f"group {group_id} is published before group {self.next_group_id}")
 
-    def exhaust(self, *, position: int, overlong: int, rested: int = 0) -> None:
+    def exhaust(self, *, position: int, overlong: int) -> None:
         """The data has ended: no more groups will be published."""
         self.position, self.overlong, self.is_exhausted = position, overlong, True
-        self.pass_rates.num_rested = max(self.pass_rates.num_rested, rested)
 
     # -- events: the trajectory log ------------------------------------------------------------------------------------
 
@@ -176,7 +169,6 @@ class GroupTable:
             num_tokens=sum(len(t.tokens) for t in group.trajectories),
             arrived=now,
         )
-        self.pass_rates.see(prompt.row, epoch=group.epoch, rewards=group.rewards)
         self.generated_lengths += _lengths(group)
         self.failed_in_a_row, self.problem = 0, ""
         return Arrival(became="buffered")

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.actors.learner import batcher
+from asyncrl.errors import HopelessError
 from asyncrl.messages.topics import PROMPTS
 from asyncrl.state.checkpoint import latest
 from tests.harness.desk import Desk, counting, ids, with_advantage
@@ -169,7 +170,7 @@ async def test_a_drain_leaves_what_was_prepared_ahead_for_the_next_life(bus_fact
     assert again.trained_groups == 6
 
 
-async def test_a_batch_that_cannot_be_prepared_ends_the_learner(bus_factory: Any, tmp_path: Path) -> None:
+async def test_batches_that_cannot_be_prepared_end_the_learner(bus_factory: Any, tmp_path: Path) -> None:
     calls = []
 
     def function(group: NDArray[np.int64], sequence: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -180,7 +181,7 @@ async def test_a_batch_that_cannot_be_prepared_ends_the_learner(bus_factory: Any
 
     loop = Loop(await bus_factory(), tmp_path, algorithm=with_advantage(function))
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
-    with pytest.raises(ArithmeticError, match="batch 2"):
+    with pytest.raises(HopelessError, match="batch 2"):
         await loop.run_learner()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

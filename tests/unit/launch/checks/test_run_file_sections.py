@@ -190,16 +190,6 @@ def test_a_mistake_about_adapters_and_precision_is_refused_in_one_line(
         (["data.conversation_key=talk", "data.chat_template=true"], 'is for rollout.function = "given"'),
         (["reward.rows={a='exact'}"], "no column says which; set data.reward_key"),
         (["data.reward_key=rm", "reward.rows={a='no_such:f'}"], "reward.rows: cannot import 'no_such'"),
-        (["curriculum.low=0.5", "curriculum.high=0.2"], r"0 <= low <= high <= 1 must hold, got 0.5 and 0.2"),
-        (["curriculum.high=0.9", "curriculum.rest=0"], "curriculum: rest must be >= 1, got 0"),
-        (
-            ["curriculum.high=0.9", "rollout.function=given", "data.response_key=label", *SFT],
-            'curriculum: rollout.function = "given" samples nothing; remove it',
-        ),
-        (
-            ["curriculum.low=0.1", "data.source=asyncrl.data.numbered:Tasks", "data.options={count=9}", "data.path=''"],
-            "curriculum: data.source has no passes over the data",
-        ),
         (["reward.kind=parts"], r'reward.kind: "parts" needs parts, such as \[reward.parts.right\]'),
         (
             ["reward.kind=parts", "reward.parts.a.kind=none"],
