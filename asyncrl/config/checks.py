@@ -28,7 +28,7 @@ def positive(section: Any, *names: str) -> None:
         require(getattr(section, name) > 0, f"{name} must be > 0, got {getattr(section, name)}")
 
 
-def compiled(pattern: str, name: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str, name: str) -> re.Pattern[str]:
     """Compile the regular expression in the key ``name``. Raises ConfigError."""
     try:
         return re.compile(pattern)

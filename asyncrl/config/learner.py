@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.checks import MOST_THREADS, compiled, positive, require
+from asyncrl.config.checks import MOST_THREADS, compile_pattern, positive, require
 from asyncrl.config.layout import Layout
 
 
@@ -138,7 +138,7 @@ class LearnerSection:
         for key in ("freeze", "train_only"):
             for pattern in getattr(self, key):
                 require(bool(pattern), f"{key} holds an empty pattern, which is in every name")
-                compiled(pattern, key)
+                compile_pattern(pattern, key)
         require(
             self.groups_per_batch % self.steps_per_batch == 0,
             f"groups_per_batch must be a multiple of steps_per_batch ({self.steps_per_batch}), got "

@@ -28,7 +28,7 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
     except SystemExit as error:
         raise ConfigError(f"{where}: cannot import {module_name!r}: it exits (sys.exit({error.code!r}))") from error
     except Exception as error:  # a user's module may raise anything on import
-        raise ConfigError(f"{where}: importing {module_name!r} raised {described(error)}") from error
+        raise ConfigError(f"{where}: importing {module_name!r} raised {describe(error)}") from error
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -64,11 +64,11 @@ def make(kind: Callable[..., Any], *arguments: Any, where: str, name: str) -> An
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # a user's constructor may raise anything
-        raise ConfigError(f"{where}: making {name!r} raised {described(error)}") from error
+        raise ConfigError(f"{where}: making {name!r} raised {describe(error)}") from error
 
 
 @contextlib.contextmanager
-def exits_contained() -> Iterator[None]:
+def contain_exits() -> Iterator[None]:
     """Context for a user's function that turns its exits into UserExit, an ordinary error.
 
     Exits are ``sys.exit`` and KeyboardInterrupt. Otherwise the exit of a task would end the event loop and the process.
@@ -95,12 +95,12 @@ IS_USERS: Final = contextvars.ContextVar("is_users", default=False)
 """Whether the current code is a user's. A task inherits the context of its creator."""
 
 
-def raised(error: BaseException) -> str:
+def describe_raised(error: BaseException) -> str:
     """Type and text of an error that a user's function raised."""
     return str(error) if isinstance(error, UserExit) else f"{type(error).__name__}: {error}"
 
 
-def described(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """The error in one line."""
     text = first_line(error)
     if isinstance(error, UserExit):

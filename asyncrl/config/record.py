@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from asyncrl.config import RunConfig, run_file
 from asyncrl.config.addresses import without_secrets
-from asyncrl.config.secret_values import hidden
+from asyncrl.config.secret_values import hide_secrets
 
 _LEFT_OUT: Final = ("reward", "engine", "metrics", "weights", "launcher")
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
@@ -33,7 +33,7 @@ def as_table(run: RunConfig) -> dict[str, Any]:
         if name not in _LEFT_OUT and (section := getattr(run, name)) is not None:
             table[name] = json.loads(json.dumps(dataclasses.asdict(section)))
             if "options" in table[name]:
-                table[name]["options"] = hidden(table[name]["options"])
+                table[name]["options"] = hide_secrets(table[name]["options"])
     for name in _WITH_PATH:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
@@ -50,7 +50,7 @@ def as_table(run: RunConfig) -> dict[str, Any]:
 
 
 def _dataset(table: dict[str, Any]) -> dict[str, Any]:
-    reward = {"reward": hidden(table["reward"])} if table["reward"] is not None else {}
+    reward = {"reward": hide_secrets(table["reward"])} if table["reward"] is not None else {}
     kept = {key: value for key, value in table.items() if key != "reward"}
     return kept | reward | {"path": str(Path(table["path"]).absolute())}
 

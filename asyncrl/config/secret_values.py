@@ -28,7 +28,7 @@ _ADDRESS: Final = re.compile(r"(?<=://)[^/\s]*@")
 _QUERY: Final = re.compile(r"(?<=[?&])([^=&#\s]+)=[^&#\s]*")
 
 
-def shown(settings: Any) -> dict[str, dict[str, Any]]:
+def settings_without_secrets(settings: Any) -> dict[str, dict[str, Any]]:
     """Return every section of a RunConfig as JSON values with secrets hidden. Absent sections are left out."""
     table = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     return {
@@ -38,23 +38,23 @@ def shown(settings: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def hidden(value: Any, *, key: str = "") -> Any:
+def hide_secrets(value: Any, *, key: str = "") -> Any:
     """Return a copy of an option's value without its secrets; equal to ``value`` if it has none."""
     words = _words(key)
     if isinstance(value, Mapping):
         below = {name: f"{key} {name}" if words & (_OF_TEXT | _OF_ANYTHING) else str(name) for name in value}
-        return {name: hidden(one, key=below[name]) for name, one in value.items()}
+        return {name: hide_secrets(one, key=below[name]) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [hidden(one, key=key) for one in value]
+        return [hide_secrets(one, key=key) for one in value]
     is_text = isinstance(value, str)
     if value in ("", None) or isinstance(value, bool):
         return value
     if words & _OF_ANYTHING or (is_text and words & _OF_TEXT):
         return HIDDEN
-    return address_hidden(value) if is_text else value
+    return hide_credentials(value) if is_text else value
 
 
-def address_hidden(text: str) -> str:
+def hide_credentials(text: str) -> str:
     """Remove the credentials from addresses in a text."""
     if "://" not in text:
         return text
@@ -67,14 +67,14 @@ def address_hidden(text: str) -> str:
 
 def _own_shown(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return hidden(value)
+        return hide_secrets(value)
     if isinstance(value, list):  # tables with asyncrl's own keys
         return [_table_shown(one) if isinstance(one, Mapping) else _own_shown(key, one) for one in value]
     if key in _OWN and value:
         return HIDDEN
     if key in _SERVERS:
         return without_secrets(value)
-    return address_hidden(value) if isinstance(value, str) else value
+    return hide_credentials(value) if isinstance(value, str) else value
 
 
 def _table_shown(table: Mapping[str, Any]) -> dict[str, Any]:

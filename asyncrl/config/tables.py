@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import date, time
 from typing import Any, Final, Literal, TypeVar
 
-from asyncrl.config.secret_values import HIDDEN, hidden
+from asyncrl.config.secret_values import HIDDEN, hide_secrets
 from asyncrl.errors import ConfigError
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ def _typed(condition: bool, where: str, key: str, expected: str, value: Any, *, 
     """``is_number``: the key takes numbers, so it holds no secret, whatever it is called ("stop_token_ids")"""
     if not condition:
         # Compared as text, because nan is not equal to itself.
-        without = repr(hidden(value, key="" if is_number else key))
+        without = repr(hide_secrets(value, key="" if is_number else key))
         is_secret = key in ("token", "url", "address") or without != repr(value)
         shown = HIDDEN if is_secret else repr(value)
         raise ConfigError(f"{where}: {key} must be {expected}, got {shown}")

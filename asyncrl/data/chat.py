@@ -73,9 +73,7 @@ class ChatTemplate:
                 plain, tokenize=False, add_generation_prompt=asks, **more, **self._options
             )
         except Exception as error:  # the template is the model's code
-            raise ConfigError(
-                f"{where}: the chat template refuses these messages: {plugins.described(error)}"
-            ) from None
+            raise ConfigError(f"{where}: the chat template refuses these messages: {plugins.describe(error)}") from None
         return str(made)
 
     def conversation(

@@ -137,7 +137,7 @@ class SavedRows:
         try:
             self._rows = datasets.load_from_disk(str(path))
         except Exception as error:  # datasets raises many types for a damaged folder
-            raise ConfigError(f"{path}: datasets cannot read it: {plugins.described(error)}") from None
+            raise ConfigError(f"{path}: datasets cannot read it: {plugins.describe(error)}") from None
 
     def __len__(self) -> int:
         return len(self._rows)

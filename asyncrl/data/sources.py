@@ -174,10 +174,10 @@ class OwnSource:
     def at(self, position: int) -> Found | None:
         where = f"data.source: {self._name!r} at({position})"
         try:
-            with plugins.exits_contained():
+            with plugins.contain_exits():
                 row = self._source.at(position)
         except Exception as error:  # user code may raise anything
-            raise ConfigError(f"{where} raised {plugins.raised(error)}") from error
+            raise ConfigError(f"{where} raised {plugins.describe_raised(error)}") from error
         if row is None:
             return None
         if not isinstance(row, Mapping):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import SamplingParams, VersionSpan, replace
-from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, joined, last
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, join, keep_last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,8 @@ class Generation:
                 replace(span, start=start) for start, span in spans.items() if start < len(self.tokens) - count
             ),
             finish_reason=self.finish_reason,
-            experts=last(self.experts, len(self.tokens) - count + 1),  # the token before was routed after its sampling
+            # The token before these was routed after it was sampled.
+            experts=keep_last(self.experts, len(self.tokens) - count + 1),
         )
 
     def then(self, rest: Generation) -> Generation:
@@ -72,7 +73,7 @@ class Generation:
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),
             version_spans=tuple(spans),
             finish_reason=rest.finish_reason,
-            experts=joined(self.experts, rest.experts, len(rest.tokens)),
+            experts=join(self.experts, rest.experts, len(rest.tokens)),
         )
 
     def left_of(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
 from asyncrl.messages import Trajectory, TurnReward, VersionSpan, replace
-from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, joined, last, unrouted_rows
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, join, keep_last, unrouted_rows
 
 
 class TrajectoryBuilder:
@@ -123,8 +123,8 @@ class TrajectoryBuilder:
         If ``generate`` was called with another context, keep only the experts of the answer's own tokens.
         """
         rows = len(self._tokens) + len(answer.tokens)
-        told = last(answer.experts, len(answer.tokens) if len(answer.experts) != rows else rows)
-        found = joined(self._experts, told, len(answer.tokens))
+        told = keep_last(answer.experts, len(answer.tokens) if len(answer.experts) != rows else rows)
+        found = join(self._experts, told, len(answer.tokens))
         return np.concatenate([unrouted_rows(rows - len(found), like=found), found]) if len(found) else found
 
     def _append(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], *, is_sampled: bool) -> None:

@@ -151,7 +151,7 @@ def _part(part: parts.Part) -> Part:
 def _sections(run_config: RunConfig) -> list[str]:
     """Return the run file as TOML lines with every default filled in, secrets left out."""
     lines = []
-    for name, section in secret_values.shown(run_config).items():
+    for name, section in secret_values.settings_without_secrets(run_config).items():
         lines += [f"[{name}]", *(f"{key} = {toml_text(value)}" for key, value in section.items()), ""]
     return lines
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.checks import MOST_WORKERS
-from asyncrl.messages.validation import counts, require, times
+from asyncrl.messages.validation import check_counts, check_seconds, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class WeightVersion:
     fork: int = 0
 
     def __post_init__(self) -> None:
-        counts(self, "incarnation", "policy_version", "num_bytes", "num_engines", "fork")
+        check_counts(self, "incarnation", "policy_version", "num_bytes", "num_engines", "fork")
         require("\0" not in self.uri, "uri is not a path")
 
     @property
@@ -62,8 +62,8 @@ class Progress:
     finished: bool = False
 
     def __post_init__(self) -> None:
-        counts(self, "incarnation", "step", "policy_version", "batches_taken", "groups_trained")
-        counts(self, "groups_dropped", "groups_failed", "groups_filtered")
+        check_counts(self, "incarnation", "step", "policy_version", "batches_taken", "groups_trained")
+        check_counts(self, "groups_dropped", "groups_failed", "groups_filtered")
 
     @property
     def groups_lost(self) -> int:
@@ -91,7 +91,7 @@ class Wait:
     count: int = 1
 
     def __post_init__(self) -> None:
-        times(self, "seconds", "usual", "limit")
+        check_seconds(self, "seconds", "usual", "limit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Event:
     data: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        times(self, "time")
+        check_seconds(self, "time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

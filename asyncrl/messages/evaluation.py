@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.messages.control import WeightVersion
 from asyncrl.messages.rollout import FINISH_REASONS, TrajectoryGroup, VersionSpan
-from asyncrl.messages.validation import counts, require
+from asyncrl.messages.validation import check_counts, require
 
 FIRST_GROUP_ID: Final = 2**52
 MOST_PROMPTS: Final = 2**20
@@ -52,7 +52,7 @@ class Evaluation:
     is_over: bool = False
 
     def __post_init__(self) -> None:
-        counts(self, "number", "num_prompts", "num_held", "after")
+        check_counts(self, "number", "num_prompts", "num_held", "after")
 
     def group_id(self, index: int) -> int:
         """Group id of prompt ``index``, 0 <= index < num_prompts."""
@@ -86,7 +86,7 @@ class Answer:
     vote: str = ""
 
     def __post_init__(self) -> None:
-        counts(self, "length")
+        check_counts(self, "length")
         require(bool(self.version_spans), "an answer has no version_spans")
         require(self.finish_reason in FINISH_REASONS, f"finish_reason {self.finish_reason!r} is unknown")
 
@@ -119,7 +119,7 @@ class EvaluationAnswers:
     label: str = ""
 
     def __post_init__(self) -> None:
-        counts(self, "number", "place")
+        check_counts(self, "number", "place")
         of_evaluation = self.group_id is None or FIRST_GROUP_ID <= self.group_id < 2**53
         require(of_evaluation, f"group {self.group_id} does not belong to an evaluation")
         require(bool(self.answers) != bool(self.error), "an evaluated prompt has either answers or an error")

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, check_experts
-from asyncrl.messages.validation import array, counts, replace, require
+from asyncrl.messages.validation import check_array, check_counts, replace, require
 
 FINISH_REASONS: Final = ("stop", "length", "abort")
 
@@ -158,9 +158,9 @@ class PromptGroup:
     recorded_place: int = -1
 
     def __post_init__(self) -> None:
-        array(self, "prompt_tokens", np.int32)
-        array(self, "response_tokens", np.int32)
-        array(self, "response_mask", np.bool_)
+        check_array(self, "prompt_tokens", np.int32)
+        check_array(self, "response_tokens", np.int32)
+        check_array(self, "response_mask", np.bool_)
         require(
             len(self.response_mask) in (0, len(self.response_tokens)),
             f"response_mask has {len(self.response_mask)} of {len(self.response_tokens)} tokens",
@@ -169,7 +169,7 @@ class PromptGroup:
         require(
             1 <= self.group_size <= _MAX_GROUP, f"group_size must be >= 1 and <= {_MAX_GROUP}, got {self.group_size}"
         )
-        counts(self, "group_id", "epoch", "min_policy_version", "incarnation")
+        check_counts(self, "group_id", "epoch", "min_policy_version", "incarnation")
         require(
             bool(re.fullmatch("([0-9a-f]{32})?", self.ticket)), f"ticket must be 32 digits, got {self.ticket[:40]!r}"
         )
@@ -187,7 +187,7 @@ class VersionSpan:
     policy_version: int
 
     def __post_init__(self) -> None:
-        counts(self, "start", "incarnation", "policy_version")
+        check_counts(self, "start", "incarnation", "policy_version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -198,7 +198,7 @@ class TurnReward:
     reward: float
 
     def __post_init__(self) -> None:
-        counts(self, "start")
+        check_counts(self, "start")
         require(math.isfinite(self.reward), f"the reward of a turn is {self.reward}")
 
 
@@ -238,10 +238,10 @@ class Trajectory:
     turn_rewards: tuple[TurnReward, ...] = ()
 
     def __post_init__(self) -> None:
-        array(self, "tokens", np.int32)
-        array(self, "prompt_tokens", np.int32)
-        array(self, "response_mask", np.bool_)
-        array(self, "behavior_logprobs", np.float32)
+        check_array(self, "tokens", np.int32)
+        check_array(self, "prompt_tokens", np.int32)
+        check_array(self, "response_mask", np.bool_)
+        check_array(self, "behavior_logprobs", np.float32)
         length = len(self.tokens)
         require(length > 0, "a trajectory has no tokens")
         require(len(self.response_mask) == length, f"response_mask has {len(self.response_mask)} of {length} tokens")
@@ -300,8 +300,8 @@ class TrajectoryGroup:
     reward_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        array(self, "prompt_tokens", np.int32)
-        counts(self, "group_id", "epoch", "cancelled", "failed_samples", "extra_samples")
+        check_array(self, "prompt_tokens", np.int32)
+        check_counts(self, "group_id", "epoch", "cancelled", "failed_samples", "extra_samples")
         require(
             self.failed_samples <= self.cancelled,
             f"failed_samples is {self.failed_samples}, of {self.cancelled} rollouts that are missing",
@@ -389,8 +389,8 @@ class CallSegment:
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
 
     def __post_init__(self) -> None:
-        array(self, "tokens", np.int32)
-        array(self, "behavior_logprobs", np.float32)
+        check_array(self, "tokens", np.int32)
+        check_array(self, "behavior_logprobs", np.float32)
         for name in ("index", "call", "start"):
             require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
         require(self.finish_reason in ("", *FINISH_REASONS), f"finish_reason {self.finish_reason!r} is unknown")

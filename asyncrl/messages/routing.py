@@ -38,7 +38,7 @@ def unrouted_rows(count: int, *, like: NDArray[Any]) -> NDArray[Any]:
     return np.full((count, *like.shape[1:]), unrouted(like), like.dtype)
 
 
-def joined(before: NDArray[Any], rest: NDArray[Any], num_tokens: int) -> NDArray[Any]:
+def join(before: NDArray[Any], rest: NDArray[Any], num_tokens: int) -> NDArray[Any]:
     """Join the experts of a text and of its continuation.
 
     before      experts of the last tokens of the text
@@ -64,7 +64,7 @@ def joined(before: NDArray[Any], rest: NDArray[Any], num_tokens: int) -> NDArray
     return np.where(known[..., :1] != unrouted(known), known, told)
 
 
-def last(experts: NDArray[Any], count: int) -> NDArray[Any]:
+def keep_last(experts: NDArray[Any], count: int) -> NDArray[Any]:
     """Return the experts of the last ``count`` tokens, or of fewer if there are fewer."""
     return experts[max(0, len(experts) - count) :]
 

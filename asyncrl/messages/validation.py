@@ -34,7 +34,7 @@ def name_problem(name: str) -> str:
     return "" if name.isprintable() else f"a worker's name must be printable, got {name[:40]!r}"
 
 
-def counts(message: Any, *names: str) -> None:
+def check_counts(message: Any, *names: str) -> None:
     """Check that the fields are in 0 <= n < 2^53, so that their sums stay exact."""
     for name in names:
         value = getattr(message, name)
@@ -42,7 +42,7 @@ def counts(message: Any, *names: str) -> None:
             raise MessageError(f"{name} must be >= 0 and < 2^53, got {value}")
 
 
-def times(message: Any, *names: str) -> None:
+def check_seconds(message: Any, *names: str) -> None:
     """Check that the fields are plausible seconds: not NaN, and small enough that results stay finite."""
     for name in names:
         value = getattr(message, name)
@@ -55,7 +55,7 @@ def require(condition: bool, problem: str) -> None:
         raise MessageError(problem)
 
 
-def array(message: Any, name: str, dtype: Any) -> None:
+def check_array(message: Any, name: str, dtype: Any) -> None:
     """Check that the field is a one-dimensional array of ``dtype``. A list is converted, for readable tests."""
     value = getattr(message, name)
     if not isinstance(value, np.ndarray):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from asyncrl.messages.validation import counts, require
+from asyncrl.messages.validation import check_counts, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class TransferOffer:
     problem: str = ""
 
     def __post_init__(self) -> None:
-        counts(self, "incarnation", "policy_version")
+        check_counts(self, "incarnation", "policy_version")
 
     @property
     def order(self) -> tuple[int, int]:

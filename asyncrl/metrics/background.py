@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from asyncrl.errors import disk_problem
-from asyncrl.metrics.ports import ShowsSamples, Sink, TakesAlarms
+from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.sample import GroupSample
 

@@ -20,7 +20,7 @@ from asyncrl.config import RunConfig, plugins, secret_values
 from asyncrl.errors import ConfigError, HopelessError, disk_problem
 from asyncrl.logs import is_at, print_line, put_back
 from asyncrl.metrics.background import BackgroundSink
-from asyncrl.metrics.ports import ShowsSamples, Sink, TakesAlarms
+from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import GroupSample
 
@@ -51,12 +51,14 @@ class OwnSink:
 
     def _call(self, method: str, *arguments: Any) -> None:
         try:
-            with plugins.exits_contained():
+            with plugins.contain_exits():
                 getattr(self._sink, method)(*arguments)
         except Exception as error:  # a user's class may raise anything
             if disk_problem(error) is not None:
                 raise
-            raise HopelessError(f"metrics.sinks: {self._name}.{method} raised {plugins.raised(error)}") from error
+            raise HopelessError(
+                f"metrics.sinks: {self._name}.{method} raised {plugins.describe_raised(error)}"
+            ) from error
 
 
 def _own_class(name: str) -> Any:
@@ -213,7 +215,7 @@ def open_sinks(run: RunConfig, *, resume: bool, step: int = 0) -> list[Sink]:
             project=run.metrics.wandb_project,
             name=run.run.name,
             directory=run.run_directory,
-            config=secret_values.shown(run),
+            config=secret_values.settings_without_secrets(run),
             resume=resume,
         )
         made.append(BackgroundSink(wandb, name="W&B"))

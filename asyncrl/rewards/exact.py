@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from asyncrl.config.checks import compiled
+from asyncrl.config.checks import compile_pattern
 from asyncrl.rewards.port import Sample
 
 
@@ -19,7 +19,7 @@ class Options:
     """Regular expression; its last match in the completion is the answer (the first group, if it has one)."""
 
     def __post_init__(self) -> None:
-        compiled(self.extract, "extract")
+        compile_pattern(self.extract, "extract")
 
 
 class ExactReward:

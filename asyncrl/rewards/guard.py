@@ -83,11 +83,11 @@ class GuardedReward:
         def look(completions: Sequence[str]) -> None:
             for completion in completions:
                 try:
-                    with plugins.exits_contained():
+                    with plugins.contain_exits():
                         found.append(str(vote(completion)))
                 except Exception as error:  # an error of a user's function must not crash the worker
                     found.append("")
-                    problems.append(f"vote() raised {plugins.described(error)}")
+                    problems.append(f"vote() raised {plugins.describe(error)}")
 
         try:
             async with asyncio.timeout(self._timeout_seconds), self._threads:
@@ -153,13 +153,13 @@ class GuardedReward:
 
     async def _call(self, argument: Any) -> Any:
         if self._is_async:
-            with plugins.exits_contained():
+            with plugins.contain_exits():
                 return await self._function(argument)
         async with self._threads:
             result = await in_thread(self._function, argument)
         if not inspect.isawaitable(result):
             return result
-        with plugins.exits_contained():
+        with plugins.contain_exits():
             return await result
 
     def _reward(self, value: Any) -> Reward:
@@ -190,7 +190,7 @@ class GuardedReward:
     def _failed(self, error: Exception) -> RewardError:
         if isinstance(error, RewardError):
             return error
-        return RewardError(f"reward {self._name}: raised {plugins.described(error)}")
+        return RewardError(f"reward {self._name}: raised {plugins.describe(error)}")
 
 
 def _as_reward(value: Any) -> Reward:
@@ -243,7 +243,7 @@ async def in_thread(function: Callable[..., Any], argument: Any) -> Any:
     if isinstance(problem, Exception):
         raise problem
     if problem is not None:
-        raise plugins.UserExit(plugins.raised(problem))
+        raise plugins.UserExit(plugins.describe_raised(problem))
     return value
 
 

@@ -25,8 +25,8 @@ from typing import Any, Final
 
 import aiohttp
 
-from asyncrl.config.checks import compiled
-from asyncrl.config.secret_values import address_hidden
+from asyncrl.config.checks import compile_pattern
+from asyncrl.config.secret_values import hide_credentials
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.answers import after_thinking
 from asyncrl.rewards.port import Reward, Sample
@@ -87,7 +87,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"url must start with http:// or https://, got {address_hidden(self.url)!r}")
+            raise ConfigError(f"url must start with http:// or https://, got {hide_credentials(self.url)!r}")
         if self.highest <= self.lowest:
             raise ConfigError(f"highest must be above lowest, got {self.highest:g} and {self.lowest:g}")
         for name in ("retries", "backoff_seconds", "temperature", "max_requests", "max_total_tokens", "cache"):
@@ -109,7 +109,7 @@ class Options:
             )
         if "answer" not in named:
             raise ConfigError("template: {answer} is missing, so every answer would get the same grade")
-        if compiled(self.pattern, "pattern").groups < 1:
+        if compile_pattern(self.pattern, "pattern").groups < 1:
             raise ConfigError(f"pattern: {self.pattern!r} has no group for the grade")
 
 
@@ -247,7 +247,7 @@ class JudgeReward:
         return grade if self._options.lowest <= grade <= self._options.highest else None
 
     def _error(self, problem: str) -> RewardError:
-        return RewardError(f"reward llm_judge: {address_hidden(self._options.url)}: {problem}")
+        return RewardError(f"reward llm_judge: {hide_credentials(self._options.url)}: {problem}")
 
 
 class Busy(Exception):

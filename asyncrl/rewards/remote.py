@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from asyncrl.config.secret_values import address_hidden
+from asyncrl.config.secret_values import hide_credentials
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.port import Sample
 
@@ -33,7 +33,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"url must start with http:// or https://, got {address_hidden(self.url)!r}")
+            raise ConfigError(f"url must start with http:// or https://, got {hide_credentials(self.url)!r}")
         if self.retries < 0 or self.backoff_seconds < 0 or self.request_timeout_seconds <= 0:
             raise ConfigError("retries and backoff_seconds must be >= 0, request_timeout_seconds > 0")
 
@@ -81,7 +81,7 @@ class RemoteReward:
 
     def _error(self, problem: str, *, tries: int) -> RewardError:
         after = f" after {tries} tries" if tries > 1 else ""
-        return RewardError(f"reward remote: {address_hidden(self._options.url)}{after}: {problem}")
+        return RewardError(f"reward remote: {hide_credentials(self._options.url)}{after}: {problem}")
 
 
 class ServerBusy(Exception):

@@ -55,7 +55,7 @@ class GroupFilters:
             try:
                 is_kept = ask(function, group)
             except Exception as error:  # user code may raise anything
-                problem = f"algorithm.filters: {name} raised {plugins.raised(error)}"
+                problem = f"algorithm.filters: {name} raised {plugins.describe_raised(error)}"
                 self._raised += 1
                 if self._raised >= self._max_raised:
                     raise HopelessError(
@@ -92,7 +92,7 @@ class GroupFilters:
 
 def ask(function: GroupFilter, group: TrajectoryGroup) -> bool:
     """Return the filter's decision. Raises TypeError unless it is True or False, and any error of ``function``."""
-    with plugins.exits_contained():
+    with plugins.contain_exits():
         answer: object = function(group)
     if inspect.iscoroutine(answer):
         answer.close()  # otherwise Python warns that it was never awaited

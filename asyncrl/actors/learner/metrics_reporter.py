@@ -18,7 +18,7 @@ from asyncrl.messages import Heartbeat, StepMetrics
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, METRICS, PROMPTS, TRAJECTORIES
 from asyncrl.metrics.alarms import Alarm
 from asyncrl.metrics.background import BackgroundSink
-from asyncrl.metrics.ports import ShowsSamples, Sink, TakesAlarms
+from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.batching.batch import Histogram, Metric, histogram
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable

@@ -275,7 +275,7 @@ class Stage:
     ) -> tuple[Trajectory, ...]:
         try:
             async with session.waiting(on=self._waits_on):
-                with plugins.exits_contained():
+                with plugins.contain_exits():
                     made = await self._rollout(prompt, session, index=index)
             return self._parts(prompt, index, made, num_resumed=session.num_resumed)
         except (EngineError, RolloutError):
@@ -288,7 +288,7 @@ class Stage:
             if session.is_out_of_time:
                 limit = f"rollout.timeout_seconds = {self._sample_seconds:g}"
                 raise RolloutError(f"the rollout function took longer than {limit} for a sample") from error
-            raise RolloutError(f"the rollout function raised {plugins.raised(error)}") from error
+            raise RolloutError(f"the rollout function raised {plugins.describe_raised(error)}") from error
         finally:
             slots.release()
 

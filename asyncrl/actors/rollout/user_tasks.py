@@ -14,7 +14,7 @@ from asyncrl.config import plugins
 
 
 def contain_exits() -> None:
-    """From now on, contain exits of tasks of the running loop that are made inside ``plugins.exits_contained``."""
+    """From now on, contain exits of tasks of the running loop that are made inside ``plugins.contain_exits``."""
     loop = asyncio.get_running_loop()
     made_by = loop.get_task_factory()
     if not isinstance(made_by, _TaskFactory):
@@ -42,11 +42,11 @@ class _Contained(Coroutine[Any, Any, Any]):
         self._inner = inner
 
     def send(self, value: Any) -> Any:
-        with plugins.exits_contained():
+        with plugins.contain_exits():
             return self._inner.send(value)
 
     def throw(self, *error: Any) -> Any:
-        with plugins.exits_contained():
+        with plugins.contain_exits():
             return self._inner.throw(*error)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from asyncrl.config.checks import compiled
+from asyncrl.config.checks import compile_pattern
 from asyncrl.rewards.answers import after_thinking
 from asyncrl.rewards.port import Reward, Sample
 
@@ -32,7 +32,7 @@ class Options:
     without a match gets 0. Empty: the text after </think>, or all of it."""
 
     def __post_init__(self) -> None:
-        compiled(self.extract, "extract")
+        compile_pattern(self.extract, "extract")
 
 
 class F1Reward:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.config.checks import compiled
+from asyncrl.config.checks import compile_pattern
 from asyncrl.rewards.port import Sample
 
 
@@ -20,7 +20,7 @@ class Options:
     matches."""
 
     def __post_init__(self) -> None:
-        compiled(self.pattern, "pattern")
+        compile_pattern(self.pattern, "pattern")
 
 
 class RegexReward:

@@ -24,7 +24,7 @@ from asyncrl.engines.sglang.routed_experts import ExpertShape
 from asyncrl.engines.sglang.stamps import Stamps
 from asyncrl.engines.version_spans import SpanRecorder, Version
 from asyncrl.errors import EngineError, PromptError
-from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, last
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, keep_last
 
 
 class Reply:
@@ -99,7 +99,7 @@ class Reply:
             logprobs=np.array(self._logprobs[begin:], dtype=np.float32),
             version_spans=self._spans.spans(len(self._tokens), begin=begin),
             finish_reason=str(self._finish.get("type")) if self._finish is not None else "",
-            experts=last(self._experts, len(self._tokens) - begin + 1) if begin else self._experts,
+            experts=keep_last(self._experts, len(self._tokens) - begin + 1) if begin else self._experts,
         )
 
     def generation(self) -> Generation:

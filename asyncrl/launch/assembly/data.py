@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.adapters import registry
 from asyncrl.config import RewardSection, RunConfig
-from asyncrl.config.secret_values import hidden
+from asyncrl.config.secret_values import hide_secrets
 from asyncrl.data.model_folder import check_model_at
 from asyncrl.data.prompts import PromptDataset, indexed
 from asyncrl.data.row_check import SAMPLING, RowLimits, RowReward
@@ -85,7 +85,9 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
             limits=_limits_of_set(run, reward),
         )
         parts = {name: dataclasses.asdict(part) for name, part in sorted(reward.parts.items())}
-        judge = repr((reward.kind, sorted(hidden(reward.options).items()), *([hidden(parts)] if parts else [])))
+        judge = repr(
+            (reward.kind, sorted(hide_secrets(reward.options).items()), *([hide_secrets(parts)] if parts else []))
+        )
         sets.append(dataclasses.replace(opened, judge=judge))
     require_metric(run.checkpoint.best, sets)
     require_space(

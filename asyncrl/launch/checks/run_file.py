@@ -262,7 +262,7 @@ def _check_filters(run: RunConfig) -> None:
                 "TrajectoryGroup that returns True to keep it"
             ) from error
         except Exception as error:  # the learner reports it if a real group raises it too
-            log.warning("algorithm.filters: %s raised %s on a made-up group", name, plugins.raised(error))
+            log.warning("algorithm.filters: %s raised %s on a made-up group", name, plugins.describe_raised(error))
 
 
 def check_evaluation(run: RunConfig) -> None:

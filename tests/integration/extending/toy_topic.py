@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.messages.topics import Topic
-from asyncrl.messages.validation import counts
+from asyncrl.messages.validation import check_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class Note:
     text: str
 
     def __post_init__(self) -> None:
-        counts(self, "policy_version")
+        check_counts(self, "policy_version")
 
 
 NOTES = Topic("notes", "log", Note, publishers=("rollout-worker",), readers=("learner",))

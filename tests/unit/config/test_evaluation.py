@@ -116,6 +116,6 @@ def test_secrets_of_a_data_sets_reward_are_in_no_record() -> None:
     judge = {"kind": "remote", "options": {"url": "http://judge", "headers": {"x-api-key": "hush"}}}
     run = run_of({"datasets": [AIME | {"reward": judge}]})
     assert "hush" not in repr(record.as_table(run))
-    assert "hush" not in repr(secret_values.shown(run))
+    assert "hush" not in repr(secret_values.settings_without_secrets(run))
     again = record.from_table(record.as_table(run), where="history")
     assert [one.name for one in again.evaluation.datasets] == ["aime"]

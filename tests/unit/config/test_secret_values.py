@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import tables
-from asyncrl.config.secret_values import HIDDEN, address_hidden, hidden
+from asyncrl.config.secret_values import HIDDEN, hide_credentials, hide_secrets
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.remote import Options
 
@@ -27,7 +27,7 @@ from asyncrl.rewards.remote import Options
     ],
 )
 def test_a_secret_is_hidden_wherever_it_is(options: dict[str, Any]) -> None:
-    assert "x" not in str(hidden(options)).replace("X-", "") and "12345" not in str(hidden(options))
+    assert "x" not in str(hide_secrets(options)).replace("X-", "") and "12345" not in str(hide_secrets(options))
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def test_a_secret_is_hidden_wherever_it_is(options: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_none_is_shown_as_it_is(options: dict[str, Any]) -> None:
-    assert hidden(options) == options
+    assert hide_secrets(options) == options
 
 
 def test_the_rest_of_an_address_is_left() -> None:
     said = "cannot reach https://user:pass@host:1/a?api_key=x&n=1 now"
-    assert address_hidden(said) == f"cannot reach https://host:1/a?api_key={HIDDEN}&n=1 now"
+    assert hide_credentials(said) == f"cannot reach https://host:1/a?api_key={HIDDEN}&n=1 now"
 
 
 def test_a_mistake_in_an_option_is_told_without_its_secret() -> None:

@@ -13,7 +13,7 @@ from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.errors import MessageError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.codec import decode, encode
-from asyncrl.messages.routing import NO_EXPERTS, dtype_for, joined
+from asyncrl.messages.routing import NO_EXPERTS, dtype_for, join
 
 NONE = 255
 PROMPT = np.array([9, 8], np.int32)
@@ -45,12 +45,12 @@ def test_the_type_has_room_for_the_number_that_names_no_expert() -> None:
 def test_a_token_keeps_the_experts_with_which_the_next_one_was_sampled() -> None:
     """Prompt of 2, then 2 tokens, then 2 more from an engine that recomputed all previous tokens with other experts."""
     before, rest = experts(1, 2, 3, NONE), experts(5, 5, 5, 6, 7, NONE)
-    assert numbers(joined(before, rest, 2)) == [1, 2, 3, 6, 7, NONE]
+    assert numbers(join(before, rest, 2)) == [1, 2, 3, 6, 7, NONE]
 
 
 def test_an_engine_that_does_not_tell_leaves_its_tokens_to_the_router() -> None:
-    assert numbers(joined(experts(1, 2, NONE), NO_EXPERTS, 2)) == [1, 2, NONE, NONE, NONE]
-    assert numbers(joined(NO_EXPERTS, experts(1, NONE), 1)) == [1, NONE]
+    assert numbers(join(experts(1, 2, NONE), NO_EXPERTS, 2)) == [1, 2, NONE, NONE, NONE]
+    assert numbers(join(NO_EXPERTS, experts(1, NONE), 1)) == [1, NONE]
 
 
 @pytest.mark.parametrize("cut", range(5))

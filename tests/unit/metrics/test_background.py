@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.metrics import background
 from asyncrl.metrics.background import MOST_WAITING, BackgroundSink
-from asyncrl.metrics.ports import ShowsSamples, TakesAlarms
+from asyncrl.metrics.port import ShowsSamples, TakesAlarms
 
 
 class Slow:

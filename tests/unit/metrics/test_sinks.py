@@ -17,7 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, HopelessError
 from asyncrl.messages.evaluation import FIRST_GROUP_ID
 from asyncrl.metrics import tensorboard as tensorboard_sink
-from asyncrl.metrics.ports import ShowsSamples, TakesAlarms
+from asyncrl.metrics.port import ShowsSamples, TakesAlarms
 from asyncrl.metrics.samples_text import COLUMNS, EVALUATION_COLUMNS, markdown, rows
 from asyncrl.metrics.sinks import OwnSink, check_sinks, open_sinks
 from asyncrl.metrics.wandb import WandB
