@@ -150,7 +150,7 @@ class Batcher:
         self._num_dp_shards = run.learner.data_parallel
         self._micro_batch_tokens = run.learner.micro_batch_tokens
         self._waits_for_stragglers = run.staleness.waits
-        self._wait_seconds = self._longest_hold = run.staleness.wait_seconds or math.inf
+        self._longest_hold = run.staleness.wait_seconds or math.inf
         self.held_seconds = 0.0
         """How long the batch taken last was full and held for older groups."""
         # Groups that start at this version or before are not waited for: too old, or a hold ended without them.
@@ -269,10 +269,7 @@ class Batcher:
         )
 
     def _note_hold(self, seconds: float, late: Sequence[int]) -> None:
-        """Adapt the limit of the next hold. late: starts of the groups that the hold ended without.
-
-        After a hold that ended without the missing groups, the next one is half as long, so consecutive holds take at
-        most 2 x staleness.wait_seconds in total. A successful hold resets the limit."""
+        """late: starts of the groups that the hold ended without; the next holds do not wait for them either."""
         self.held_seconds = seconds
         if late:
             log.warning(
@@ -281,9 +278,6 @@ class Batcher:
                 *(self._table.step + 1, len(late), self._longest_hold),
             )
             self._given_up = max(late)
-            self._longest_hold /= 2
-        elif seconds:
-            self._longest_hold = self._wait_seconds
 
     async def _has_looked(self) -> bool:
         """Ask workers which groups they have begun, if the batch would otherwise hold because of the versions that

@@ -70,17 +70,6 @@ async def test_a_learner_says_that_it_holds_while_it_does_and_only_if_the_hold_h
     assert desk.wait.note == ""
 
 
-async def test_a_wait_behind_one_in_vain_is_half_as_long(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise, a run whose groups all come too late would be held for the full time at every step."""
-    desk = Desk(wait_for_stragglers=True, version=2, wait_seconds=0.02)
-    desk.start(of={0: 0, 1: 1, **dict.fromkeys(range(2, 8), 2)})
-    desk.arrive(*range(2, 8), version=2)
-    for _ in range(2):
-        await desk.take()
-        desk.table.trained(max_staleness=0)
-    assert "after waiting 0.02 s for" in caplog.text and "after waiting 0.01 s for" in caplog.text
-
-
 async def test_a_resumed_learner_does_not_wait_for_what_is_too_old_already() -> None:
     desk = Desk(wait_for_stragglers=True, version=5)
     desk.start(of={0: 2, 1: 5, 2: 5})
