@@ -1,4 +1,4 @@
-"""Reissues prompts that were taken but not answered, and removes the extra prompt once a group is done."""
+"""Issues prompts again that were taken but not answered, and removes the extra prompt once a group is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WITHDRAWALS: Final = 2
 
 
 class OverduePrompts:
-    """seconds: rollout.reissue_seconds;  copies_stragglers: as in ``Overdue``"""
+    """seconds: rollout.reissue_seconds"""
 
     def __init__(
         self,
@@ -30,13 +30,10 @@ class OverduePrompts:
         table: GroupTable,
         link: PromptLink,
         seconds: float,
-        copies_stragglers: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus, self._table, self._link, self._clock = bus, table, link, clock
-        self._overdue = Overdue(
-            seconds, next_group_id=table.next_group_id, now=clock(), copies_stragglers=copies_stragglers
-        )
+        self._overdue = Overdue(seconds, next_group_id=table.next_group_id, now=clock())
         self._reissued: dict[int, int] = {}  # group id -> withdrawals left
         self.num_reissued = 0
         """Prompts reissued in this incarnation."""

@@ -51,9 +51,8 @@ class TrajectoryReader:
         max_failed_in_a_row: int,
         tickets: Tickets | None = None,
         reissue_seconds: float = 0.0,
-        copies_stragglers: bool = False,
     ) -> None:
-        """tickets: None for none;  reissue_seconds, copies_stragglers: as in OverduePrompts"""
+        """tickets: None for none;  reissue_seconds: rollout.reissue_seconds"""
         self._bus = bus
         self._table = table
         self._link = link
@@ -64,9 +63,7 @@ class TrajectoryReader:
         self._max_failed_in_a_row = max_failed_in_a_row
         self._reconciled = asyncio.Event()
         self._tickets = tickets or Tickets()
-        self.overdue_prompts = OverduePrompts(
-            bus, table=table, link=link, seconds=reissue_seconds, copies_stragglers=copies_stragglers
-        )
+        self.overdue_prompts = OverduePrompts(bus, table=table, link=link, seconds=reissue_seconds)
         self._failed_of: set[str] = set()  # workers with failed groups since a group was buffered
         self._explained = ""
         """The last error of a filter; its traceback is in the log already."""

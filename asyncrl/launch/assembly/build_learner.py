@@ -163,7 +163,6 @@ def assemble_learner(
         max_failed_in_a_row=ports.most_failed,
         tickets=ports.tickets,
         reissue_seconds=run.rollout.reissue_seconds,
-        copies_stragglers=run.load == "in_flight",
     )
     evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
     on_stored = evaluator.stored if evaluator is not None else None

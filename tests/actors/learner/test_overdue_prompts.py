@@ -17,7 +17,7 @@ async def test_what_every_worker_waits_beside_is_issued_again_and_withdrawn_once
     now = 0.0
     bus, link = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES), PromptLink()
     table = GroupTable()
-    overdue = OverduePrompts(bus, table=table, link=link, seconds=60.0, copies_stragglers=False, clock=lambda: now)
+    overdue = OverduePrompts(bus, table=table, link=link, seconds=60.0, clock=lambda: now)
     table.publish(0, position=10, oldest_start=3)
     wait = Wait(what="prompts", on=PROMPT_SOURCE, seconds=50)
     await bus.put(ACTORS, Heartbeat(actor="w0", role=WORKER, phase="running", waits=(wait,)), key="w0")

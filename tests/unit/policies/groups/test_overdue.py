@@ -1,4 +1,4 @@
-"""Unanswered prompts are reissued after longer and longer waits, but not while answers arrive as usual."""
+"""Unanswered prompts are issued again, but not while answers arrive or a worker is at work."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from asyncrl.policies.health.faults import LEARNER, PROMPT_SOURCE, QUARANTINED, 
 class Looks:
     """A look every two seconds. Ids are issued in order; a group that no look saw has come and gone in between."""
 
-    def __init__(self, seconds: float, *, copies_stragglers: bool = True) -> None:
-        self.overdue = Overdue(seconds, copies_stragglers=copies_stragglers)
+    def __init__(self, seconds: float) -> None:
+        self.overdue = Overdue(seconds)
         self._next, self._now = 0, 0.0
 
-    def until(self, now: float, outstanding: set[int], *, all_wait: bool = False) -> dict[float, list[int]]:
+    def until(self, now: float, outstanding: set[int], *, all_wait: bool = True) -> dict[float, list[int]]:
         """Return the ids that are issued again, by time."""
         self._next = max({*outstanding, self._next - 1}) + 1
         issued = {}
@@ -30,30 +30,54 @@ class Looks:
         return issued
 
 
-def test_what_nobody_is_at_work_on_is_issued_again_and_again() -> None:
+def test_prompts_are_issued_again_each_time_the_seconds_have_passed() -> None:
+    assert Looks(60).until(250, {0, 1}) == dict.fromkeys((62.0, 122.0, 182.0, 242.0), [0, 1])
+
+
+def test_nothing_is_issued_again_while_a_worker_is_at_work() -> None:
     look = Looks(60)
-    look.until(2, {0, 1})
-    assert look.until(250, {0, 1}, all_wait=True) == dict.fromkeys((62.0, 122.0, 182.0, 242.0), [0, 1])
+    assert not look.until(1000, {0, 1}, all_wait=False)
+    assert look.until(1002, {0, 1}) == {1002.0: [0, 1]}
 
 
-def test_a_straggler_is_copied_later_each_time() -> None:
+def test_nothing_is_issued_again_while_others_are_answered() -> None:
     look = Looks(60)
-    look.until(2, {0, 1})
-    look.until(4, {2})
-    assert list(look.until(500, {2})) == [64.0, 184.0, 364.0]
+    for number in range(1, 20):
+        assert not look.until(50.0 * number, {0, number})
+    assert look.until(1012, {0}) == {1012.0: [0]}
 
 
-def test_prompts_that_somebody_took_are_kept_until_any_is_answered() -> None:
+def test_an_answer_between_two_looks_counts() -> None:
+    look = Looks(10)
+    for number in range(1, 30):
+        assert not look.until(2.0 * number, {0, 2 * number})  # another group was published and answered in between
+    assert list(look.until(100, {0}))[0] == 70.0
+
+
+def test_seconds_in_which_nothing_could_be_received_do_not_count() -> None:
     look = Looks(60)
-    look.until(60, {0, 1}, all_wait=True)
+    look.until(2, {0})
+    look._now += 5000.0  # the process was stopped or cut off from the bus
+    assert list(look.until(5100, {0})) == [5064.0]
+
+
+def test_zero_seconds_issue_nothing_again() -> None:
+    look = Looks(0)
+    assert not look.until(10_000, {1})
+    assert look.overdue.reissues_left == 0
+
+
+def test_prompts_that_a_client_took_count_as_kept_until_any_is_answered() -> None:
+    look = Looks(60)
+    look.until(60, {0, 1})
     assert look.overdue.num_kept == 0
-    look.until(130, {0, 1}, all_wait=True)
+    look.until(130, {0, 1})
     assert look.overdue.num_kept == 2
-    look.until(132, {1}, all_wait=True)
+    look.until(132, {1})
     assert look.overdue.num_kept == 0
 
 
-def test_prompts_that_nobody_took_are_kept_by_nobody() -> None:
+def test_prompts_that_are_still_on_the_bus_are_not_kept() -> None:
     overdue = Overdue(60)
     for now in range(0, 200, 2):
         overdue.look({0, 1}, next_group_id=2, now=now)
@@ -62,68 +86,18 @@ def test_prompts_that_nobody_took_are_kept_by_nobody() -> None:
     assert overdue.reissues_left == 0
 
 
-def test_nothing_is_issued_again_while_others_are_answered() -> None:
-    look = Looks(60)
-    for number in range(1, 20):
-        assert not look.until(50.0 * number, {0, number}, all_wait=True)
-    assert look.until(1012, {0}, all_wait=True) == {1012.0: [0]}
-
-
-def test_a_straggler_that_somebody_is_at_work_on_is_given_four_times_as_long_as_half_of_the_others() -> None:
-    """A single group that took very long does not make the next wait longer."""
-    look = Looks(60)
-    look.until(500, {0, 1, 2})
-    look.until(502, {3})
-    look.until(90_000, {3})
-    look.until(90_002, {4})
-    assert list(look.until(93_000, {4})) == [90_002.0 + 2000]
-
-
-def test_where_a_copy_keeps_its_worker_from_loading_stragglers_are_given_four_times_as_long_as_nine_of_ten() -> None:
-    for copies_stragglers, usual in ((True, 40.0), (False, 120.0)):
-        look = Looks(20, copies_stragglers=copies_stragglers)
-        look.until(40, {0, 1, 2, 3, 4})  # outstanding since second 2
-        look.until(120, {3, 4})  # three groups took 40 seconds
-        (first, *_) = look.until(2000, {4})  # one group took 120
-        assert first == 2.0 + 4 * usual
-
-
-def test_how_long_a_group_takes_is_unknown_before_the_first_answer() -> None:
-    assert list(Looks(60).until(3600, {0, 1})) == [1802.0]
-
-
-def test_what_is_answered_between_two_looks_counts_too() -> None:
-    look = Looks(10)
-    for number in range(1, 30):
-        assert not look.until(2.0 * number, {0, 2 * number})  # another group was published and answered in between
-    assert list(look.until(100, {0}))[0] == 70.0
-
-
-def test_seconds_in_which_nothing_could_be_heard_do_not_count() -> None:
-    look = Looks(60)
-    look.until(2, {0})
-    look._now += 5000.0  # the process was stopped or cut off from the bus
-    assert list(look.until(5100, {0}, all_wait=True)) == [5064.0]
-
-
-def test_zero_issues_nothing_again() -> None:
-    look = Looks(0)
-    assert not look.until(10_000, {1}, all_wait=True)
-    assert look.overdue.reissues_left == 0
-
-
-def test_all_are_in_vain_once_each_was_issued_again_some_times_and_a_new_group_begins_anew() -> None:
+def test_reissues_are_used_up_until_something_changes() -> None:
     look = Looks(60)
     assert look.overdue.reissues_left == 0  # nothing is outstanding
     for now, left in ((2, REISSUES), (62, REISSUES - 1), (122, REISSUES - 2), (182, 0)):
-        look.until(now, {0}, all_wait=True)
+        look.until(now, {0})
         assert look.overdue.reissues_left == left
     look.until(184, {0, 1})
     assert look.overdue.reissues_left == REISSUES
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 50), st.sets(st.integers(0, 9)), st.booleans()), max_size=60))
-def test_only_outstanding_groups_are_issued_and_none_twice_within_its_patience(
+def test_only_outstanding_groups_are_issued_and_none_twice_within_the_seconds(
     looks: list[tuple[float, set[int], bool]],
 ) -> None:
     overdue, now, last = Overdue(5.0), 0.0, dict[int, float]()
