@@ -88,16 +88,10 @@ SCHEMA: dict[str, str] = {
     "rollout/discarded_tokens": "tokens of partial rollouts that were not resumed: too old, or not requested again",
     "rollout/unsaved_tokens": "tokens in progress that are not saved to the bus; they would be lost if their workers "
     "died now",
-    "rollout/*/resumed_tokens": "rollout/resumed_tokens per worker",
-    "rollout/*/discarded_tokens": "rollout/discarded_tokens per worker",
-    "rollout/*/unsaved_tokens": "rollout/unsaved_tokens per worker",
+    "rollout/*/*": "a metric of rollout/ for one worker",
     "rollout/workers": "live workers",
     "rollout/joined": "live workers that `asyncrl run` did not start, according to their names",
     "rollout/quarantined": "quarantined workers, whose groups are dropped (learner.quarantine_mismatch)",
-    "rollout/*/tokens_per_second": "rollout/tokens_per_second per worker",
-    "rollout/*/idle_ratio": "rollout/idle_ratio per worker",
-    "rollout/*/running": "rollout/running per worker",
-    "rollout/*/queued": "rollout/queued per worker",
     "weights/version": "newest policy version",
     "weights/publish_seconds": "time from the end of the step to the announcement on the bus",
     "weights/publish_bytes": "bytes stored for the last announced version: a file, or objects (whole, changes, or "
@@ -109,12 +103,7 @@ SCHEMA: dict[str, str] = {
     "should be 0",
     "weights/lag_versions": "newest version - version of an engine at its last heartbeat (up to 2 s ago), largest over "
     "engines",
-    "weights/*/pause_seconds": "weights/pause_seconds per engine",
-    "weights/*/carried_tokens": "weights/carried_tokens per engine",
-    "weights/*/lost_tokens": "weights/lost_tokens per engine",
-    "weights/*/resampled_tokens": "weights/resampled_tokens per engine",
-    "weights/*/lag_versions": "weights/lag_versions per engine",
-    "weights/*/version": "policy version per engine",
+    "weights/*/*": "a metric of weights/ for the engine of one worker",
     "offpolicy/ess": "effective sample size of the correction's weights, as a share of the tokens; 1 without a "
     "correction",
     "offpolicy/k1": "estimate of KL(behavior || trainer) per token, nats; unbiased, may be negative",

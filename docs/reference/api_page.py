@@ -1,11 +1,9 @@
-"""docs/reference/api.md: what `import asyncrl` and the module of ports give, from their docstrings."""
+"""docs/reference/api.md: what `import asyncrl` and the ports give, as tables, from their docstrings."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import re
-from enum import Enum
 from types import ModuleType
 from typing import Any, Final
 
@@ -14,7 +12,7 @@ import asyncrl
 HEAD: Final = """# Python API
 
 Generated from docstrings by `python docs/reference/make.py`. What you bring yourself (rewards, rollout functions,
-engines, ...) implements one of the ports below, each in `port.py` beside its adapters.
+engines, ...) implements one of the ports below; each row links to the file with types, shapes and errors.
 [examples/minimal_loop.py](../../examples/minimal_loop.py) wires the actors by hand.
 
 ```python
@@ -29,86 +27,55 @@ recorded = asyncrl.open_run("runs/tutorial")
 rows = list(recorded.metrics())  # dicts, which pandas.DataFrame takes; also groups() and trajectories()
 ```
 """
-
-
 PORTS: Final = ("rewards", "environments", "data", "engines", "weights", "backends", "bus", "launch")
+TABLE: Final = "| name | what it is or does |\n|---|---|\n"
 
 
 def page() -> str:
-    ports = (f"asyncrl.{room}.port" for room in PORTS)
-    return HEAD + _module(asyncrl, "asyncrl") + "".join(_port(importlib.import_module(name)) for name in ports)
+    public = {name: getattr(asyncrl, name) for name in asyncrl.__all__ if not name.startswith("__")}
+    return HEAD + f"\n## asyncrl\n\n{TABLE}{_rows(public)}" + "".join(_port(room) for room in PORTS)
 
 
-def _port(module: ModuleType) -> str:
-    own = (name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__)
-    parts = [_entry(name, getattr(module, name)) for name in own if not name.startswith("_")]
-    return f"\n## {module.__name__}\n\n{_prose(inspect.cleandoc(module.__doc__ or ''))}\n" + "".join(parts)
+def _port(room: str) -> str:
+    module = importlib.import_module(f"asyncrl.{room}.port")
+    link = f"[asyncrl/{room}/port.py](../../asyncrl/{room}/port.py)"
+    return f"\n## {module.__name__}\n\n{link}: {_first_line(module)}\n\n{TABLE}{_rows(_own(module))}"
 
 
-def _module(module: ModuleType, name: str) -> str:
-    names = [entry for entry in getattr(module, "__all__", ()) if not entry.startswith("__")]
-    parts = [_entry(entry, getattr(module, entry)) for entry in names]
-    return f"\n## {name}\n\n{_prose(inspect.cleandoc(module.__doc__ or ''))}\n" + "".join(parts)
+def _own(module: ModuleType) -> dict[str, Any]:
+    own = {name: thing for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__}
+    return {name: thing for name, thing in own.items() if not name.startswith("_")}
 
 
-def _entry(name: str, thing: Any) -> str:
-    if not (inspect.isclass(thing) or inspect.isfunction(thing)):
-        return f"\n### {name}\n\n`{thing!r}`\n"
-    parts = [f"\n### {name}\n\n{_block(_signature(name, thing))}{_said(thing)}"]
-    if inspect.isclass(thing):
-        members = {key: value for key, value in vars(thing).items() if not key.startswith("_")}
-        parts += [_member(f"{name}.{key}", value) for key, value in members.items()]
-    return "".join(parts)
+def _rows(things: dict[str, Any]) -> str:
+    return "".join(
+        _row(name, thing) + (_members(name, thing) if inspect.isclass(thing) else "") for name, thing in things.items()
+    )
 
 
-def _member(name: str, value: Any) -> str:
-    if isinstance(value, property):
-        return f"\n{_block(f'{name}: ' + str(inspect.signature(value.fget).return_annotation))}{_said(value)}"  # type: ignore[arg-type]
-    function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-    return f"\n{_block(_signature(name, function))}{_said(function)}" if inspect.isfunction(function) else ""
+def _members(owner: str, kind: type) -> str:
+    shown = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+    kinds = (property, classmethod, staticmethod)
+    return "".join(
+        _row(f"{owner}.{name}", value)
+        for name, value in shown.items()
+        if inspect.isfunction(value) or isinstance(value, kinds)
+    )
 
 
-def _block(signature: str) -> str:
-    return f"```text\n{signature}\n```\n"
+def _row(name: str, thing: Any) -> str:
+    function = getattr(thing, "__func__", thing)
+    arguments = ""
+    if inspect.isfunction(function):
+        found = inspect.signature(function).parameters.values()
+        arguments = "(" + ", ".join(one.name for one in found if one.name not in ("self", "cls")) + ")"
+    word = "class " if inspect.isclass(thing) else "await " if inspect.iscoroutinefunction(function) else ""
+    return f"| `{word}{name}{arguments}` | {_first_line(thing)} |\n"
 
 
-def _signature(name: str, thing: Any) -> str:
-    if inspect.isclass(thing) and (getattr(thing, "_is_protocol", False) or issubclass(thing, (Enum, BaseException))):
-        return f"class {name}({thing.__mro__[1].__name__})"
-    asynchronous = inspect.iscoroutinefunction(thing) or inspect.isasyncgenfunction(thing)
-    word = "class" if inspect.isclass(thing) else "async def" if asynchronous else "def"
-    made = inspect.signature(thing)
-    said = [str(parameter) for parameter in map(_plain, made.parameters.values())]
-    if any(one.kind is inspect.Parameter.KEYWORD_ONLY for one in made.parameters.values()):
-        first = next(i for i, one in enumerate(made.parameters.values()) if one.kind is inspect.Parameter.KEYWORD_ONLY)
-        said.insert(first, "*")
-    gives = made.return_annotation
-    behind = "" if inspect.isclass(thing) or gives is inspect.Signature.empty else f" -> {gives}"
-    line = f"{word} {name}({', '.join(said)}){behind}"
-    return line if len(line) <= 100 else f"{word} {name}(\n    " + ",\n    ".join(said) + f",\n){behind}"
-
-
-def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Its annotation as written in the source, without quotes."""
-    if not isinstance(parameter.annotation, str):
-        return parameter
-    return parameter.replace(annotation=_Raw(parameter.annotation))
-
-
-class _Raw:
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def _said(thing: Any) -> str:
-    said = inspect.cleandoc(thing.__doc__ or "")
-    return "" if not said or inspect.isclass(thing) and said.startswith(f"{thing.__name__}(") else f"\n{_prose(said)}\n"
-
-
-def _prose(text: str) -> str:
-    """Text with columns stays as it is."""
-    has_columns = any(re.search(r"\S {2,}\S", line) for line in text.splitlines())
-    return f"```text\n{text}\n```" if has_columns else text
+def _first_line(thing: Any) -> str:
+    """The first paragraph of a docstring in one line; empty for the one that dataclasses write."""
+    text = inspect.cleandoc(thing.__doc__ or "")
+    if inspect.isclass(thing) and text.startswith(f"{thing.__name__}("):
+        return ""
+    return " ".join(text.split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")

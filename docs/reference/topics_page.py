@@ -47,7 +47,11 @@ def page() -> str:
         "\n\n## Services\n\nA process that serves a question answers it at once; nothing is stored.\n\n"
         "| service | question | answer | asked by | served by | answer signed |\n|---|---|---|---|---|---|\n"
     )
-    return HEAD + "\n".join(rows) + service_head + "\n".join(asked) + "\n\n## Messages\n" + "".join(messages)
+    message_head = (
+        "\n\n## Messages\n\nTypes and meanings of the fields: `asyncrl/messages/`.\n\n"
+        "| message | what it is | fields |\n|---|---|---|\n"
+    )
+    return HEAD + "\n".join(rows) + service_head + "\n".join(asked) + message_head + "".join(messages)
 
 
 def _kept(topic: topics.Topic[Any]) -> str:
@@ -58,42 +62,15 @@ def _kept(topic: topics.Topic[Any]) -> str:
 
 
 def _link(kind: type) -> str:
-    return f"[`{kind.__name__}`](#{kind.__name__.lower()})"
+    return f"`{kind.__name__}`"
 
 
 def _message(kind: type) -> str:
-    said = inspect.cleandoc(kind.__doc__ or "")
-    said = "" if said.startswith(f"{kind.__name__}(") else said  # what dataclasses make where there is none
-    names = [field.name for field in dataclasses.fields(kind)]
-    prose, meanings = _split(said, names)
-    rows = [
-        f"| `{field.name}` | `{_cell(str(field.type))}` | {_cell(meanings.get(field.name, ''))} |"
-        for field in dataclasses.fields(kind)
-    ]
-    table = "| field | type | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n"
-    return f"\n### {kind.__name__}\n\n" + (f"{prose}\n\n" if prose else "") + table
-
-
-def _split(said: str, names: list[str]) -> tuple[str, dict[str, str]]:
-    """Prose, and the meaning of each field that has a line ``name  meaning`` or ``name, name  meaning``.
-
-    Indented lines continue a meaning.
-    """
-    prose: list[str] = []
-    meanings: dict[str, str] = {}
-    last: list[str] = []
-    for line in said.splitlines():
-        head, _, meaning = line.partition("  ")
-        if meaning and set(head.split(", ")) <= set(names):
-            last = head.split(", ")
-            meanings |= dict.fromkeys(last, meaning.strip())
-        elif last and line.startswith(" "):
-            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in last}
-        else:
-            prose.append(line)
-            last = []
-    return "\n".join(prose).strip(), meanings
+    """A row with the message's purpose and its fields; their meaning is in the docstring of the type."""
+    purpose = inspect.cleandoc(kind.__doc__ or "").split("  Topic")[0].split("\n\n")[0]
+    fields = ", ".join(f"`{field.name}`" for field in dataclasses.fields(kind))
+    return f"| `{kind.__name__}` | {_cell(' '.join(purpose.split()))} | {fields} |\n"
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.replace("``", "`").replace("|", "\\|")
