@@ -61,21 +61,23 @@ def decode(data: bytes | memoryview, message_type: type[M], *, is_bounded: bool 
         raise MessageError(f"not a {name}: its {len(data):,} bytes hold more values than a message may")
     try:
         kind, schema, fields = _HEAD.decode(data)
-        if kind != name:
-            raise MessageError(f"not a {name} but a {kind[:_SHOWN]!r}")
-        if schema != SCHEMA:
-            raise OtherSchema(
-                f"{name} has schema {schema} and this process reads schema {SCHEMA}; run the same version of asyncrl "
-                "everywhere"
-            )
+    except _UNREADABLE as error:
+        raise MessageError(f"not a {name}: {error}") from error
+    if kind != name:
+        raise MessageError(f"not a {name} but a {kind[:_SHOWN]!r}")
+    if schema != SCHEMA:
+        raise OtherSchema(
+            f"{name} has schema {schema} and this process reads schema {SCHEMA}; run the same version of asyncrl "
+            "everywhere"
+        )
+    try:
         return cast(M, _decoder(cast(Any, message_type)).decode(fields))
-    except MessageError:
-        raise
-    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+    except _UNREADABLE as error:
         problem, _, path = str(error).rpartition(" - at `$")
         raise MessageError(f"{name}{path[:-1]}: {problem}" if problem else f"{name}: {error}") from error
 
 
+_UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 _HEAD: Final = msgspec.msgpack.Decoder(tuple[str, int, msgspec.Raw])
 
 
