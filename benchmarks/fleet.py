@@ -6,7 +6,7 @@
     python -m benchmarks.fleet --json docs/results/fleet.jsonl      one object a line, for plot_fleet.py
 
 Real: nats-server with JetStream on disk, one connection per worker, every actor of workers and learner, the launcher's
-watcher, weights by files. Simulated: the model (fleet_parts.py). The trainer takes a batch at fixed times, so all
+watcher, weights by files. Simulated: the model (fleet_processes.py). The trainer takes a batch at fixed times, so all
 fleets do the same work, and the extra cost of a larger fleet is the price of its size.
 
 presence  before the learner starts, all workers wait: only heartbeats, watches and open orders
@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -48,8 +48,6 @@ from asyncrl.messages.topics import PROGRESS, PROMPTS
 from benchmarks import fleet_processes
 from benchmarks.fleet_probe import MonitoredServer, Reading, between, memory, read
 from benchmarks.fleet_processes import Processes
-from benchmarks.fleet_report import HEAD, flatness, line
-from benchmarks.fleet_report import load as as_text
 from tests.harness.tiny import files as tiny_files
 from tests.harness.tiny.task import Policy
 
@@ -102,7 +100,7 @@ class Scene:
                 max_running=math.ceil(window / workers) * self.group_size,
             ),
             learner=config.LearnerSection(
-                backend="benchmarks.fleet_parts:FleetBackend",
+                backend="benchmarks.fleet_processes:FleetBackend",
                 device="cpu",
                 groups_per_batch=self.groups_per_batch,
                 options={"step_seconds": self.groups_per_batch / self.rate},
@@ -167,7 +165,7 @@ class Fleet:
         first = self._read()
         await asyncio.sleep(scene.idle_seconds)
         presence = between(first, self._read())
-        _say(f"presence {as_text(presence)}")
+        _say(f"presence {load_line(presence)}")
         await self._start("learner", fleet_processes.learner, self._run, token)
         marks: dict[int, Reading] = {}
         async with contextlib.aclosing(self._steps(bus)) as steps:
@@ -176,7 +174,7 @@ class Fleet:
                     marks[step] = self._read()
         first, last = marks[scene.warmup], marks[scene.warmup + scene.steps]
         load = between(first, last)
-        _say(f"load     {as_text(load)}")
+        _say(f"load     {load_line(load)}")
         steady = [reading for reading in self._readings if first.at <= reading.at <= last.at]
         row = _row(scene, self._run, presence=presence, load=load, readings=steady)
         row |= {"join_seconds": joined, "outstanding_max": self._outstanding, "findings": await self._end()}
@@ -289,6 +287,57 @@ def broken_promises(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{row['workers']} workers: staleness {row['staleness_max']} over the bound {row['max_staleness']}"
         if row["outstanding_max"] > row["window"]:
             yield f"{row['workers']} workers: {row['outstanding_max']} groups outstanding, of {row['window']}"
+
+
+# -- as readable lines -------------------------------------------------------------------------------------------------
+
+FLAT: Final = 0.2
+"""Difference of a cost from the smallest fleet's up to which it counts as flat."""
+
+
+HEAD = (
+    "         traj/s   CPU ms per trajectory                        per trajectory"
+    "   presence, per s    MB at most (per min)\n"
+    "workers        server workers learner watcher  whole   work   messages     kB"
+    "   CPU ms  messages   server      learner"
+)
+
+
+def line(row: Row) -> str:
+    cpu, rss = row["whole"]["cpu_milliseconds"], row["memory"]
+    return (
+        f"{row['workers']:7d} {row['trajectories_per_second']:6.0f} {cpu['server']:7.3f} {cpu['workers']:7.3f}"
+        f" {cpu['learner']:7.3f} {cpu['watcher']:7.3f} {cpu['all']:6.2f} {row['work']['cpu_milliseconds']['all']:6.2f}"
+        f"   {row['whole']['messages']:8.2f} {row['whole']['bytes'] / 1e3:6.2f}"
+        f"   {1e3 * sum(row['presence']['cpu'].values()):6.0f} {row['presence']['messages']:9.0f}"
+        f"   {rss['server']['max_megabytes']:4.0f} ({rss['server']['megabytes_per_minute']:+.1f})"
+        f"  {rss['learner']['max_megabytes']:4.0f} ({rss['learner']['megabytes_per_minute']:+.1f})"
+    )
+
+
+def flatness(rows: Sequence[Row]) -> Iterator[str]:
+    """Compare each fleet with the smallest; yield each cost that is not flat, and by how much."""
+    for row in rows[1:]:
+        for of in ("whole", "work"):
+            for name, pick in _COSTS.items():
+                ratio = pick(row[of]) / pick(rows[0][of])
+                if abs(ratio - 1) > FLAT:
+                    yield f"{row['workers']} workers: {of}, {name}: {ratio:.2f} times that of {rows[0]['workers']}"
+
+
+_COSTS: Final[Mapping[str, Any]] = {
+    "server CPU": lambda cost: cost["cpu_milliseconds"]["server"],
+    "workers' CPU": lambda cost: cost["cpu_milliseconds"]["workers"],
+    "learner's CPU": lambda cost: cost["cpu_milliseconds"]["learner"],
+    "CPU in all": lambda cost: cost["cpu_milliseconds"]["all"],
+    "messages": lambda cost: cost["messages"],
+    "bytes": lambda cost: cost["bytes"],
+}
+
+
+def load_line(reading: Row) -> str:
+    cpu = "  ".join(f"{name} {share:.1%}" for name, share in reading["cpu"].items())
+    return f"{reading['messages']:,.0f} messages/s  {reading['bytes'] / 1e6:.2f} MB/s  CPU: {cpu}"
 
 
 def _say(text: str, *, end: str = "\n") -> None:

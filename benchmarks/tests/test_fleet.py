@@ -10,8 +10,8 @@ import pytest
 from asyncrl.engines.generation import PartialGeneration
 from asyncrl.messages import SamplingParams, WeightVersion
 from benchmarks import fleet
-from benchmarks.fleet_parts import FleetEngine
 from benchmarks.fleet_probe import COUNTS, Reading, between, memory
+from benchmarks.fleet_processes import FleetEngine
 
 PROMPT = np.array([1], np.int32)
 
