@@ -11,11 +11,12 @@ import logging
 import os
 import shutil
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError, disk_problem
 
@@ -167,3 +168,33 @@ def _may_be_there(path: Path) -> bool:
         return path.exists()
     except OSError:
         return True
+
+
+# -- text for a terminal -----------------------------------------------------------------------------------------------
+
+
+def in_words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 1 else f"{max(seconds, 0.1):.1f} s"
+
+
+def printable(text: str) -> str:
+    """Replace unprintable characters: text from an actor is not trusted and must not control a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def printable_text(text: str) -> str:
+    """Replace characters in the text of a model that would control a terminal or reorder the text after them."""
+    return "".join(letter if _is_text(letter) else "?" for letter in text)
+
+
+_REORDERING: Final = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+"""Unicode's classes of characters that reorder the text after them."""
+
+
+def _is_text(letter: str) -> bool:
+    """Whether the letter is shown: printable, a newline or tab, or a space or joiner of another script."""
+    return (
+        letter.isprintable()
+        or letter in "\n\t"
+        or (unicodedata.category(letter) in ("Zs", "Cf") and unicodedata.bidirectional(letter) not in _REORDERING)
+    )

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 PARENT = "ASYNCRL_PARENT_PID"
 """Environment variable of a child that should end with its parent: the parent's process id."""
@@ -102,6 +103,14 @@ def state_letter(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+def process_state(pid: int) -> Literal["", "running", "stopped", "gone"]:
+    """Return the state of a process on this machine; "" for pid 0 and off Linux."""
+    if not pid or not os.path.isdir("/proc/self"):
+        return ""
+    letter = state_letter(pid)
+    return "stopped" if letter in ("T", "t") else "gone" if letter in ("", "Z", "X") else "running"
 
 
 def is_alive(pid: int) -> bool:

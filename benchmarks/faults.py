@@ -65,11 +65,10 @@ def of_own_processes(folder: Path) -> Iterator[Measured]:
             ("checkpoint hangs", "a checkpoint to be written", lambda: parts("checkpoint")),
             ("writing weights hangs", "weights to be written", lambda: parts("write")),
             ("event loop blocks", "its event loop is blocked", lambda: parts("blocked")),
-            ("clock jumps by an hour", "jumped by +3600 s", lambda: parts("clock")),
             ("nothing left to learn from", "filtered out", lambda: parts("filtered")),
             ("SIGSTOP of a worker", "worker w1 is stopped (SIGSTOP)", lambda: stopped(run.pid("w1"))),
             ("SIGSTOP of the learner", "learner is stopped (SIGSTOP)", lambda: stopped(run.pid("learner"))),
-            ("SIGSTOP of nats-server", "its process is stopped", lambda: stopped(run.pid("nats-server"))),
+            ("SIGSTOP of nats-server", "nats-server has not answered", lambda: stopped(run.pid("nats-server"))),
         ]
         for what, text, inject in faults:
             before = len(run.said)

@@ -16,7 +16,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
 from asyncrl.messages.topics import ACTORS
-from asyncrl.policies.health.faults import BEAT_SECONDS, PATIENCE_SECONDS
+from asyncrl.policies.health.waits import BEAT_SECONDS, PATIENCE_SECONDS
 
 FORGET_SECONDS = 2.0
 
@@ -68,7 +68,7 @@ class Actor(abc.ABC):
     ) -> contextlib.AbstractContextManager[OpenWait]:
         """While open, report on the bus that this actor waits for ``what``, and since when.
 
-        on        who could end the wait: a role, or one of faults.PARTS
+        on        who could end the wait: a role, or one of waits.PARTS
         note      text appended to ``what``; waits with the same ``what`` are compared with each other
         first     for a part: seconds that the first wait of this kind may take
         progress  counter that rises while the awaited work makes progress

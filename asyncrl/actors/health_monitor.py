@@ -1,9 +1,8 @@
 """Watches a run and names its faults: continuously in `asyncrl run`, for a moment in `asyncrl doctor`.
 
-Every LOOK_SECONDS it reads all heartbeats, stores a heartbeat of its own to see that the bus still stores, and asks
+Every POLL_SECONDS it stores a heartbeat of its own to see that the bus still stores, reads all heartbeats, and asks
 policies/health/diagnosis.py. Ages count only seconds in which the monitor could hear: no actor gets older while the bus
-is away, and a monitor that was frozen accuses no actor when it wakes. On a busy machine its looks are far apart; then
-the heartbeats of other actors show how much time has passed.
+is away, and a monitor that was frozen accuses no actor when it wakes.
 
 Tests: tests/unit/actors/test_health_monitor.py; with real processes, tests/chaos/test_liveness.py.
 """
@@ -12,144 +11,96 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
 
-from asyncrl.actors.presence import WATCHER, Launched, PresenceTracker, process_state
+from asyncrl.actors.presence import Launched, PresenceTracker
 from asyncrl.bus.port import Bus
 from asyncrl.errors import AsyncRLError, ConfigError, Forbidden, NoAnswer
 from asyncrl.messages import Heartbeat
+from asyncrl.messages.roles import LEARNER, WATCHER
 from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import (
-    BUS_SECONDS,
-    LEARNER,
-    Finding,
-    Observation,
-)
+from asyncrl.policies.health.faults import Finding, Observation
 
-LOOK_SECONDS = 1.0
-LARGE_FLEET = 128
-"""With more actors than this, the interval doubles: a look costs the bus one message per actor."""
+POLL_SECONDS = 1.0
 ANSWER_SECONDS = 3.0
-"""Time limit of the bus for one look."""
-AGAIN_SECONDS = 2.0
-"""Time limit for the next look, which follows at once while the failure is too short to be reported."""
-_BREATH_SECONDS = 0.2
+"""Time limit for the bus to store the monitor's own heartbeat."""
+READ_SECONDS = 30.0
+"""Time limit for reading all heartbeats; a large fleet has thousands."""
+MOST_SECONDS = 2 * POLL_SECONDS
+"""A longer time between two polls counts as this much: the monitor was not scheduled."""
 
 
 class HealthMonitor:
-    """consumes: actors, progress    waits for: the next look    woken by: its own clock only"""
+    """consumes: actors, progress    waits for: the next poll    woken by: its own clock only"""
 
     def __init__(
-        self,
-        connect: Callable[[], Awaitable[Bus]],
-        *,
-        launched: Callable[[], Iterable[Launched]] = lambda: (),
-        server: Callable[[], int] = lambda: 0,
+        self, connect: Callable[[], Awaitable[Bus]], *, launched: Callable[[], Iterable[Launched]] = lambda: ()
     ) -> None:
-        """connect: opens the bus, retried until it works;  launched: own processes;  server: pid of an own server"""
+        """connect: opens the bus, retried until it works;  launched: own processes"""
         self._connect = connect
         self._launched = launched
-        self._server = server
         self._bus: Bus | None = None
-        self._presence = PresenceTracker(host=socket.gethostname(), process=process_state)
+        self._presence = PresenceTracker()
         self._name = f"{WATCHER}-{uuid.uuid4().hex[:12]}"
         self._beats = 0
-        self._answered: float | None = None  # monotonic time of the last successful look; until then no age counts
-        self._looked = time.monotonic()
-        self._silent = self._refuses = 0.0
-        self._server_pid = 0
-        self._listened = 0.0
-        self._leaderless = math.inf  # seconds since the last heartbeat of a learner
-        self._pause = LOOK_SECONDS
+        self._polled = time.monotonic()  # end of the last poll
+        self._heard: float | None = None  # monotonic time of the last successful poll; None: it failed
+        self._bus_silent = self._bus_refuses = 0.0
+        self._listened = self._leaderless = 0.0
         self._is_finished = False
-        self._since = Since()
         self.error: Exception | None = None
-        """Error of the last look, if the bus failed."""
+        """Error of the last poll, if the bus failed."""
 
     async def run(self, report: Callable[[list[Finding]], None]) -> None:
-        """Pass the findings of every look to ``report`` until cancelled."""
+        """Pass the findings of every poll to ``report`` until cancelled."""
         try:
             while True:
-                observation = await self.look()
-                report(self._since.counted(diagnose(observation), observation.listened))
-                await asyncio.sleep(_BREATH_SECONDS if self._is_in_doubt else self._pause)
+                report(diagnose(await self.poll()))
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             await self.close()
 
-    @property
-    def _is_in_doubt(self) -> bool:
-        """Whether the last look failed, but the failure is too short to be reported yet."""
-        return 0.0 < max(self._silent, self._refuses) <= BUS_SECONDS
-
-    async def look(self) -> Observation:
+    async def poll(self) -> Observation:
         """Look at everything once. A bus that is away is an observation and raises nothing."""
         try:
-            async with asyncio.timeout(AGAIN_SECONDS if self._is_in_doubt else ANSWER_SECONDS):
-                beats, self._is_finished = await self._read()
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._store_heartbeat()
+            async with asyncio.timeout(READ_SECONDS):
+                beats = await self._read()
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
-            is_read_too_slowly = isinstance(error, TimeoutError) and await self._answers()
-            self._silent = 0.0 if is_read_too_slowly else self._silent + self._passed()
-            # Whether the bus stores is unknown.
+            does_answer = await self._does_bus_answer()
+            passed = min(time.monotonic() - self._polled, MOST_SECONDS + 2 * ANSWER_SECONDS)
+            self._bus_silent = 0.0 if does_answer else self._bus_silent + passed
+            self._bus_refuses += passed if does_answer else 0.0
+            if self._heard is not None:
+                self._heard = None
+                self._presence.restart_silences()
         else:
+            self.error, self._bus_silent, self._bus_refuses = None, 0.0, 0.0
             now = time.monotonic()
-            self._silent = 0.0
-            elapsed = 0.0 if self._answered is None else now - self._answered
-            heard = min(elapsed, 2 * self._pause)
-            self._pause = LOOK_SECONDS if len(beats) <= LARGE_FLEET else 2 * LOOK_SECONDS
-            if self.error is not None:
-                self._presence.excuse()
-            self._answered = now
-            self._listened += heard
-            self._presence.hear(beats, seconds=heard, elapsed=elapsed, launched=self._launched())
-            learners = [one.seconds for one in self._presence.present().values() if one.beat.role == LEARNER]
-            self._leaderless = min(learners, default=self._leaderless + heard)
-            self._refuses = 0.0 if await self._stores() else self._refuses + self._passed()
-        self._looked = time.monotonic()
-        if self._server_pid != (pid := self._server()):  # the server was restarted
-            self._server_pid, self._silent, self._refuses = pid, 0.0, 0.0
+            seconds = 0.0 if self._heard is None else min(now - self._heard, MOST_SECONDS)
+            self._heard = now
+            self._listened += seconds
+            self._presence.update(beats, seconds=seconds, launched=self._launched())
+            has_learner = any(one.beat.role == LEARNER for one in self._presence.statuses().values())
+            self._leaderless = 0.0 if has_learner else self._leaderless + seconds
+        self._polled = time.monotonic()
         return Observation(
-            actors=self._presence.present(),
+            actors=self._presence.statuses(),
             listened=self._listened,
             leaderless=self._leaderless,
-            bus_silent=self._silent,
-            bus_refuses=self._refuses,
+            bus_silent=self._bus_silent,
+            bus_refuses=self._bus_refuses,
             bus_problem=str(self.error or ""),
-            bus_process=process_state(pid),
             is_finished=self._is_finished,
             own_roles=self._presence.own_roles,
         )
-
-    async def _answers(self) -> bool:
-        """Return whether the bus answers a short question. If it does, it is not to blame: there are more heartbeats
-        than can be read in time. No heartbeat is read then, and no actor is accused."""
-        if self._bus is None:
-            return False
-        try:
-            async with asyncio.timeout(AGAIN_SECONDS):
-                await self._bus.states(PROGRESS)
-        except (AsyncRLError, OSError, TimeoutError):
-            return False
-        return True
-
-    def _passed(self) -> float:
-        """Return seconds since the last look in which it could hear; a freeze counts as one look at most."""
-        return min(time.monotonic() - self._looked, ANSWER_SECONDS + 2 * self._pause)
-
-    def has_worked(self, host: str, pid: int) -> bool:
-        """Return whether an own process ever got past its startup. ``host``: "" is this machine."""
-        return self._presence.has_worked(host, pid)
-
-    def names(self) -> set[str]:
-        """Return the names of actors heard recently."""
-        return self._presence.names()
 
     async def close(self) -> None:
         bus, self._bus = self._bus, None
@@ -159,71 +110,68 @@ class HealthMonitor:
                     await bus.forget(ACTORS, key=self._name)
             await bus.close()
 
-    async def _read(self) -> tuple[dict[str, Heartbeat], bool]:
+    def has_worked(self, host: str, pid: int) -> bool:
+        """Return whether an own process ever got past its startup. ``host``: "" is this machine."""
+        return self._presence.has_worked(host, pid)
+
+    async def _store_heartbeat(self) -> None:
         if self._bus is None:
             self._bus = await self._connect()
-        beats = await self._bus.states(ACTORS)  # read first: a finishing learner sets progress before it leaves
-        progress = (await self._bus.states(PROGRESS)).get("")
-        return beats, progress is not None and progress.finished
-
-    async def _stores(self) -> bool:
-        assert self._bus is not None
         self._beats += 1
         own = Heartbeat(actor=self._name, role=WATCHER, beat=self._beats, host=socket.gethostname(), pid=os.getpid())
-        try:
-            async with asyncio.timeout(AGAIN_SECONDS if self._is_in_doubt else ANSWER_SECONDS):
-                await self._bus.put(ACTORS, own, key=self._name)
-        except Forbidden:  # an observer's role cannot test whether the bus stores
-            pass
-        except (AsyncRLError, OSError, TimeoutError) as error:
-            self.error = error
+        with contextlib.suppress(Forbidden):  # an observer's role may not; the refusal shows that the bus answers
+            await self._bus.put(ACTORS, own, key=self._name)
+
+    async def _read(self) -> dict[str, Heartbeat]:
+        assert self._bus is not None
+        beats = await self._bus.states(ACTORS)  # read first: a finishing learner sets progress before it leaves
+        progress = (await self._bus.states(PROGRESS)).get("")
+        self._is_finished = progress is not None and progress.finished
+        return beats
+
+    async def _does_bus_answer(self) -> bool:
+        """Ask the bus a short question, after it has not stored a heartbeat in time."""
+        if self._bus is None:
             return False
-        self.error = None
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._bus.states(PROGRESS)
+        except (AsyncRLError, OSError, TimeoutError):
+            return False
         return True
 
 
-class Since:
-    """Tracks how long faults that are concluded from waits have lasted. A long wait for a working actor is not a long
-    deadlock.
+class FaultTracker:
+    """Faults from the first poll that shows them to the second without them; each begins once and ends once."""
 
-    Example: one worker writes a long answer while all others wait for it, then dies. Only then does every actor wait
-    for another, and usually the worker's prompts are redelivered soon.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[str, str], float] = {}
-
-    def counted(self, findings: Iterable[Finding], listened: float) -> list[Finding]:
-        """Limit joint findings to the time since they appeared. ``listened``: seconds heard until this look."""
-        found = list(findings)
-        self._first = {finding.key: self._first.get(finding.key, listened) for finding in found}
-        return [
-            replace(finding, seconds=min(finding.seconds, listened - self._first[finding.key]))
-            if finding.is_joint
-            else finding
-            for finding in found
-        ]
-
-
-class Lasting:
-    """Findings from the first look that shows them to the second without them; each begins once and ends once."""
-
-    def __init__(self) -> None:
-        self._now: dict[tuple[str, str], Finding] = {}
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: dict[tuple[str, str], float] = {}
+        self._present: dict[tuple[str, str], Finding] = {}
         self._missed: set[tuple[str, str]] = set()
 
-    def update(self, findings: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
-        """Return (begun, ended) findings."""
-        present = {finding.key: finding for finding in findings}
-        begun = [finding for key, finding in present.items() if key not in self._now]
-        ended = [finding for key, finding in self._now.items() if key in self._missed and key not in present]
-        self._missed = self._now.keys() - present.keys() - {finding.key for finding in ended}
-        self._now = {key: self._now[key] for key in self._missed} | present
+    def update(self, findings: Iterable[Finding]) -> tuple[list[Finding], list[tuple[Finding, float]]]:
+        """Return the findings that begin, and those that have ended with the seconds that they lasted."""
+        now, present = self._clock(), {finding.key: finding for finding in findings}
+        begun = [finding for key, finding in present.items() if key not in self._present]
+        gone = self._present.keys() - present.keys()
+        ended = [(self._present[key], now - self._since.pop(key)) for key in sorted(gone & self._missed)]
+        self._missed = gone - self._missed
+        self._present = {key: self._present[key] for key in self._missed} | present
+        self._since |= {finding.key: now for finding in begun}
         return begun, ended
+
+    def seconds(self, finding: Finding) -> float:
+        """Return for how long a present fault has lasted since it was first found."""
+        return self._clock() - self._since[finding.key]
+
+    def restart(self, finding: Finding) -> None:
+        """Count a fault that a cure was tried for from now on."""
+        self._since[finding.key] = self._clock()
 
 
 def refusal(error: Exception | None) -> ConfigError | None:
-    """Return an error of a look that waiting cannot fix, or None: a wrong token stays wrong; a server may come back."""
+    """Return an error of a poll that waiting cannot fix, or None: a wrong token stays wrong; a server may come back."""
     if isinstance(error, Forbidden):
         return ConfigError(str(error))
     return error if isinstance(error, ConfigError) and not isinstance(error, NoAnswer) else None

@@ -1,8 +1,8 @@
 """What one actor waits for: on whom, for how long, and how long such waits usually take.
 
 Durations are monotonic: changes of the wall clock do not begin, hide or end a wait. A wait for a part of the actor's
-own process (its engine, its reward function, a disk) has a limit before it counts as a stall. The limit is learned:
-faults.limit of the median of earlier waits of the same kind. The median is used because one hang that healed must not
+own process (its engine, its reward function, a disk) has a limit before it counts as a stall. The limit is learned from
+the median of earlier waits of the same kind (``stall_limit``). The median is used because one hang that healed must not
 make the next one look usual.
 
 Tests: tests/unit/actors/test_wait_tracker.py.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from asyncrl.engines.port import EngineStats
 from asyncrl.messages import Wait
-from asyncrl.policies.health.faults import FIRST_SECONDS, PARTS, PATIENCE_SECONDS, limit
+from asyncrl.policies.health.waits import FIRST_SECONDS, PARTS, PATIENCE_SECONDS, stall_limit
 
 _REMEMBERED = 32
 
@@ -71,7 +71,7 @@ class WaitTracker:
         usual, longest = self.usual_seconds(what, on), 0.0
         if (part := PARTS.get(on)) is not None:
             usual = usual if part.patience is None else 0.0
-            longest = limit(usual, first=first) if part.patience is None else part.patience
+            longest = stall_limit(usual, first=first) if part.patience is None else part.patience
         since = self._clock()
         wait = OpenWait(what, on, note, usual, longest, since, progress=progress, alive=since)
         self._open.append(wait)
@@ -152,7 +152,7 @@ class EngineLiveness:
         if not self._expected:
             return ()
         usual = self._waits.usual_seconds("an answer", "engine")
-        longest = limit(usual, first=FIRST_SECONDS)
+        longest = stall_limit(usual, first=FIRST_SECONDS)
         if stats.is_live and stats.tokens_generated:
             usual, longest = min(usual, 1.0), PATIENCE_SECONDS
         seconds = self._clock() - self._alive

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.actors.health_monitor import LARGE_FLEET, HealthMonitor, refusal
-from asyncrl.actors.health_monitor import LOOK_SECONDS as LOOK_SECONDS
+from asyncrl.actors.health_monitor import POLL_SECONDS as POLL_SECONDS
+from asyncrl.actors.health_monitor import HealthMonitor, refusal
 from asyncrl.adapters.registry import bus_address, observe
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
@@ -17,7 +17,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
 from asyncrl.messages import StepMetrics
 from asyncrl.messages.topics import EVALUATION_METRICS, METRICS
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import SILENT_SECONDS, Finding, Observation, Seen
+from asyncrl.policies.health.faults import Finding, Observation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +63,14 @@ class RunObserver:
         """
         if self._monitor.error is not None:
             await self._follow()
-        observation = await self._monitor.look()
+        observation = await self._monitor.poll()
         refused = refusal(self._monitor.error)
         if refused is not None and (isinstance(refused, NoSuchRun) or not self._has_seen):
             raise refused
         self._has_seen |= not self.is_connecting
         if self._bus is not None and not observation.bus_silent:
             with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the watcher reports it at the next poll
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(POLL_SECONDS):
                     found = await self._bus.states(METRICS)
                     self._metrics = found.get("", self._metrics)
                     self._evaluation = found.get(EVALUATION_METRICS, self._evaluation)
@@ -98,13 +98,3 @@ class RunObserver:
 
     async def close(self) -> None:
         await self._monitor.close()
-
-
-def is_silent(seen: Seen) -> bool:
-    """Whether an actor has missed its heartbeats."""
-    return seen.seconds > SILENT_SECONDS
-
-
-def poll_seconds(view: RunView) -> float:
-    """Return the seconds until the next poll. A poll costs the bus a message per actor."""
-    return LOOK_SECONDS if len(view.observation.actors) <= LARGE_FLEET else 2 * LOOK_SECONDS

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from asyncrl.audit.run_observer import RunObserver, RunView, is_silent, poll_seconds
+from asyncrl.audit.run_observer import POLL_SECONDS, RunObserver, RunView
 from asyncrl.board.file_tail import RowTail
 from asyncrl.board.group_index import GroupIndex
 from asyncrl.board.lanes import Doing, doing
@@ -118,7 +118,7 @@ class RunFeed:
                 self._hear(view)
                 if observer.is_connecting and not await asyncio.to_thread(self.watched.is_up):
                     return
-                await asyncio.sleep(poll_seconds(view))
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             if events is not None:
                 events.cancel()
@@ -158,6 +158,6 @@ class RunFeed:
 def actors_of(view: RunView) -> Mapping[str, tuple[Any, Doing]]:
     """Return name -> (heartbeat, current activity)."""
     return {
-        name: (seen.beat, doing(seen.beat, silent_seconds=seen.seconds if is_silent(seen) else 0.0))
+        name: (seen.beat, doing(seen.beat, silent_seconds=seen.seconds if seen.is_silent else 0.0))
         for name, seen in view.observation.actors.items()
     }

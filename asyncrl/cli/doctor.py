@@ -12,7 +12,7 @@ import dataclasses
 import json
 from typing import Any
 
-from asyncrl.actors.health_monitor import LOOK_SECONDS, HealthMonitor, refusal
+from asyncrl.actors.health_monitor import POLL_SECONDS, HealthMonitor, refusal
 from asyncrl.adapters.registry import bus_address, observe
 from asyncrl.audit import run_folder
 from asyncrl.bus.port import Bus
@@ -20,8 +20,9 @@ from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import without_secrets
 from asyncrl.errors import NoAnswer
+from asyncrl.logs import printable
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import BUS_SECONDS, SILENT_SECONDS, Finding, Observation, Seen, printable
+from asyncrl.policies.health.faults import BUS_SECONDS, SILENT_SECONDS, ActorStatus, Finding, Observation
 
 LISTEN_SECONDS = SILENT_SECONDS + 1.5
 """Actors send a heartbeat every 2 s. An actor that was not heard for SILENT_SECONDS of listening is silent. Time in
@@ -57,15 +58,15 @@ async def _listen(run: RunConfig, *, token: str) -> Observation:
     async def connect() -> Bus:
         return await observe(run, token=token)
 
-    watcher = HealthMonitor(connect)
+    monitor = HealthMonitor(connect)
     loop = asyncio.get_running_loop()
     began, since = loop.time(), 0.0
     try:
         while True:
-            observation = await watcher.look()
-            if (refused := refusal(watcher.error)) is not None:
+            observation = await monitor.poll()
+            if (refused := refusal(monitor.error)) is not None:
                 raise refused
-            if watcher.error is not None:
+            if monitor.error is not None:
                 since = observation.listened  # actors that could not be heard get their time again
             has_heard = observation.listened - since >= LISTEN_SECONDS
             is_away = max(observation.bus_silent, observation.bus_refuses) > BUS_SECONDS
@@ -74,11 +75,11 @@ async def _listen(run: RunConfig, *, token: str) -> Observation:
             if loop.time() - began >= MOST_SECONDS:
                 raise NoAnswer(
                     f"bus.url: in {MOST_SECONDS:.0f} s its server answered too rarely to tell which processes are up"
-                    f" ({watcher.error or 'or this machine is too busy'})"
+                    f" ({monitor.error or 'or this machine is too busy'})"
                 )
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
     finally:
-        await watcher.close()
+        await monitor.close()
 
 
 def _text(where: str, observation: Observation, findings: list[Finding]) -> str:
@@ -117,5 +118,5 @@ def _finding(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _actor(seen: Seen) -> dict[str, Any]:
+def _actor(seen: ActorStatus) -> dict[str, Any]:
     return {"silent_seconds": seen.seconds, "process": seen.process} | dataclasses.asdict(seen.beat)

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Final
 
 from asyncrl.cli import arguments
 from asyncrl.errors import ConfigError
+from asyncrl.logs import printable, printable_text
 from asyncrl.policies.groups.turn_text import TEXT, other_pieces, pieces_of
-from asyncrl.policies.health.faults import printable, printable_text
 
 if TYPE_CHECKING:
     from asyncrl.audit.samples import RunSamples

@@ -21,9 +21,10 @@ from asyncrl.cli.tap import until_over
 from asyncrl.config import RunConfig
 from asyncrl.config.checks import MOST_WORKERS
 from asyncrl.errors import ConfigError, NoRoom
+from asyncrl.logs import in_words
 from asyncrl.messages.control import FleetSize, FleetStatus
+from asyncrl.messages.roles import QUARANTINED
 from asyncrl.messages.topics import ACTORS, FLEET, FLEET_STATUS, PROGRESS
-from asyncrl.policies.health.faults import QUARANTINED, in_words
 
 ANSWER_SECONDS = 15.0
 """Time limit for `asyncrl run` to answer. It needs some time after the bus was away."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, NoSuchRun
+from asyncrl.logs import printable
 from asyncrl.messages.topics import ALL, Topic
-from asyncrl.policies.health.faults import printable
 
 if TYPE_CHECKING:
     from asyncrl.bus.port import Bus

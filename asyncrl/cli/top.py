@@ -19,20 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.audit import run_folder
-from asyncrl.audit.run_observer import LOOK_SECONDS, RunObserver, RunView
+from asyncrl.audit.run_observer import POLL_SECONDS, RunObserver, RunView
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
+from asyncrl.logs import in_words, printable
 from asyncrl.messages import StepMetrics
-from asyncrl.policies.health.faults import (
-    BUS_SECONDS,
-    LEARNER,
-    SILENT_SECONDS,
-    WORKER,
-    Finding,
-    Seen,
-    in_words,
-    printable,
-)
+from asyncrl.messages.roles import LEARNER, WORKER
+from asyncrl.policies.health.faults import BUS_SECONDS, SILENT_SECONDS, ActorStatus, Finding
 
 MOST_ROWS = 32
 """Maximum number of worker rows. Silent workers and those furthest behind are shown first."""
@@ -80,7 +73,7 @@ async def _show(run: RunConfig, *, token: str, once: bool, console: Console) -> 
             screen(view, width=console.width, block=block), console=console, screen=True, auto_refresh=False
         ) as live:
             while True:
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
                 live.update(screen(await observer.poll(), width=console.width, block=block), refresh=True)
     finally:
         await observer.close()
@@ -198,7 +191,7 @@ def _staleness(counts: Sequence[int], *, width: int, block: str) -> RenderableTy
     return table
 
 
-def _workers(workers: Sequence[Seen], newest: int, *, width: int) -> RenderableType:
+def _workers(workers: Sequence[ActorStatus], newest: int, *, width: int) -> RenderableType:
     if not workers:
         return Text("no rollout worker", style="dim")
     shown = sorted(sorted(workers, key=_is_looked_for)[:MOST_ROWS], key=lambda seen: seen.beat.actor)
@@ -221,7 +214,7 @@ def _workers(workers: Sequence[Seen], newest: int, *, width: int) -> RenderableT
     return Group(table, *(Text(note, style="dim") for note in notes))
 
 
-def _cells(seen: Seen, newest: int) -> dict[str, str]:
+def _cells(seen: ActorStatus, newest: int) -> dict[str, str]:
     """Return the cells of a worker's row by the names of their columns."""
     numbers, beat = seen.beat.numbers, seen.beat
     return {
@@ -236,12 +229,12 @@ def _cells(seen: Seen, newest: int) -> dict[str, str]:
     }
 
 
-def _is_looked_for(seen: Seen) -> tuple[bool, int, str]:
+def _is_looked_for(seen: ActorStatus) -> tuple[bool, int, str]:
     """Sort key: silent workers first, then those furthest behind."""
     return (seen.seconds <= SILENT_SECONDS, seen.beat.policy_version, seen.beat.actor)
 
 
-def _state(seen: Seen) -> str:
+def _state(seen: ActorStatus) -> str:
     if seen.seconds > SILENT_SECONDS:
         return f"not heard for {in_words(seen.seconds)}"
     phase = "" if seen.beat.phase == "running" else seen.beat.phase
@@ -249,7 +242,7 @@ def _state(seen: Seen) -> str:
     return ", ".join(part for part in (phase, waits) if part) or "-"
 
 
-def _waits(others: Sequence[Seen]) -> RenderableType:
+def _waits(others: Sequence[ActorStatus]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for seen in sorted(others, key=lambda seen: (seen.beat.role != LEARNER, seen.beat.actor)):
         is_at_work = seen.seconds <= SILENT_SECONDS and seen.beat.phase == "running"

@@ -17,7 +17,7 @@ class ProcessSpec:
     """One process of a run: ``python -m asyncrl ARGUMENTS``.
 
     name         unique in the run: learner, w0, w1, ...
-    role         "learner", "learner-rank", "rollout-worker", ... (policies/health/faults.py)
+    role         "learner", "learner-rank", "rollout-worker", ... (messages/roles.py)
     num_gpus     GPUs that it takes on one machine, if any machine has some (device = "auto"); 0: it runs on the CPU
     gpus         indices on the launcher's machine, if asyncrl assigns GPUs (``Launcher.places`` is False); else empty
     environment  added to the inherited environment, with its PYTHONPATH in front; may hold secrets, so never put it on

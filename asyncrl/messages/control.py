@@ -75,7 +75,7 @@ class Wait:
     """Something that an actor waits for.
 
     what     description, such as "trajectories"
-    on       what can end the wait: a role ("rollout-worker") or a part of the actor's process (faults.PARTS: "engine");
+    on       what can end the wait: a role ("rollout-worker") or a part of the actor's process (waits.PARTS: "engine");
              empty for the actor itself
     seconds  length so far on the actor's monotonic clock; for a part that shows signs of life, since its last sign
     usual    median length of past waits of this kind for a part, in seconds; 0 before the first one has ended

@@ -13,7 +13,7 @@ from asyncrl.actors.rollout import training_sink
 from asyncrl.errors import BusFull, EngineDied, EngineError, HopelessError, RewardError, WeightsError
 from asyncrl.messages import Progress
 from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
-from asyncrl.policies.health.faults import SPACE_IN_LOG
+from asyncrl.policies.health.waits import SPACE_IN_LOG
 from asyncrl.rewards.port import Reward, Sample
 from tests.harness import fakes
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker

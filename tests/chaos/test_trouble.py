@@ -22,7 +22,7 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import ACTORS, TRAJECTORIES
-from asyncrl.policies.health.faults import SPACE_IN_LOG
+from asyncrl.policies.health.waits import SPACE_IN_LOG
 from tests.chaos.storm import Storm
 from tests.conftest import MAX_MESSAGE_BYTES
 from tests.harness.buses import Proxy

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.actors.presence import process_state
 from asyncrl.config.run import LauncherSection
 from asyncrl.launch.launchers.local import LocalLauncher
 from asyncrl.launch.launchers.ray import RayLauncher
 from asyncrl.launch.launchers.ray_options import Options
 from asyncrl.launch.port import Launcher, ProcessSpec
-from asyncrl.policies.health.faults import WORKER
+from asyncrl.messages.roles import WORKER
+from asyncrl.os_process import process_state
 from tests.harness import contract_adapters
 
 RAY = [pytest.mark.slow, pytest.mark.xdist_group("ray")]

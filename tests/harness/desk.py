@@ -17,13 +17,13 @@ from asyncrl.config.learner import LearnerSection
 from asyncrl.config.run import DataSection, ModelSection
 from asyncrl.config.staleness import StalenessSection
 from asyncrl.messages import Heartbeat, Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages.roles import WORKER
 from asyncrl.policies.advantages.advantage import Advantage
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.groups.states import BufferedGroup, Outcome
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.health.faults import WORKER
 
 
 def group(group_id: int, *, version: int = 0) -> TrajectoryGroup:

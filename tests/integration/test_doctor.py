@@ -16,8 +16,8 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.cli import doctor
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat, Progress, Wait
+from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS
-from asyncrl.policies.health.faults import LEARNER, WORKER
 from tests.conftest import BUS_SIZES
 
 Examine = Callable[..., int]

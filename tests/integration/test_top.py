@@ -21,8 +21,9 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.cli import top
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat, StepMetrics, Wait
+from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.messages.topics import ACTORS, METRICS
-from asyncrl.policies.health.faults import LEARNER, WORKER, Finding, Observation, Seen
+from asyncrl.policies.health.faults import ActorStatus, Finding, Observation
 from tests.conftest import BUS_SIZES
 
 METRICS_OF_STEP_7 = StepMetrics(
@@ -39,11 +40,11 @@ METRICS_OF_STEP_7 = StepMetrics(
 Show = Callable[..., str]
 
 
-def worker(name: str, *, version: int, seconds: float = 0.0) -> Seen:
+def worker(name: str, *, version: int, seconds: float = 0.0) -> ActorStatus:
     wait = Wait(what="prompts", on=LEARNER, seconds=4.0)
     numbers = {"rollout/tokens_per_second": 1500.0, "rollout/running": 32.0}
     beat = Heartbeat(actor=name, role=WORKER, policy_version=version, waits=(wait,), numbers=numbers)
-    return Seen(beat=beat, seconds=seconds)
+    return ActorStatus(beat=beat, seconds=seconds)
 
 
 def shown(view: top.RunView, *, width: int = 120) -> str:
@@ -52,7 +53,7 @@ def shown(view: top.RunView, *, width: int = 120) -> str:
     return out.getvalue()
 
 
-def view(*workers: Seen, metrics: StepMetrics | None = METRICS_OF_STEP_7) -> top.RunView:
+def view(*workers: ActorStatus, metrics: StepMetrics | None = METRICS_OF_STEP_7) -> top.RunView:
     actors = {seen.beat.actor: seen for seen in workers}
     return top.RunView(where="run r", observation=Observation(actors=actors, listened=9.0), metrics=metrics)
 
@@ -112,7 +113,7 @@ def test_what_a_worker_says_does_nothing_to_the_terminal() -> None:
     wait = Wait(what="\x1b]0;mine\x07 [red]prompts", seconds=4.0)
     beat = Heartbeat(actor="w\x1b[2J", role=WORKER, waits=(wait,))
     finding = Finding(fault="engine", actor="w", cause="\x1b[2J", remedy="see its log", seconds=7.0)
-    found = dataclasses.replace(view(Seen(beat=beat)), findings=[finding])
+    found = dataclasses.replace(view(ActorStatus(beat=beat)), findings=[finding])
     assert "[red]prompts" in shown(found)
     assert not {"\x1b", "\x07"} & set(shown(found))
 
@@ -189,7 +190,9 @@ def test_it_goes_on_where_a_run_comes_back(nats_server: EmbeddedServer, run: str
 def test_who_is_silent_waits_for_nothing() -> None:
     beat = Heartbeat(actor="learner", role=LEARNER, waits=(Wait(what="a training step", seconds=4.0),))
     (line,) = [
-        one for one in shown(view(Seen(beat=beat, seconds=40.0))).splitlines() if "learner" in one and "heard" in one
+        one
+        for one in shown(view(ActorStatus(beat=beat, seconds=40.0))).splitlines()
+        if "learner" in one and "heard" in one
     ]
     assert line.split() == ["learner", "not", "heard", "for", "40", "s"]
 

@@ -19,8 +19,9 @@ from asyncrl.data import demo_task
 from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.launch.checks.shared_settings import settings_checksum
+from asyncrl.messages.roles import LEARNER
 from asyncrl.policies.health import conditions, faults
-from asyncrl.policies.health.faults import LEARNER, Observation, Seen
+from asyncrl.policies.health.faults import ActorStatus, Observation
 from tests.harness.learning import demo_run, memory_bus
 
 OF_THE_MACHINE = {"little room", "stale"}
@@ -35,11 +36,11 @@ async def named_in(run: RunConfig) -> set[str]:
         return bus
 
     def look(seen: Observation) -> None:
-        found.update(one.fault for one in (*conditions.present(seen), *faults.other_settings(seen)))
+        found.update(one.fault for one in (*conditions.findings(seen), *faults.other_settings(seen)))
 
     async def watch() -> None:
         while True:
-            seen = await watcher.look()
+            seen = await watcher.poll()
             look(seen)
             heard.update(name for name, one in seen.actors.items() if faults.SETTINGS in one.beat.numbers)
             await asyncio.sleep(BEAT_SECONDS)
@@ -53,7 +54,7 @@ async def named_in(run: RunConfig) -> set[str]:
         group.create_task(supervise(worker, follower, beats))
         await supervise(learner, *helpers, HeartbeatSender(learner, *helpers, interval=BEAT_SECONDS, about=about))
         watching.cancel()
-    look(Observation(actors={LEARNER: Seen(beat=learner.heartbeat())}, listened=0.0))  # its last heartbeat
+    look(Observation(actors={LEARNER: ActorStatus(beat=learner.heartbeat())}, listened=0.0))  # its last heartbeat
     await watcher.close()
     assert {LEARNER, "w0"} <= heard
     return found - OF_THE_MACHINE

@@ -56,3 +56,9 @@ def test_a_process_that_its_parent_has_not_reaped_is_not_alive() -> None:
         os.kill(child.pid, 0)
         assert not os_process.is_alive(child.pid)
     assert not os_process.is_alive(child.pid)
+
+
+def test_state_of_a_process_is_what_its_machine_says() -> None:
+    assert os_process.process_state(os.getpid()) == "running"
+    assert os_process.process_state(0) == ""
+    assert os_process.process_state(2**22 + 1) == "gone"

@@ -42,7 +42,7 @@ from asyncrl.policies.groups.begun import Begun
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.health.faults import BEAT_SECONDS, HELD
+from asyncrl.policies.health.waits import BEAT_SECONDS, HELD
 from asyncrl.policies.staleness.staleness import age_weight
 
 log = logging.getLogger("asyncrl.learner")

@@ -1,7 +1,7 @@
 """Files that cannot be written now: disk full, read-only, I/O error. The learner waits for the disk and continues.
 
 A restart would find the same disk, so the write is retried until it works. The wait is logged at once and every minute,
-and shown by `asyncrl doctor` (part "room" of policies/health/faults.py). Unwritten data is never given up.
+and shown by `asyncrl doctor` (part "room" of policies/health/waits.py). Unwritten data is never given up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.errors import disk_problem
-from asyncrl.policies.health.faults import ROOM
+from asyncrl.policies.health.waits import ROOM
 
 T = TypeVar("T")
 

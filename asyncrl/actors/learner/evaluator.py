@@ -28,10 +28,10 @@ from asyncrl.config import EvaluationSection
 from asyncrl.errors import AsyncRLError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.evaluation import Evaluation
+from asyncrl.messages.roles import EVALUATION_WORKER, WORKER
 from asyncrl.messages.topics import ACTORS, EVALUATION, EVALUATION_ANSWERS
 from asyncrl.policies.evaluation.held import EngineTime, num_held
 from asyncrl.policies.evaluation.questions import EvaluationSet, digest
-from asyncrl.policies.health.faults import EVALUATION_WORKER, WORKER
 from asyncrl.policies.staleness.staleness import Forks, is_of_history
 from asyncrl.weights.port import WeightChannel
 

@@ -15,6 +15,7 @@ from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.bus.port import Bus
 from asyncrl.messages import Heartbeat, StepMetrics
+from asyncrl.messages.roles import WORKER
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, METRICS, PROMPTS, TRAJECTORIES
 from asyncrl.metrics.alarms import Alarm
 from asyncrl.metrics.background import BackgroundSink
@@ -22,7 +23,6 @@ from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.batching.batch import Histogram, Metric, histogram
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.health.faults import WORKER
 
 REJECTED = "bus/rejected"
 LEFT_OUT = "metrics/left_out"

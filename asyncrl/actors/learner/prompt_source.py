@@ -23,9 +23,10 @@ from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, Published,
 from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError, BusFull, HopelessError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
+from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.messages.topics import PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
 from asyncrl.policies.groups.saved import LearnerState
-from asyncrl.policies.health.faults import LEARNER, ROOM_IN_WINDOW, WORKER
+from asyncrl.policies.health.waits import ROOM_IN_WINDOW
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.staleness import effective_version
 from asyncrl.policies.trust.tickets import Tickets

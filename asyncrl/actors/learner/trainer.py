@@ -18,8 +18,9 @@ from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.backends.port import Backend, Offloads, SavesBeside, StepResult
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, StepFailed
+from asyncrl.messages.roles import WORKER
 from asyncrl.policies.batching.batch import Metric
-from asyncrl.policies.health.faults import FIRST_SECONDS, WORKER
+from asyncrl.policies.health.waits import FIRST_SECONDS
 from asyncrl.policies.learning_rate import Schedule
 
 T = TypeVar("T")

@@ -23,13 +23,13 @@ from asyncrl.backends.port import Backend
 from asyncrl.bus.port import Bus, Record
 from asyncrl.errors import HopelessError
 from asyncrl.messages import Quarantine, TrajectoryGroup, replace
+from asyncrl.messages.roles import WORKER
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import ACTORS, QUARANTINE, TRAJECTORIES, group_id_of
 from asyncrl.messages.validation import name_problem
 from asyncrl.policies.batching import packing
 from asyncrl.policies.batching.packing import Document, pack_for_ranks
-from asyncrl.policies.health.faults import WORKER
 from asyncrl.policies.staleness.staleness import Forks
 from asyncrl.policies.trust import resumed_tokens
 from asyncrl.policies.trust.logprob_mismatch import Chosen, LogprobMismatch, routing_mismatch

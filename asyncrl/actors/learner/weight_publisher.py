@@ -15,7 +15,7 @@ from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import SENT, WEIGHTS
-from asyncrl.policies.health.faults import FIRST_SECONDS
+from asyncrl.policies.health.waits import FIRST_SECONDS
 from asyncrl.weights.port import WeightChannel
 
 if TYPE_CHECKING:

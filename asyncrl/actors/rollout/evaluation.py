@@ -16,7 +16,7 @@ from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.bus.port import Bus
 from asyncrl.environments.port import RolloutFn, Tokenizer
 from asyncrl.messages import TrajectoryGroup
-from asyncrl.policies.health.faults import EVALUATION_WORKER
+from asyncrl.messages.roles import EVALUATION_WORKER
 from asyncrl.rewards.port import Reward, RewardFn, Sample
 
 LONGEST_VOTE: Final = 64

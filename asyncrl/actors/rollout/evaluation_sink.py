@@ -13,9 +13,10 @@ from asyncrl.bus.port import Bus
 from asyncrl.errors import BusFull, EngineError, MessageError, MessageTooLarge
 from asyncrl.messages import PromptGroup, TrajectoryGroup, replace
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers, label_text
+from asyncrl.messages.roles import LEARNER
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import EVALUATION_ANSWERS
-from asyncrl.policies.health.faults import LEARNER, SPACE_IN_LOG
+from asyncrl.policies.health.waits import SPACE_IN_LOG
 
 FULL_LOG_SECONDS: Final = 1.0
 """Delay between attempts to publish to a full log: the bus does not announce free space."""

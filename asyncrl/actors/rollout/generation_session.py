@@ -132,7 +132,7 @@ class GenerationSession:
     async def waiting(self, *, on: str = "rollout") -> AsyncIterator[None]:
         """While open, the worker waits for the rollout function, except while that waits for one of our answers.
 
-        on: the part of a worker that is waited for (policies/health/faults.py); a rollout function that limits its
+        on: the part of a worker that is waited for (policies/health/waits.py); a rollout function that limits its
         samples' time itself is no reason to restart the worker.
         Raises TimeoutError, with ``is_out_of_time`` True, once the function has taken ``own_seconds``.
         """

@@ -24,7 +24,7 @@ from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Deliveries, Delivery
 from asyncrl.errors import BusError
 from asyncrl.messages import PromptGroup
-from asyncrl.policies.health.faults import PROMPT_SOURCE
+from asyncrl.messages.roles import PROMPT_SOURCE
 from asyncrl.policies.prefetch import groups_ahead
 
 _WINDOW_SECONDS: Final = 10.0

@@ -15,7 +15,7 @@ from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import Engine
 from asyncrl.messages import PromptGroup, SamplingParams, Wait
-from asyncrl.policies.health.faults import BEAT_SECONDS
+from asyncrl.policies.health.waits import BEAT_SECONDS
 
 
 class SharedEngine:

@@ -9,9 +9,10 @@ from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.errors import BusFull, MessageError, MessageTooLarge
 from asyncrl.messages import TrajectoryGroup
+from asyncrl.messages.roles import LEARNER
 from asyncrl.messages.rollout import failed_group
 from asyncrl.messages.topics import TRAJECTORIES, answer_key
-from asyncrl.policies.health.faults import LEARNER, SPACE_IN_LOG
+from asyncrl.policies.health.waits import SPACE_IN_LOG
 
 FULL_LOG_SECONDS = 1.0
 """Delay between attempts to publish to a full log: the bus does not announce free space."""

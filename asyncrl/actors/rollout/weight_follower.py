@@ -20,9 +20,10 @@ from asyncrl.bus.port import Bus
 from asyncrl.engines.port import Engine
 from asyncrl.errors import EngineError, WeightsError
 from asyncrl.messages import WeightVersion
+from asyncrl.messages.roles import FOLLOWER, LEARNER, SENDER
 from asyncrl.messages.topics import SENT, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer
-from asyncrl.policies.health.faults import FIRST_SECONDS, FOLLOWER, LEARNER, SENDER
+from asyncrl.policies.health.waits import FIRST_SECONDS
 from asyncrl.policies.staleness.admission import version_to_begin
 from asyncrl.weights.port import Intake, LoadReport, Receiver
 

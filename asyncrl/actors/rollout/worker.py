@@ -29,7 +29,7 @@ from asyncrl.engines.port import EngineStats
 from asyncrl.errors import BusError
 from asyncrl.messages import Event, Heartbeat, Wait
 from asyncrl.messages.topics import EVENTS, PROGRESS, QUARANTINE
-from asyncrl.policies.health.faults import FIRST_SECONDS
+from asyncrl.policies.health.waits import FIRST_SECONDS
 
 
 class RolloutWorker(Actor):

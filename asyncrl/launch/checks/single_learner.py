@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from asyncrl.actors.presence import number_of, process_state
+from asyncrl.actors.presence import heartbeat_id
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError
 from asyncrl.messages import Heartbeat
+from asyncrl.messages.roles import LEARNER, LEARNERS_ACTORS
 from asyncrl.messages.topics import ACTORS, PROGRESS
-from asyncrl.policies.health.faults import LEARNER, LEARNERS_ACTORS
+from asyncrl.os_process import process_state
 from asyncrl.state.history import HISTORY_FILE
 
 SECOND_BEAT_SECONDS: Final = 5.0
@@ -65,7 +66,7 @@ async def _still_beating(bus: Bus, beats: Iterable[Heartbeat]) -> Heartbeat | No
     async def beats_again(last: Heartbeat) -> Heartbeat | None:
         try:
             async with asyncio.timeout(SECOND_BEAT_SECONDS), bus.watch(ACTORS, key=last.actor) as newer:
-                while number_of(beat := await anext(newer)) == number_of(last):
+                while heartbeat_id(beat := await anext(newer)) == heartbeat_id(last):
                     pass
                 return beat
         except TimeoutError:

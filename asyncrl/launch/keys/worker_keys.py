@@ -28,8 +28,8 @@ from typing import Final
 from asyncrl.errors import ConfigError, DiskError
 from asyncrl.launch.keys import key_files
 from asyncrl.launch.port import LaunchedProcess, Launcher, ProcessSpec
+from asyncrl.messages.roles import EVALUATION_WORKER, LEARNERS_ACTORS, WORKER
 from asyncrl.messages.signing import SigningKey
-from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNERS_ACTORS, WORKER
 
 WORKER_KEY_VARIABLE: Final = "ASYNCRL_WORKER_KEY"
 """Environment variable with the secret of a worker that `asyncrl run` starts; empty in a run without keys."""

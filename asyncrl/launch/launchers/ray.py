@@ -35,7 +35,7 @@ from asyncrl.launch.launchers.ray_options import Options, require_answer
 from asyncrl.launch.launchers.ray_placement import Choice, Machine, Need
 from asyncrl.launch.launchers.ray_process import RayProcess, in_a_line
 from asyncrl.launch.port import ProcessSpec
-from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 
 _NEEDS_RAY: Final = 'launcher.kind: "ray" needs ray; pip install asyncrl[ray]'
 NODE_ID: Final = "ray.io/node-id"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from asyncrl.actors.presence import Launched
 from asyncrl.errors import INTERRUPTED, AsyncRLError, NoRoom
 from asyncrl.launch.port import LaunchedProcess, Launcher, ProcessSpec
-from asyncrl.policies.health.faults import LEARNER_RANK
+from asyncrl.messages.roles import LEARNER_RANK
 
 BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 30.0

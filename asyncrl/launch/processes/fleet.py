@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncrl.errors import NoRoom
 from asyncrl.launch.processes.child_process import ChildProcess
 from asyncrl.messages.control import FleetSize, FleetStatus
-from asyncrl.policies.health.faults import WORKER
+from asyncrl.messages.roles import WORKER
 
 DRAIN_SECONDS: Final = 120.0
 """How long processes may take to drain."""
@@ -102,10 +102,10 @@ class Fleet:
             self.children.remove(child)
         self.changed.set()
 
-    def rename(self, child: ChildProcess, *, besides: Collection[str]) -> None:
+    def rename(self, child: ChildProcess) -> None:
         """Rename a worker whose name is used by a worker that this run did not start."""
         self._taken.add(taken := child.name)
-        child.spec = child.spec.renamed(self._free_name(besides=besides))
+        child.spec = child.spec.renamed(self._free_name())
         self.say(f"{taken!r} is the name of a rollout worker that is not ours: ours is {child.name!r} now")
         self.changed.set()
 
@@ -117,6 +117,6 @@ class Fleet:
         self._start(child)
         return child
 
-    def _free_name(self, *, besides: Collection[str] = ()) -> str:
-        names = {child.name for child in self.children} | self._taken | set(besides)
+    def _free_name(self) -> str:
+        names = {child.name for child in self.children} | self._taken
         return next(name for number in itertools.count() if (name := f"w{number}") not in names)

@@ -110,7 +110,7 @@ async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str
     def bus() -> Awaitable[Bus]:
         return connect(run_config, token=token)
 
-    monitor = HealthMonitor(bus, launched=manager.launched, server=lambda: server.pid if server is not None else 0)
+    monitor = HealthMonitor(bus, launched=manager.launched)
     files = kept_files.of_run(run_config.run_directory, server)
     keeping = asyncio.ensure_future(kept_files.keep(files, say=manager.say))
     scaler = FleetScaler(bus, manager.fleet, rule=_fleet_rule(run_config))

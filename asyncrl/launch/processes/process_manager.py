@@ -19,11 +19,11 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.actors.fleet_scaler import FleetScaler
-from asyncrl.actors.health_monitor import HealthMonitor, Lasting, refusal
+from asyncrl.actors.health_monitor import FaultTracker, HealthMonitor, refusal
 from asyncrl.actors.presence import Launched
 from asyncrl.actors.supervisor import STUCK_EXIT_CODE
 from asyncrl.bus.adapter import BusServer
@@ -33,7 +33,9 @@ from asyncrl.launch.port import Launcher
 from asyncrl.launch.processes.child_process import LONGEST_BACK_OFF_SECONDS, ChildProcess, Exit, RestartPolicy
 from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, NewWorker
 from asyncrl.launch.processes.server_restarts import keep_up, kill
-from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK, WORKER, Finding, printable
+from asyncrl.logs import printable
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK, WORKER
+from asyncrl.policies.health.faults import Finding
 
 NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
 """Exit codes of failures that a restart would repeat."""
@@ -84,9 +86,8 @@ class ProcessManager:
         server      server of the run's own bus, restarted when it ends; None if the run uses another one
         """
         self._settings, self._launcher, self._server = settings, launcher, server
-        self._lasting = Lasting()
+        self._faults = FaultTracker()
         self._has_worked: Callable[[str, int], bool] = lambda node, pid: False
-        self._heard: Callable[[], Collection[str]] = tuple  # names of all actors of the run
         self._tasks: set[asyncio.Task[None]] = set()
         self._killing_server: asyncio.Task[None] | None = None
         self._group = asyncio.TaskGroup()
@@ -108,7 +109,7 @@ class ProcessManager:
 
         waits for: the learner's end, a failure, or ``interrupt``
         """
-        self._has_worked, self._heard = monitor.has_worked, monitor.names
+        self._has_worked = monitor.has_worked
         self._is_refused = lambda: refusal(monitor.error) is not None
         try:
             await self._run(monitor, scaler)
@@ -249,7 +250,7 @@ class ProcessManager:
         if (delay := child.renames.next_delay(0.0, has_worked=False)) is None:
             self._fail(ended.code, f"{ended.reason}; ending the run")
             return None
-        self.fleet.rename(child, besides=self._heard())
+        self.fleet.rename(child)
         return delay
 
     def _without_room(self, child: ChildProcess, ended: Exit) -> float | None:
@@ -272,24 +273,24 @@ class ProcessManager:
         self.fleet.quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
         if not self._is_refused() and any(finding.fault in BUS_FAULTS for finding in findings):
             self._bus_was_away = time.monotonic()
-        begun, ended = self._lasting.update(findings)
+        begun, ended = self._faults.update(findings)
         for finding in begun if not self._over.is_set() else ():  # while a run ends, its processes are missing anyway
             self.say(f"{printable(finding.text)}\n  -> {printable(finding.remedy)}")
-        for finding in ended:
-            self.say(f"over after {finding.seconds:.0f} s: {finding.fault} of {printable(finding.actor)}")
+        for finding, seconds in ended:
+            self.say(f"over after {seconds:.0f} s: {finding.fault} of {printable(finding.actor)}")
         for finding in findings:
-            if finding.cure and finding.is_hopeless(self._settings.stall_seconds) and not self._over.is_set():
-                self._heal(finding)
+            is_over = self._over.is_set() or not finding.cure
+            if not is_over and self._faults.seconds(finding) > finding.cure_seconds(self._settings.stall_seconds):
+                self._faults.restart(finding)
+                self._cure(finding)
 
-    def _heal(self, finding: Finding) -> None:
-        where = (finding.host, finding.pid)
-        ours = (one for one in self.fleet.children for there in one.launched() if (there.host, there.pid) == where)
-        child = next(ours, None)
+    def _cure(self, finding: Finding) -> None:
+        child = next((child for child in self.fleet.children if child.name == finding.actor), None)
         if finding.fault in BUS_FAULTS and self._server is not None and (pid := self._server.pid):
             if self._killing_server is None or self._killing_server.done():
                 killing = kill(self._server, pid, needs_room=finding.fault != "bus")
                 self._killing_server = self._group.create_task(killing)
-        elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
+        elif finding.cure == "restart" and child is not None:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)
         elif finding.cure == "end" and self.fleet.workers():  # otherwise other workers may still join

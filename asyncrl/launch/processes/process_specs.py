@@ -18,8 +18,8 @@ from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
 from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
 from asyncrl.logs import print_line
 from asyncrl.messages.control import FleetSize
+from asyncrl.messages.roles import EVALUATION_WORKER, LEARNER, LEARNER_RANK, WORKER
 from asyncrl.os_process import LEARNER_SECRET
-from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, WORKER
 
 
 class ProcessSpecs:

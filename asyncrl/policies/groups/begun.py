@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from asyncrl.messages import Heartbeat, VersionSpan
+from asyncrl.messages.roles import QUARANTINED
 from asyncrl.policies.groups.states import PublishedPrompt
-from asyncrl.policies.health.faults import QUARANTINED
 from asyncrl.policies.staleness.staleness import Forks, effective_version
 
 _CANNOT_BEGIN = ("starting", QUARANTINED)

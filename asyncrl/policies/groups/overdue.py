@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from asyncrl.messages import Heartbeat
-from asyncrl.policies.health.faults import PROMPT_SOURCE, QUARANTINED, WORKER
+from asyncrl.messages.roles import PROMPT_SOURCE, QUARANTINED, WORKER
 
 KEPT: Final = "learner/kept_prompts"
 """Name of Overdue.num_kept in the learner's heartbeat."""

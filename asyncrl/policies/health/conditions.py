@@ -1,4 +1,4 @@
-"""Conditions that do not stop a run yet: a process that runs out of a resource, or a run that trains the wrong thing.
+"""Conditions that do not stop a run yet: a disk that fills, or a run that trains the wrong thing.
 
 Each condition is a number in an actor's heartbeats, with the value from which it is a finding. To add one, add a row
 here and a row in the table of tests/unit/policies/health/test_diagnosis.py.
@@ -10,18 +10,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from asyncrl.policies.health.faults import SILENT_SECONDS, Finding, Observation
+from asyncrl.policies.health.faults import Finding, Observation
 
 MANY_SKIPPED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """at: reported from this value on;  says: follows the actor's name, {value} is the number, {problem} the actor's"""
+    """
+    threshold  report at or above this value
+    message    follows the actor's name; may use {value} and {problem}
+    """
 
     fault: str
-    at: float
-    says: str
+    threshold: float
+    message: str
     remedy: str
 
 
@@ -98,18 +101,18 @@ CONDITIONS: Final[dict[str, Condition]] = {
 }
 
 
-def present(seen: Observation) -> Iterable[Finding]:
-    """Yield the findings of all actors that send heartbeats."""
+def findings(seen: Observation) -> Iterable[Finding]:
+    """Yield the conditions of all actors that send heartbeats."""
     for name, actor in seen.actors.items():
-        if actor.seconds > SILENT_SECONDS:
+        if actor.is_silent:
             continue
         for number, condition in CONDITIONS.items():
             value = actor.beat.numbers.get(number, 0.0)
-            if value >= condition.at:
+            if value >= condition.threshold:
                 yield Finding(
                     fault=condition.fault,
                     actor=name,
-                    cause=f"{name} {condition.says.format(value=value, problem=actor.beat.problem)}",
+                    cause=f"{name} {condition.message.format(value=value, problem=actor.beat.problem)}",
                     remedy=condition.remedy,
                     host=actor.beat.host,
                     pid=actor.beat.pid,

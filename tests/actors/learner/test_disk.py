@@ -20,7 +20,7 @@ from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import Finding, Observation, Seen
+from asyncrl.policies.health.faults import ActorStatus, Finding, Observation
 from asyncrl.state import checkpoint
 from asyncrl.tensors.snapshot import Snapshot
 from tests.harness.fakes import Channel, Engine, Loop, run_worker, until, worker
@@ -64,7 +64,9 @@ async def going_on(loop: Loop, bus_factory: Any, full: Full) -> AsyncIterator[as
 def findings(loop: Loop) -> list[Finding]:
     """Return what a health monitor finds about the learner after a while."""
     beat = loop.learner.heartbeat()
-    return diagnose(Observation(actors={"learner": Seen(beat=beat, seconds=5.9, process="running")}, listened=3.0))
+    return diagnose(
+        Observation(actors={"learner": ActorStatus(beat=beat, seconds=5.9, process="running")}, listened=3.0)
+    )
 
 
 def room(loop: Loop) -> list[str]:

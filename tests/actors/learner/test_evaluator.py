@@ -19,10 +19,10 @@ from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import WeightsError
 from asyncrl.messages import Heartbeat, VersionSpan, WeightVersion, replace
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
+from asyncrl.messages.roles import EVALUATION_WORKER
 from asyncrl.messages.topics import ACTORS, EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS
 from asyncrl.policies.evaluation.questions import EvaluationSet, digest
 from asyncrl.policies.evaluation.verdict import MOST_REFUSED
-from asyncrl.policies.health.faults import EVALUATION_WORKER
 from tests.harness.evaluation import section, sums
 from tests.harness.fakes import Channel
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from asyncrl.actors.learner import batcher
-from asyncrl.policies.health.faults import HELD
+from asyncrl.policies.health.waits import HELD
 from tests.harness.desk import Desk
 from tests.harness.fakes import until
 

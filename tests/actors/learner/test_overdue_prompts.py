@@ -6,9 +6,9 @@ from asyncrl.actors.learner.overdue_prompts import OverduePrompts
 from asyncrl.actors.learner.prompt_link import OverduePrompt, PromptLink
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages import Heartbeat, Wait
+from asyncrl.messages.roles import PROMPT_SOURCE, WORKER
 from asyncrl.messages.topics import ACTORS, PROMPTS
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.policies.health.faults import PROMPT_SOURCE, WORKER
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.buses import prompt
 

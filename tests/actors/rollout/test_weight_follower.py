@@ -13,9 +13,9 @@ from asyncrl.actors.rollout import weight_follower
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion, replace
+from asyncrl.messages.roles import LEARNER
 from asyncrl.messages.topics import TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.policies.health.faults import LEARNER
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import until
 from tests.harness.weights import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running

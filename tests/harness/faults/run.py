@@ -34,8 +34,6 @@ from asyncrl.engines.inprocess.engine import InProcessEngine, Options
 from asyncrl.weights.files import FilesChannel
 
 HERE = Path(__file__).parent
-real_time = time.time
-time.time = lambda: real_time() + 3600.0 * is_on("clock")
 
 def is_on(name):
     return (HERE / name).exists()

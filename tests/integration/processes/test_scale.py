@@ -14,8 +14,8 @@ import pytest
 from asyncrl.adapters import registry
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages import Heartbeat
+from asyncrl.messages.roles import WORKER
 from asyncrl.messages.topics import ACTORS
-from asyncrl.policies.health.faults import WORKER
 from tests.harness.forked import ForkServer
 from tests.harness.roles import Server
 from tests.harness.run_process import RunProcess

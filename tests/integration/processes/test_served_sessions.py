@@ -18,8 +18,8 @@ import pytest
 
 from asyncrl.adapters import registry
 from asyncrl.environments.agent.entry import Entry
+from asyncrl.messages.roles import WORKER
 from asyncrl.messages.topics import ACTORS, SEGMENTS
-from asyncrl.policies.health.faults import WORKER
 from tests.harness.forked import ForkServer
 from tests.harness.run_process import RunProcess
 

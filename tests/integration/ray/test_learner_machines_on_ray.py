@@ -13,7 +13,7 @@ pytest.importorskip("ray")
 from asyncrl.launch.launchers.ray import RayLauncher
 from asyncrl.launch.launchers.ray_options import Options, Role
 from asyncrl.launch.port import ProcessSpec
-from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 from tests.harness.ray import RayRun, TwoNodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(1200)]

@@ -27,7 +27,7 @@ from asyncrl.launch.checks.run_file import check
 from asyncrl.launch.launchers.ray import RayLauncher
 from asyncrl.launch.launchers.ray_options import Options, Role
 from asyncrl.launch.port import ProcessSpec
-from asyncrl.policies.health.faults import WORKER
+from asyncrl.messages.roles import WORKER
 from tests.harness.ray import CPUS, SECONDS, RayRun, TwoNodes, kill
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(1200)]

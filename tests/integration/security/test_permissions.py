@@ -350,6 +350,6 @@ async def test_a_watcher_that_may_not_write_does_not_take_the_bus_for_full(serve
 
         async with contextlib.AsyncExitStack() as stack:
             watcher = HealthMonitor(connect)
-            seen = [await watcher.look() for _ in range(2)]
+            seen = [await watcher.poll() for _ in range(2)]
             assert watcher.error is None
             assert not [finding for finding in diagnose(seen[-1]) if finding.fault == "bus storage"]

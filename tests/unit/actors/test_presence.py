@@ -1,209 +1,140 @@
-"""Which actors of a run are present: ages of heartbeats on the listener's own clock; actors that left, died, or
-start."""
+"""Which actors of a run are present: ages of heartbeats on the listener's own clock; who left, died or starts."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 
-from asyncrl.actors.presence import WATCHER, Launched, PresenceTracker, process_state
+from asyncrl.actors.presence import Launched, PresenceTracker
 from asyncrl.messages import Heartbeat
-from asyncrl.policies.health.faults import WORKER
+from asyncrl.messages.roles import FOLLOWER, LEARNER, WATCHER, WORKER
 
 
 def beat(name: str, number: int, *, pid: int = 7, host: str = "here", role: str = WORKER) -> Heartbeat:
     return Heartbeat(actor=name, role=role, beat=number, host=host, pid=pid)
 
 
-def tracker() -> PresenceTracker:
+def learner_beat(number: int = 1, *, pid: int = 8) -> dict[str, Heartbeat]:
+    return {LEARNER: beat(LEARNER, number, pid=pid, role=LEARNER)}
+
+
+W0 = Launched(name="w0", role=WORKER, pid=7, seconds=700)
+OWN_LEARNER = Launched(name=LEARNER, role=LEARNER, pid=8, seconds=9)
+
+
+@pytest.fixture
+def presence() -> PresenceTracker:
     return PresenceTracker(host="here", process=lambda pid: "stopped")
 
 
-def test_who_does_not_beat_any_more_gets_older_only_while_we_listen() -> None:
-    heard = tracker()
-    for number in (1, 2):
-        heard.hear({"w0": beat("w0", number)}, seconds=1)
-    assert heard.present()["w0"].seconds == 0
-    for _ in range(7):
-        heard.hear({"w0": beat("w0", 2)}, seconds=1)
-    assert (heard.present()["w0"].seconds, heard.present()["w0"].process) == (7, "stopped")
-    heard.hear({"w0": beat("w0", 3)}, seconds=1)
-    assert heard.present()["w0"].seconds == 0
+def hear(presence: PresenceTracker, *numbers: int, launched: tuple[Launched, ...] = ()) -> None:
+    """One poll a second; w0 has sent this many heartbeats by then."""
+    for number in numbers:
+        presence.update({"w0": beat("w0", number)}, seconds=1, launched=launched)
 
 
-@pytest.mark.parametrize("looks", [({"w0": 1}, {"w0": 2}), ({}, {"w0": 1})])
-def test_who_takes_its_entry_away_left_in_order(looks: tuple[dict[str, int], ...]) -> None:
-    heard = tracker()
-    for look in looks:
-        heard.hear({name: beat(name, number) for name, number in look.items()}, seconds=1)
-    heard.hear({}, seconds=1)
-    assert heard.present() == {}
+def test_silent_actor_gets_older_only_while_we_listen(presence: PresenceTracker) -> None:
+    hear(presence, 1, 2)
+    assert presence.statuses()["w0"].seconds == 0
+    hear(presence, *[2] * 7)
+    status = presence.statuses()["w0"]
+    assert (status.seconds, status.process, status.is_silent) == (7, "stopped", True)
+    hear(presence, 3)
+    assert presence.statuses()["w0"].seconds == 0
 
 
-@pytest.mark.parametrize("numbers", [(1,), (1, 2, 2, 2, 2, 2, 2, 2, 2)])
-def test_whose_entry_expired_is_missed_for_a_minute(numbers: tuple[int, ...]) -> None:
-    heard = tracker()
-    for number in numbers:  # a single heartbeat may have been old when it was heard
-        heard.hear({"w0": beat("w0", number)}, seconds=1)
-    heard.hear({}, seconds=1)
-    assert heard.present()["w0"].seconds >= 15
+def test_actor_that_removes_its_entry_has_left(presence: PresenceTracker) -> None:
+    hear(presence, 1, 2)
+    presence.update({}, seconds=1)
+    assert presence.statuses() == {}
+
+
+@pytest.mark.parametrize("numbers", [(1,), (1, *[2] * 8)])
+def test_actor_whose_entry_expires_is_reported_for_a_minute(
+    presence: PresenceTracker, numbers: tuple[int, ...]
+) -> None:
+    hear(presence, *numbers)  # a single heartbeat may have been old when it was heard
+    for _ in range(10):
+        presence.update({}, seconds=1)
+    assert presence.statuses()["w0"].is_silent
     for _ in range(60):
-        heard.hear({}, seconds=1)
-    assert heard.present() == {}
+        presence.update({}, seconds=1)
+    assert presence.statuses() == {}
 
 
-def test_who_is_silent_while_others_beat_gets_older_by_their_beats_where_looks_are_far_apart() -> None:
-    """A busy machine: the monitor looks every five seconds and may count two on its own clock. w1 keeps beating."""
-    heard = tracker()
-    for number in (1, 2):
-        beats = {"w0": beat("w0", number), "w0.weights": beat("w0.weights", number), "w1": beat("w1", number, pid=8)}
-        heard.hear(beats, seconds=2, elapsed=5)
-    heard.hear(beats | {"w1": beat("w1", 4, pid=8)}, seconds=2, elapsed=5)
-    assert [heard.present()[name].seconds for name in ("w0", "w0.weights", "w1")] == [4, 4, 0]
-    heard.hear(beats | {"w1": beat("w1", 9, pid=8)}, seconds=2, elapsed=5)
-    assert [heard.present()[name].seconds for name in ("w0", "w0.weights", "w1")] == [9, 9, 0]
-    heard.hear(beats | {"w1": beat("w1", 9, pid=8)}, seconds=2, elapsed=60)  # all processes were frozen
-    assert [heard.present()[name].seconds for name in ("w0", "w1")] == [11, 2]
-
-
-def test_an_entry_that_expired_between_looks_that_are_far_apart_is_missed() -> None:
-    heard = tracker()
-    for number in (1, 2):
-        heard.hear({"w0": beat("w0", number)}, seconds=1)
-    for _ in range(2):
-        heard.hear({"w0": beat("w0", 2)}, seconds=2, elapsed=7)
-    heard.hear({}, seconds=2, elapsed=7)
-    assert heard.present()["w0"].seconds >= 6
-
-
-def test_an_entry_that_expired_while_the_bus_was_away_is_as_old_as_the_bus_is_back() -> None:
-    heard = tracker()
-    for number in (1, 2):
-        heard.hear({"w0": beat("w0", number)}, seconds=1)
-    heard.excuse()
+def test_silence_counts_from_the_return_of_the_bus(presence: PresenceTracker) -> None:
+    hear(presence, 1, 2, 2, 2)
+    presence.restart_silences()
     for second in range(1, 9):
-        heard.hear({}, seconds=1)
-        assert heard.present()["w0"].seconds == second
+        presence.update({}, seconds=1)
+        assert presence.statuses()["w0"].seconds == second
 
 
-def test_a_process_started_again_is_not_blamed_for_the_one_before() -> None:
-    heard = tracker()
-    beats = {"w0": beat("w0", 5, pid=7), "w0.weights": beat("w0.weights", 5, pid=7)}
-    one = Launched(name="w0", role=WORKER, pid=7, seconds=9)
-    heard.hear(beats, seconds=1, launched=[one])
-    heard.hear(beats, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=8, seconds=2)])
-    for seconds in (20, 40):
-        heard.hear(beats, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=8, seconds=seconds)])
-        (seen,) = heard.present().values()
-        assert (seen.beat.pid, seen.beat.phase, seen.beat.waits[0].seconds) == (8, "starting", seconds)
-        beats = {}
-    beats["w0"] = beat("w0", 1, pid=8)
-    heard.hear(beats, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=8, seconds=3)])
-    assert [seen.beat.phase for seen in heard.present().values()] == ["running"]
+def test_restarted_process_is_not_blamed_for_the_one_before(presence: PresenceTracker) -> None:
+    beats = {"w0": beat("w0", 5), "w0.weights": beat("w0.weights", 5, role=FOLLOWER)}
+    presence.update(beats, seconds=1, launched=[W0])
+    for seconds in (2, 20, 40):
+        presence.update(beats, seconds=1, launched=[replace(W0, pid=9, seconds=seconds)])
+        (status,) = presence.statuses().values()
+        assert (status.beat.pid, status.beat.phase, status.beat.waits[0].seconds) == (9, "starting", seconds)
+    presence.update({"w0": beat("w0", 1, pid=9)}, seconds=1, launched=[replace(W0, pid=9)])
+    assert [status.beat.phase for status in presence.statuses().values()] == ["running"]
 
 
-@pytest.mark.parametrize("is_leaving", [True, False])
-def test_who_takes_its_entry_away_and_is_still_a_process_is_not_starting(is_leaving: bool) -> None:
+@pytest.mark.parametrize("has_worked", [True, False])
+def test_leaving_process_is_not_starting(presence: PresenceTracker, has_worked: bool) -> None:
     """Otherwise its whole life would count as its start, and it would be killed during an orderly end."""
-    heard = tracker()
-    one = Launched(name="w0", role=WORKER, pid=7, seconds=700)
-    for number in (1, 2):
-        heard.hear({"w0": beat("w0", number)}, seconds=1, launched=[one])
-    heard.hear({}, seconds=1, launched=[replace(one, is_leaving=is_leaving)])
-    assert heard.present() == {}
+    if has_worked:
+        hear(presence, 1, 2, launched=(W0,))
+    presence.update({}, seconds=1, launched=[replace(W0, is_leaving=not has_worked)])
+    assert presence.statuses() == {}
 
 
-@pytest.mark.parametrize(("host", "is_named"), [("here", False), ("elsewhere", True)])
-def test_what_a_killed_life_of_the_run_left_on_this_machine_is_not_accused(host: str, is_named: bool) -> None:
-    heard = PresenceTracker(host="here", process=lambda pid: "gone" if pid == 3 else "running")
-    own = Launched(name="learner", role="learner", pid=8, seconds=1)
-    for _ in range(20):
-        left = {"prompts": beat("prompts", 5, pid=3, host=host)}
-        heard.hear(left | {"learner": beat("learner", 1, pid=8)}, seconds=1, launched=[own])
-    assert ("prompts" in heard.present()) == is_named
-
-
-def test_who_beats_on_is_heard_though_this_machine_knows_no_such_process() -> None:
-    heard = PresenceTracker(
-        host="here", process=lambda pid: "gone" if pid == 3 else "running"
-    )  # a process of another container, for example
-    own = Launched(name="learner", role="learner", pid=8, seconds=1)
-    for number in range(20):
-        beats = {"w9": beat("w9", min(number, 10), pid=3), "learner": beat("learner", number + 1, pid=8)}
-        heard.hear(beats, seconds=1, launched=[own])
-    assert heard.present()["w9"].seconds == 9
-
-
-def test_who_leaves_before_it_was_heard_is_not_starting() -> None:
-    heard = tracker()
-    heard.hear({}, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=7, seconds=700, is_leaving=True)])
-    assert heard.present() == {}
-
-
-def test_an_own_process_that_fell_silent_is_missed_for_as_long_as_it_is_there() -> None:
-    heard = tracker()
-    one = Launched(name="w0", role=WORKER, pid=7, seconds=700)
-    for number in (1, 2, 2, 2, 2, 2, 2, 2, 2, 2):
-        heard.hear({"w0": beat("w0", number)}, seconds=1, launched=[one])
+def test_silent_own_process_is_reported_while_it_exists(presence: PresenceTracker) -> None:
+    hear(presence, 1, *[2] * 9, launched=(W0,))
     for _ in range(400):  # run.stall_seconds may be long
-        heard.hear({}, seconds=1, launched=[one])
-    assert heard.present()["w0"].seconds > 400
+        presence.update({}, seconds=1, launched=[W0])
+    assert presence.statuses()["w0"].seconds > 400
+
+
+def test_what_an_ended_own_process_left_is_not_reported(presence: PresenceTracker) -> None:
+    hear(presence, 1, 2, launched=(W0,))
+    hear(presence, *[2] * 9)
+    assert presence.statuses() == {}
 
 
 @pytest.mark.parametrize(
-    ("name", "role", "pid"),
-    [("evil", WORKER, 7), ("evil", WORKER, 8), ("learner.evil", "actor", 8), ("evil", "learner", 9), ("w0", WORKER, 8)],
+    ("key", "lie"),
+    [
+        ("evil", beat("evil", 2, pid=8, role=LEARNER)),
+        ("learner", beat("evil", 2, pid=8, role=LEARNER)),
+        ("w0", beat("w0", 2, pid=8)),
+        ("w0", beat("w0", 2, host="elsewhere")),
+        ("w0.weights", beat("w0.weights", 2, pid=99, role=FOLLOWER)),
+    ],
 )
-def test_who_says_that_it_is_a_process_of_ours_is_not_heard(name: str, role: str, pid: int) -> None:
-    """Otherwise the real process could be killed because of the impostor's heartbeats."""
-    heard = tracker()
-    own = [
-        Launched(name="w0", role=WORKER, pid=7, seconds=9),
-        Launched(name="learner", role="learner", pid=8, seconds=9),
-    ]
-    true = {"learner": beat("learner", 1, pid=8, role="learner"), "prompts": beat("prompts", 1, pid=8, role="actor")}
-    heard.hear({"w0": beat("w0", 1), **true, name: beat(name, 2, pid=pid, role=role)}, seconds=1, launched=own)
-    assert {(one.beat.actor, one.beat.pid) for one in heard.present().values()} == {
-        ("w0", 7),
-        ("learner", 8),
-        ("prompts", 8),
-    }
+def test_heartbeat_of_a_process_that_claims_to_be_another_is_ignored(
+    presence: PresenceTracker, key: str, lie: Heartbeat
+) -> None:
+    """Otherwise the real process could be killed because of the impostor's waits."""
+    true = {"w0": beat("w0", 1), **learner_beat()}
+    presence.update(true, seconds=1, launched=[W0, OWN_LEARNER])
+    presence.update(true | {key: lie}, seconds=1, launched=[W0, OWN_LEARNER])
+    assert lie not in [status.beat for status in presence.statuses().values()]
 
 
-def test_what_stands_under_the_name_of_another_is_not_heard() -> None:
-    """The heartbeat of "evil" is stored under the learner's key and claims the learner's pid. If it counted, the
-    learner could be killed for another process's heartbeats."""
-    heard = tracker()
-    own = [Launched(name="learner", role="learner", pid=8, seconds=9)]
-    heard.hear({"learner": beat("learner", 1, pid=8, role="learner")}, seconds=1, launched=own)
-    heard.hear({"learner": beat("evil", 2, pid=8, role="learner")}, seconds=1, launched=own)
-    assert not any(one.beat.actor == "evil" for one in heard.present().values())
-
-
-def test_own_processes_that_have_worked_are_known_to_be_up_whoever_hides_their_heartbeats() -> None:
-    heard = tracker()
-    own = [
-        Launched(name="w0", role=WORKER, pid=7, seconds=9),
-        Launched(name="learner", role="learner", pid=8, seconds=9),
-    ]
-    heard.hear({"w0": beat("w0", 1)}, seconds=1, launched=own)
-    assert heard.own_roles == {WORKER}  # it is unknown whether the learner has finished its start
+def test_own_processes_that_have_worked_are_known_to_be_up_without_heartbeats(presence: PresenceTracker) -> None:
+    own = (W0, OWN_LEARNER)
+    hear(presence, 1, launched=own)
+    assert presence.own_roles == {WORKER}  # it is unknown whether the learner has finished its start
     for number in range(30):
-        heard.hear({"learner": beat("learner", number, pid=8, role="learner")}, seconds=1, launched=own)
-    assert heard.own_roles == {WORKER, "learner"}
-    heard.hear({}, seconds=1, launched=[replace(own[0], pid=0), replace(own[1], is_leaving=True)])
-    assert not heard.own_roles
+        presence.update(learner_beat(number), seconds=1, launched=own)
+    assert presence.own_roles == {WORKER, LEARNER}
+    presence.update({}, seconds=1, launched=[replace(W0, pid=0), replace(OWN_LEARNER, is_leaving=True)])
+    assert not presence.own_roles
 
 
-def test_other_watchers_are_no_part_of_the_run() -> None:
-    heard = tracker()
-    heard.hear({"watcher-9": beat("watcher-9", 1, role=WATCHER)}, seconds=1)
-    assert heard.present() == {}
-
-
-def test_the_state_of_a_process_is_what_its_machine_says() -> None:
-    assert process_state(os.getpid()) == "running"
-    assert process_state(0) == ""
-    assert process_state(2**22 + 1) == "gone"
+def test_other_monitors_are_not_part_of_the_run(presence: PresenceTracker) -> None:
+    presence.update({"watcher-9": beat("watcher-9", 1, role=WATCHER)}, seconds=1)
+    assert presence.statuses() == {}

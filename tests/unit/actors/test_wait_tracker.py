@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
 from asyncrl.engines.port import EngineStats
-from asyncrl.policies.health.faults import WORKER
+from asyncrl.messages.roles import WORKER
 
 
 class Clock:

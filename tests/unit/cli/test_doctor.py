@@ -24,19 +24,19 @@ async def test_doctor_does_not_take_a_run_that_ended_for_a_bus_that_died(tmp_pat
 
 
 class Slow:
-    """A health monitor on a busy machine: each look takes longer than the time it counts."""
+    """A health monitor on a busy machine: each poll takes longer than the time it counts."""
 
     def __init__(self, *, fails_at: Container[int]) -> None:
         self._fails_at = fails_at
         self._listened = 0.0
-        self.num_looks = 0
+        self.num_polls = 0
         self.error: Exception | None = None
 
-    async def look(self) -> Observation:
+    async def poll(self) -> Observation:
         await asyncio.sleep(0)
-        self.error = BusError("no answer") if self.num_looks in self._fails_at else None
-        self._listened += 0.25 if self.num_looks and self.error is None else 0.0
-        self.num_looks += 1
+        self.error = BusError("no answer") if self.num_polls in self._fails_at else None
+        self._listened += 0.25 if self.num_polls and self.error is None else 0.0
+        self.num_polls += 1
         return Observation(actors={}, listened=self._listened)
 
     async def close(self) -> None: ...
@@ -45,25 +45,25 @@ class Slow:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Slow]:
     def made(*, fails_at: Container[int]) -> Slow:
-        watcher = Slow(fails_at=fails_at)
-        monkeypatch.setattr(doctor, "HealthMonitor", lambda connect: watcher)
-        return watcher
+        monitor = Slow(fails_at=fails_at)
+        monkeypatch.setattr(doctor, "HealthMonitor", lambda connect: monitor)
+        return monitor
 
     monkeypatch.setattr(doctor, "LISTEN_SECONDS", 2.5)
-    monkeypatch.setattr(doctor, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "POLL_SECONDS", 0.0)
     return made
 
 
 RUN = config.only_overrides(["bus.url=nats://nowhere:1"])
 
 
-@pytest.mark.parametrize(("fails_at", "looks"), [(set(), 11), ({0}, 11), ({5}, 16)])
+@pytest.mark.parametrize(("fails_at", "polls"), [(set(), 11), ({0}, 11), ({5}, 16)])
 async def test_doctor_listens_as_long_on_a_busy_machine_and_again_when_the_bus_was_away(
-    slow: Callable[..., Slow], fails_at: Container[int], looks: int
+    slow: Callable[..., Slow], fails_at: Container[int], polls: int
 ) -> None:
-    watcher = slow(fails_at=fails_at)
+    monitor = slow(fails_at=fails_at)
     await doctor._listen(RUN, token="")
-    assert watcher.num_looks == looks
+    assert monitor.num_polls == polls
 
 
 async def test_doctor_that_can_hardly_hear_calls_nobody_well(

@@ -14,7 +14,7 @@ from asyncrl.launch.launchers.ray import RayLauncher
 from asyncrl.launch.launchers.ray_options import Options
 from asyncrl.launch.launchers.ray_process import RayProcess
 from asyncrl.launch.port import ProcessSpec
-from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 
 
 class Ended:

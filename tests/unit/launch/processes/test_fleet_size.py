@@ -12,8 +12,8 @@ from asyncrl.errors import NoRoom
 from asyncrl.launch.launchers.placement import free
 from asyncrl.launch.processes import fleet
 from asyncrl.messages import Heartbeat
+from asyncrl.messages.roles import WORKER
 from asyncrl.messages.topics import ACTORS, FLEET, FLEET_STATUS
-from asyncrl.policies.health.faults import WORKER
 from tests.harness.buses import heartbeat
 from tests.harness.fleet import Launcher, Stage
 

@@ -14,9 +14,8 @@ from asyncrl.errors import INTERRUPTED, LaunchError, NameTaken, NoRoom
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.launch.processes import child_process, process_manager, server_restarts
 from asyncrl.launch.processes.child_process import ChildProcess
-from asyncrl.messages.topics import ACTORS
-from asyncrl.policies.health.faults import LEARNER, Finding
-from tests.harness.buses import heartbeat
+from asyncrl.messages.roles import LEARNER
+from asyncrl.policies.health.faults import Finding
 from tests.harness.fleet import Launcher, Process, Stage
 
 
@@ -111,9 +110,8 @@ async def test_the_servers_disk_is_asked_beside_the_event_loop(
     it = stage(Launcher())
     await it.until_up("w0", "w1")
     monkeypatch.setattr(it.manager, "_server", Server())
-    full = Finding(
-        fault="bus storage", actor="nats-server", cause="full", remedy="make room", seconds=1e10, cure="restart"
-    )
+    monkeypatch.setattr(it.manager._faults, "seconds", lambda finding: 1e10)
+    full = Finding(fault="bus storage", actor="nats-server", cause="full", remedy="make room", cure="restart")
     it.manager._on_findings([full])
     await it.until(asked.is_set)
     it.manager._on_findings([full])  # the loop continues, and there is only one question at a time
@@ -207,21 +205,6 @@ async def test_a_worker_whose_name_another_one_has_takes_the_next_that_is_free(
     await it.until_up("w1", "w2", "w4")
     assert it.manager.fleet.status().workers == ("w2", "w1", "w4")
     assert not it.manager.fleet.status().problem
-    assert await it.end() == 0
-
-
-async def test_a_name_that_is_taken_uses_no_restart_and_those_that_are_heard_are_passed_over(
-    stage: Callable[..., Stage],
-) -> None:
-    """From the start of a run that may restart nothing, next to six foreign workers."""
-    it = stage(Launcher(), "run.restarts=0")
-    await it.until_up("w0", "w1")
-    for number in (0, 2, 3, 5, 6, 8):
-        await it.bus.put(ACTORS, heartbeat(f"w{number}"), key=f"w{number}")
-    await it.until(lambda: "w8" in it.monitor.names())
-    for taken, now in (("w0", "w4"), ("w4", "w7"), ("w7", "w9"), ("w9", "w10")):
-        it.launcher.named(taken).code.set_result(NameTaken.exit_code)
-        await it.until_up("w1", now)
     assert await it.end() == 0
 
 

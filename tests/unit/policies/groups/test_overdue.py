@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.messages import Heartbeat, Wait
+from asyncrl.messages.roles import LEARNER, PROMPT_SOURCE, QUARANTINED, WORKER
 from asyncrl.policies.groups.overdue import REISSUES, Overdue, all_wait_for_prompts
-from asyncrl.policies.health.faults import LEARNER, PROMPT_SOURCE, QUARANTINED, WORKER
 
 
 class Looks:

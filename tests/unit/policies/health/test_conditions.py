@@ -5,36 +5,39 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.messages import Heartbeat
+from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.policies.health import conditions
 from asyncrl.policies.health.conditions import CONDITIONS
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import LEARNER, SILENT_SECONDS, WORKER, Observation, Seen
+from asyncrl.policies.health.faults import SILENT_SECONDS, ActorStatus, Observation
 
 
 def observed(numbers: dict[str, float], *, seconds: float = 0.0) -> Observation:
     learner = Heartbeat(actor=LEARNER, role=LEARNER, host="here", pid=1)
     worker = Heartbeat(actor="w0", role=WORKER, host="here", pid=7, numbers=numbers)
-    return Observation(actors={LEARNER: Seen(beat=learner), "w0": Seen(beat=worker, seconds=seconds)}, listened=20.0)
+    return Observation(
+        actors={LEARNER: ActorStatus(beat=learner), "w0": ActorStatus(beat=worker, seconds=seconds)}, listened=20.0
+    )
 
 
 @pytest.mark.parametrize(("number", "condition"), CONDITIONS.items(), ids=[one.fault for one in CONDITIONS.values()])
 def test_each_condition_is_named_from_its_value_on_and_restarts_nobody(
     number: str, condition: conditions.Condition
 ) -> None:
-    assert diagnose(observed({number: condition.at * 0.99})) == []
-    (found,) = diagnose(observed({number: condition.at}))
+    assert diagnose(observed({number: condition.threshold * 0.99})) == []
+    (found,) = diagnose(observed({number: condition.threshold}))
     assert (found.fault, found.actor, found.pid, found.cure) == (condition.fault, "w0", 7, "")
     assert found.cause.startswith("w0 ")
     assert "{" not in found.cause
 
 
 def test_a_share_is_said_in_percent() -> None:
-    (found,) = conditions.present(observed({"data/overlong_share": 0.934}))
+    (found,) = conditions.findings(observed({"data/overlong_share": 0.934}))
     assert found.cause.startswith("w0 has passed over 93% of the rows")
 
 
 def test_nothing_is_said_of_who_is_not_heard_any_more() -> None:
-    assert list(conditions.present(observed({"alarm/mismatch": 1.0}, seconds=SILENT_SECONDS + 1))) == []
+    assert list(conditions.findings(observed({"alarm/mismatch": 1.0}, seconds=SILENT_SECONDS + 1))) == []
 
 
 def test_no_condition_has_the_name_of_another() -> None:

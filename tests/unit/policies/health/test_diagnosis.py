@@ -6,26 +6,16 @@ Each row is what the actors report under one fault. Times are in seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.policies.groups.overdue import KEPT, REISSUES_LEFT
+from asyncrl.messages.roles import FOLLOWER, LEARNER, PROMPT_SOURCE, SENDER, WORKER
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.policies.health.faults import (
-    FOLLOWER,
-    HELD,
-    LEARNER,
-    PROMPT_SOURCE,
-    ROOM_IN_WINDOW,
-    SENDER,
-    SPACE_IN_LOG,
-    WORKER,
-    Observation,
-    Seen,
-)
+from asyncrl.policies.health.faults import ActorStatus, Observation
+from asyncrl.policies.health.waits import HELD, ROOM_IN_WINDOW, SPACE_IN_LOG
 
 PROCESSES = {LEARNER: 1, "prompts": 1, "weights": 1, "w1": 11, "w1.weights": 11, "w2": 12, "w2.weights": 12}
 ROLES = {LEARNER: LEARNER, "prompts": PROMPT_SOURCE, "weights": SENDER, "w1": WORKER, "w2": WORKER}
@@ -176,6 +166,7 @@ TABLE: dict[str, Row] = {
         says="worker w1 waits for prompts; worker w2 waits for prompts; there is no learner",
         waits=IDLE,
         without=(1,),
+        bus={"leaderless": 7.0},
     ),
     "the learner is stuck in a step": Row(
         fault="step",
@@ -199,9 +190,9 @@ TABLE: dict[str, Row] = {
     ),
     "nats-server is frozen": Row(
         fault="bus",
-        says="nats-server has not answered for 7 s: its process is stopped (SIGSTOP)",
+        says="nats-server has not answered for 7 s: frozen, cut off, or its machine is gone",
         silent={1: 40, 11: 40, 12: 40},
-        bus={"bus_silent": 7.0, "bus_process": "stopped"},
+        bus={"bus_silent": 7.0},
     ),
     "nats-server cannot be reached": Row(
         fault="bus",
@@ -226,25 +217,24 @@ TABLE: dict[str, Row] = {
         numbers={"learner/filtered_since_step": 81.0, "learner/window": 20.0},
     ),
     "the window is full of dead groups": Row(
-        fault="window",
-        says="the window is full of groups that no worker works on: learner waits for trajectories; worker w1 waits "
-        "for prompts; prompts waits for room in the window",
+        fault="deadlock",
+        says="nobody can go on: learner waits for trajectories; worker w1 waits for prompts; prompts waits for room in "
+        "the window",
         waits=IDLE,
     ),
     "the trajectory log is full": Row(
-        fault="log",
-        says="the trajectory log is full before it holds one batch",
+        fault="deadlock",
+        says="learner waits for trajectories; worker w1 waits for space in the trajectory log",
         waits={LEARNER: (trajectories(9),), "prompts": (room(9),), "w1": (space(9),), "w2": (space(8),)},
     ),
     "everybody waits for everybody": Row(
         fault="deadlock",
-        says="actors wait for each other in a circle: learner waits for trajectories; worker w1 waits for weights of "
-        "version 5",
+        says="learner waits for trajectories; worker w1 waits for weights of version 5",
         waits={LEARNER: (trajectories(9),), "prompts": (room(1),), "w1": (weights(9),), "w2": (weights(8),)},
     ),
     "the data has ended and groups are lost": Row(
-        fault="data",
-        says="the data has ended, and groups that would fill the last batch do not come back",
+        fault="deadlock",
+        says="learner waits for trajectories; worker w1 waits for prompts; prompts waits for more data",
         waits=IDLE | {"prompts": (ENDED,)},
     ),
     "a worker's loan is not back yet": Row(
@@ -273,7 +263,7 @@ def observed(row: Row) -> Observation:
             numbers=row.numbers if is_learner else {},
         )
         process: Any = row.process.get(pid, "")
-        actors[name] = Seen(beat=beat, seconds=row.silent.get(pid, 0.0), process=process)
+        actors[name] = ActorStatus(beat=beat, seconds=row.silent.get(pid, 0.0), process=process)
     return Observation(actors=actors, listened=20.0, **row.bus)
 
 
@@ -281,25 +271,8 @@ HEALTHY = Row(fault="", says="", waits=ALL_ELSE)
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=TABLE.keys())
-def test_each_kind_of_fault_gets_its_name_and_no_other(row: Row) -> None:
+def test_each_fault_is_named_with_its_cause_and_its_victims(row: Row) -> None:
     found = diagnose(observed(row))
     assert [finding.fault for finding in found] == [row.fault]
     assert row.says in found[0].text
     assert found[0].remedy
-
-
-@pytest.mark.parametrize("name", ["the window is full of dead groups", "the data has ended and groups are lost"])
-def test_a_run_that_stands_still_is_not_cured_before_its_prompts_were_issued_again(name: str) -> None:
-    """Another process may keep the prompts. The fault itself is named at once."""
-    (before,) = diagnose(observed(TABLE[name]))
-    (pending,) = diagnose(observed(replace(TABLE[name], numbers={REISSUES_LEFT: 1.0})))
-    assert (before.cure, pending.cure) == ("restart", "")
-    assert pending.text == before.text
-    assert "rollout.reissue_seconds" in pending.remedy and before.remedy in pending.remedy
-
-
-@pytest.mark.parametrize("name", ["the window is full of dead groups", "the data has ended and groups are lost"])
-def test_a_run_whose_prompts_somebody_keeps_is_told_so_and_is_cured_by_nobody(name: str) -> None:
-    (finding,) = diagnose(observed(replace(TABLE[name], numbers={REISSUES_LEFT: 0.0, KEPT: 16.0})))
-    assert (finding.fault, finding.cure) == ("kept", "")
-    assert "16 prompts were taken by a client that sends no heartbeats" in finding.text

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.policies.health import faults
+from asyncrl.logs import printable_text
+from asyncrl.policies.health.waits import stall_limit
 
 
 def test_a_limit_is_four_times_the_median_and_never_under_six_seconds() -> None:
-    assert faults.limit(0.5, first=25) == 6
-    assert faults.limit(5, first=25) == 20
-    assert faults.limit(0, first=25) == 25
+    assert stall_limit(0.5, first=25) == 6
+    assert stall_limit(5, first=25) == 20
+    assert stall_limit(0, first=25) == 25
 
 
 @pytest.mark.parametrize(
@@ -18,9 +19,9 @@ def test_a_limit_is_four_times_the_median_and_never_under_six_seconds() -> None:
     ["全角\u3000空白", "prix\xa0: 12\u202f000 €", "می\u200cخواهم", "👩\u200d👩\u200d👧", "soft\xadhy", "a\tb\nc"],
 )
 def test_spaces_and_joiners_of_any_script_are_shown_as_the_model_wrote_them(text: str) -> None:
-    assert faults.printable_text(text) == text
+    assert printable_text(text) == text
 
 
 @pytest.mark.parametrize("letter", ["\x1b", "\r", "\x7f", "\x9b", "\u2028", "\u2029", "\ud800", "\u202e", "\u2066"])
 def test_what_could_control_a_terminal_or_reorder_its_lines_is_not_shown(letter: str) -> None:
-    assert faults.printable_text(f"a{letter}b") == "a?b"
+    assert printable_text(f"a{letter}b") == "a?b"
