@@ -28,9 +28,6 @@ LEARNER_SECRET = "ASYNCRL_LEARNER_SECRET"
 PYTHON_PATH = "PYTHONPATH"
 
 _PR_SET_PDEATHSIG = 1
-_START_LOOKS = 5
-"""A thread that has not begun to run after this many consecutive checks never will."""
-_NO_THREAD = b"asyncrl: a new thread died before its first step: no memory was left for it; exiting\n"
 
 
 def import_path() -> list[str]:
@@ -147,26 +144,6 @@ def exit_within(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
-
-
-def exit_if_a_thread_never_runs(code: int, *, look_seconds: float = 1.0) -> None:
-    """From now on, exit with ``code`` once a new thread has died before its first step because memory ran out.
-
-    `Thread.start` waits forever for that step, which also blocks the event loop. The watcher counts checks, not
-    seconds: on a machine that gives a new thread no time, the watcher gets no time either.
-    """
-
-    def watch() -> None:
-        looks: dict[threading.Thread, int] = {}
-        while max(looks.values(), default=0) < _START_LOOKS:
-            time.sleep(look_seconds)
-            with contextlib.suppress(MemoryError):
-                unborn = [thread for thread in threading.enumerate() if not thread.is_alive()]
-                looks = {thread: looks.get(thread, 0) + 1 for thread in unborn}
-        os.write(2, _NO_THREAD)
-        os._exit(code)
-
-    threading.Thread(target=watch, name="thread-starts", daemon=True).start()
 
 
 def age_seconds() -> float:

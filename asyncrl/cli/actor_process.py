@@ -7,8 +7,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from asyncrl.actors.base import Actor
-from asyncrl.actors.supervisor import STUCK_EXIT_CODE, supervise
-from asyncrl.os_process import exit_if_a_thread_never_runs, exit_within
+from asyncrl.actors.supervisor import supervise
+from asyncrl.os_process import exit_within
 
 EXIT_SECONDS = 60.0
 """Time limit for a process to end after its actors have stopped."""
@@ -16,7 +16,6 @@ EXIT_SECONDS = 60.0
 
 def in_event_loop(main: Coroutine[Any, Any, int]) -> int:
     """Run ``main`` on uvloop if it is installed, otherwise on asyncio's default loop."""
-    exit_if_a_thread_never_runs(STUCK_EXIT_CODE)
     try:
         import uvloop
     except ImportError:

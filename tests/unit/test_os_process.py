@@ -26,27 +26,6 @@ def test_a_child_imports_from_the_scripts_folder_before_its_own(
     assert "PYTHONPATH" not in os_process.environment_of_child({})
 
 
-STILLBORN = """
-import threading
-from asyncrl import os_process
-
-class Stillborn(threading.Thread):
-    def _bootstrap(self):
-        raise MemoryError
-
-os_process.exit_if_a_thread_never_runs(70, look_seconds=0.2)  # the thread that runs may be slow to
-threading.Thread(target=print, args=("runs",), kwargs={"flush": True}).start()
-Stillborn().start()
-print("goes on")
-"""
-
-
-def test_a_process_whose_new_thread_finds_no_memory_ends() -> None:
-    done = subprocess.run([sys.executable, "-c", STILLBORN], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (70, "runs\n")
-    assert "a new thread died before its first step: no memory was left for it; exiting\n" in done.stderr
-
-
 def test_a_process_that_its_parent_has_not_reaped_is_not_alive() -> None:
     """Containers without an init leave such processes behind."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
