@@ -163,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # a dozen starts of Python with torch, on a busy machine
-def test_what_is_shown_as_run_runs(folder: Path, forks: ForkServer) -> None:
+def test_blocks_shown_as_run_do_run(folder: Path, forks: ForkServer) -> None:
     """A line that several pages show runs once."""
     environment = {
         **os.environ,

@@ -49,7 +49,7 @@ def section_class(hint: Any) -> Any:
     return hint if dataclasses.is_dataclass(hint) else typing.get_args(hint)[0]
 
 
-def test_it_has_every_section_and_every_key_and_no_others() -> None:
+def test_demo_file_has_every_section_and_key() -> None:
     hints = typing.get_type_hints(config.RunConfig)
     kinds = {name: section_class(hint) for name, hint in hints.items()} | {DATASETS: config.EvaluationDataset}
     known = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in kinds.items()}
@@ -88,7 +88,7 @@ def choices(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("key", TABLES)
-def test_the_names_that_are_offered_are_those_that_there_are(key: str) -> None:
+def test_demo_file_lists_the_available_names(key: str) -> None:
     section, _, name = key.partition(".")
     comment = shown()[section][name].partition("#")[2]
     assert choices(comment) == set(TABLES[key])

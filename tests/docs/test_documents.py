@@ -34,12 +34,12 @@ def is_broken(link: str, *, document: Path) -> bool:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_link_and_image_of_it_is_there(document: Path) -> None:
+def test_every_link_and_image_exists(document: Path) -> None:
     assert [link for link in LINK.findall(document.read_text()) if is_broken(link, document=document)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_nothing_in_it_is_still_to_be_filled_in(document: Path) -> None:
+def test_no_placeholder_is_left(document: Path) -> None:
     assert [line for line in document.read_text().splitlines() if PLACEHOLDER.search(line)] == []
 
 

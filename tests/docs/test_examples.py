@@ -80,5 +80,5 @@ def test_the_loop_wired_by_hand_learns(tmp_path: Path) -> None:
     assert max(row["staleness/max"] for row in rows) <= 4
 
 
-def test_the_loop_wired_by_hand_is_a_page() -> None:
+def test_minimal_loop_is_short() -> None:
     assert len((EXAMPLES / "minimal_loop.py").read_text().splitlines()) < 150

@@ -29,7 +29,7 @@ WRITTEN_BY_RUNS = re.compile(r"docs/results/|examples/(data|out)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert missing(page.read_text()) == []
 
 
@@ -39,7 +39,7 @@ def test_every_module_that_a_page_names_can_be_imported(page: Path) -> None:
     assert sorted(name for name in named if not exists(name)) == []
 
 
-def test_every_file_that_a_comment_names_is_there() -> None:
+def test_every_file_that_a_comment_names_exists() -> None:
     wrong = {str(path.relative_to(ROOT)): missing(path.read_text()) for path in SOURCES}
     assert {where: names for where, names in wrong.items() if names} == {}
 

@@ -29,7 +29,7 @@ def test_every_key_of_the_run_file_has_a_meaning() -> None:
     assert [row for row in rows if not row.rsplit(" | ", 1)[1].strip(" |")] == []
 
 
-def test_the_table_of_other_frameworks_names_keys_of_the_run_file_and_those_that_a_recipe_sets() -> None:
+def test_table_of_other_frameworks_names_existing_keys() -> None:
     table = (ROOT / "docs" / "concepts" / "glossary.md").read_text().partition("## From another framework")[2]
     named = {key for line in table.splitlines() for key in re.findall(r"`([a-z]+\.[a-z_]+)", line.split(" | ")[0])}
     sections = re.split(r"(?m)^## \[(\w+)\].*$", (REFERENCE / "configuration.md").read_text())[1:]

@@ -67,7 +67,7 @@ def test_data_sets_are_an_array_of_tables(tmp_path: Path) -> None:
         ({"datasets": [], "every_steps": 5}, "every_steps without"),
     ],
 )
-def test_a_mistake_is_refused_in_one_line(evaluation: dict[str, Any], problem: str) -> None:
+def test_invalid_evaluation_is_refused_in_one_line(evaluation: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         run_of(evaluation)
     assert problem in str(error.value)
@@ -78,7 +78,7 @@ def test_a_mistake_is_refused_in_one_line(evaluation: dict[str, Any], problem: s
 @pytest.mark.parametrize(
     "best, problem", [("gsm8k/mean@8", "evaluation.datasets are aime"), ("aime", "DATASET/METRIC")]
 )
-def test_the_best_model_is_one_of_a_known_data_set(best: str, problem: str) -> None:
+def test_checkpoint_best_names_a_known_data_set(best: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         run_of({}, checkpoint={"best": best})
     with pytest.raises(ConfigError, match='place = "folder"'):
@@ -101,7 +101,7 @@ def due(section: EvaluationSection, *versions: int) -> list[int]:
     return found
 
 
-def test_the_first_version_stored_at_or_after_each_step_is_due() -> None:
+def test_evaluation_is_due_at_the_first_stored_version_from_each_interval() -> None:
     section = EvaluationSection(every_steps=10, datasets=(EvaluationDataset(name="a", path="a"),))
     assert due(section, 0, 1, 9, 10, 11, 19, 23, 29, 30) == [0, 10, 23, 30]
     assert due(section, 12, 15) == [12]  # resumed, and no version was evaluated before

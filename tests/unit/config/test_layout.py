@@ -33,7 +33,7 @@ def test_an_export_is_made_by_the_first_copy_without_the_rest_of_its_rows() -> N
     assert (layout.exporters, experts.exporters, Layout(ranks=4).exporters) == (4, 4, 1)
 
 
-def test_ranks_that_meet_in_a_layer_are_those_of_one_copy_and_stage_and_of_one_set_of_experts() -> None:
+def test_peers_share_a_copy_a_stage_or_experts() -> None:
     layout = Layout(ranks=16, tensor=2, context=2, pipeline=2)
     assert list(layout.peers(5)) == [4, 5, 6, 7]
     assert list(Layout(ranks=8, tensor=2, expert=4).peers(5)) == [4, 5, 6, 7]  # two copies share the experts
@@ -51,7 +51,7 @@ def test_ranks_that_meet_in_a_layer_are_those_of_one_copy_and_stage_and_of_one_s
     ],
     ids=["alone", "tensor", "sequence", "context", "both"],
 )
-def test_a_row_is_as_long_as_can_be_shared(sizes: dict[str, Any], multiple: int) -> None:
+def test_row_length_divides_among_ranks(sizes: dict[str, Any], multiple: int) -> None:
     assert Layout(ranks=8, **sizes).row_multiple == multiple
 
 
@@ -69,6 +69,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("sizes", "problem"), WRONG.values(), ids=WRONG.keys())
-def test_sizes_that_do_not_go_together_are_refused(sizes: dict[str, Any], problem: str) -> None:
+def test_incompatible_layout_sizes_are_refused(sizes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         Layout(**sizes)

@@ -30,12 +30,12 @@ def table_of(*items: str) -> dict[str, Any]:
 
 
 @given(value=VALUES)
-def test_a_value_is_what_its_text_says(value: Any) -> None:
+def test_override_value_is_parsed_as_toml(value: Any) -> None:
     assert tomllib.loads(f"value = {toml_text(value)}")["value"] == value
     assert table_of(*override_items({"engine.options": value})) == {"engine": {"options": value}}
 
 
-def test_a_key_in_quotes_may_have_dots() -> None:
+def test_quoted_key_may_contain_dots() -> None:
     for quoted in ('"geo_mask.low"', "'geo_mask.low'"):
         assert table_of(f"algorithm.options.{quoted}=0.9") == {"algorithm": {"options": {"geo_mask.low": 0.9}}}
     assert table_of('engine.options."a=b"=1') == {"engine": {"options": {"a=b": 1}}}
@@ -59,7 +59,7 @@ def test_an_option_of_one_part_of_an_algorithm_can_be_set(overrides: Any) -> Non
 
 
 @pytest.mark.parametrize("text", ['"\\ud83d\\ude00"', "'half", "[1, 2", "{a = }", ' "x'])
-def test_what_begins_as_toml_and_is_none_is_refused_without_showing_it(text: str) -> None:
+def test_invalid_toml_value_is_refused_without_showing_it(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--set bus\.token: its value begins as a TOML value and is none") as error:
         table_of(f"bus.token={text}")
     assert text not in str(error.value)
@@ -74,7 +74,7 @@ def test_a_setting_after_a_line_break_is_refused_not_dropped(more: str) -> None:
     assert table_of("run.steps=5  # a comment\n") == {"run": {"steps": 5}}
 
 
-def test_a_bare_word_is_a_text() -> None:
+def test_bare_word_is_a_string() -> None:
     assert table_of("engine.kind=sglang", "run.directory=runs/😀") == {
         "engine": {"kind": "sglang"},
         "run": {"directory": "runs/😀"},
@@ -87,7 +87,7 @@ def test_an_override_without_section_and_key_is_refused(item: str) -> None:
         table_of(item)
 
 
-def test_a_path_is_its_text() -> None:
+def test_path_override_becomes_a_string() -> None:
     assert override_items({"run.directory": Path("runs/a b"), "x.y": [Path("c")]}) == (
         'run.directory="runs/a b"',
         'x.y=["c"]',
@@ -95,13 +95,13 @@ def test_a_path_is_its_text() -> None:
 
 
 @pytest.mark.parametrize("overrides", ["run.steps=10", b"run.steps=10", None, 7, [("run.steps", 10)]])
-def test_overrides_that_are_no_table_and_no_list_are_refused(overrides: Any) -> None:
+def test_overrides_must_be_a_table_or_a_list(overrides: Any) -> None:
     with pytest.raises(ConfigError, match=r'^overrides: give a table, \{"run.steps": 10\}, or a list of texts'):
         override_items(overrides)
 
 
 @pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), ({"a": [object()]}, "object"), ({1}, "set")])
-def test_a_value_that_no_run_file_can_hold_is_refused(value: Any, kind: str) -> None:
+def test_value_that_toml_cannot_hold_is_refused(value: Any, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"^overrides: engine\.options\S* is a {kind}, which a run file cannot hold"):
         override_items({"engine.options": value})
 
@@ -115,7 +115,7 @@ def test_a_value_that_no_run_file_can_hold_is_refused(value: Any, kind: str) -> 
         ("engine.options={n = 99999999999999999999}", "options.n must be a whole number of 64 bits"),
     ],
 )
-def test_a_value_that_no_message_can_carry_is_refused_in_any_table(item: str, problem: str) -> None:
+def test_dates_and_huge_integers_are_refused(item: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
         only_overrides(["data.chat_template=true", item])
     assert "\n" not in str(error.value)

@@ -38,16 +38,16 @@ def test_a_secret_is_hidden_wherever_it_is(options: dict[str, Any]) -> None:
         {"server_arguments": {"mem-fraction-static": 0.8, "list": [1, "two"]}},
     ],
 )
-def test_what_is_none_is_shown_as_it_is(options: dict[str, Any]) -> None:
+def test_values_that_are_not_secret_are_shown(options: dict[str, Any]) -> None:
     assert hide_secrets(options) == options
 
 
-def test_the_rest_of_an_address_is_left() -> None:
+def test_address_keeps_all_but_its_credentials() -> None:
     said = "cannot reach https://user:pass@host:1/a?api_key=x&n=1 now"
     assert hide_credentials(said) == f"cannot reach https://host:1/a?api_key={HIDDEN}&n=1 now"
 
 
-def test_a_mistake_in_an_option_is_told_without_its_secret() -> None:
+def test_error_about_an_option_hides_its_secret() -> None:
     with pytest.raises(ConfigError, match=r"reward.options: headers must be a table, got \*\*\*"):
         tables.build(Options, {"url": "http://a", "headers": "Bearer hunter2"}, "reward.options")
     with pytest.raises(ConfigError, match="url must start with http:// or https://, got 'ftp://host'"):

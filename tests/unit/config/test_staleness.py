@@ -51,7 +51,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("section", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_one_line_that_says_what_to_change(section: dict[str, Any], message: str) -> None:
+def test_invalid_staleness_is_refused_with_a_remedy(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         run_config(**section)
     assert str(raised.value).startswith("run.toml: staleness: ")
@@ -72,7 +72,7 @@ def test_a_mistake_is_one_line_that_says_what_to_change(section: dict[str, Any],
         ({"eviction": "drop"}, False),
     ],
 )
-def test_the_learner_waits_for_old_groups_unless_something_else_is_to_become_of_them(
+def test_wait_eviction_is_the_default_unless_old_groups_are_handled_otherwise(
     section: dict[str, Any], waits: bool
 ) -> None:
     assert run_config(**section).staleness.waits is waits

@@ -43,7 +43,7 @@ def test_a_trajectory_that_contradicts_itself_is_refused(changes: dict[str, Any]
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, 1e308, -1e308])
-def test_seconds_that_cannot_be_are_refused(seconds: float) -> None:
+def test_implausible_seconds_are_refused(seconds: float) -> None:
     """Computing with such seconds or showing them would give numbers that JSON or a viewer cannot represent."""
     for make in (
         lambda: Event(kind="joined", actor="w0", time=seconds),

@@ -139,7 +139,7 @@ def test_every_topic_has_a_sample_here() -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
-def test_a_message_survives_the_wire(kind: type) -> None:
+def test_message_round_trips(kind: type) -> None:
     got = decode(encode(SAMPLES[kind]), kind)
     sent = SAMPLES[kind]
     if kind is TrajectoryGroup:
@@ -147,18 +147,18 @@ def test_a_message_survives_the_wire(kind: type) -> None:
     assert same(got, sent)
 
 
-def test_an_unrewarded_trajectory_survives_the_wire() -> None:
+def test_unrewarded_trajectory_round_trips() -> None:
     group = replace(SAMPLES[TrajectoryGroup], trajectories=(replace(TRAJECTORY, reward=math.nan),))
     assert math.isnan(decode(encode(group), TrajectoryGroup).trajectories[0].reward)
 
 
-def test_a_prompts_messages_survive_the_wire() -> None:
+def test_chat_messages_of_a_prompt_round_trip() -> None:
     said = ({"role": "user", "content": [{"type": "text", "text": "7+5="}]}, {"role": "tool", "content": None})
     prompt = replace(SAMPLES[PromptGroup], messages=said)
     assert same(decode(encode(prompt), PromptGroup), prompt)
 
 
-def test_a_failed_group_survives_the_wire() -> None:
+def test_failed_group_round_trips() -> None:
     group = TrajectoryGroup(group_id=1, prompt_tokens=[1], trajectories=(), error="engine died three times")
     assert same(decode(encode(group), TrajectoryGroup), group)
 
@@ -169,7 +169,7 @@ def test_a_failed_group_survives_the_wire() -> None:
     reward=st.floats(allow_infinity=True, allow_nan=True),
     text=st.text(max_size=20),
 )
-def test_any_trajectory_survives_the_wire(tokens: list[int], logprob: float, reward: float, text: str) -> None:
+def test_any_trajectory_round_trips(tokens: list[int], logprob: float, reward: float, text: str) -> None:
     trajectory = Trajectory(
         tokens=tokens,
         response_mask=[token % 2 == 0 for token in tokens],
@@ -182,18 +182,18 @@ def test_any_trajectory_survives_the_wire(tokens: list[int], logprob: float, rew
     assert same(decode(encode(group), TrajectoryGroup), group)
 
 
-def test_big_endian_and_strided_arrays_arrive_as_plain_ones() -> None:
+def test_strided_arrays_arrive_contiguous() -> None:
     strided = np.arange(10, dtype=np.int32)[::2]
     prompt = replace(SAMPLES[PromptGroup], prompt_tokens=strided)
     np.testing.assert_array_equal(decode(encode(prompt), PromptGroup).prompt_tokens, [0, 2, 4, 6, 8])
 
 
-def test_an_array_costs_its_bytes() -> None:
+def test_array_is_sent_as_its_raw_bytes() -> None:
     tokens = np.zeros(10_000, dtype=np.int32)
     assert len(encode(replace(SAMPLES[PromptGroup], prompt_tokens=tokens))) < 40_000 + 600
 
 
-def test_what_was_received_cannot_be_written_to() -> None:
+def test_received_message_is_read_only() -> None:
     prompt = decode(encode(SAMPLES[PromptGroup]), PromptGroup)
     with pytest.raises(ValueError, match="read-only"):
         prompt.prompt_tokens[0] = 1
@@ -211,13 +211,13 @@ def tampered(kind: type, changes: dict[str, Any]) -> bytes:
     return packb((name, schema, fields))
 
 
-def test_another_type_is_refused() -> None:
+def test_message_of_another_type_is_refused() -> None:
     with pytest.raises(MessageError, match="not a PromptGroup but a 'Progress'"):
         decode(OTHER_MESSAGE, PromptGroup)
 
 
 @pytest.mark.parametrize("schema", [True, 1.5, "1", None, [1]])
-def test_a_schema_that_is_no_number_is_refused(schema: object) -> None:
+def test_schema_that_is_not_a_number_is_refused(schema: object) -> None:
     name, _, fields = unpackb(OTHER_MESSAGE)
     with pytest.raises(MessageError, match=r"not a Progress: Expected `int`, .* at `\$\[1\]`"):
         decode(packb((name, schema, fields)), Progress)
@@ -230,7 +230,7 @@ def test_another_schema_is_refused(schema: object) -> None:
         decode(packb((name, schema, fields)), Progress)
 
 
-def test_a_learner_of_another_schema_ends_its_reader_in_one_line() -> None:
+def test_learner_of_another_schema_ends_its_reader() -> None:
     """A message of a worker is only rejected, so a worker cannot end the learner."""
     kinds = {PROGRESS: Progress, TRAJECTORIES: TrajectoryGroup}
     later = {topic: packb((kind.__name__, SCHEMA + 1, {})) for topic, kind in kinds.items()}
@@ -270,7 +270,7 @@ def test_a_field_with_a_default_may_be_missing() -> None:
         (TrajectoryGroup, {"trajectories": 5}, "TrajectoryGroup.trajectories: Expected `array`, got `int`"),
     ],
 )
-def test_a_field_that_does_not_fit_is_refused_by_name(kind: type, changes: dict[str, Any], words: str) -> None:
+def test_wrong_value_is_refused_with_its_path(kind: type, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(MessageError, match=words):
         decode(tampered(kind, changes), kind)
 
@@ -294,12 +294,12 @@ def array(code: int, shape: list[int], data: bytes) -> Ext:
         Ext(1, b"\x02abc"),  # shorter than its head
     ],
 )
-def test_an_array_that_is_none_is_refused(value: Any) -> None:
+def test_malformed_array_is_refused(value: Any) -> None:
     with pytest.raises(MessageError):
         decode(tampered(PromptGroup, {"prompt_tokens": value}), PromptGroup)
 
 
-def test_what_cannot_be_sent_is_a_message_error() -> None:
+def test_encoding_an_unsupported_value_raises_message_error() -> None:
     nested: list[Any] = []
     for _ in range(2000):
         nested = [nested]
@@ -308,7 +308,7 @@ def test_what_cannot_be_sent_is_a_message_error() -> None:
             encode(replace(SAMPLES[PromptGroup], label=label))
 
 
-def test_numpy_scalars_may_be_sent() -> None:
+def test_numpy_scalars_are_sent_as_numbers() -> None:
     event = Event(kind="x", actor="a", time=0.0, data={"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True)})
     assert decode(encode(event), Event).data == {"a": 0.5, "b": 3, "c": True}
 
@@ -335,7 +335,7 @@ def test_every_truncation_is_refused(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
-def test_bytes_left_over_are_refused(kind: type) -> None:
+def test_trailing_bytes_are_refused(kind: type) -> None:
     with pytest.raises(MessageError):
         decode(encode(SAMPLES[kind]) + b"\x00", kind)
 
@@ -359,13 +359,13 @@ JSON_LIKE = st.recursive(
 
 @settings(max_examples=150)
 @given(data=st.data(), kind=st.sampled_from(TYPES), value=JSON_LIKE)
-def test_any_value_in_any_field_is_taken_or_refused(data: st.DataObject, kind: type, value: Any) -> None:
+def test_any_value_in_any_field_decodes_or_is_refused(data: st.DataObject, kind: type, value: Any) -> None:
     field = data.draw(st.sampled_from([f.name for f in dataclasses.fields(kind)]))
     assert_decodes_or_is_refused(tampered(kind, {field: value}), kind)
 
 
 @given(head=JSON_LIKE, kind=st.sampled_from(TYPES))
-def test_any_msgpack_is_taken_or_refused(head: Any, kind: type) -> None:
+def test_any_msgpack_decodes_or_is_refused(head: Any, kind: type) -> None:
     assert_decodes_or_is_refused(packb(head), kind)
 
 

@@ -22,7 +22,7 @@ def grouped(*trajectories: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup(group_id=0, prompt_tokens=np.array([1, 2], np.int32), trajectories=trajectories)
 
 
-def test_parts_travel_with_their_prompt_their_rollout_and_what_turns_earned() -> None:
+def test_parts_keep_prompt_rollout_and_turn_rewards() -> None:
     own = dataclasses.replace(
         part(2, 1, reward=1.0),
         prompt_tokens=np.array([7, 8], np.int32),
@@ -48,12 +48,12 @@ def test_parts_travel_with_their_prompt_their_rollout_and_what_turns_earned() ->
         ((part(-1, 0), part(-1, 1)), "does not say which rollout it is a part of"),
     ],
 )
-def test_parts_that_do_not_fit_together_are_refused(trajectories: tuple[Trajectory, ...], problem: str) -> None:
+def test_inconsistent_parts_are_refused(trajectories: tuple[Trajectory, ...], problem: str) -> None:
     with pytest.raises(MessageError, match=problem):
         grouped(*trajectories)
 
 
-def test_parts_without_a_reward_yet_are_a_rollout_without_one() -> None:
+def test_unrewarded_parts_make_an_unrewarded_rollout() -> None:
     assert math.isnan(grouped(part(0, reward=math.nan), part(0, 1, reward=math.nan)).rewards[0])
 
 

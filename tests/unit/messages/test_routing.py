@@ -38,7 +38,7 @@ def numbers(found: NDArray[Any]) -> list[int]:
     return found[:, 0, 0].tolist()
 
 
-def test_the_type_has_room_for_the_number_that_names_no_expert() -> None:
+def test_dtype_has_room_for_the_unrouted_number() -> None:
     assert [dtype_for(count) for count in (8, 255, 256, 384)] == [np.uint8, np.uint8, np.uint16, np.uint16]
 
 
@@ -48,20 +48,20 @@ def test_a_token_keeps_the_experts_with_which_the_next_one_was_sampled() -> None
     assert numbers(join(before, rest, 2)) == [1, 2, 3, 6, 7, NONE]
 
 
-def test_an_engine_that_does_not_tell_leaves_its_tokens_to_the_router() -> None:
+def test_tokens_without_reported_experts_are_unrouted() -> None:
     assert numbers(join(experts(1, 2, NONE), NO_EXPERTS, 2)) == [1, 2, NONE, NONE, NONE]
     assert numbers(join(NO_EXPERTS, experts(1, NONE), 1)) == [1, NONE]
 
 
 @pytest.mark.parametrize("cut", range(5))
-def test_an_answer_in_two_pieces_is_the_answer(cut: int) -> None:
+def test_joining_two_halves_of_an_answer_gives_its_experts(cut: int) -> None:
     whole = answer(4, 1, 2, 3, 4, 5, NONE)
     again = whole.first(cut).then(whole.after(cut))
     assert (numbers(again.experts), again.tokens.tolist()) == ([1, 2, 3, 4, 5, NONE], [0, 1, 2, 3])
     assert numbers(NOTHING.then(whole).experts) == numbers(whole.experts)
 
 
-def test_an_answer_of_several_turns_leaves_observations_to_the_router() -> None:
+def test_observations_between_turns_are_unrouted() -> None:
     turns = TrajectoryBuilder(PROMPT)
     turns.answered(answer(2, 1, 2, 3, NONE))
     turns.observed([7])
@@ -69,7 +69,7 @@ def test_an_answer_of_several_turns_leaves_observations_to_the_router() -> None:
     assert numbers(turns.trajectory().experts) == [1, 2, 3, 4, 5, NONE]
 
 
-def test_an_answer_to_another_context_brings_the_experts_of_its_own_tokens() -> None:
+def test_answer_to_another_context_has_its_own_experts() -> None:
     turns = TrajectoryBuilder(PROMPT)
     turns.observed([7])
     turns.answered(answer(2, 1, 2, NONE))
@@ -87,7 +87,7 @@ def trajectory(found: NDArray[Any]) -> Trajectory:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_experts_come_back_from_the_bus(dtype: Any) -> None:
+def test_experts_round_trip(dtype: Any) -> None:
     found = np.arange(16, dtype=dtype).reshape(4, 2, 2)
     group = TrajectoryGroup(group_id=0, prompt_tokens=PROMPT, trajectories=(trajectory(found),))
     (again,) = decode(encode(group), TrajectoryGroup).trajectories
@@ -96,6 +96,6 @@ def test_experts_come_back_from_the_bus(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [experts(1), experts(1, 2, 3)[:, 0], experts(1, 2, 3).astype(np.int32)])
-def test_experts_of_another_shape_or_type_are_no_message(wrong: NDArray[Any]) -> None:
+def test_experts_of_wrong_shape_or_type_are_refused(wrong: NDArray[Any]) -> None:
     with pytest.raises(MessageError, match="experts"):
         trajectory(wrong)

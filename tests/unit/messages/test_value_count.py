@@ -87,7 +87,7 @@ def refusals(*messages: bytes) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_bytes_that_stand_for_many_objects_cost_no_memory() -> None:
+def test_message_with_too_many_values_is_refused_without_creating_them() -> None:
     """Messages that processes other than the learner send."""
     num = MOST_VALUES + 4 * FEW_BYTES
     head = b"\x93" + packb("TrajectoryGroup") + packb(SCHEMA)
@@ -105,7 +105,7 @@ def test_bytes_that_stand_for_many_objects_cost_no_memory() -> None:
         assert most < 2**16
 
 
-def test_an_array_has_a_short_head_whatever_follows_it() -> None:
+def test_malformed_array_head_costs_no_memory() -> None:
     shape = Ext(1, b"\xff" + bytes(400_000))
     fields = {"group_id": 1, "prompt_tokens": shape, "trajectories": []}
     ((refusal, most),) = refusals(packb(("TrajectoryGroup", SCHEMA, fields)))
@@ -113,7 +113,7 @@ def test_an_array_has_a_short_head_whatever_follows_it() -> None:
     assert most < 300_000, "its bytes, and no list of numbers"
 
 
-def test_a_large_group_is_far_below_what_is_refused() -> None:
+def test_large_group_is_far_below_the_limit_of_values() -> None:
     """512 answers, each sampled by fifty versions, use less than half of the limit."""
     sample = SAMPLES[TrajectoryGroup]
     answer = sample.trajectories[0]
@@ -131,7 +131,7 @@ def test_a_large_group_is_far_below_what_is_refused() -> None:
 @pytest.mark.parametrize("depth", [100, 990, 1000, 1010, DEEPEST])
 @pytest.mark.parametrize("level", [b"\x91", b"\x81\xa1a"])
 @pytest.mark.parametrize("place", ["kind", "schema", "fields", "field", "name"])
-def test_what_is_nested_deeply_is_refused_wherever_it_stands(place: str, level: bytes, depth: int) -> None:
+def test_deep_nesting_is_refused_anywhere(place: str, level: bytes, depth: int) -> None:
     nested = level * depth + b"\xc0"
     name, schema = packb("TrajectoryGroup"), packb(SCHEMA)
     data = {
@@ -146,7 +146,7 @@ def test_what_is_nested_deeply_is_refused_wherever_it_stands(place: str, level: 
     assert len(str(error.value)) < 1000
 
 
-def test_what_is_said_of_another_message_is_short() -> None:
+def test_error_about_a_foreign_message_is_short() -> None:
     for data in (
         packb(("A" * 1_000_000, SCHEMA, {})),
         packb(("TrajectoryGroup", "A" * 1_000_000, {})),

@@ -19,7 +19,7 @@ from asyncrl.metrics.alarms import (
 from asyncrl.policies.batching.batch import Metric, histogram
 
 
-def test_a_mismatch_is_warned_of_once_for_each_time_it_rises_over_the_threshold(
+def test_mismatch_alarm_warns_once_per_rise(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     alarm = MismatchAlarm(0.05)
@@ -29,7 +29,7 @@ def test_a_mismatch_is_warned_of_once_for_each_time_it_rises_over_the_threshold(
     assert "0.060 nats per token, over metrics.mismatch_alarm = 0.05" in caplog.text
 
 
-def test_no_mismatch_is_reported_when_nothing_was_fresh_or_the_alarm_is_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_mismatch_alarm_is_silent_without_fresh_samples_or_threshold(caplog: pytest.LogCaptureFixture) -> None:
     assert MismatchAlarm(0.05).update({"mismatch/mean": 0.9}) == {}
     assert MismatchAlarm(0.0).update({"mismatch/fresh_mean": 0.9}) == {}
     assert not caplog.records
@@ -42,7 +42,7 @@ def step(*, dropped: int, length: int = 400) -> dict[str, Metric]:
     return row | ({"length/dropped_mean": float(length)} if dropped else {})
 
 
-def test_many_dropped_answers_are_warned_of_with_their_lengths(caplog: pytest.LogCaptureFixture) -> None:
+def test_drop_alarm_warns_with_the_lengths_of_dropped_answers(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.05)
     shares = [alarm.update(step(dropped=16))["staleness/dropped_share"] for _ in range(30)]
     assert shares == [0.2] * 30
@@ -51,7 +51,7 @@ def test_many_dropped_answers_are_warned_of_with_their_lengths(caplog: pytest.Lo
     assert "they are 400 tokens long on average, trained answers 100" in caplog.text
 
 
-def test_a_few_dropped_answers_are_counted_and_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_few_dropped_answers_raise_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.05)
     for _ in range(9):
         alarm.update(step(dropped=0))
@@ -59,14 +59,14 @@ def test_a_few_dropped_answers_are_counted_and_not_warned_of(caplog: pytest.LogC
     assert not caplog.records
 
 
-def test_nothing_is_said_of_the_first_steps_whose_share_says_little(caplog: pytest.LogCaptureFixture) -> None:
+def test_drop_alarm_ignores_the_first_steps(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.05)
     for _ in range(9):
         alarm.update(step(dropped=64))
     assert not caplog.records
 
 
-def test_one_burst_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_burst_of_drops_raises_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     """A learner that falls back to an old checkpoint drops all samples of the lost history at once."""
     alarm = DropAlarm(0.05)
     for dropped in [0] * 3 + [320] + [0] * 20:
@@ -74,14 +74,14 @@ def test_one_burst_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_dropping_that_begins_again_is_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_drop_alarm_warns_again_after_it_ended(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.05)
     for dropped in [8] * 20 + [0] * 20 + [8] * 20:
         alarm.update(step(dropped=dropped))
     assert len(caplog.records) == 2
 
 
-def test_an_alarm_that_is_off_still_tells_the_share(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_share_is_reported_without_threshold(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.0)
     for _ in range(20):
         assert alarm.update(step(dropped=64)) == {"staleness/dropped_share": 0.5}
@@ -98,7 +98,7 @@ def held(seconds: float, *, idle: float) -> dict[str, Metric]:
     }
 
 
-def test_a_learner_that_waits_while_engines_are_idle_is_told_the_bound_that_needs_no_waiting(
+def test_hold_alarm_names_the_bound_that_avoids_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The awaited answer lasts five steps of two seconds, or ten steps of one second."""
@@ -114,7 +114,7 @@ def test_a_learner_that_waits_while_engines_are_idle_is_told_the_bound_that_need
     assert 'staleness.parts = "tokens" to end these waits' in caplog.text
 
 
-def test_waiting_that_costs_nothing_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_with_busy_engines_raises_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     for alarm, row in (
         (HoldAlarm(0.2, max_staleness=4), held(4.0, idle=0.0)),  # engines are the bottleneck
         (HoldAlarm(0.2, max_staleness=4), held(0.1, idle=0.4)),
@@ -125,7 +125,7 @@ def test_waiting_that_costs_nothing_is_not_warned_of(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-def test_waiting_that_begins_again_is_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_hold_alarm_warns_again_after_it_ended(caplog: pytest.LogCaptureFixture) -> None:
     alarm = HoldAlarm(0.2, max_staleness=4)
     for row in [held(1.0, idle=0.4)] * 20 + [held(0.0, idle=0.0)] * 20 + [held(1.0, idle=0.4)] * 20:
         alarm.update(row)
@@ -145,7 +145,7 @@ def split_alarm(threshold: float = 0.3, *, warmup: int = 0) -> SplitAlarm:
     return SplitAlarm(threshold, warmup=warmup)
 
 
-def test_warns_once_while_one_side_limits_the_run_and_the_other_is_idle(caplog: pytest.LogCaptureFixture) -> None:
+def test_split_alarm_warns_once_while_one_side_is_idle(caplog: pytest.LogCaptureFixture) -> None:
     alarm = split_alarm(warmup=3)
     for _ in range(12):
         assert alarm.update(split(waited=3.0, idle=0.0)) == {}
@@ -158,14 +158,14 @@ def test_warns_once_while_one_side_limits_the_run_and_the_other_is_idle(caplog: 
     )
 
 
-def test_says_when_the_learner_needs_gpus_of_the_engines(caplog: pytest.LogCaptureFixture) -> None:
+def test_split_alarm_can_favour_the_learner(caplog: pytest.LogCaptureFixture) -> None:
     alarm = split_alarm()
     for _ in range(12):
         alarm.update(split(waited=0.0, idle=0.6))
     assert "give GPUs of the engines to the learner" in caplog.text
 
 
-def test_a_split_that_fits_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_balanced_split_raises_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     for alarm, row in (
         (split_alarm(), split(waited=0.1, idle=0.1)),
         (split_alarm(), split(waited=1.0, idle=0.5)),  # both idle: the window or a long tail is the limit
@@ -177,14 +177,14 @@ def test_a_split_that_fits_is_not_warned_of(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-def test_a_split_is_judged_by_the_workers_that_are_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_split_alarm_starts_over_when_workers_change(caplog: pytest.LogCaptureFixture) -> None:
     alarm = split_alarm()
     for row in [split(waited=3.0, idle=0.0)] * 12 + [split(waited=0.0, idle=0.0, workers=6)] * 20:
         alarm.update(row)
     assert len(caplog.records) == 1 and not alarm.is_on
 
 
-def test_steps_without_a_gradient_are_warned_of_once_for_each_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_standstill_alarm_warns_once_per_standstill(caplog: pytest.LogCaptureFixture) -> None:
     alarm = StandstillAlarm()
     still: dict[str, Metric] = {"grad_norm": 0.0, "reward/mean": 0.25, "reward/same_in_group": 1.0}
     for row in [still] * 9 + [{"grad_norm": 0.1}] + [still] * 9:
@@ -197,7 +197,7 @@ def test_steps_without_a_gradient_are_warned_of_once_for_each_time(caplog: pytes
     assert "Rewards average 0.25, and the share of groups with equal rewards is 1" in caplog.text
 
 
-def test_answers_that_are_nearly_all_cut_from_the_first_step_on_are_warned_of_once(
+def test_truncation_alarm_warns_if_answers_are_cut_from_the_first_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def states(alarm: TruncationAlarm, *, first: int, shares: Sequence[float]) -> list[bool]:
@@ -217,7 +217,7 @@ def test_answers_that_are_nearly_all_cut_from_the_first_step_on_are_warned_of_on
     assert len(caplog.records) == 1
 
 
-def test_rewards_that_are_all_equal_are_warned_of_while_the_weights_move(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_signal_alarm_warns_while_weights_move(caplog: pytest.LogCaptureFixture) -> None:
     alarm = NoSignalAlarm()
     for _ in range(30):
         alarm.update({"reward/std": 0.0, "reward/mean": 1.0, "grad_norm": 0.0})  # StandstillAlarm covers this

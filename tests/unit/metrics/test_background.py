@@ -32,7 +32,7 @@ class Slow:
         self.is_closed = True
 
 
-def test_rows_arrive_in_order_and_the_rest_before_it_is_closed() -> None:
+def test_background_sink_writes_all_rows_in_order() -> None:
     slow = Slow()
     sink = BackgroundSink(slow, name="slow", close_seconds=120)
     for step in range(5):
@@ -42,7 +42,7 @@ def test_rows_arrive_in_order_and_the_rest_before_it_is_closed() -> None:
     assert slow.steps == [0, 1, 2, 3, 4] and slow.is_closed
 
 
-def test_what_a_slow_sink_cannot_take_is_left_out_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_for_a_slow_sink_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow()
     sink = BackgroundSink(slow, name="slow", close_seconds=120)
     sink.write(0, {})
@@ -57,7 +57,7 @@ def test_what_a_slow_sink_cannot_take_is_left_out_counted_and_said_once(caplog: 
     assert "slow did not get 3 rows in all" in caplog.text
 
 
-def test_a_sink_that_hangs_is_not_waited_for_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_closing_does_not_wait_for_a_hanging_sink(caplog: pytest.LogCaptureFixture) -> None:
     hanging = Slow()
     sink = BackgroundSink(hanging, name="hanging", close_seconds=0.01)
     for step in range(3):
@@ -81,7 +81,7 @@ class Failing(Slow):
         super().write(step, metrics)
 
 
-def test_what_it_raises_is_raised_once_and_it_is_closed_all_the_same() -> None:
+def test_error_of_a_sink_is_raised_once() -> None:
     failing = Failing(ValueError("no"))
     sink = BackgroundSink(failing, name="failing", close_seconds=120)
     sink.write(1, {})
@@ -93,7 +93,7 @@ def test_what_it_raises_is_raised_once_and_it_is_closed_all_the_same() -> None:
     assert failing.steps == []
 
 
-def test_a_row_that_the_disk_does_not_take_is_written_when_there_is_room(
+def test_row_is_written_once_the_disk_has_room(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = Failing(OSError(errno.ENOSPC, "No space left on device", "events"))
@@ -117,7 +117,7 @@ def test_a_row_that_the_disk_does_not_take_is_written_when_there_is_room(
     assert "full cannot write" in caplog.text
 
 
-def test_it_takes_samples_and_alarms_for_a_sink_that_does() -> None:
+def test_samples_and_alarms_reach_sinks_that_take_them() -> None:
     sink = BackgroundSink(Slow(), name="numbers only")
     assert isinstance(sink, ShowsSamples) and isinstance(sink, TakesAlarms)
     sink.write_samples(1, [])

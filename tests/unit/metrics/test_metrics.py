@@ -47,7 +47,7 @@ def test_metrics_jsonl_has_every_number_of_every_step(tmp_path: Path) -> None:
     assert second == {"step": 2, "loss": -0.5, "grad_norm": None}
 
 
-def test_a_row_that_a_full_disk_cut_is_taken_back_and_written_again(tmp_path: Path) -> None:
+def test_partial_row_on_a_full_disk_is_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')  # cut short by a kill
     sink = JsonLines(path)
@@ -91,7 +91,7 @@ def test_the_console_shows_a_mismatch() -> None:
     assert alarmed.endswith("MISMATCH 0.061")
 
 
-def test_a_console_that_nobody_reads_any_more_is_said_once_and_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_closed_stdout_is_logged_once_and_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as out:
         console = Console(steps=40, out=out)
@@ -106,7 +106,7 @@ def test_a_console_that_nobody_reads_any_more_is_said_once_and_ends_no_run(caplo
     assert warning.startswith("stdout takes no more lines (its reader is gone, ")
 
 
-def test_workers_are_reported_each_and_together() -> None:
+def test_metrics_of_workers_are_reported_singly_and_summed() -> None:
     beats = [
         Heartbeat(
             actor=f"w{n}",
@@ -185,7 +185,7 @@ def _records(data: bytes) -> Iterator[bytes]:
             partial = b""
 
 
-def test_an_evaluation_has_a_line_of_its_own() -> None:
+def test_console_prints_a_line_per_evaluation() -> None:
     out = io.StringIO()
     row = {
         "evaluation/aime/mean@8": 0.4,
@@ -207,7 +207,7 @@ def test_an_evaluation_has_a_line_of_its_own() -> None:
     assert cut.endswith("INCOMPLETE")
 
 
-def test_of_many_data_sets_the_first_have_a_place_in_the_line() -> None:
+def test_evaluation_line_shows_the_first_data_sets() -> None:
     out = io.StringIO()
     row = {f"evaluation/set_{number}/mean@1": 0.5 for number in range(200)}
     Console(steps=40, out=out).write(20, row | {"evaluation/complete": 1.0})
@@ -216,7 +216,7 @@ def test_of_many_data_sets_the_first_have_a_place_in_the_line() -> None:
     assert "set_8" not in line
 
 
-def test_rows_that_somebody_removed_while_they_are_written_are_put_back(tmp_path: Path) -> None:
+def test_metrics_file_removed_while_in_use_is_restored(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl")
     for step in (1, 2):
         sink.write(step, {})

@@ -67,7 +67,7 @@ def test_tensorboard_has_every_number_histogram_sample_and_alarm(tmp_path: Path)
     assert "    # 12" in texts["samples/trained/text_summary"]
 
 
-def test_a_learner_that_fell_back_hides_the_steps_that_it_trains_again(tmp_path: Path) -> None:
+def test_tensorboard_hides_steps_that_are_trained_again(tmp_path: Path) -> None:
     for steps, reward, purged in (((1, 2, 3), 0.1, None), ((2, 3), 0.9, 2)):
         sink = tensorboard_sink.TensorBoard(tmp_path, purge_step=purged)
         for step in steps:
@@ -77,7 +77,7 @@ def test_a_learner_that_fell_back_hides_the_steps_that_it_trains_again(tmp_path:
     assert values == [(1, 0.1), (2, 0.9), (3, 0.9)]
 
 
-def test_an_evaluation_that_ends_first_after_a_resume_hides_no_training_step(tmp_path: Path) -> None:
+def test_evaluation_after_a_resume_hides_no_training_step(tmp_path: Path) -> None:
     """Version 2's evaluation ends after a resume from step 4; the evaluation of version 6 is of a lost history."""
     first = tensorboard_sink.TensorBoard(tmp_path)
     for step in range(1, 7):
@@ -101,7 +101,7 @@ def _read(directory: Path) -> Any:
     return found
 
 
-def test_tensorboard_that_is_not_installed_costs_one_line(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tensorboard_is_refused_in_one_line(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard_sink, "_WRITERS", ("no_such_writer",))
     with pytest.raises(ConfigError, match="metrics.tensorboard: tensorboard is not installed; pip install tensorboard"):
         check_sinks(_with(run, tensorboard=True))
@@ -146,7 +146,7 @@ class Deaf:
     def close(self) -> None: ...
 
 
-def test_a_sink_of_the_users_own_gets_numbers_and_samples_and_ends_the_run_where_it_raises(run: RunConfig) -> None:
+def test_users_sink_gets_numbers_and_samples_and_ends_the_run_if_it_raises(run: RunConfig) -> None:
     Own.made.clear()
     sinks = open_sinks(_with(run, sinks=(f"{__name__}:Own",)), resume=False)
     own = sinks[-1]
@@ -171,7 +171,7 @@ def test_a_sink_of_the_users_own_gets_numbers_and_samples_and_ends_the_run_where
         ("prometheus", "write package.module:object"),
     ],
 )
-def test_what_is_no_sink_is_refused_before_the_run(name: str, problem: str, run: RunConfig) -> None:
+def test_class_that_is_no_sink_is_refused_before_the_run(name: str, problem: str, run: RunConfig) -> None:
     with pytest.raises(ConfigError) as refused:
         check_sinks(_with(run, sinks=(name,)))
     assert problem in str(refused.value) and str(refused.value).startswith("metrics.sinks: ")
@@ -266,7 +266,7 @@ def test_a_row_has_a_value_for_each_column() -> None:
     assert all(line.startswith("    ") for line in markdown(SAMPLE).splitlines() if "12" in line)
 
 
-def test_no_text_of_a_sample_leaves_its_code_block() -> None:
+def test_text_of_a_sample_stays_in_its_code_block() -> None:
     markup = "a\r# <img>\r\r\n<img>\n<img>"
     answers = (Answer(reward=0.0, tokens=(1,), turns=(("policy", markup),), finish_reason="stop"),)
     names = {"worker": "<img>", "reason": f"no answer in {markup}"}

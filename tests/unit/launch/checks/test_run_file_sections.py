@@ -55,7 +55,7 @@ SFT = ["algorithm.name=sft", "rollout.group_size=1"]
         ),
     ],
 )
-def test_a_mistake_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
+def test_invalid_evaluation_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         check(config.load(run_file, overrides))
     assert "\n" not in str(caught.value)
