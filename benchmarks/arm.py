@@ -41,10 +41,10 @@ from asyncrl.planning.ideal import Plan
 from asyncrl.planning.timing import Timing
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured
 from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.metric import Histogram, Metric
 from benchmarks.simulated import EvenLength, Lengths, NoText, NullChannel, PromptRows, SimulatedEngine, TimedBackend
 
 Row = dict[str, Any]

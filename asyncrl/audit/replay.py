@@ -33,8 +33,8 @@ from asyncrl.messages.topics import TRAJECTORIES, group_id_of
 from asyncrl.metrics.sinks import JsonLines
 from asyncrl.policies.audit.entries import HistoryEntry, damage, steps
 from asyncrl.policies.batching import batch as batches
-from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.batching.packing import pack_parts
+from asyncrl.policies.metric import Metric
 from asyncrl.policies.staleness.staleness import Forks, age_weight
 from asyncrl.weights.files import FilesChannel
 

@@ -40,7 +40,7 @@ from asyncrl.policies.audit.entries import present
 
 if TYPE_CHECKING:
     from asyncrl.audit.replay import Planned
-    from asyncrl.policies.batching.batch import Metric
+    from asyncrl.policies.metric import Metric
 
 EXACT: Final = ("loss", "grad_norm")
 """Metrics that must be equal to the last bit if no setting was changed."""

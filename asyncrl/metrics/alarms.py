@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
-from asyncrl.policies.batching.batch import Histogram, Metric
+from asyncrl.policies.metric import Histogram, Metric
 
 log = logging.getLogger("asyncrl.metrics")
 

@@ -18,8 +18,8 @@ from typing import Final
 
 from asyncrl.errors import disk_problem
 from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
-from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.sample import GroupSample
+from asyncrl.policies.metric import Metric
 
 MOST_WAITING: Final = 64
 """Maximum number of waiting calls: rows, lists of samples, alarms."""

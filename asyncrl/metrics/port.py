@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.sample import GroupSample
+from asyncrl.policies.metric import Metric
 
 
 class Sink(Protocol):

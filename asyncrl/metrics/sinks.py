@@ -21,8 +21,8 @@ from asyncrl.errors import ConfigError, HopelessError, disk_problem
 from asyncrl.logs import is_at, print_line, put_back
 from asyncrl.metrics.background import BackgroundSink
 from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
-from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import GroupSample
+from asyncrl.policies.metric import Histogram, Metric
 
 log = logging.getLogger("asyncrl.metrics")
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.samples_text import markdown
-from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import EVALUATED, GroupSample
+from asyncrl.policies.metric import Histogram, Metric
 
 _WRITERS: Final = ("torch.utils.tensorboard", "tensorboardX")
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.samples_text import COLUMNS, EVALUATION_COLUMNS, evaluation_rows, rows
-from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import EVALUATED, GroupSample
+from asyncrl.policies.metric import Histogram, Metric
 
 TABLE_ROWS: Final = 64
 """Answers to collect before they are logged as a table. Each table is a file to upload, so not every step logs one."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
-from asyncrl.policies.batching.batch import histogram
+from asyncrl.policies.metric import histogram
 from benchmarks.gpu import lengths, plans, shapes, timeline, window
 from benchmarks.gpu.estimate import arm_seconds
 from benchmarks.gpu.learner import layout_of

@@ -50,11 +50,11 @@ from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.metric import Metric
 from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.rewards.port import Reward, Sample
 from asyncrl.state import checkpoint

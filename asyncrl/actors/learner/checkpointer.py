@@ -28,10 +28,10 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, disk_problem
 from asyncrl.messages.topics import TRAJECTORIES, group_id_of
-from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.metric import Metric
 from asyncrl.state import checkpoint
 
 T = TypeVar("T")

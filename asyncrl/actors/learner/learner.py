@@ -34,10 +34,10 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, HopelessError, StepFailed
 from asyncrl.messages import Heartbeat, replace
 from asyncrl.messages.roles import WORKER
-from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.skipped_steps import SkippedSteps
+from asyncrl.policies.metric import Metric
 
 CHECK_SECONDS: Final = 2.0
 

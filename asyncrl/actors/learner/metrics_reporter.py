@@ -20,9 +20,9 @@ from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, METRICS, PROMPTS
 from asyncrl.metrics.alarms import Alarm
 from asyncrl.metrics.background import BackgroundSink
 from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
-from asyncrl.policies.batching.batch import Histogram, Metric, histogram
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.metric import Histogram, Metric, histogram
 
 REJECTED = "bus/rejected"
 LEFT_OUT = "metrics/left_out"

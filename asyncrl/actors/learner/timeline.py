@@ -25,8 +25,8 @@ from typing import Any, Final
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.validation import MOST_SECONDS
 from asyncrl.metrics.trace import rank_tokens
-from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.states import BufferedGroup
+from asyncrl.policies.metric import Metric
 from asyncrl.state.samples import RotatedLines
 
 MOST_GROUPS: Final = 512

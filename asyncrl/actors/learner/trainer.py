@@ -19,9 +19,9 @@ from asyncrl.backends.port import Backend, Offloads, SavesBeside, StepResult
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.messages.roles import WORKER
-from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.health.waits import FIRST_SECONDS
 from asyncrl.policies.learning_rate import Schedule
+from asyncrl.policies.metric import Metric
 
 T = TypeVar("T")
 Profile = Callable[[int, Callable[[], StepResult]], StepResult]

@@ -24,10 +24,10 @@ from asyncrl.logs import REASON
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
 from asyncrl.messages.topics import TRAJECTORIES
-from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.batching.packing import Document
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.metric import Metric
 from asyncrl.policies.trust.tickets import Tickets
 
 log = logging.getLogger("asyncrl.learner")

@@ -16,18 +16,8 @@ from asyncrl.policies.advantages.turns import turns_of
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import overlong_masks, overlong_penalty
 from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.metric import Histogram, Metric, histogram
 from asyncrl.policies.staleness.staleness import AgeWeight, Forks, lag, per_token, statistics
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Histogram:
-    """``counts[i]`` values lie in [edges[i], edges[i+1])."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-
-
-Metric = float | Histogram
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -329,13 +319,3 @@ def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
 def rollout_lengths(rollouts: Sequence[Sequence[Trajectory]]) -> list[int]:
     """Return the number of response tokens of each rollout, over all its parts."""
     return [sum(len(one.tokens) for one in parts) for parts in rollouts]
-
-
-def histogram(values: Sequence[int]) -> Histogram:
-    """Return counts over powers of two: [0, 1), [1, 2), [2, 4), … up to the largest value."""
-    top = max(values, default=0)
-    edges = [0.0, 1.0]
-    while edges[-1] <= top:
-        edges.append(edges[-1] * 2)
-    counts, _ = np.histogram(values, bins=edges)
-    return Histogram(edges=tuple(edges), counts=tuple(int(count) for count in counts))

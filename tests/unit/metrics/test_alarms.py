@@ -16,7 +16,7 @@ from asyncrl.metrics.alarms import (
     StandstillAlarm,
     TruncationAlarm,
 )
-from asyncrl.policies.batching.batch import Metric, histogram
+from asyncrl.policies.metric import Metric, histogram
 
 
 def test_mismatch_alarm_warns_once_per_rise(

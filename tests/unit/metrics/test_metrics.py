@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat
 from asyncrl.metrics.sinks import Console, JsonLines
 from asyncrl.metrics.wandb import WandB
-from asyncrl.policies.batching.batch import Histogram, Metric
+from asyncrl.policies.metric import Histogram, Metric
 from tests.harness.metric_names import is_known
 
 STALENESS = Histogram(edges=(0.0, 1.0, 2.0), counts=(3, 4))

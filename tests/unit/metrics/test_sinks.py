@@ -21,8 +21,8 @@ from asyncrl.metrics.port import ShowsSamples, TakesAlarms
 from asyncrl.metrics.samples_text import COLUMNS, EVALUATION_COLUMNS, markdown, rows
 from asyncrl.metrics.sinks import OwnSink, check_sinks, open_sinks
 from asyncrl.metrics.wandb import WandB
-from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import Answer, GroupSample
+from asyncrl.policies.metric import Histogram, Metric
 
 ROW: dict[str, Metric] = {
     "reward/mean": 0.75,
