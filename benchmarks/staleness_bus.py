@@ -1,8 +1,8 @@
-"""Measure how staleness affects learning in the real loop with a forced lag; compare staleness.py.
+"""Measure how staleness affects learning in the real loop with a forced lag.
 
     python -m benchmarks.staleness_bus                                           six minutes on two cores
     python -m benchmarks.staleness_bus --arms sync,none,tis_token --seeds 1      one seed of the promise
-    python -m benchmarks.staleness_bus --json docs/results/staleness_bus.jsonl   one object a line (plot_staleness.py)
+    python -m benchmarks.staleness_bus --json docs/results/staleness_bus.jsonl   one object a line
 
 Each arm is a run file, and everything else is real: nats-server, JetStream, the learner, the prompt source, the buffer,
 two rollout workers, weights by files. Only the model is the tiny policy of tests/harness/tiny, a plugin as engine and
@@ -39,7 +39,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -56,7 +56,6 @@ from asyncrl.launch.assembly.build_learner import build_learner
 from asyncrl.launch.assembly.build_worker import build_worker
 from benchmarks.arm import live
 from benchmarks.delayed_channel import SPARE
-from benchmarks.staleness import EVALUATE_EVERY, GROUP_SIZE, GROUPS, HIGH, standard_error
 from tests.harness.tiny import files as tiny_files
 from tests.harness.tiny import task as staleness_task
 from tests.harness.tiny.backend import EXPECTED_REWARD
@@ -64,6 +63,11 @@ from tests.harness.tiny.task import LENGTH, Policy
 
 Row = dict[str, Any]
 
+HIGH: Final = 8e-3
+"""Learning rate at which uncorrected stale data collapses."""
+EVALUATE_EVERY: Final = 10
+GROUPS: Final = 16
+GROUP_SIZE: Final = 8
 LAG: Final = 16
 WORKERS: Final = 2
 STEP_SECONDS: Final = 0.15
@@ -348,6 +352,10 @@ def main(given: Sequence[str] | None = None) -> int:
     problems = list(broken_promises(found))
     print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
     return 1 if problems else 0
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.engines.generation import Generation
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
 from asyncrl.policies.metric import histogram
-from benchmarks.gpu import lengths, plans, shapes, timeline, window
+from benchmarks.gpu import lengths, plans, shapes, window
 from benchmarks.gpu.estimate import arm_seconds
 from benchmarks.gpu.learner import layout_of
 from benchmarks.gpu.learner_step import Variant, documents
@@ -236,14 +234,6 @@ def test_an_estimate_counts_whole_steps() -> None:
     assert arm_seconds(step_seconds=8.0, warmup=1, window_seconds=20.0) == 15 + 4 * 8
 
 
-def test_waits_for_more_or_fewer_answers_are_one_wait() -> None:
-    def look(waits_for: str) -> dict[str, Any]:
-        return {"actors": {"w0": {"waits_for": waits_for}}}
-
-    looks = [look("the next token of 256 answers"), look("the next token of 3 answers"), look("weights"), look("")]
-    assert timeline.waits(looks) == [("w0", "the next token of answers", 0.5), ("w0", "weights", 0.25)]
-
-
 # -- layouts of a learner ----------------------------------------------------------------------------------------------
 
 
@@ -294,38 +284,3 @@ def test_a_made_model_has_the_tensors_that_hugging_face_expects(tmp_path: Path) 
     expected = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     assert {name: tuple(weight.shape) for name, weight in weights.items()} == expected
-
-
-@pytest.fixture
-def record(tmp_path: Path) -> Iterator[timeline.Record]:
-    """Two steps after one of warm-up; version 2 is announced at 13 s and loaded half a second later."""
-    steps = [step(1, time=10.0), step(2, time=13.0), step(3, time=17.0)]
-    samples = [
-        sample(11.0, 5, loads=1, pause=0.2),
-        {**sample(13.0, 5, loads=1, pause=0.2), "published": 2},
-        {**sample(13.5, 5, loads=2, pause=0.2), "actors": sample(0.0, loads=1)["actors"]},  # its heartbeat comes later
-        sample(15.0, 5, loads=2, pause=0.03),
-        sample(18.0, 5, loads=3),
-    ]
-    file = tmp_path / "timeline.jsonl"
-    lines = [*samples, *({"step": row} for row in steps), {"arm": {"warmup_steps": 1}}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    yield timeline.read(file, seconds=60.0)
-
-
-def test_a_timeline_shows_steady_steps_alone(record: timeline.Record) -> None:
-    assert (record.begin, record.end) == (10.0, 17.0)
-    assert [row["step"] for row in record.steps] == [2, 3]
-    assert [entry["time"] for entry in record.samples] == [11.0, 13.0, 13.5, 15.0]
-
-
-def test_a_timeline_lays_waits_and_steps_end_to_end(record: timeline.Record) -> None:
-    waits = [
-        (start, seconds) for color, start, seconds in timeline.learner_spans(record.steps) if color == timeline.WAIT
-    ]
-    assert waits == [(9.5, 1.0), (13.5, 1.0)]  # each ends where its step of 2.5 s begins
-
-
-def test_a_load_is_drawn_with_the_pause_its_worker_tells_later(record: timeline.Record) -> None:
-    assert list(timeline.published(record.samples)) == [(13.0, 2)]
-    assert list(timeline.loads(record.samples, 0)) == [(13.5, 0.03)]
