@@ -220,5 +220,5 @@ class EvaluationSection:
             return self.at_start and before < 0
         return bool(self.every_steps) and now // self.every_steps > max(before, 0) // self.every_steps
 
-    def named(self, name: str) -> EvaluationDataset | None:
+    def dataset(self, name: str) -> EvaluationDataset | None:
         return next((dataset for dataset in self.datasets if dataset.name == name), None)

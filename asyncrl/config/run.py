@@ -247,18 +247,18 @@ class AlgorithmSection:
     key of the same name."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", _joined(self.options))
+        object.__setattr__(self, "options", _flatten(self.options))
         for name in ("entropy_coef", "overlong_tokens", "overlong_factor", "filter_cap"):
             require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
         require(bool(self.filters) or not self.filter_cap, "filter_cap is for filters, and there are none")
 
 
-def _joined(options: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with dotted names flattened: TOML without quotes, and --set, parse such names as nested tables."""
     made: dict[str, Any] = {}
     for name, value in options.items():
         made |= (
-            {f"{name}.{key}": one for key, one in _joined(value).items()} if isinstance(value, dict) else {name: value}
+            {f"{name}.{key}": one for key, one in _flatten(value).items()} if isinstance(value, dict) else {name: value}
         )
     return made
 

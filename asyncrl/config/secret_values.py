@@ -32,7 +32,7 @@ def settings_without_secrets(settings: Any) -> dict[str, dict[str, Any]]:
     """Return every section of a RunConfig as JSON values with secrets hidden. Absent sections are left out."""
     table = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     return {
-        section: {key: _own_shown(key, value) for key, value in its.items()}
+        section: {key: _hide_own(key, value) for key, value in its.items()}
         for section, its in table.items()
         if its is not None
     }
@@ -65,11 +65,11 @@ def hide_credentials(text: str) -> str:
     return _QUERY.sub(query, _ADDRESS.sub("", text))
 
 
-def _own_shown(key: str, value: Any) -> Any:
+def _hide_own(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return hide_secrets(value)
     if isinstance(value, list):  # tables with asyncrl's own keys
-        return [_table_shown(one) if isinstance(one, Mapping) else _own_shown(key, one) for one in value]
+        return [_hide_in_table(one) if isinstance(one, Mapping) else _hide_own(key, one) for one in value]
     if key in _OWN and value:
         return HIDDEN
     if key in _SERVERS:
@@ -77,8 +77,8 @@ def _own_shown(key: str, value: Any) -> Any:
     return hide_credentials(value) if isinstance(value, str) else value
 
 
-def _table_shown(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _own_shown(key, value) for key, value in table.items() if value is not None}
+def _hide_in_table(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _hide_own(key, value) for key, value in table.items() if value is not None}
 
 
 def _words(key: str) -> set[str]:

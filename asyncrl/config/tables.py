@@ -50,7 +50,7 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
     """Convert ``value`` to ``hint``, with the few conversions that TOML needs (int to float, list to tuple)."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        _typed(isinstance(value, dict), where, key, "a table", value)
+        _require_type(isinstance(value, dict), where, key, "a table", value)
         return build(typing.cast(type, hint), value, f"{where}: {key}")
     if origin is Literal:
         if value not in arguments:
@@ -58,48 +58,50 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
             raise ConfigError(f"{where}: {key} must be one of {known}, got {value!r}")
         return value
     if origin is tuple:
-        _typed(isinstance(value, list), where, key, "a list", value, is_number=arguments[0] in _NUMBERS)
-        return tuple(_value(item, arguments[0], where, _named(key, item, place)) for place, item in enumerate(value, 1))
+        _require_type(isinstance(value, list), where, key, "a list", value, is_number=arguments[0] in _NUMBERS)
+        return tuple(
+            _value(item, arguments[0], where, _item_path(key, item, place)) for place, item in enumerate(value, 1)
+        )
     if origin in (typing.Union, types.UnionType):
         return _value(value, next(a for a in arguments if a is not type(None)), where, key)
     if origin is not None and issubclass(origin, Mapping):
-        _typed(isinstance(value, dict), where, key, "a table", value)
+        _require_type(isinstance(value, dict), where, key, "a table", value)
         if dataclasses.is_dataclass(arguments[-1]):
             return {name: _value(one, arguments[-1], where, f"{key}: {name}") for name, one in value.items()}
-        _require_carried(value, where, key)
+        _require_storable(value, where, key)
         return value
     if hint is float:
         is_right = isinstance(value, int | float) and not isinstance(value, bool)
-        _typed(is_right, where, key, "a number", value, is_number=True)
-        _typed(math.isfinite(value), where, key, "finite", value)
-        _typed(abs(value) <= _LARGEST_FLOAT32, where, key, "within float32, at most 3.4e38", value)
-        _typed(abs(value) <= _LONGEST_SECONDS or not key.endswith("_seconds"), where, key, "at most 1e9", value)
+        _require_type(is_right, where, key, "a number", value, is_number=True)
+        _require_type(math.isfinite(value), where, key, "finite", value)
+        _require_type(abs(value) <= _LARGEST_FLOAT32, where, key, "within float32, at most 3.4e38", value)
+        _require_type(abs(value) <= _LONGEST_SECONDS or not key.endswith("_seconds"), where, key, "at most 1e9", value)
         return float(value)
     if isinstance(hint, type):
         expected = _TOML_NAMES.get(hint, hint.__name__)
-        _typed(type(value) is hint, where, key, expected, value, is_number=hint in _NUMBERS)
+        _require_type(type(value) is hint, where, key, expected, value, is_number=hint in _NUMBERS)
         if type(value) is str:  # paths cannot contain NUL, and texts are passed to programs as C strings
-            _typed("\0" not in value, where, key, "text without NUL characters", value)
+            _require_type("\0" not in value, where, key, "text without NUL characters", value)
         if type(value) is int:
-            _require_carried(value, where, key)
+            _require_storable(value, where, key)
     return value
 
 
-def _require_carried(value: Any, where: str, key: str) -> None:
+def _require_storable(value: Any, where: str, key: str) -> None:
     """Raise ConfigError if TOML can write ``value`` but the run's records and messages cannot, at any depth."""
     if isinstance(value, dict):
         for name, item in value.items():
-            _require_carried(item, where, f"{key}.{name}")
+            _require_storable(item, where, f"{key}.{name}")
     elif isinstance(value, list):
         for item in value:
-            _require_carried(item, where, key)
+            _require_storable(item, where, key)
     elif isinstance(value, date | time):
         raise ConfigError(f"{where}: {key} is a date or a time, which no message can carry; write it in quotes")
     elif type(value) is int:  # TOML's range is 64 bits; Python reads larger numbers
-        _typed(-(2**63) <= value < 2**63, where, key, "a whole number of 64 bits", value)
+        _require_type(-(2**63) <= value < 2**63, where, key, "a whole number of 64 bits", value)
 
 
-def _named(key: str, item: Any, place: int) -> str:
+def _item_path(key: str, item: Any, place: int) -> str:
     """``key`` with the table of the list that is meant: its name, or its position counted from 1."""
     if not isinstance(item, dict):
         return key
@@ -111,7 +113,7 @@ _NUMBERS = (int, float, bool)
 _TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}
 
 
-def _typed(condition: bool, where: str, key: str, expected: str, value: Any, *, is_number: bool = False) -> None:
+def _require_type(condition: bool, where: str, key: str, expected: str, value: Any, *, is_number: bool = False) -> None:
     """``is_number``: the key takes numbers, so it holds no secret, whatever it is called ("stop_token_ids")"""
     if not condition:
         # Compared as text, because nan is not equal to itself.

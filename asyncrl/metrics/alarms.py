@@ -96,8 +96,8 @@ class DropAlarm(Alarm):
 
     def update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return the metric ``staleness/dropped_share``, in [0, 1], over the last STEPS steps (fewer at the start)."""
-        self._trained.append(_answers(metrics, "trained"))
-        self._dropped.append(_answers(metrics, "dropped"))
+        self._trained.append(_count_answers(metrics, "trained"))
+        self._dropped.append(_count_answers(metrics, "dropped"))
         dropped, trained = (tuple(map(sum, zip(*of, strict=True))) for of in (self._dropped, self._trained))
         share = dropped[0] / max(dropped[0] + trained[0], 1)
         is_lasting = len(self._dropped) == STEPS and sum(count > 0 for count, _ in self._dropped) >= self.LEAST
@@ -248,8 +248,8 @@ class StandstillAlarm(_StreakAlarm):
             "with equal rewards is %s. Usual causes: a reward that gives every answer the same, or prompts that "
             "are all solved or all too hard, which dynamic_sampling drops",
             STEPS,
-            _shown(metrics.get("reward/mean")),
-            _shown(metrics.get("reward/same_in_group")),
+            _format(metrics.get("reward/mean")),
+            _format(metrics.get("reward/same_in_group")),
         )
 
 
@@ -273,7 +273,7 @@ class TruncationAlarm(_StreakAlarm):
             "end-of-text token, a chat template that never asks for one",
             100 * self.SHARE,
             STEPS,
-            _shown(metrics.get("length/trained_mean")),
+            _format(metrics.get("length/trained_mean")),
         )
 
 
@@ -295,7 +295,7 @@ class NoSignalAlarm(_StreakAlarm):
             "so something other than the reward trains them. Usual causes: a reward that never matches an answer, "
             "a task that is solved",
             STEPS,
-            _shown(metrics.get("reward/mean")),
+            _format(metrics.get("reward/mean")),
         )
 
 
@@ -305,11 +305,11 @@ def _number(metrics: Mapping[str, Metric], name: str) -> float:
     return float(value) if isinstance(value, float | int) else 0.0
 
 
-def _shown(value: Metric | None) -> str:
+def _format(value: Metric | None) -> str:
     return f"{value:.3g}" if isinstance(value, float | int) else "unknown"
 
 
-def _answers(metrics: Mapping[str, Metric], what: str) -> tuple[int, float]:
+def _count_answers(metrics: Mapping[str, Metric], what: str) -> tuple[int, float]:
     """Return the number of trained or dropped answers of the step, and their tokens."""
     lengths, mean = metrics.get(f"length/{what}"), metrics.get(f"length/{what}_mean")
     number = sum(lengths.counts) if isinstance(lengths, Histogram) else 0

@@ -130,7 +130,7 @@ class Console:
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         if "evaluation/complete" in metrics:
-            self._say(_evaluated(step, metrics))
+            self._say(_evaluation_line(step, metrics))
             return
 
         def number(name: str) -> float:
@@ -163,7 +163,7 @@ _MOST_SHOWN: Final = 8
 """Maximum number of data sets in a console line; metrics.jsonl has all of them."""
 
 
-def _evaluated(step: int, metrics: Mapping[str, Metric]) -> str:
+def _evaluation_line(step: int, metrics: Mapping[str, Metric]) -> str:
     """Return a line for the evaluation of version ``step``: mean, pass@k for the largest k, and majority."""
     parts: dict[str, dict[str, str]] = {}
     for name, value in metrics.items():

@@ -87,16 +87,16 @@ class _Trace:
     def __init__(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> None:
         self._rows, self._evaluations = rows, evaluations
         self._workers: dict[str, _Process] = {}
-        starts = [_number(row.get("time")) - _total(row) for row in rows]
+        starts = [_number(row.get("time")) - _seconds_before(row) for row in rows]
         groups = [group for row in rows for group in row.get("groups", ())]
-        starts += [time for group in groups for time in (_number(group[2]), _began(group)) if time]
+        starts += [time for group in groups for time in (_number(group[2]), _start_of(group)) if time]
         self._origin = min(starts, default=0.0)
 
     def events(self) -> Iterator[Event]:
         waits: dict[tuple[str, str], tuple[float, float]] = {}
         for row in self._rows:
             yield from self._step(row)
-            for group in sorted(row.get("groups", ()), key=_began):
+            for group in sorted(row.get("groups", ()), key=_start_of):
                 yield from self._group(group, row)
             for load in row.get("loads", ()):
                 yield from self._load(load)
@@ -135,7 +135,7 @@ class _Trace:
 
     def _group(self, group: Sequence[Any], row: Mapping[str, Any]) -> Iterator[Event]:
         number, name, published, _, seconds, reward, arrived = group
-        began = _began(group)
+        began = _start_of(group)
         worker = self._worker(str(name))
         lane = self._lane(worker, began, began + seconds)
         title, identity = f"group {number}", f"{row.get('incarnation', 0)}/{number}"
@@ -211,13 +211,13 @@ def _names(process: int, name: str, lanes: Mapping[int, str]) -> Iterable[Event]
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": lane, "args": {"sort_index": lane}}
 
 
-def _began(group: Sequence[Any]) -> float:
+def _start_of(group: Sequence[Any]) -> float:
     """Start of a group on the worker's clock; derived from its arrival if that time is implausible."""
     _, _, _, began, seconds, _, arrived = group
     return float(began) if began > 0 and arrived - 86_400 < began <= arrived + 1 else float(arrived - seconds)
 
 
-def _total(row: Mapping[str, Any]) -> float:
+def _seconds_before(row: Mapping[str, Any]) -> float:
     return sum(_number(row.get("seconds", {}).get(name)) for name in ("wait", "train", "checkpoint"))
 
 

@@ -30,7 +30,7 @@ def check_section(run: RunConfig) -> None:
     if not best:
         return
     name, _, metric = best.partition("/")
-    dataset = section.named(name)
+    dataset = section.dataset(name)
     assert dataset is not None, "EvaluationSection.check saw to it"
     # the rows are checked in evaluation_sets.require_metric
     known = metric_names(dataset.samples, k=dataset.k, has_labels=True)
