@@ -20,11 +20,12 @@ from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.validator import Validator
-from asyncrl.actors.rollout.evaluation import EvaluationWorker, evaluation_stage
+from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
+from asyncrl.actors.rollout.group_maker import GroupMaker
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.training import training_stage
-from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.jetstream.bus import JetStreamBus
@@ -255,27 +256,33 @@ def _worker(
     plan: Plan, bus: JetStreamBus, *, engine: SimulatedEngine, name: str, trains: bool = True, evaluates: bool = False
 ) -> list[Actor]:
     load = "in_flight" if plan.mode == "async" else "on_demand"
-    follower = WeightFollower(
-        f"{name}.weights", bus, engine=engine, verify=NullChannel().verify, load=load, follows=trains
-    )
+    follower = WeightFollower(f"{name}.weights", bus, engine=engine, channel=NullChannel(), load=load, follows=trains)
     slots = plan.slots * plan.group_size
     shared = SharedEngine(engine, follower=follower, max_running=slots)
     partial_rollouts = PartialRollouts(bus, worker=name, seconds=0, max_attempts=3, max_staleness=0)
-    answering: dict[str, Any] = {
-        "worker": name,
-        "engine": shared,
-        "rollout": single_turn,
-        "tokenizer": NoText(),
-        "seed": plan.seed,
-        "max_attempts": 3,
-        "keep_seconds": 40.0,
-    }
+
+    def maker(reward: Any, **changes: Any) -> GroupMaker:
+        return GroupMaker(
+            name, shared, rollout=single_turn, reward=reward, tokenizer=NoText(), seed=plan.seed, **changes
+        )
+
+    deliveries: dict[str, Any] = {"max_attempts": 3, "keep_seconds": 40.0}
     stages = []
     if trains:
-        stages.append(training_stage(bus, reward=EvenLength(), partial_rollouts=partial_rollouts, **answering))
+        stages.append(training_stage(bus, maker(EvenLength()), partial_rollouts=partial_rollouts, **deliveries))
     if evaluates:
-        rewards = {"simulated": EvenLength()}
-        stages.append(evaluation_stage(bus, rewards=rewards, max_running=slots, is_dedicated=not trains, **answering))
+        rewards = DatasetRewards({"simulated": EvenLength()})
+        stages.append(
+            evaluation_stage(
+                bus,
+                maker(rewards, need=VersionNeed.for_evaluation),
+                rewards=rewards,
+                tokenizer=NoText(),
+                max_running=slots,
+                is_dedicated=not trains,
+                **deliveries,
+            )
+        )
     kind = RolloutWorker if trains else EvaluationWorker
     worker = kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts)
     return [worker, follower, HeartbeatSender(worker)]

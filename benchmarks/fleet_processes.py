@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.actors.health_monitor import HealthMonitor
+from asyncrl.actors.rollout.group_maker import GroupMaker
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.training import training_worker
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.supervisor import supervise
@@ -143,18 +145,19 @@ async def _connected(run: RunConfig, *, token: str) -> Bus:
 def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
     """Return a worker's actors as in cli/rollout_worker.py, but with a simulated engine and without a tokenizer."""
     follower = WeightFollower(
-        f"{name}.weights", bus, engine=engine, verify=registry.channel(run, bus=bus).verify, load=run.load
+        f"{name}.weights", bus, engine=engine, channel=registry.channel(run, bus=bus), load=run.load
     )
-    made = training_worker(
+    maker = GroupMaker(
         name,
-        bus,
-        engine=engine,
-        follower=follower,
+        SharedEngine(engine, follower=follower, max_running=run.rollout.max_running),
         rollout=single_turn,
         reward=EvenLength(),
         tokenizer=NoText(),
         seed=run.run.seed,
-        max_running=run.rollout.max_running,
+    )
+    made = training_worker(
+        bus,
+        maker,
         max_attempts=run.rollout.max_attempts,
         keep_seconds=run.bus.ack_seconds / 3,
         partial_rollouts=PartialRollouts(

@@ -28,6 +28,8 @@ from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
+from asyncrl.actors.rollout.group_maker import GroupMaker
+from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.training import training_worker
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.supervisor import supervise
@@ -72,21 +74,16 @@ def make_worker(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) ->
         Path(run.model.path), device="cpu", dtype="float32", version=(0, 0), options=inprocess.Options(threads=1)
     )
     # Follows announcements of new weights and makes the engine load them between two tokens ("in_flight").
-    follower = WeightFollower("w0.weights", bus, engine=engine, verify=weights.verify, load="in_flight")
-    worker = training_worker(
+    follower = WeightFollower("w0.weights", bus, engine=engine, channel=weights, load="in_flight")
+    maker = GroupMaker(  # prompt -> rewarded answers
         "w0",
-        bus,
-        engine=engine,
-        follower=follower,
+        SharedEngine(engine, follower=follower, max_running=64),
         rollout=single_turn,  # makes a trajectory; your own may call the model many times, and tools
         reward=GuardedReward(demo_task.reward, name="demo", takes_group=False, timeout_seconds=30.0),
         tokenizer=load_tokenizer(Path(run.model.path)),
         seed=run.run.seed,
-        max_running=64,
-        max_attempts=3,
-        keep_seconds=10.0,
     )
-    return worker, follower
+    return training_worker(bus, maker, max_attempts=3, keep_seconds=10.0), follower
 
 
 def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -> tuple[Learner, PromptSource]:

@@ -278,7 +278,7 @@ class TrajectoryGroup:
     error           why the group failed; a failed group has no trajectories, is counted, and frees its place in the
                     window
     seconds         time from the start of generation to the reward
-    cancelled       missing rollouts: cut off so that the others could be trained (actors/rollout/stragglers.py), or
+    cancelled       missing rollouts: cut off so that the others could be trained (rollout.group_seconds), or
                     failed (rollout.min_group)
     failed_samples  number of ``cancelled`` rollouts that failed
     extra_samples   rollouts that were started in addition to the requested ones (actors/rollout/over_sampling.py)

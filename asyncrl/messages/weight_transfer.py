@@ -16,7 +16,6 @@ class TransferRequest:
     num_ranks   processes of the engine
     has_joined  False asks where to meet; True asks for the weights, which are sent immediately
     payload     message from the channel's receiver to its sender; opaque to everything else
-    nonce       differs in each request, so that a signed answer to an earlier request is not valid for this one
     """
 
     engine: str
@@ -24,7 +23,6 @@ class TransferRequest:
     num_ranks: int
     has_joined: bool = False
     payload: bytes = b""
-    nonce: bytes = b""
 
     def __post_init__(self) -> None:
         require(bool(self.group), "group is empty")

@@ -11,7 +11,7 @@ from asyncrl.errors import MessageError, WeightsError
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.validation import require
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
-from asyncrl.weights.port import Collectives, LoadReport
+from asyncrl.weights.port import Ask, Collectives, LoadReport
 
 _REACH_SECONDS: Final = 5.0
 _MOST_BUCKETS: Final = 64
@@ -65,18 +65,10 @@ class CollectiveReceiver:
         self._has_joined = False
         self._rename()
 
-    @property
-    def request(self) -> TransferRequest:
-        return TransferRequest(
-            engine=self._engine,
-            group=self._group,
-            num_ranks=self._num_ranks,
-            has_joined=self._has_joined,
-            payload=encode(CollectiveRequest(buckets_at_once=self._collectives.buckets_at_once)),
-        )
-
-    async def join(self, offer: TransferOffer) -> None:
-        own = _decoded(offer)
+    async def join(self, ask: Ask) -> None:
+        if self._has_joined:
+            return
+        own = _decode_offer(await ask(self.request))
         parts = (own, *own.others)
         for found in parts:
             await _reach(found.host, found.port)  # otherwise the engine might block for minutes
@@ -90,16 +82,28 @@ class CollectiveReceiver:
             raise
         self._has_joined = True
 
-    async def receive(self, offer: TransferOffer) -> LoadReport:
-        own = _decoded(offer)
-        parts = [(group_of_part(self._group, number), one.buckets) for number, one in enumerate((own, *own.others))]
+    async def receive(self, ask: Ask) -> LoadReport:
         try:
+            offer = await ask(self.request)
+            own = _decode_offer(offer)
+            parts = [(group_of_part(self._group, number), one.buckets) for number, one in enumerate((own, *own.others))]
             return await self._collectives.receive(offer.order, parts)
         except WeightsError:
             await self.leave()
             raise
 
+    @property
+    def request(self) -> TransferRequest:
+        return TransferRequest(
+            engine=self._engine,
+            group=self._group,
+            num_ranks=self._num_ranks,
+            has_joined=self._has_joined,
+            payload=encode(CollectiveRequest(buckets_at_once=self._collectives.buckets_at_once)),
+        )
+
     async def leave(self) -> None:
+        """Leave all groups; the next request is for new ones."""
         left = self._joined
         self._rename()
         for group in left:
@@ -111,7 +115,7 @@ class CollectiveReceiver:
         self._has_joined = False
 
 
-def _decoded(offer: TransferOffer) -> CollectiveOffer:
+def _decode_offer(offer: TransferOffer) -> CollectiveOffer:
     try:
         return decode(offer.payload, CollectiveOffer)
     except MessageError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -103,27 +103,23 @@ class Transfer(Protocol):
         ...
 
 
+Ask: TypeAlias = "Callable[[TransferRequest], Awaitable[TransferOffer]]"
+"""Asks the learner, and returns its offer. Raises WeightsError if it does not answer or sends nothing."""
+
+
 class Receiver(Protocol):
     """The engine's side of a transfer (Sender is the learner's). Only the two sides know the format of a payload."""
 
-    @property
-    def request(self) -> TransferRequest:
-        """The next request to the learner: where to meet, or, once joined, the weights."""
+    async def join(self, ask: Ask) -> None:
+        """Meet the learner, if it was not met yet. Raises WeightsError."""
         ...
 
-    async def join(self, offer: TransferOffer) -> None:
-        """Meet the learner. Raises WeightsError."""
-        ...
+    async def receive(self, ask: Ask) -> LoadReport:
+        """Ask for the learner's newest weights and switch to them, like Engine.load with a folder. Raises WeightsError.
 
-    async def receive(self, offer: TransferOffer) -> LoadReport:
-        """Receive the weights that the learner sends now, like Engine.load with a folder. Raises WeightsError.
-
-        If it fails half-way, the engine stays paused until a load succeeds: it never samples from mixed weights.
+        After a failure the learner must be met again. If weights arrived in part, the engine stays paused until a load
+        succeeds: it never samples from mixed weights.
         """
-        ...
-
-    async def leave(self) -> None:
-        """Leave the group with the learner: the next request asks where to meet."""
         ...
 
 

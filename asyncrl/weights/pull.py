@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.weights.port import Intake, LoadReport, Source
+from asyncrl.messages.weight_transfer import TransferRequest
+from asyncrl.weights.port import Ask, Intake, LoadReport, Source
 
 
 class PullReceiver:
@@ -15,17 +15,12 @@ class PullReceiver:
         self._source = source
         self._engine = engine
 
-    @property
-    def request(self) -> TransferRequest:
-        return TransferRequest(
+    async def join(self, ask: Ask) -> None:
+        """Do nothing: no connection is kept."""
+
+    async def receive(self, ask: Ask) -> LoadReport:
+        request = TransferRequest(
             engine=self._engine, group=self._engine, num_ranks=self._intake.num_ranks, has_joined=True
         )
-
-    async def join(self, offer: TransferOffer) -> None:
-        """Do nothing: the request says that it has joined."""
-
-    async def receive(self, offer: TransferOffer) -> LoadReport:
+        offer = await ask(request)
         return await self._intake.take(offer.order, self._source, offer.payload)
-
-    async def leave(self) -> None:
-        """Do nothing: no connection is kept."""

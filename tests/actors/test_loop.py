@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.actors.rollout import training_sink
+from asyncrl.actors.rollout import training
 from asyncrl.errors import BusFull, EngineDied, EngineError, HopelessError, RewardError, WeightsError
 from asyncrl.messages import Progress
 from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
@@ -173,7 +173,7 @@ async def test_a_worker_that_waits_for_room_in_the_log_says_since_when(
     loop: Loop, bus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait's start must not reset with each attempt, because only a growing wait is reported as a stall."""
-    monkeypatch.setattr(training_sink, "FULL_LOG_SECONDS", 0.001)
+    monkeypatch.setattr(training, "FULL_LOG_SECONDS", 0.001)
     rollout, follower = worker(bus, Engine())
     publish, said = bus.publish, []
 

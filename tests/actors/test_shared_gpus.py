@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.gpu_turn import GpuTurn
-from asyncrl.actors.rollout.turn_taking_engine import TurnTakingEngine
 from asyncrl.config.run import Mode
 from asyncrl.engines.generation import Generation
 from asyncrl.errors import EngineDied, EngineError
 from asyncrl.launch import colocated
+from asyncrl.launch.colocated import TurnTakingEngine
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.weights.port import LoadReport
 from tests.harness.fakes import Backend, Engine, Loop, run_all, worker

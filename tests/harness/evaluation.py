@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from asyncrl.actors.rollout.evaluation import EvaluationWorker, evaluation_stage
+from asyncrl.actors.rollout.evaluation import DatasetRewards, EvaluationWorker, evaluation_stage
+from asyncrl.actors.rollout.group_maker import GroupMaker
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.training import training_stage
-from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.bus.port import Bus
 from asyncrl.config import EvaluationDataset, EvaluationSection
@@ -56,36 +56,40 @@ def evaluating_worker(
     bus: Bus, engine: Any, *, name: str, is_dedicated: bool = False, load: str = "in_flight", verify: Any = None
 ) -> tuple[RolloutWorker, WeightFollower]:
     """Return a worker that evaluates, either besides training or exclusively."""
+    channel: Any = fakes.Channel()
+    if verify is not None:
+        channel.verify = verify
     follower = WeightFollower(
-        f"{name}.weights",
-        bus,
-        engine=engine,
-        verify=verify or (lambda weights: Path(weights.uri)),
-        load=load,
-        max_staleness=2,
-        follows=not is_dedicated,
+        f"{name}.weights", bus, engine=engine, channel=channel, load=load, max_staleness=2, follows=not is_dedicated
     )
     shared = SharedEngine(engine, follower=follower, max_running=8)
     partial_rollouts = PartialRollouts(bus, worker=name, seconds=0, max_attempts=3, max_staleness=2)
-    answering: dict[str, Any] = {
-        "worker": name,
-        "engine": shared,
-        "rollout": single_turn,
-        "tokenizer": fakes.Tokenizer(),
-        "seed": 0,
-        "max_attempts": 3,
-        "keep_seconds": 10.0,
-    }
+
+    def maker(reward: Any, **changes: Any) -> GroupMaker:
+        return GroupMaker(
+            name, shared, rollout=single_turn, reward=reward, tokenizer=fakes.Tokenizer(), seed=0, **changes
+        )
+
+    rewards = DatasetRewards({"sums": fakes.Judge(version_rewards)})
     evaluation = evaluation_stage(
         bus,
-        rewards={"sums": fakes.Judge(version_rewards)},
+        maker(rewards, need=VersionNeed.for_evaluation),
+        rewards=rewards,
+        tokenizer=fakes.Tokenizer(),
         max_running=8,
+        max_attempts=3,
+        keep_seconds=10.0,
         is_dedicated=is_dedicated,
-        **answering,
     )
     if is_dedicated:
         alone = EvaluationWorker(name, bus, engine=shared, stages=[evaluation], partial_rollouts=partial_rollouts)
         return alone, follower
-    training = training_stage(bus, reward=fakes.Judge(fakes.token_sum), partial_rollouts=partial_rollouts, **answering)
+    training = training_stage(
+        bus,
+        maker(fakes.Judge(fakes.token_sum)),
+        max_attempts=3,
+        keep_seconds=10.0,
+        partial_rollouts=partial_rollouts,
+    )
     worker = RolloutWorker(name, bus, engine=shared, stages=[training, evaluation], partial_rollouts=partial_rollouts)
     return worker, follower

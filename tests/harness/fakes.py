@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.rollout.group_maker import GroupMaker, GroupRules
+from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.training import training_worker
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
@@ -192,6 +194,9 @@ class Channel:
     def verify(self, weights: WeightVersion) -> Path:
         return Path(weights.uri)
 
+    def receiver(self, intake: Any, *, engine: str) -> None:
+        return None
+
 
 class Tokenizer:
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
@@ -241,7 +246,6 @@ class Loop:
     group_size: int = 2
     checkpoint_every: int = 0
     wait_for_stragglers: bool = False
-    are_stragglers_cut: bool = False
     filters: dict[str, GroupFilter] = field(default_factory=dict)
     rows: Rows = field(default_factory=Rows)
     max_failed_in_a_row: int = 64
@@ -298,7 +302,6 @@ class Loop:
             staleness=StalenessSection(
                 max_staleness=self.max_staleness,
                 eviction="wait" if self.wait_for_stragglers else "drop",
-                stragglers="partial" if self.are_stragglers_cut else "wait_whole",
                 **self.staleness,
             ),
             algorithm=self.algorithm_section,
@@ -355,19 +358,19 @@ class Loop:
 def worker(
     bus: Bus, engine: Engine, *, name: str = "w0", load: str = "in_flight", max_staleness: int = 2, **changes: Any
 ) -> tuple[RolloutWorker, WeightFollower]:
+    """``changes``: fields of GroupRules, and arguments of SharedEngine, GroupMaker and training_worker."""
     follower = WeightFollower(
-        f"{name}.weights", bus, engine=engine, verify=Channel().verify, load=load, max_staleness=max_staleness
+        f"{name}.weights", bus, engine=engine, channel=Channel(), load=load, max_staleness=max_staleness
     )
-    settings: dict[str, Any] = {
-        "rollout": single_turn,
-        "reward": Judge(token_sum),
-        "tokenizer": Tokenizer(),
-        "seed": 0,
-        "max_running": 8,
-        "max_attempts": 3,
-        "keep_seconds": 10.0,
-    }
-    return training_worker(name, bus, engine=engine, follower=follower, **(settings | changes)), follower
+
+    def pick(names: Iterable[str], **defaults: Any) -> dict[str, Any]:
+        return defaults | {key: changes.pop(key) for key in names if key in changes}
+
+    shared = SharedEngine(engine, follower=follower, **pick(("max_running", "context_tokens"), max_running=8))
+    rules = GroupRules(**pick([field.name for field in dataclasses.fields(GroupRules)]))
+    parts = pick(("rollout", "reward"), rollout=single_turn, reward=Judge(token_sum))
+    maker = GroupMaker(name, shared, tokenizer=Tokenizer(), seed=0, rules=rules, **parts)
+    return training_worker(bus, maker, **({"max_attempts": 3, "keep_seconds": 10.0} | changes)), follower
 
 
 async def run_worker(actors: tuple[RolloutWorker, WeightFollower]) -> None:

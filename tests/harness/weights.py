@@ -7,13 +7,12 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from asyncrl.actors.learner.weight_sender import WeightSender
-from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.layout import Layout
 from asyncrl.bus.jetstream.objects import JetStreamObjects
@@ -26,7 +25,7 @@ from asyncrl.messages.topics import SENT, TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.port import LoadReport
+from asyncrl.weights.port import Ask, LoadReport
 from tests.harness import fakes
 
 SNAPSHOT = Snapshot.of([("weight", torch.zeros(4))])
@@ -114,20 +113,23 @@ class Receiver:
             engine=self._name, group=f"{self._name}-{self._lives}", num_ranks=1, has_joined=self._has_joined
         )
 
-    async def join(self, offer: TransferOffer) -> None:
-        self.joins.append(self.request.group)
-        self._has_joined = True
+    async def join(self, ask: Ask) -> None:
+        if not self._has_joined:
+            await ask(self.request)
+            self.joins.append(self.request.group)
+            self._has_joined = True
 
-    async def receive(self, offer: TransferOffer) -> LoadReport:
-        if self.fails or self.tears:
-            self._engine.version = TORN if self.tears else self._engine.version
-            await self.leave()
-            raise WeightsError("the learner left")
+    async def receive(self, ask: Ask) -> LoadReport:
+        try:
+            offer = await ask(self.request)
+            if self.fails or self.tears:
+                self._engine.version = TORN if self.tears else self._engine.version
+                raise WeightsError("the learner left")
+        except WeightsError:
+            self._lives += 1
+            self._has_joined = False
+            raise
         return await self._engine.switch("sent", offer.order)
-
-    async def leave(self) -> None:
-        self._lives += 1
-        self._has_joined = False
 
 
 class Engine(fakes.Engine):
@@ -152,6 +154,16 @@ class Engine(fakes.Engine):
         self.version = order
         self.took.append((source, order[1]))
         return LoadReport(pause_seconds=0.0, load_seconds=0.0)
+
+
+class Channel(fakes.Channel):
+    """The worker's end of a channel whose folders are always there."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def receiver(self, intake: Any, *, engine: str) -> Any:
+        return self._engine.receiver
 
 
 def object_store(server: EmbeddedServer, run: str = "") -> JetStreamObjects:
@@ -196,10 +208,16 @@ async def running(*actors: Any) -> AsyncIterator[None]:
 
 
 def follow(
-    bus: MemoryBus, engine: Engine, *, name: str = "w0", load: str = "in_flight", **changes: Any
+    bus: MemoryBus, engine: Engine, *, name: str = "w0", load: str = "in_flight", verify: Any = None, **changes: Any
 ) -> WeightFollower:
-    settings: dict[str, Any] = {
-        "verify": lambda weights: Path(weights.uri),
-        "receiver_of": lambda _: engine.receiver,
-    }
-    return WeightFollower(f"{name}.weights", bus, engine=engine, load=load, **(settings | changes))
+    channel: Any = Channel(engine)
+    if verify is not None:
+        channel.verify = verify
+    return WeightFollower(f"{name}.weights", bus, engine=engine, channel=channel, load=load, **changes)
+
+
+def sampling(
+    follower: WeightFollower, version: int, *, incarnation: int = 0, is_exact: bool = False
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """Enter the gate like a generation that needs this version."""
+    return follower.gate.sampling(VersionNeed((incarnation, version), is_exact), waits=follower.waits)

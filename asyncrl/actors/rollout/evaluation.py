@@ -1,26 +1,107 @@
-"""Builds the evaluation stage of a worker, and a worker with only this stage."""
+"""The evaluation stage: answers an evaluation's prompts with exactly the evaluated version.
+
+  V1 Nothing begins before the engine has exactly the evaluated version, and the engine keeps it until every answer that
+     has begun is done (LoadGate.hold).
+  V2 place = "shared": a worker holds a version only with one of the evaluation's ``Evaluation.num_held`` leases. When a
+     worker ends, its lease goes to another one.
+  V3 A worker that holds a version older than the newest begins no training prompts; those in progress continue.
+  V4 A group that needs the worker alone never runs beside another stage. A training group does not begin while a
+     version is held; an evaluation group does not begin while training samples are in progress. Both are put back
+     without using up an attempt.
+Tests: tests/actors/test_evaluation.py.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Final
+import time
+import uuid
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final
 
-from asyncrl.actors.rollout.evaluation_sink import EvaluationSink
-from asyncrl.actors.rollout.evaluation_source import EvaluationSource
+from asyncrl.actors.rollout.group_maker import GroupMaker
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.prompt_deliveries import (
+    RETRY_SECONDS,
+    DeliveryAttempts,
+    Prefetch,
+    Prefetched,
+    PromptWork,
+)
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.actors.rollout.stage import Stage
 from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
-from asyncrl.environments.port import RolloutFn, Tokenizer
-from asyncrl.messages import TrajectoryGroup
-from asyncrl.messages.roles import EVALUATION_WORKER
+from asyncrl.environments.port import Tokenizer
+from asyncrl.errors import BusFull, EngineError, MessageError, MessageTooLarge, WeightsError
+from asyncrl.messages import PromptGroup, TrajectoryGroup, replace
+from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers, label_text
+from asyncrl.messages.roles import EVALUATION_WORKER, LEARNER
+from asyncrl.messages.rollout import LONGEST_ERROR
+from asyncrl.messages.routing import NO_EXPERTS
+from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS, group_id_of
+from asyncrl.policies.health.waits import SPACE_IN_LOG
 from asyncrl.rewards.port import Reward, RewardFn, Sample
 
+FULL_LOG_SECONDS: Final = 1.0
+"""Delay between attempts to publish to a full log: the bus does not announce free space."""
 LONGEST_VOTE: Final = 64
 """Maximum characters of a vote. Longer votes are replaced by a digest: votes are compared and never read."""
+
+Vote = Callable[[str, TrajectoryGroup], Awaitable[Sequence[str]]]
+"""Maps a data set and the answers to one of its prompts to a vote per answer."""
+
+
+def evaluation_stage(
+    bus: Bus,
+    maker: GroupMaker,
+    *,
+    rewards: DatasetRewards,
+    tokenizer: Tokenizer,
+    max_running: int,
+    max_attempts: int,
+    keep_seconds: float,
+    is_dedicated: bool = False,
+) -> Stage:
+    """Return a stage that answers prompts of an evaluation with exactly the evaluated version.
+
+    maker         with ``rewards`` and VersionNeed.for_evaluation
+    max_running   samples in progress, in addition to those of other stages: training may wait for weights that an
+                  evaluation holds back, so neither takes the other's slots; a group that needs the worker alone has it
+                  across both
+    is_dedicated  the worker only evaluates
+    """
+    slots = SampleSlots(max_running, beside=maker.engine.slots)
+    source = EvaluationSource(
+        bus,
+        worker=maker.worker,
+        engine=maker.engine,
+        slots=slots,
+        max_attempts=max_attempts,
+        keep_seconds=keep_seconds,
+        is_dedicated=is_dedicated,
+    )
+
+    async def vote(dataset: str, group: TrajectoryGroup) -> Sequence[str]:
+        texts = [tokenizer.decode(parts[-1].tokens, skip_special_tokens=True) for parts in group.rollouts]
+        return [_short(one) for one in await rewards.votes(dataset, texts)]
+
+    sink = EvaluationSink(bus, worker=maker.worker, source=source, vote=vote, waits=maker.engine.waits)
+    return Stage("evaluation", maker=maker, source=source, sink=sink, slots=slots)
+
+
+class EvaluationWorker(RolloutWorker):
+    """A worker whose engine only evaluates. Its follower does not follow: the stage holds versions."""
+
+    role = EVALUATION_WORKER
 
 
 class DatasetRewards:
@@ -52,74 +133,295 @@ class DatasetRewards:
         return found
 
 
-def evaluation_stage(
-    bus: Bus,
-    *,
-    worker: str,
-    engine: SharedEngine,
-    rollout: RolloutFn,
-    rewards: Mapping[str, RewardFn],
-    tokenizer: Tokenizer,
-    seed: int,
-    max_running: int,
-    max_attempts: int,
-    keep_seconds: float,
-    sample_seconds: float = 0.0,
-    is_dedicated: bool = False,
-) -> Stage:
-    """Return a stage that answers prompts of an evaluation with exactly the evaluated version.
+class EvaluationSource:
+    """Hands out prompts of the held evaluation. A Source (stage.py)."""
 
-    rewards      name of a data set -> its reward
-    max_running  samples in progress, in addition to those of other stages: training may wait for weights that an
-                 evaluation holds back, so neither takes the other's slots; a group that needs the worker alone has it
-                 across both
-    """
-    slots = SampleSlots(max_running, beside=engine.slots)
-    source = EvaluationSource(
-        bus,
-        worker=worker,
-        engine=engine,
-        slots=slots,
-        max_attempts=max_attempts,
-        keep_seconds=keep_seconds,
-        is_dedicated=is_dedicated,
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        worker: str,
+        engine: SharedEngine,
+        slots: SampleSlots,
+        max_attempts: int,
+        keep_seconds: float,
+        is_dedicated: bool,
+    ) -> None:
+        """is_dedicated: the worker only evaluates, so it holds every version without a lease"""
+        self._bus = bus
+        self._worker = worker
+        self._engine = engine
+        self._slots = slots
+        self._keep_seconds = keep_seconds
+        self._is_dedicated = is_dedicated
+        self._attempts = DeliveryAttempts(bus, worker=worker, max_attempts=max_attempts)
+        # Nothing of an answer is saved: tokens of another attempt might be of another version.
+        self._partial_rollouts = PartialRollouts(
+            bus, worker=worker, seconds=0, max_attempts=max_attempts, max_staleness=None
+        )
+        self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._newest: Evaluation | None = None
+        self._given_up = -1  # number of the evaluation whose version cannot be loaded here
+        self._changed = asyncio.Event()
+        self._draining = asyncio.Event()
+        self._prefetch: Prefetch | None = None
+        self.current: Evaluation | None = None
+        """The evaluation whose version the engine has and keeps."""
+        self._held_since = 0.0
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        async with self._bus.consume(EVALUATION_PROMPTS) as deliveries, asyncio.TaskGroup() as group:
+            prefetch = self._prefetch = Prefetch(
+                deliveries,
+                worker=self._worker,
+                slots=self._slots,
+                attempts=self._attempts,
+                keep_seconds=self._keep_seconds,
+                owner=group,
+                is_open=lambda: self.current is not None,
+                what="evaluation prompts",
+                on="",
+            )
+            tasks = [
+                group.create_task(self._watch(), name=f"{self._worker}.watch-evaluation"),
+                group.create_task(self._take_part(prefetch), name=f"{self._worker}.hold-version"),
+                group.create_task(self._end(prefetch), name=f"{self._worker}.end-evaluation"),
+            ]
+            prefetch.update()
+            with self._slots.watched(prefetch.update):
+                group.create_task(prefetch.fetch(self._engine.waits), name=f"{self._worker}.fetch-evaluation")
+                yield
+            for task in tasks:
+                task.cancel()
+
+    def drain(self) -> None:
+        self._draining.set()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining.is_set()
+
+    @property
+    def in_progress(self) -> Evaluation | None:
+        """The evaluation that needs answers, whether or not the engine has its version."""
+        newest = self._newest
+        return newest if newest is not None and not newest.is_over else None
+
+    @property
+    def held_seconds(self) -> float:
+        """How long the engine has had the version of ``current``."""
+        return 0.0 if self.current is None else time.monotonic() - self._held_since
+
+    async def next(self) -> PromptWork | None:
+        """Return the next prompt to begin. Raises BusError."""
+        assert self._prefetch is not None, "next() outside open()"
+        while (prefetched := await self._prefetch.next()) is not None:
+            delivery, current = prefetched.delivery, self.current
+            group_id = group_id_of(delivery.key)
+            prompt = delivery.message
+            if prompt is None or group_id != prompt.group_id:
+                problem = delivery.problem or f"the prompt under key {delivery.key!r} is group {prompt and group_id}"
+                self._bus.rejections.note(EVALUATION_PROMPTS.name, problem)
+                await self._pass_over(prefetched, delivery.ack)  # the learner asks again
+            elif current is None or prompt.group_id >= current.group_id(current.num_prompts):
+                await self._put_back(prefetched)
+            elif prompt.group_id < current.group_id(0):
+                await self._pass_over(prefetched, delivery.ack)  # of an evaluation that is over
+            else:
+                work = PromptWork.from_delivery(
+                    prefetched,
+                    group_id=prompt.group_id,
+                    problem="",
+                    attempts=self._attempts,
+                    partial_rollouts=self._partial_rollouts,
+                )
+                if not (work.needs_worker_alone and self._slots.num_running_beside):
+                    return work
+                work.close()
+                await self._put_back(prefetched)
+        return None
+
+    async def _put_back(self, prefetched: Prefetched) -> None:
+        """Put back a prompt that was not begun here, without using up an attempt."""
+        give_back = functools.partial(self._attempts.give_back, prefetched.delivery, delay=RETRY_SECONDS)
+        await self._pass_over(prefetched, give_back)
+
+    async def _pass_over(self, prefetched: Prefetched, say: Callable[[], Any]) -> None:
+        prefetched.release()
+        await say()
+        if self._prefetch is not None:
+            self._prefetch.update()  # no slot was taken, so no other event requests the next prompt
+
+    # -- which version -----------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """consumes: evaluation    waits for: an evaluation that begins or ends    woken by: the learner"""
+        async with self._bus.watch(EVALUATION) as evaluations:
+            async for evaluation in evaluations:
+                self._newest = evaluation
+                self._changed.set()
+
+    async def _end(self, prefetch: Prefetch) -> None:
+        """consumes: nothing    waits for: ``drain``    woken by: ``drain``"""
+        await self._draining.wait()
+        prefetch.end()
+
+    async def _take_part(self, prefetch: Prefetch) -> None:
+        """consumes: nothing    waits for: an evaluation, a lease, its version, its end    woken by: _watch"""
+        while True:
+            await self._until(lambda: self._wanted() is not None)
+            if (evaluation := self._wanted()) is None:
+                continue
+            holding = asyncio.create_task(self._hold(evaluation, prefetch), name=f"{self._worker}.hold")
+            over = asyncio.create_task(self._until(functools.partial(self._is_over, evaluation.number)))
+            try:
+                await asyncio.wait((holding, over), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                over.cancel()
+                holding.cancel()
+                await asyncio.wait((holding, over))
+            if not holding.cancelled() and (error := holding.exception()) is not None:
+                if not isinstance(error, WeightsError):
+                    raise error
+                self._log.warning("evaluation of version %d: %s", evaluation.weights.policy_version, error)
+                self._given_up = evaluation.number
+                await self._say_unable(evaluation, error)
+
+    async def _say_unable(self, evaluation: Evaluation, error: WeightsError) -> None:
+        """Tell the learner that this worker cannot load the version: it need not wait if no worker can."""
+        problem = f"cannot load version {evaluation.weights.policy_version}: {error}"
+        said = EvaluationAnswers(
+            number=evaluation.number, group_id=None, error=problem[:LONGEST_ERROR], worker=self._worker
+        )
+        with contextlib.suppress(BusFull):  # the learner then waits for its timeout
+            await self._bus.publish(EVALUATION_ANSWERS, said, key=f"{evaluation.number}-{uuid.uuid4().hex[:12]}")
+
+    async def _hold(self, evaluation: Evaluation, prefetch: Prefetch) -> None:
+        """Hold the evaluated version until cancelled."""
+        async with self._lease(evaluation):
+            await self._slots.unreserved()  # no await between this and ``hold``
+            async with self._engine.follower.gate.hold(evaluation.weights):
+                self.current, self._held_since = evaluation, time.monotonic()
+                prefetch.update()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.current = None
+                    prefetch.update()
+
+    def _lease(self, evaluation: Evaluation) -> AbstractAsyncContextManager[None]:
+        if self._is_dedicated:
+            return contextlib.nullcontext()
+        place = zlib.crc32(self._worker.encode()) % evaluation.num_held
+        return self._bus.lease(f"evaluation-{place}", holder=self._worker)
+
+    def _wanted(self) -> Evaluation | None:
+        """Return the evaluation to take part in."""
+        newest = self._newest
+        if newest is None or newest.is_over or newest.number == self._given_up or self._draining.is_set():
+            return None
+        return newest if self._is_dedicated or newest.num_held else None
+
+    def _is_over(self, number: int) -> bool:
+        return self._newest is None or self._newest.number != number or self._newest.is_over
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition``, which depends only on state set by ``_watch``. One task waits at a time."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class EvaluationSink:
+    """Publishes to ``evaluation_answers``. A Sink (stage.py)."""
+
+    def __init__(self, bus: Bus, *, worker: str, source: EvaluationSource, vote: Vote, waits: WaitTracker) -> None:
+        """
+        source  knows the evaluation in progress; answers to other evaluations are no longer needed
+        vote    maps a data set and the answers to one of its prompts to a vote per answer
+        """
+        self._bus = bus
+        self._worker = worker
+        self._source = source
+        self._vote = vote
+        self._waits = waits
+        self._log = logging.getLogger(f"asyncrl.{worker}")
+
+    async def publish(self, group: TrajectoryGroup, *, prompt: PromptGroup | None) -> None:
+        """Publish answers, even if other versions sampled part of them: the learner counts those and asks again.
+
+        Returns once the answers are in the log or no longer needed. Raises EngineError if this worker drains and the
+        log is full: another worker answers then.
+        """
+        dataset = "" if prompt is None else prompt.dataset
+        evaluation = self._needed_by(group.group_id)
+        if evaluation is None:
+            return  # the evaluation ended without these answers
+        votes = await self._vote(dataset, group) if group.trajectories else ()
+        answers = EvaluationAnswers(
+            number=evaluation.number,
+            group_id=group.group_id,
+            dataset=dataset,
+            answers=tuple(
+                Answer(
+                    reward=parts[-1].reward,
+                    length=sum(len(one.tokens) for one in parts),
+                    version_spans=tuple(span for one in parts for span in one.version_spans),
+                    finish_reason=parts[-1].finish_reason,
+                    vote=vote,
+                )
+                for parts, vote in zip(group.rollouts, votes, strict=True)
+            ),
+            error=group.error,
+            worker=self._worker,
+            held_seconds=self._source.held_seconds,
+        )
+        if prompt is not None and prompt.recorded_place >= 0 and group.trajectories:
+            label = label_text(prompt.label)
+            answers = replace(answers, group=_whole(group), place=prompt.recorded_place, label=label)
+        await self._store(answers, group_id=group.group_id)
+
+    def _needed_by(self, group_id: int) -> Evaluation | None:
+        evaluation = self._source.in_progress
+        return evaluation if evaluation is not None and evaluation.index(group_id) is not None else None
+
+    async def _store(self, answers: EvaluationAnswers, *, group_id: int) -> None:
+        """Store the answers under a new key: a prompt with rejected answers is asked again and needs another key."""
+        key = f"{group_id}-{uuid.uuid4().hex[:12]}"
+        while self._needed_by(group_id) is not None:
+            try:
+                await self._bus.publish(EVALUATION_ANSWERS, answers, key=key)
+                return
+            except BusFull:
+                if answers.group is not None:  # counted answers must not wait for tokens that are only for reading
+                    answers = replace(answers, group=None)
+                    continue
+                if self._source.is_draining:
+                    raise EngineError("the log of answers is full, and this worker ends") from None
+                with self._waits.waiting(SPACE_IN_LOG, on=LEARNER):
+                    await asyncio.sleep(FULL_LOG_SECONDS)
+            except (MessageTooLarge, MessageError) as error:
+                if answers.group is not None:
+                    self._log.warning("the answers to group %d are counted and not recorded: %s", group_id, error)
+                    answers = replace(answers, group=None)
+                    continue
+                answers = EvaluationAnswers(
+                    number=answers.number,
+                    group_id=group_id,
+                    dataset=answers.dataset,
+                    error=str(error),
+                    worker=self._worker,
+                )
+
+
+def _whole(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Return a copy for people, without the experts."""
+    bare: TrajectoryGroup = replace(
+        group, trajectories=tuple(replace(one, experts=NO_EXPERTS) for one in group.trajectories)
     )
-    by_dataset = DatasetRewards(rewards)
-
-    async def votes(dataset: str, group: TrajectoryGroup) -> Sequence[str]:
-        texts = [tokenizer.decode(parts[-1].tokens, skip_special_tokens=True) for parts in group.rollouts]
-        return [_short(vote) for vote in await by_dataset.votes(dataset, texts)]
-
-    return Stage(
-        "evaluation",
-        worker=worker,
-        engine=engine,
-        source=source,
-        sink=EvaluationSink(
-            bus,
-            worker=worker,
-            current=lambda: source.in_progress,
-            held_seconds=lambda: source.held_seconds,
-            is_draining=lambda: source.is_draining,
-            prompt_of=source.prompt_of,
-            vote=votes,
-            waits=engine.waits,
-        ),
-        rollout=rollout,
-        reward=by_dataset,
-        tokenizer=tokenizer,
-        seed=seed,
-        sample_seconds=sample_seconds,
-        weights=lambda prompt: engine.follower.exactly((prompt.incarnation, prompt.policy_version)),
-        slots=slots,
-    )
+    return bare
 
 
 def _short(vote: str) -> str:
     return vote if len(vote) <= LONGEST_VOTE else hashlib.sha256(vote.encode(errors="replace")).hexdigest()
-
-
-class EvaluationWorker(RolloutWorker):
-    """A worker whose engine only evaluates. Its follower does not follow: the stage holds versions."""
-
-    role = EVALUATION_WORKER

@@ -7,22 +7,21 @@ users of the engine (an evaluation, an endpoint that an agent talks to) open ses
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.actors.rollout.group_progress import GroupProgress, Key
-from asyncrl.actors.rollout.own_time import OwnTime
+from asyncrl.actors.rollout.partial_rollouts import GroupProgress, Key
 from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.weight_follower import VersionNeed
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import SamplingParams
 
-WeightGate = Callable[[], contextlib.AbstractAsyncContextManager[None]]
-"""Entered once the engine has the weights to sample from; left when sampling is done."""
 _WAITS = {"rollout": "its rollout function", "harness": "its harness"}
 SeedOfCall = Callable[[int], int]
 """Returns the seed of call 0, 1, 2, ...; larger numbers are calls that continue the same tokens as an earlier call."""
@@ -36,7 +35,7 @@ class GenerationSession:
         engine: SharedEngine,
         *,
         sampling: SamplingParams,
-        weights: WeightGate,
+        need: VersionNeed,
         seed: SeedOfCall,
         index: int = 0,
         progress: GroupProgress | None = None,
@@ -44,6 +43,7 @@ class GenerationSession:
         check_result: Callable[[Any], object] = lambda made: None,
     ) -> None:
         """
+        need          the weights that a call may start on
         index         index of the sample in its group
         progress      progress of the group; None: nothing of it was or will be saved
         own_seconds   time limit of the rollout function outside its calls of this session; 0: no limit
@@ -51,7 +51,7 @@ class GenerationSession:
         """
         self._engine = engine
         self._sampling = sampling
-        self._weights = weights
+        self._need = need
         self._seed = seed
         self._index = index
         self._progress = progress
@@ -118,7 +118,7 @@ class GenerationSession:
         self, call: int, tokens: NDArray[np.int32], sampling: SamplingParams, *, partial: PartialGeneration | None
     ) -> Generation:
         with self._own_time.paused(), self._user_wait_paused():
-            async with self._weights():
+            async with self._engine.follower.gate.sampling(self._need, waits=self._engine.waits):
                 self._begin_at(self._engine.version[1])
                 return await self._engine.sample(tokens, sampling, seed=self._seed(call), partial=partial)
 
@@ -158,3 +158,54 @@ def _repeat(key: Key) -> int:
 def sample_seed(run_seed: int, group_id: int, index: int, call: int) -> int:
     """Return a 63-bit seed for one generation, the same on every worker and attempt."""
     return int(np.random.SeedSequence([run_seed, group_id, index, call]).generate_state(1, np.uint64)[0] >> 1)
+
+
+class OwnTime:
+    """A clock for one sample that pauses while its rollout function waits for one of our answers.
+
+    Time in tools, environments and judges counts; a busy engine or a load of weights does not.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """seconds: time limit; 0 for none"""
+        self._seconds = seconds
+        self._timeout: asyncio.Timeout | None = None
+        self._left = seconds
+        self._pauses = 0
+        self._is_over = False
+
+    @contextlib.asynccontextmanager
+    async def limited(self) -> AsyncIterator[None]:
+        """Run the clock while open. Raises TimeoutError once it exceeds the limit."""
+        if not self._seconds:
+            yield
+            return
+        try:
+            async with asyncio.timeout(self._seconds) as self._timeout:
+                yield
+        finally:
+            self._is_over = self._timeout is not None and self._timeout.expired()
+            self._timeout = None  # a call left running by its function is not timed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this limit ended the sample."""
+        return self._is_over
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pause the clock while open; calls may overlap."""
+        timeout, loop = self._timeout, asyncio.get_running_loop()
+        if timeout is None:
+            yield
+            return
+        self._pauses += 1
+        if (end := timeout.when()) is not None:
+            self._left = max(0.0, end - loop.time())
+            timeout.reschedule(None)
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses and timeout is self._timeout and not timeout.expired():
+                timeout.reschedule(loop.time() + self._left)

@@ -34,7 +34,7 @@ class RolloutLimits:
 ANY: Final = RolloutLimits()
 
 
-def parts_of(
+def check_rollout(
     made: Any, prompt: PromptGroup, *, index: int, num_resumed: int, context_tokens: int, limits: RolloutLimits = ANY
 ) -> tuple[Trajectory, ...]:
     """Return the parts of rollout ``index``.  Raises RolloutError, TypeError or ValueError if it cannot be trained.
@@ -82,7 +82,7 @@ def parts_of(
     return tuple(parts)
 
 
-def first_of(rollouts: Sequence[tuple[Trajectory, ...]], count: int) -> Sequence[tuple[Trajectory, ...]]:
+def first_rollouts(rollouts: Sequence[tuple[Trajectory, ...]], count: int) -> Sequence[tuple[Trajectory, ...]]:
     """Return the first ``count`` rollouts: with extra samples, more may end at the same moment. A chosen extra sample
     takes the number of a missing one."""
     if all(parts[0].rollout < count for parts in rollouts):
@@ -91,7 +91,7 @@ def first_of(rollouts: Sequence[tuple[Trajectory, ...]], count: int) -> Sequence
     return [tuple(replace(part, rollout=number) for part in parts) for number, parts in chosen]
 
 
-def rewarded(parts: Sequence[Trajectory], reward: Reward) -> list[Trajectory]:
+def with_reward(parts: Sequence[Trajectory], reward: Reward) -> list[Trajectory]:
     """Return the parts of a rollout with its reward set."""
     return [replace(one, reward=float(reward.value), reward_parts=dict(reward.parts)) for one in parts]
 

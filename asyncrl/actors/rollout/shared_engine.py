@@ -14,7 +14,7 @@ from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import Engine
-from asyncrl.messages import PromptGroup, SamplingParams, Wait
+from asyncrl.messages import SamplingParams, Wait
 from asyncrl.policies.health.waits import BEAT_SECONDS
 
 
@@ -50,22 +50,13 @@ class SharedEngine:
         """(incarnation, policy_version) of the current weights."""
         return self.engine.version
 
-    def new_enough_for(self, prompt: PromptGroup) -> contextlib.AbstractAsyncContextManager[None]:
-        """Entered once the weights are as new as the prompt asks for; a generation runs while it is open."""
-        return self.follower.generation(prompt.min_policy_version, incarnation=prompt.incarnation, waits=self.waits)
-
     async def sample(
         self, tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int, partial: PartialGeneration | None
     ) -> Generation:
         """Call Engine.generate and count its tokens. ``partial`` None: no tokens are known, and none are followed."""
         num_known = 0 if partial is None else len(partial.prefix.tokens)
         with self._activity.running(), self._liveness.expected():
-            if partial is None:
-                generation = await self.engine.generate(tokens, sampling, seed=seed)
-            else:
-                with self.follower.account.following(partial) as ended:
-                    generation = await self.engine.generate(tokens, sampling, seed=seed, partial=partial)
-                    ended.append(generation)
+            generation = await self.engine.generate(tokens, sampling, seed=seed, partial=partial)
         self._activity.tokens += max(0, len(generation.tokens) - num_known)
         return generation
 

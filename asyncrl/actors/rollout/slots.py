@@ -125,7 +125,8 @@ class SlotLease:
     """The slots of one group: released one by one as its samples end, the rest when the group is done."""
 
     def __init__(self, slots: SampleSlots, *, on_close: Callable[[], None] = lambda: None) -> None:
-        self._slots, self._on_close = slots, on_close
+        self._slots = slots
+        self._on_close = on_close
         self._count = 0
         self._is_closed = False
 

@@ -1,55 +1,451 @@
-"""Keeps one engine on the newest weights without a barrier: no engine waits for another's load."""
+"""Keeps one engine on the newest weights without a barrier: no engine waits for another's load.
+
+    VersionTracker  what is announced, and which version the engine should have
+    LoadGate        when: a readers/writer lock on the weights; generations read them, a load writes them
+    Loader          how: from the learner's memory, or else from a folder
+    WeightFollower  the actor: watches announcements, loads what is due, and tries again
+
+The learner never waits for an engine, and never calls one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
 
 from asyncrl.actors.base import Actor
-from asyncrl.actors.rollout.load_turns import turn_to_load
-from asyncrl.actors.rollout.transfer_offer import offered
-from asyncrl.actors.rollout.update_account import UpdateAccount
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.engines.port import Engine
-from asyncrl.errors import EngineError, WeightsError
-from asyncrl.messages import WeightVersion
+from asyncrl.errors import EngineError, NotNow, WeightsError
+from asyncrl.messages import PromptGroup, WeightVersion
 from asyncrl.messages.roles import FOLLOWER, LEARNER, SENDER
-from asyncrl.messages.topics import SENT, WEIGHTS
-from asyncrl.messages.weight_transfer import TransferOffer
+from asyncrl.messages.topics import SENT, TRANSFERS, WEIGHTS
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.policies.health.waits import FIRST_SECONDS
 from asyncrl.policies.staleness.admission import version_to_begin
-from asyncrl.weights.port import Intake, LoadReport, Receiver
+from asyncrl.weights.port import LoadReport, Receiver, WeightChannel
 
-Verify = Callable[[WeightVersion], Path]
-Progress = Callable[[], int]
-ReceiverOf = Callable[[Intake], Receiver | None]
-
-ATTEMPTS = 5
+ATTEMPTS: Final = 5
 RETRY_SECONDS = 1.0
-LAST_RETRY_SECONDS = 10.0
+LAST_RETRY_SECONDS: Final = 10.0
 STARVED_SECONDS = 10.0
 """An idle engine whose only groups belong to a lost history begins them after this long without a new version."""
+LOADING_SHARE: Final = 1 / 8
+"""Share of the engines, rounded up, that may be paused for a load at the same time."""
+TURN_SECONDS = 300.0
+LOADS: Final = 20
+"""Longest wait for a turn to load, in loads of usual duration, but at least TURN_SECONDS."""
+ANSWER_SECONDS: Final = 10.0
+
+
+class VersionTracker:
+    """Which versions are announced, and which one the engine should have: the newest, unless one is pinned.
+
+    stored  newest version with a folder
+    sent    newest version that the learner sends from its memory
+    pinned  version that an evaluation needs, perhaps an older one
+    """
+
+    def __init__(self) -> None:
+        self.stored: WeightVersion | None = None
+        self.sent: WeightVersion | None = None
+        self.pinned: WeightVersion | None = None
+        self._forks: dict[int, int] = {}
+
+    def update(self, weights: WeightVersion, *, is_sent: bool) -> None:
+        """Record an announcement."""
+        self._forks[weights.incarnation] = weights.fork
+        if is_sent:
+            self.sent = weights
+        else:
+            self.stored = weights
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """(incarnation, policy_version) of the newest announced version; below all others if there is none."""
+        return max((one.order for one in (self.stored, self.sent) if one is not None), default=(-1, -1))
+
+    @property
+    def target(self) -> tuple[int, int]:
+        """(incarnation, policy_version) that the engine should have."""
+        return self.newest if self.pinned is None else self.pinned.order
+
+    def is_due(self, version: tuple[int, int]) -> bool:
+        """Whether an engine with ``version`` should load another one."""
+        return self.newest > version if self.pinned is None else self.pinned.order != version
+
+    def fork(self, incarnation: int) -> int | None:
+        """Return the version that an incarnation of the learner started from; None if it has announced nothing."""
+        return self._forks.get(incarnation)
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines in the run, as last announced; 0 if unknown."""
+        return max((one.num_engines for one in (self.stored, self.sent) if one is not None), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionNeed:
+    """The weights that a generation may start on: version ``order`` or a newer one; only ``order`` if is_exact."""
+
+    order: tuple[int, int]
+    is_exact: bool = False
+
+    @classmethod
+    def for_training(cls, prompt: PromptGroup) -> VersionNeed:
+        return cls((prompt.incarnation, prompt.min_policy_version))
+
+    @classmethod
+    def for_evaluation(cls, prompt: PromptGroup) -> VersionNeed:
+        return cls((prompt.incarnation, prompt.policy_version), is_exact=True)
+
+
+class LoadGate:
+    """A readers/writer lock on the weights of one engine: generations are its readers, a load is its writer.
+
+    in_flight  a load enters at once, between two tokens; generations in progress continue with the new weights
+    drain      a load that is due keeps new generations out and enters when none runs
+    on_demand  the same, but a load is due only once a prompt asks for newer weights than the engine has
+
+    All methods run on one event loop. Every change of state wakes all waiters; each checks its own condition.
+    """
+
+    def __init__(self, engine: Engine, versions: VersionTracker, *, load: str, max_staleness: int) -> None:
+        self._engine = engine
+        self._versions = versions
+        self._load = load
+        self._max_staleness = max_staleness
+        self._num_running = 0
+        self._is_loading = False  # while True, the engine's version may change at any moment
+        self._demanded = (-1, -1)
+        self._starved_at = (-1, -1)
+        self._is_draining = False
+        self._hold_problem = ""
+        self._changed = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+
+    # -- readers -------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def sampling(self, need: VersionNeed, *, waits: WaitTracker) -> AsyncIterator[None]:
+        """Wait until the engine may start a generation; count it as running while the block is open.
+
+        Raises EngineError if it needs exactly another version than the engine has. Raises NotNow if this worker drains
+        and the version is not announced: it may never come, and another worker can wait for it.
+        """
+        if need.is_exact:
+            if self._engine.version != need.order:
+                raise EngineError(
+                    f"the engine has version {self._engine.version}, but the evaluation needs {need.order}"
+                )
+        elif not self._may_start(need):
+            note = f"of version {need.order[1]}"
+            with waits.waiting("weights", on=LEARNER, note=note, first=FIRST_SECONDS):
+                await self._until_it_may_start(need)
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:  # only a load waits for the end of generations
+                self.notify()
+
+    async def _until_it_may_start(self, need: VersionNeed) -> None:
+        while not self._may_start(need):
+            needed = self._oldest(need)
+            if needed > self._demanded:  # the history may have changed since the last look
+                self._demanded = needed
+                self.notify()
+            if self._is_draining and needed > self._versions.target:
+                raise NotNow(f"weights of version {needed[1]} are not announced, and this worker drains")
+            await self._wait_unless_starved()
+
+    def _may_start(self, need: VersionNeed) -> bool:
+        version = self._engine.version
+        is_starved = version[0] > need.order[0] and self._starved_at == version
+        return (version >= self._oldest(need) or is_starved) and not self._keeps_out_generations
+
+    def _oldest(self, need: VersionNeed) -> tuple[int, int]:
+        """Return the oldest version of the engine's history that may start the generation."""
+        incarnation, version = self._engine.version
+        fork = self._versions.fork(incarnation)
+        return incarnation, version_to_begin(
+            need.order[1],
+            incarnation=need.order[0],
+            engine_incarnation=incarnation,
+            fork=version if fork is None else fork,  # an unknown incarnation started at most at its weights
+            max_staleness=self._max_staleness,
+        )
+
+    async def _wait_unless_starved(self) -> None:
+        """Wait for a change. An idle engine that stays at one version for too long begins groups of a lost history: the
+        groups that would bring the learner to the requested version may be lost, and too old is better than never."""
+        version = self._engine.version
+        try:
+            async with asyncio.timeout(STARVED_SECONDS):
+                await self._changed.wait()
+        except TimeoutError:
+            if self._engine.version == version and not self._num_running:
+                self._starved_at = version
+                self.notify()
+
+    def drain(self) -> None:
+        """From now on, no generation waits for a version that is not announced."""
+        self._is_draining = True
+        self.notify()
+
+    # -- the writer ----------------------------------------------------------------------------------------------------
+
+    async def until_load_due(self) -> None:
+        """Wait until the engine should and may load the tracker's target."""
+        await self._until(self._is_load_due)
+
+    def _is_load_due(self) -> bool:
+        if self._load == "in_flight":
+            return self._versions.is_due(self._engine.version)
+        return self._keeps_out_generations and not self._num_running
+
+    @property
+    def _keeps_out_generations(self) -> bool:
+        """Whether a load is due that must not happen while something runs."""
+        version, target = self._engine.version, self._versions.target
+        if self._load == "in_flight" or not self._versions.is_due(version):
+            return False
+        if self._versions.pinned is not None or self._load == "drain":
+            return True
+        is_new_history = target[0] > version[0]  # version numbers are not comparable
+        return is_new_history or self._demanded > version
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """While open, the engine switches to other weights."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
+            self.notify()
+
+    # -- one version for an evaluation ---------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def hold(self, weights: WeightVersion) -> AsyncIterator[None]:
+        """Wait until the engine has exactly this version, newer or older than before; keep it while the block is open.
+
+        One at a time. Raises WeightsError if the version cannot be loaded.
+        """
+        self._versions.pinned = weights
+        self.notify()
+        try:
+            await self._until(lambda: self._versions.pinned is None or self._has(weights))
+            if self._versions.pinned is None:
+                raise WeightsError(self._hold_problem)
+            yield
+        finally:
+            self._versions.pinned = None
+            self.notify()
+
+    def give_up_hold(self, problem: str) -> None:
+        """The held version cannot be loaded: ``hold`` raises."""
+        self._versions.pinned, self._hold_problem = None, problem
+        self.notify()
+
+    def _has(self, weights: WeightVersion) -> bool:
+        return not self._is_loading and self._engine.version == weights.order
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a version is held, or waited for to be held."""
+        return self._versions.pinned is not None
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether newer weights exist that the engine may not load now."""
+        return self._versions.pinned is not None and self._versions.newest > self._versions.pinned.order
+
+    # -- changes -------------------------------------------------------------------------------------------------------
+
+    def notify(self) -> None:
+        """Wake all waiters: something that their conditions depend on has changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for on_change in list(self._listeners):
+            on_change()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+    async def wait_for(self, condition: Callable[[], bool], *, seconds: float) -> bool:
+        """Wait for a condition at most ``seconds``; return whether it came."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._until(condition)
+        except TimeoutError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def watched(self, on_change: Callable[[], None]) -> Iterator[None]:
+        """While open, call ``on_change`` after every change."""
+        self._listeners.append(on_change)
+        try:
+            yield
+        finally:
+            self._listeners.remove(on_change)
+
+
+class Loader:
+    """Brings the tracker's target into the engine: one attempt per call.
+
+    Weights sent from the learner's memory are preferred to its folder. If sending fails, the folder is loaded once it
+    exists; after ATTEMPTS failures in a row, only folders are loaded.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        bus: Bus,
+        *,
+        engine: Engine,
+        channel: WeightChannel,
+        versions: VersionTracker,
+        gate: LoadGate,
+        waits: WaitTracker,
+        takes_turns: bool,
+    ) -> None:
+        """takes_turns: the engine generates while it loads, so few engines may load at a time"""
+        self._worker = worker
+        self._bus = bus
+        self._engine = engine
+        self._channel = channel
+        self._versions = versions
+        self._gate = gate
+        self._waits = waits
+        self._takes_turns = takes_turns
+        self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._failed_transfers = 0
+        self.receiver: Receiver | None = None
+        self.last = LoadReport(pause_seconds=0.0, load_seconds=0.0)
+        self.loads = 0
+        self.loaded_at = 0.0
+
+    async def load(self) -> bool:
+        """Try once. Return False if there is nothing to load any more, or not yet. Raises WeightsError."""
+        pinned, sent = self._versions.pinned, self._versions.sent
+        if pinned is None and self.receiver is not None and sent is not None and sent.order == self._versions.newest:
+            try:
+                return await self.receive(self.receiver)
+            except WeightsError as error:
+                self._note_failed_transfer(sent, error)
+        stored = pinned or self._versions.stored
+        if stored is None or (pinned is None and stored.order <= self._engine.version):
+            return False  # the folder is still being written
+        return await self._load_folder(stored)
+
+    async def receive(self, receiver: Receiver, *, takes_turns: bool | None = None) -> bool:
+        """Receive what the learner sends now, which may be newer than announced. Raises WeightsError."""
+        with self._waits.waiting("its engine to meet the learner", on="load", first=FIRST_SECONDS):
+            await receiver.join(self._ask)
+        async with self._turn(self._takes_turns if takes_turns is None else takes_turns):
+            if self._versions.pinned is not None:
+                return False
+            with (
+                self._gate.loading(),
+                self._waits.waiting("its engine to receive weights", on="load", first=FIRST_SECONDS),
+            ):
+                report = await receiver.receive(self._ask)
+        self._note(report)
+        return True
+
+    async def _ask(self, request: TransferRequest) -> TransferOffer:
+        """Ask the learner for weights, or where to meet. Raises WeightsError."""
+        with self._waits.waiting("the learner's offer of weights", on=SENDER):
+            offer = await self._bus.ask(TRANSFERS, request, seconds=ANSWER_SECONDS)
+        if offer is None:
+            raise WeightsError("no learner answers the request for weights")
+        if offer.problem:
+            raise WeightsError(f"the learner sends no weights: {offer.problem}")
+        return offer
+
+    def _note_failed_transfer(self, sent: WeightVersion, error: WeightsError) -> None:
+        self._failed_transfers += 1
+        self._log.warning("%s; loading version %d from its folder instead", error, sent.policy_version)
+        if self._failed_transfers == ATTEMPTS:
+            self._log.warning("transfers failed %d times in a row; using weight folders from now on", ATTEMPTS)
+            self.receiver = None
+        if self._versions.sent is sent or self.receiver is None:
+            self._versions.sent = None
+
+    async def _load_folder(self, weights: WeightVersion) -> bool:
+        pinned = self._versions.pinned
+        note = f"of version {weights.policy_version}"
+        with self._waits.waiting("the weight folder", on="folder", note=note, progress=lambda: self._channel.progress):
+            try:
+                folder = await asyncio.to_thread(self._channel.verify, weights)
+            except WeightsError as error:
+                raise Unreadable(str(error)) from error
+        async with self._turn(self._takes_turns):
+            if self._versions.pinned is not pinned:
+                return False
+            with (
+                self._gate.loading(),
+                self._waits.waiting("its engine to load weights", on="load", note=note, first=FIRST_SECONDS),
+            ):
+                report = await self._engine.load(replace(weights, uri=str(folder)))
+        self._note(report)
+        return True
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, takes_turns: bool) -> AsyncIterator[None]:
+        """Wait until few enough engines of the run are paused for a load.
+
+        A turn protects nothing, so after a long wait the engine loads without one: a worker that never gives up its
+        turn delays the others only for a while. Idle engines take no turns, because their pause delays nothing.
+        """
+        if not takes_turns:
+            yield
+            return
+        # 16 engines have ceil(16 / 8) = 2 leases, load-0 and load-1; about eight engines share each of them.
+        num_turns = max(1, math.ceil(self._versions.num_engines * LOADING_SHARE))
+        name = f"load-{zlib.crc32(self._worker.encode()) % num_turns}"
+        seconds = max(TURN_SECONDS, LOADS * self.last.load_seconds)
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                with self._waits.waiting("its turn to load weights", on=FOLLOWER):
+                    async with asyncio.timeout(seconds):
+                        await stack.enter_async_context(self._bus.lease(name, holder=self._worker))
+            except TimeoutError:
+                self._log.warning(
+                    "its turn to load weights (%s) did not come in %.0f s; loading without it", name, seconds
+                )
+            yield
+
+    def _note(self, report: LoadReport) -> None:
+        self.last = report
+        self.loads += 1
+        self.loaded_at = time.time()
+        self._log.info(
+            "loaded version %d: paused %.3f s, %.3f s in all",
+            self._engine.version[1],
+            report.pause_seconds,
+            report.load_seconds,
+        )
 
 
 class WeightFollower(Actor):
-    """Watches ``weights`` and loads the newest version when the policy of ``load`` allows.
+    """Watches ``weights`` and loads the newest version when the gate allows it. Versions in between are skipped.
 
-    in_flight  at once, between two tokens; generations in progress continue with the new weights
-    drain      as soon as nothing runs; new generations wait for the load
-    on_demand  when a prompt asks for newer weights than the engine has, and nothing runs
-
-    Versions published during a load are skipped. Weights sent from the learner's memory are preferred to its folder; if
-    sending fails, the folder is loaded once it exists. While a folder cannot be read, the follower waits: the learner
-    may store it again, or publish a newer one. If the engine fails to load folders ATTEMPTS times in a row, the worker
-    ends. In flight, engines take turns with leases of the bus: an eighth of them may be paused (load_turns.py).
-    An evaluation needs one version for a while and holds it (``held``): nothing newer is loaded during that time.
+    While a folder cannot be read, the follower waits: a newer one may come. If the engine fails to load ATTEMPTS
+    folders in a row, the worker ends.
     """
 
     role = "weight-follower"
@@ -60,343 +456,99 @@ class WeightFollower(Actor):
         bus: Bus,
         *,
         engine: Engine,
-        verify: Verify,
+        channel: WeightChannel,
         load: str,
-        progress: Progress = lambda: 0,
-        receiver_of: ReceiverOf = lambda intake: None,
         max_staleness: int = 0,
         follows: bool = True,
     ) -> None:
         """
-        verify, progress, receiver_of  methods of the WeightChannel
-        max_staleness                  of the run (admission.version_to_begin)
-        follows                        False loads only held versions
+        load           in_flight, drain or on_demand (LoadGate)
+        max_staleness  of the run (admission.version_to_begin)
+        follows        False loads only held versions
         """
         super().__init__(name, bus)
         self._engine = engine
-        self._verify = verify
-        self._progress = progress
-        self._load = load
-        self._receiver_of = receiver_of
-        self._receiver: Receiver | None = None
-        self._max_staleness = max_staleness
+        self._channel = channel
         self._follows = follows
-        self._held: WeightVersion | None = None
-        self._held_problem = ""
-        self._is_loading = False  # while True, the engine's version may change at any moment
-        self._listeners: list[Callable[[], None]] = []
-        self._forks: dict[int, int] = {}  # incarnation -> version that it started from, as announced
-        self._newest: dict[str, WeightVersion] = {}  # by key: SENT or "" (folders)
-        self._running = self._failures = 0  # _failures: consecutive failures of sending
-        self._starved_at = self._demanded = (-1, -1)  # a demand ends with its history
-        self._changed = asyncio.Condition()
-        self.account, self.last_load = UpdateAccount(), LoadReport(pause_seconds=0.0, load_seconds=0.0)
-        self.loads, self.loaded_at = 0, 0.0
-        self.failed_reads = self._failed_loads = 0  # in a row; _failed_loads: by the engine
+        self.versions = VersionTracker()
+        self.gate = LoadGate(engine, self.versions, load=load, max_staleness=max_staleness)
+        self.loader = Loader(
+            name,
+            bus,
+            engine=engine,
+            channel=channel,
+            versions=self.versions,
+            gate=self.gate,
+            waits=self.waits,
+            takes_turns=load == "in_flight" and follows,
+        )
+        self.failed_attempts = 0
+        """Failed attempts in a row, at any version."""
+        self._failed_loads = 0  # of these, in the engine; an unreadable folder is no fault of the worker
 
     async def start(self) -> None:
         """Join the learner, if it sends weights, before anything runs: a group's first collective takes longer."""
-        if (intake := self._engine.intake) is not None:
-            self._receiver = self._receiver_of(intake)
-        if self._receiver is not None and SENT in await self.bus.states(WEIGHTS):
+        if not self._follows or self._engine.intake is None:
+            return
+        self.loader.receiver = self._channel.receiver(self._engine.intake, engine=self.name.removesuffix(".weights"))
+        if self.loader.receiver is not None and SENT in await self.bus.states(WEIGHTS):
             try:
-                await self._receive(self._receiver, turn=contextlib.nullcontext())
+                await self.loader.receive(self.loader.receiver, takes_turns=False)
             except WeightsError as error:
                 self.log.warning("%s; it is tried again with the next version", error)
 
     async def run(self) -> None:
         """consumes: weights    waits for: a newer version, and idleness unless in_flight    woken by: the learner"""
         async with asyncio.TaskGroup() as group:
-            keys = ("", SENT) if self._receiver else ("",)
-            for key in keys if self._follows else ():
-                group.create_task(self._watch(key), name=f"{self.name}.watch-{key or 'folders'}")
+            if self._follows:
+                group.create_task(self._watch(is_sent=False), name=f"{self.name}.watch-folders")
+            if self.loader.receiver is not None:
+                group.create_task(self._watch(is_sent=True), name=f"{self.name}.watch-sent")
             while True:
-                async with self._changed:
-                    await self._changed.wait_for(self._may_load)
-                await self._catch_up()
-                await self._notify()
+                await self.gate.until_load_due()
+                target = self.versions.target
+                try:
+                    if await self.loader.load():
+                        self.failed_attempts = self._failed_loads = 0
+                        self.problem = ""
+                except WeightsError as error:
+                    await self._wait_to_retry(target, error)
 
-    @contextlib.asynccontextmanager
-    async def generation(
-        self, min_policy_version: int, *, incarnation: int = 0, waits: WaitTracker | None = None
-    ) -> AsyncIterator[None]:
-        """Entered once the engine's weights are new enough and no load waits for idleness; a generation runs inside.
-
-        min_policy_version, incarnation  of the prompt group
-        waits                            wait tracker of the waiting actor; None: the follower's own
-        """
-
-        def needed() -> tuple[int, int]:
-            current, version = self._engine.version
-            return current, version_to_begin(
-                min_policy_version,
-                incarnation=incarnation,
-                engine_incarnation=current,
-                fork=self._forks.get(current, version),  # for an unknown incarnation, at most its weights
-                max_staleness=self._max_staleness,
-            )
-
-        def may_begin() -> bool:
-            is_of_lost_history = self._engine.version[0] > incarnation
-            is_starved = is_of_lost_history and self._starved_at == self._engine.version
-            return (self._engine.version >= needed() or is_starved) and not self._wants_quiet()
-
-        async with self._changed:
-            note = f"of version {min_policy_version}"
-            with (waits or self.waits).waiting("weights", on=LEARNER, note=note, first=FIRST_SECONDS):
-                while not may_begin():
-                    if needed() > self._demanded:
-                        self._demanded = needed()
-                        self._changed.notify_all()
-                    await self._wait_for_change()
-            self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if self._running == 0:  # only a load waits for the end of generations; hundreds may wait for weights
-                await asyncio.shield(self._notify())
-
-    @contextlib.asynccontextmanager
-    async def held(self, weights: WeightVersion) -> AsyncIterator[None]:
-        """Entered once the engine has exactly this version, newer or older than before. The engine keeps it inside.
-
-        One at a time. Raises WeightsError if the version cannot be loaded.
-        """
-        self._held, self._held_problem = weights, ""  # before the first await: see ``is_held``
-        try:
-            async with self._changed:
-                self._tell()
-                self._changed.notify_all()
-                note = f"of version {weights.policy_version}"
-                with self.waiting("the weights of an evaluation", note=note):
-                    await self._changed.wait_for(lambda: self._held is None or self._has_exactly(weights))
-                if self._held is None:
-                    raise WeightsError(self._held_problem)
-            yield
-        finally:
-            self._held = None
-            self._tell()
-            await asyncio.shield(self._notify())
-
-    @contextlib.asynccontextmanager
-    async def exactly(self, order: tuple[int, int]) -> AsyncIterator[None]:
-        """Run a generation inside that begins with this version. Raises EngineError if the engine has another one."""
-        if self._engine.version != order:
-            raise EngineError(f"the engine has version {self._engine.version}, but the evaluation needs {order}")
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if self._running == 0:
-                await asyncio.shield(self._notify())
-
-    @property
-    def is_held(self) -> bool:
-        """Whether a version is held, or waited for to be held."""
-        return self._held is not None
-
-    @property
-    def is_held_back(self) -> bool:
-        """Whether newer weights exist that the engine may not load now."""
-        return self._held is not None and self._newest_announced > self._held.order
-
-    @contextlib.contextmanager
-    def watched(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """While open, call ``on_change`` whenever ``is_held_back`` may have changed."""
-        self._listeners.append(on_change)
-        try:
-            yield
-        finally:
-            self._listeners.remove(on_change)
-
-    def _tell(self) -> None:
-        for on_change in list(self._listeners):
-            on_change()
-
-    async def _wait_for_change(self) -> None:
-        """Wait for a change; call with ``_changed`` held. An idle engine that stays at one version for too long begins
-        groups of a lost history. Groups that would bring the learner to the requested version may be lost, and too old
-        is better than never."""
-        version = self._engine.version
-        try:
-            async with asyncio.timeout(STARVED_SECONDS):
-                await self._changed.wait()
-        except TimeoutError:
-            if self._engine.version == version and self._running == 0:
-                self._starved_at = version
-                self._changed.notify_all()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _watch(self, key: str) -> None:
-        async with self.bus.watch(WEIGHTS, key=key) as versions:
+    async def _watch(self, *, is_sent: bool) -> None:
+        async with self.bus.watch(WEIGHTS, key=SENT if is_sent else "") as versions:
             async for version in versions:
-                async with self._changed:
-                    self._forks[version.incarnation] = version.fork
-                    if key != SENT or self._failures < ATTEMPTS:
-                        self._newest[key] = version
-                    self._tell()
-                    self._changed.notify_all()
+                if is_sent and self.loader.receiver is None:
+                    return  # sending has failed too often
+                self.versions.update(version, is_sent=is_sent)
+                self.gate.notify()
 
-    # -- when ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def _newest_order(self) -> tuple[int, int]:
-        """Order of the version that the engine should have."""
-        return self._newest_announced if self._held is None else self._held.order
-
-    @property
-    def _newest_announced(self) -> tuple[int, int]:
-        return max((weights.order for weights in self._newest.values()), default=(-1, -1))
-
-    def _has_exactly(self, weights: WeightVersion) -> bool:
-        return not self._is_loading and self._engine.version == weights.order
-
-    def _is_newer(self) -> bool:
-        """Return whether a newer version exists; if one is held, whether the engine has another version."""
-        if self._held is not None:
-            return self._engine.version != self._held.order
-        return self._newest_order > self._engine.version
-
-    def _wants_quiet(self) -> bool:
-        """Return whether a load is due that must not happen while something runs."""
-        if not self._is_newer() or self._load == "in_flight":
-            return False
-        if self._held is not None:
-            return True
-        is_new_history = self._newest_order[0] > self._engine.version[0]  # version numbers are not comparable
-        return self._load == "drain" or is_new_history or self._demanded > self._engine.version
-
-    def _may_load(self) -> bool:
-        return self._is_newer() and (self._load == "in_flight" or (self._wants_quiet() and self._running == 0))
-
-    # -- how -----------------------------------------------------------------------------------------------------------
-
-    async def _catch_up(self) -> None:
-        for attempt in itertools.count(1):
-            tried, order = self._wanted, self._newest_order
-            try:
-                await self._take()
-                self.failed_reads = self._failed_loads = 0
-                return
-            except WeightsError as error:
-                self.failed_reads += 1  # of any version: the next one may come before the last attempt at this one
-                self._failed_loads = 0 if isinstance(error, _Unreadable) else self._failed_loads + 1
-                is_overtaken = self._newest_order > order  # a slow worker may find that its version was removed
-                if str(error) != self.problem or attempt <= ATTEMPTS:
-                    level = logging.INFO if is_overtaken else logging.WARNING
-                    self.log.log(level, "version %d, attempt %d: %s", order[1], attempt, error)
-                self.problem = str(error)
-                if attempt >= ATTEMPTS and self._held is not None and self._held.order == order:
-                    self._held, self._held_problem, self._failed_loads = None, str(error), 0
-                    self._tell()
-                    return  # the learner evaluates the version on another worker
-                if self._failed_loads >= ATTEMPTS and not is_overtaken:
-                    raise
-            with self.waiting("weights that it can read", on=LEARNER, note=f"of version {order[1]}"):
-                if await self._superseded(tried, seconds=min(attempt * RETRY_SECONDS, LAST_RETRY_SECONDS)):
-                    return
-
-    async def _take(self) -> None:
-        """Load the newest version, from the learner's memory or else from its folder. Raises WeightsError."""
-        held = self._held
-        sent = self._newest.get(SENT) if held is None else None
-        is_newest = sent is not None and sent.order == self._newest_order
-        if self._receiver is not None and sent is not None and is_newest and self._failures < ATTEMPTS:
-            try:
-                await self._receive(self._receiver, turn=self._turn())
-                self._failures = 0
-                return
-            except WeightsError as error:
-                self._failures += 1
-                self.log.warning("%s; loading version %d from its folder instead", error, sent.policy_version)
-                if self._newest[SENT] is sent or self._failures == ATTEMPTS:
-                    del self._newest[SENT]
-                if self._failures == ATTEMPTS:
-                    self.log.warning("transfers failed %d times in a row; using weight folders from now on", ATTEMPTS)
-        stored = held or self._newest.get("")
-        if stored is None or (held is None and stored.order <= self._engine.version):
-            return  # the folder is still being written
-        note = f"of version {stored.policy_version}"
-        with self.waiting("the weight folder", on="folder", note=note, progress=self._progress):
-            try:
-                folder = await asyncio.to_thread(self._verify, stored)
-            except WeightsError as error:
-                raise _Unreadable(str(error)) from error
-        async with self._turn():
-            with self._loading(held) as is_wanted:
-                if not is_wanted:
-                    return
-                with self.waiting("its engine to load weights", on="load", note=note, first=FIRST_SECONDS):
-                    report = await self._engine.load(replace(stored, uri=str(folder)))
-            self._note(report)
-
-    async def _receive(self, receiver: Receiver, *, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
-        if not receiver.request.has_joined:
-            offer = await self._offer(receiver)
-            with self.waiting("its engine to meet the learner", on="load", first=FIRST_SECONDS):
-                await receiver.join(offer)
-        async with turn:
-            offer = await self._offer(receiver)
-            note = f"of version {offer.policy_version}"
-            with self._loading(None) as is_wanted:
-                if not is_wanted:
-                    return
-                with self.waiting("its engine to receive weights", on="load", note=note, first=FIRST_SECONDS):
-                    report = await receiver.receive(offer)
-            self._note(report)
-
-    @contextlib.contextmanager
-    def _loading(self, held: WeightVersion | None) -> Iterator[bool]:
-        """Yield whether the load is still wanted: ``_held`` is still ``held``. While open, ``held()`` keeps waiting."""
-        self._is_loading = self._held is held
-        try:
-            with self.account.load():
-                yield self._is_loading
-        finally:
-            self._is_loading = False
-
-    async def _offer(self, receiver: Receiver) -> TransferOffer:
-        with self.waiting("the learner's offer of weights", on=SENDER):
-            return await offered(self.bus, receiver)
-
-    @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Take a turn to load. Only generating engines take turns: the pause of an idle engine delays nothing."""
-        if self._load != "in_flight" or not self._follows:
-            yield
+    async def _wait_to_retry(self, target: tuple[int, int], error: WeightsError) -> None:
+        """Wait before the next attempt, but not if another version is wanted. Raises the error of a broken engine."""
+        is_overtaken = self.versions.target != target  # the folder of an old version may be removed while it is read
+        self.failed_attempts += 1
+        self._failed_loads = 0 if isinstance(error, Unreadable) or is_overtaken else self._failed_loads + 1
+        if str(error) != self.problem:
+            level = logging.INFO if is_overtaken else logging.WARNING
+            self.log.log(level, "version %d, attempt %d: %s", target[1], self.failed_attempts, error)
+        self.problem = str(error)
+        if is_overtaken:
             return
-        num_engines = max((weights.num_engines for weights in self._newest.values()), default=0)
-        async with contextlib.AsyncExitStack() as stack:
-            with self.waiting("its turn to load weights", on=FOLLOWER):
-                turn = turn_to_load(self.bus, worker=self.name, num_engines=num_engines, last=self.last_load)
-                await stack.enter_async_context(turn)
-            yield
-
-    def _note(self, report: LoadReport) -> None:
-        self.last_load, self.loaded_at, self.problem = report, time.time(), ""
-        self.loads += 1
-        pause, whole = report.pause_seconds, report.load_seconds
-        self.log.info("loaded version %d: paused %.3f s, %.3f s in all", self._engine.version[1], pause, whole)
+        if self.versions.pinned is not None and self.failed_attempts >= ATTEMPTS:
+            self.failed_attempts = self._failed_loads = 0
+            self.gate.give_up_hold(str(error))  # the learner evaluates the version on another worker
+            return
+        if self._failed_loads >= ATTEMPTS:
+            raise error
+        tried = self._wanted
+        seconds = min(self.failed_attempts * RETRY_SECONDS, LAST_RETRY_SECONDS)
+        with self.waiting("weights that it can read", on=LEARNER, note=f"of version {target[1]}"):
+            await self.gate.wait_for(lambda: self._wanted != tried, seconds=seconds)
 
     @property
-    def _wanted(self) -> Mapping[str, WeightVersion]:
-        """Versions that can be loaded, by key."""
-        return dict(self._newest) if self._held is None else {"held": self._held}
-
-    async def _superseded(self, tried: Mapping[str, WeightVersion], *, seconds: float) -> bool:
-        """Return whether another version, or the same one at another place, is wanted within ``seconds``."""
-        try:
-            async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(lambda: self._wanted != tried)
-        except TimeoutError:
-            return False
-        return True
+    def _wanted(self) -> tuple[WeightVersion | None, ...]:
+        """The versions that could be loaded; also differ if one is announced again at another place."""
+        return self.versions.pinned, self.versions.sent, self.versions.stored
 
 
-class _Unreadable(WeightsError):
+class Unreadable(WeightsError):
     """A version's folder or objects are missing or not as announced. No other worker could read them."""

@@ -96,6 +96,7 @@ class RolloutWorker(Actor):
     async def _drain_stages(self) -> None:
         """consumes: nothing    waits for: ``drain``    woken by: ``drain``"""
         await self.draining.wait()
+        self._engine.follower.gate.drain()
         for stage in self._stages:
             stage.drain()
 
@@ -142,8 +143,6 @@ class RolloutWorker(Actor):
                     self.bus.rejections.note(PROGRESS.name, problem, kind="incarnation")
                     continue
                 incarnation = progress.incarnation
-                for stage in self._stages:
-                    stage.learner_is_at(progress.policy_version)
                 if progress.finished:
                     self.log.info("the run is finished")
                     return
@@ -178,11 +177,10 @@ class RolloutWorker(Actor):
         return {
             **self._engine.numbers(),
             **self._partial_rollouts.numbers(),
-            "weights/pause_seconds": follower.last_load.pause_seconds,
-            "weights/load_seconds": follower.last_load.load_seconds,
-            "weights/loads": follower.loads,
-            **follower.account.numbers(),
-            "weights/loaded_at": follower.loaded_at,
-            "weights/failed_reads": follower.failed_reads,
+            "weights/pause_seconds": follower.loader.last.pause_seconds,
+            "weights/load_seconds": follower.loader.last.load_seconds,
+            "weights/loads": follower.loader.loads,
+            "weights/loaded_at": follower.loader.loaded_at,
+            "weights/failed_reads": follower.failed_attempts,
             "bus/rejected": self.bus.rejections.total,
         }

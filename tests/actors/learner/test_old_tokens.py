@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
-from asyncrl.actors.rollout.stragglers import Stragglers
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.environments.builtin import single_turn
@@ -39,7 +38,7 @@ def one_answer_takes_long(engine: Engine) -> Callable[..., Any]:
     return rollout
 
 
-async def run_loop(bus_factory: Any, folder: Path, *, parts: str, cut: bool = False, **settings: Any) -> Loop:
+async def run_loop(bus_factory: Any, folder: Path, *, parts: str, **settings: Any) -> Loop:
     staleness = {"parts": parts, **settings.pop("staleness", {})}
     loop = Loop(
         await bus_factory(),
@@ -49,13 +48,10 @@ async def run_loop(bus_factory: Any, folder: Path, *, parts: str, cut: bool = Fa
         max_staleness=BOUND,
         function="mine:agent",
         staleness=staleness,
-        are_stragglers_cut=cut,
         **settings,
     )
     engine = Engine()
     changes: dict[str, Any] = {"rollout": one_answer_takes_long(engine), "max_staleness": BOUND}
-    if cut:
-        changes["stragglers"] = Stragglers(max_staleness=BOUND, min_group=2)
     await run_all(loop, worker(await bus_factory(), engine, **changes))
     return loop
 
@@ -85,19 +81,11 @@ async def test_judged_by_its_oldest_token_its_group_is_dropped(bus_factory: Any,
     assert "staleness/old_tokens" not in loop.recorder.rows[0]
 
 
-@pytest.mark.parametrize(
-    ("staleness", "cut"),
-    [
-        ({}, False),
-        ({"order": "freshest_first"}, False),
-        ({}, True),  # one answer is too few to be sent alone
-    ],
-    ids=["oldest first", "freshest first", "partial groups"],
-)
+@pytest.mark.parametrize("staleness", [{}, {"order": "freshest_first"}], ids=["oldest first", "freshest first"])
 async def test_whatever_the_order_what_is_left_out_is_as_recorded_and_on_the_log(
-    bus_factory: Any, tmp_path: Path, staleness: dict[str, Any], cut: bool
+    bus_factory: Any, tmp_path: Path, staleness: dict[str, Any]
 ) -> None:
-    loop = await run_loop(bus_factory, tmp_path, parts="tokens", cut=cut, staleness=staleness)
+    loop = await run_loop(bus_factory, tmp_path, parts="tokens", staleness=staleness)
     assert max(row["staleness/max"] for row in loop.recorder.rows) <= BOUND
     for row, micro_batches in zip(loop.recorder.rows, loop.backend.trained, strict=True):
         trained = sum(int(np.count_nonzero(micro.response_mask)) for micro in micro_batches)

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.actors.learner.validator import Validator
-from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.actors.rollout.prompt_deliveries import DeliveryAttempts
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
 from asyncrl.engines.generation import Generation

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner.evaluation_round import EvaluationRound
-from asyncrl.actors.rollout import evaluation_sink
-from asyncrl.actors.rollout.evaluation_sink import EvaluationSink
+from asyncrl.actors.rollout import evaluation
+from asyncrl.actors.rollout.evaluation import EvaluationSink
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import BusFull, EngineError
@@ -45,23 +45,17 @@ async def votes(dataset: str, answers: TrajectoryGroup) -> list[str]:
 
 
 class Worker:
-    """The part of a worker that its sink uses."""
+    """The part of a worker that its sink uses, and the sink's source."""
+
+    held_seconds = 2.5
 
     def __init__(self) -> None:
         self.bus = FullBus()
-        self.current: Evaluation | None = CURRENT
+        self.in_progress: Evaluation | None = CURRENT
         self.is_draining = False
         self.prompt = EvaluationRound(CURRENT, [sums(2)]).prompt(0)
-        self.sink = EvaluationSink(
-            self.bus,
-            worker="w0",
-            current=lambda: self.current,
-            held_seconds=lambda: 2.5,
-            is_draining=lambda: self.is_draining,
-            prompt_of=lambda group_id: self.prompt,
-            vote=votes,
-            waits=WaitTracker(),
-        )
+        source: Any = self
+        self.sink = EvaluationSink(self.bus, worker="w0", source=source, vote=votes, waits=WaitTracker())
 
 
 def group(index: int = 0, *, length: int = 3, version: int = 20) -> TrajectoryGroup:
@@ -79,14 +73,14 @@ def group(index: int = 0, *, length: int = 3, version: int = 20) -> TrajectoryGr
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_sink, "FULL_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(evaluation, "FULL_LOG_SECONDS", 0.0)
 
 
 async def test_the_log_holds_what_is_counted_and_no_tokens() -> None:
     worker = Worker()
     worker.bus.has_space = True
-    await worker.sink.publish(group(length=10_000), ticket="")
-    await worker.sink.publish(group(1, version=21), ticket="")
+    await worker.sink.publish(group(length=10_000), prompt=worker.prompt)
+    await worker.sink.publish(group(1, version=21), prompt=worker.prompt)
     async with worker.bus.read(EVALUATION_ANSWERS) as records:
         long, mixed = await anext(records), await anext(records)
     assert long.num_bytes < 512
@@ -100,7 +94,7 @@ async def test_the_answers_to_a_prompt_that_is_recorded_come_whole() -> None:
     worker = Worker()
     worker.bus.has_space = True
     worker.prompt = replace(worker.prompt, recorded_place=7)
-    await worker.sink.publish(group(), ticket="")
+    await worker.sink.publish(group(), prompt=worker.prompt)
     async with worker.bus.read(EVALUATION_ANSWERS) as records:
         found = (await anext(records)).message
     assert found.group.trajectories[0].tokens.tolist() == [5, 5, 5]
@@ -113,7 +107,7 @@ async def test_answers_that_are_too_large_to_be_recorded_are_counted(caplog: pyt
     worker = Worker()
     worker.bus.has_space = True
     worker.prompt = replace(worker.prompt, recorded_place=7)
-    await worker.sink.publish(group(length=2**18), ticket="")
+    await worker.sink.publish(group(length=2**18), prompt=worker.prompt)
     async with worker.bus.read(EVALUATION_ANSWERS) as records:
         found = (await anext(records)).message
     assert found.group is None and not found.error
@@ -123,25 +117,25 @@ async def test_answers_that_are_too_large_to_be_recorded_are_counted(caplog: pyt
 
 async def test_a_full_log_is_left_when_the_evaluation_is_over() -> None:
     worker = Worker()
-    publishing = asyncio.create_task(worker.sink.publish(group(), ticket=""))
+    publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))
     await worker.bus.tried.wait()
-    worker.current = None
+    worker.in_progress = None
     await publishing
     assert await worker.bus.last_sequence(EVALUATION_ANSWERS) == 0
 
 
 async def test_a_full_log_is_left_for_the_next_evaluation() -> None:
     worker = Worker()
-    publishing = asyncio.create_task(worker.sink.publish(group(), ticket=""))
+    publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))
     await worker.bus.tried.wait()
-    worker.current = replace(CURRENT, number=2)
+    worker.in_progress = replace(CURRENT, number=2)
     await publishing
     assert await worker.bus.last_sequence(EVALUATION_ANSWERS) == 0
 
 
 async def test_a_worker_that_drains_leaves_its_answers_to_another() -> None:
     worker = Worker()
-    publishing = asyncio.create_task(worker.sink.publish(group(), ticket=""))
+    publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))
     await worker.bus.tried.wait()
     worker.is_draining = True
     with pytest.raises(EngineError, match="log of answers is full"):
@@ -151,7 +145,7 @@ async def test_a_worker_that_drains_leaves_its_answers_to_another() -> None:
 async def test_answers_wait_for_space_in_the_log_and_are_not_recorded_then() -> None:
     worker = Worker()
     worker.prompt = replace(worker.prompt, recorded_place=7)
-    publishing = asyncio.create_task(worker.sink.publish(group(), ticket=""))
+    publishing = asyncio.create_task(worker.sink.publish(group(), prompt=worker.prompt))
     await worker.bus.tried.wait()
     worker.bus.has_space = True
     await publishing

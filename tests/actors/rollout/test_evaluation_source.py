@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.actors.learner.evaluation_round import EvaluationRound
-from asyncrl.actors.rollout import evaluation_source, training_source
-from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.actors.rollout import evaluation, prompt_deliveries, training
+from asyncrl.actors.rollout.prompt_deliveries import DeliveryAttempts
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages import PromptGroup, WeightVersion, replace
@@ -34,8 +34,8 @@ def bus() -> MemoryBus:
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for source in (evaluation_source, training_source):
-        monkeypatch.setattr(source, "RETRY_SECONDS", 0.001)
+    for module in (evaluation, training, prompt_deliveries):
+        monkeypatch.setattr(module, "RETRY_SECONDS", 0.001)
 
 
 @contextlib.asynccontextmanager
@@ -102,7 +102,7 @@ async def test_training_that_needs_the_worker_alone_waits_while_a_version_is_hel
         async with bus.consume(PROMPTS) as deliveries:  # kept back until the version is held
             await anext(deliveries)
             follower = await stack.enter_async_context(working(bus, engine))
-            await until(lambda: follower.is_held)
+            await until(lambda: follower.gate.is_held)
         await until(lambda: deliveries_of(bus, PROMPTS, prompt(0)) > 6)
         assert engine.running == 0
         await bus.put(EVALUATION, replace(CURRENT, is_over=True))
@@ -131,6 +131,6 @@ async def test_no_version_is_held_while_training_has_the_worker_alone(bus: Memor
         await bus.put(EVALUATION, CURRENT)
         for _ in range(100):
             await asyncio.sleep(0)
-        assert not follower.is_held
+        assert not follower.gate.is_held
         engine.gate.set()
-        await until(lambda: follower.is_held)
+        await until(lambda: follower.gate.is_held)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -11,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
-from asyncrl.actors.rollout.group_progress import GroupProgress, Recorded, assembled
+from asyncrl.actors.rollout.partial_rollouts import GroupProgress, Recorded, assembled
 from asyncrl.actors.rollout.shared_engine import SharedEngine
-from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.messages import SamplingParams
@@ -47,27 +45,18 @@ class Setup:
     def __init__(self) -> None:
         self.bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
         self.engine = Engine()
-        follower = WeightFollower(
-            "w0.weights", self.bus, engine=self.engine, verify=fakes.Channel().verify, load="in_flight"
-        )
+        follower = WeightFollower("w0.weights", self.bus, engine=self.engine, channel=fakes.Channel(), load="in_flight")
         self.shared = SharedEngine(self.engine, follower=follower, max_running=8)
-        self.entered: list[str] = []
 
     def session(self, *, progress: GroupProgress | None = None) -> GenerationSession:
         return GenerationSession(
             self.shared,
             sampling=SamplingParams(max_new_tokens=4),
-            weights=self.weights,
+            need=VersionNeed((0, 0)),
             seed=lambda call: sample_seed(0, 3, 1, call),
             index=1,
             progress=progress,
         )
-
-    @contextlib.asynccontextmanager
-    async def weights(self) -> AsyncIterator[None]:
-        self.entered.append("in")
-        yield
-        self.entered.append("out")
 
 
 async def test_each_call_has_a_seed_and_may_have_a_budget_of_its_own() -> None:
@@ -77,7 +66,6 @@ async def test_each_call_has_a_seed_and_may_have_a_budget_of_its_own() -> None:
     await session(PROMPT, max_new_tokens=2)
     assert setup.engine.asked == [(4, sample_seed(0, 3, 1, 0), False), (2, sample_seed(0, 3, 1, 1), False)]
     assert (session.num_calls, session.num_tokens) == (2, 8)
-    assert setup.entered == ["in", "out", "in", "out"]  # each call asks for the weights again
 
 
 async def test_a_rollout_function_has_the_context_that_the_engine_takes_and_a_trajectory_that_of_the_model() -> None:

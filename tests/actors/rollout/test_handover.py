@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.actors.rollout import prefetch
+from asyncrl.actors.rollout import prompt_deliveries
 from asyncrl.bus.port import Bus
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from tests.harness import fakes
@@ -40,7 +40,7 @@ async def test_what_is_issued_again_is_begun_by_another_and_not_twice_by_the_sam
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker that holds the prompt returns the second copy. Either worker may answer; the log gets one answer."""
-    monkeypatch.setattr(prefetch, "RETURN_SECONDS", 0.01)
+    monkeypatch.setattr(prompt_deliveries, "RETURN_SECONDS", 0.01)
     await publish_prompt(bus, 0)
     slow, idle = Worker(bus, "w0"), Worker(bus, "w1")
     async with slow.working():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.actors.rollout.over_sampling import OverSampling
+from asyncrl.actors.rollout.group_maker import GroupRules, cut_samples
 from asyncrl.config.run import RolloutSection
 from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.messages import PromptGroup, Trajectory
@@ -23,28 +23,30 @@ async def result(value: object, *, after: asyncio.Event | None = None) -> object
     return value
 
 
-async def test_the_first_that_finish_make_the_group() -> None:
+async def test_first_samples_to_finish_form_the_group() -> None:
     never = asyncio.Event()
     samples = [asyncio.create_task(result(index, after=None if index in (1, 3) else never)) for index in range(4)]
-    await OverSampling(extra=2).cut(samples, group_size=2)
+    await cut_samples(samples, group_size=2, rules=GroupRules(extra_samples=2))
     await asyncio.wait(samples)
     assert [index for index, sample in enumerate(samples) if not sample.cancelled()] == [1, 3]
 
 
-async def test_a_sample_that_failed_is_replaced_by_an_extra_one() -> None:
+async def test_extra_sample_replaces_a_failed_one() -> None:
     never = asyncio.Event()
     values: list[object] = [RolloutError("no"), "a", "b"]
     samples = [asyncio.create_task(result(value)) for value in values]
     samples.append(asyncio.create_task(result("c", after=never)))
-    await OverSampling(extra=2).cut(samples, group_size=2)
+    await cut_samples(samples, group_size=2, rules=GroupRules(extra_samples=2))
     await asyncio.wait(samples)
     assert samples[3].cancelled()
 
 
-async def test_after_the_deadline_a_group_goes_as_soon_as_so_many_are_made() -> None:
+async def test_accepts_fewer_samples_after_the_deadline() -> None:
     never, second = asyncio.Event(), asyncio.Event()
     samples = [asyncio.create_task(result(index, after=event)) for index, event in enumerate((None, second, never))]
-    cutting = asyncio.create_task(OverSampling(seconds=0.001, at_least=2).cut(samples, group_size=3))
+    cutting = asyncio.create_task(
+        cut_samples(samples, group_size=3, rules=GroupRules(group_seconds=0.001, min_group=2))
+    )
     late = asyncio.Event()
     asyncio.get_running_loop().call_later(0.01, late.set)  # after the deadline, on the same clock
     await late.wait()
@@ -64,12 +66,10 @@ async def half_stuck(prompt: PromptGroup, generate: Any, *, index: int) -> Traje
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
-async def test_a_run_goes_on_past_samples_that_never_end(bus_factory: Any, tmp_path: Path, mode: Any) -> None:
+async def test_run_continues_past_samples_that_never_end(bus_factory: Any, tmp_path: Path, mode: Any) -> None:
     loop = Loop(await bus_factory(), tmp_path, mode=mode, group_size=2)
     load = "in_flight" if mode == "async" else "on_demand"
-    actors = worker(
-        *(await bus_factory(), Engine()), load=load, rollout=half_stuck, over_sampling=OverSampling(extra=1)
-    )
+    actors = worker(await bus_factory(), Engine(), load=load, rollout=half_stuck, extra_samples=1)
     await run_all(loop, actors)
     assert loop.trained_groups == 8
     rows = loop.recorder.rows
@@ -79,7 +79,7 @@ async def test_a_run_goes_on_past_samples_that_never_end(bus_factory: Any, tmp_p
         assert [one.rollout for one in record.message.trajectories] == [0, 1]
 
 
-def test_a_deadline_says_how_many_samples_are_enough() -> None:
+def test_deadline_needs_min_group() -> None:
     with pytest.raises(ConfigError, match="min_group must say how many at least"):
         RolloutSection(group_seconds=10.0)
     assert RolloutSection(group_seconds=10.0, min_group=2).extra_samples == 0

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from asyncrl.actors.rollout.own_time import OwnTime
+from asyncrl.actors.rollout.generation_session import OwnTime
 
 
 async def test_a_function_that_never_returns_is_ended() -> None:

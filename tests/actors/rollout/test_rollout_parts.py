@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from asyncrl import config
-from asyncrl.actors.rollout.rollout_parts import RolloutLimits, parts_of
+from asyncrl.actors.rollout.rollout_parts import RolloutLimits, check_rollout
 from asyncrl.audit.account import account_with
 from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.port import Bus
@@ -76,15 +76,15 @@ async def test_the_parts_of_a_rollout_are_trained_once_each_with_its_advantage(b
 def test_a_worker_numbers_the_parts_and_gives_them_one_reward() -> None:
     same = dataclasses.replace(trajectory(reward=math.nan), prompt_tokens=np.array([1, 2], np.int32))
     own = dataclasses.replace(trajectory(reward=0.5), prompt_tokens=np.array([7], np.int32))
-    made = parts_of([same, own], PROMPT, index=2, num_resumed=0, context_tokens=9)
+    made = check_rollout([same, own], PROMPT, index=2, num_resumed=0, context_tokens=9)
     assert [(one.rollout, one.part, one.reward, one.prompt_tokens.tolist()) for one in made] == [
         (2, 0, 0.5, []),  # follows the group's prompt, which need not be sent again
         (2, 1, 0.5, [7]),
     ]
     assert [one.resumed for one in made] == [0, 0]
-    taken_over = parts_of([same, own], PROMPT, index=2, num_resumed=1, context_tokens=9)
+    taken_over = check_rollout([same, own], PROMPT, index=2, num_resumed=1, context_tokens=9)
     assert [one.resumed for one in taken_over] == [3, 3], "nobody can say which of them it is in"
-    (alone,) = parts_of(own, PROMPT, index=2, num_resumed=1, context_tokens=9)
+    (alone,) = check_rollout(own, PROMPT, index=2, num_resumed=1, context_tokens=9)
     assert alone.resumed == 1
 
 
@@ -99,7 +99,7 @@ def test_a_worker_numbers_the_parts_and_gives_them_one_reward() -> None:
 )
 def test_parts_that_cannot_be_trained_are_refused_with_the_reason(made: Any, problem: str) -> None:
     with pytest.raises((TypeError, ValueError), match=problem):
-        parts_of(made, PROMPT, index=0, num_resumed=0, context_tokens=9)
+        check_rollout(made, PROMPT, index=0, num_resumed=0, context_tokens=9)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_parts_that_cannot_be_trained_are_refused_with_the_reason(made: Any, pro
 def test_a_reward_that_cannot_be_trained_fails_its_sample_with_the_reason(made: Trajectory, problem: str) -> None:
     limits = RolloutLimits(largest=100.0, needs_reward=True)
     with pytest.raises(RolloutError, match=problem):
-        parts_of(made, PROMPT, index=0, num_resumed=0, context_tokens=9, limits=limits)
+        check_rollout(made, PROMPT, index=0, num_resumed=0, context_tokens=9, limits=limits)
 
 
 def test_a_reward_that_another_takes_the_place_of_need_not_be_there_and_may_be_any() -> None:
@@ -134,7 +134,7 @@ def test_a_reward_that_another_takes_the_place_of_need_not_be_there_and_may_be_a
         (math.nan, of_row, RolloutLimits(needs_reward=True)),
     ):
         made = trajectory(reward=reward)
-        (part,) = parts_of(made, prompt, index=0, num_resumed=0, context_tokens=9, limits=limits)
+        (part,) = check_rollout(made, prompt, index=0, num_resumed=0, context_tokens=9, limits=limits)
         assert part.response_mask.sum() == made.response_mask.sum()
 
 

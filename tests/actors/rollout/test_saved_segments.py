@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.actors.rollout.group_progress import GroupProgress, assembled, newest_attempt
+from asyncrl.actors.rollout.partial_rollouts import GroupProgress, assembled, newest_attempt
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus
 from asyncrl.engines.generation import Generation, PartialGeneration

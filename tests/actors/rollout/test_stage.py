@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.actors.rollout.group_maker import GroupMaker
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.stage import Stage
 from asyncrl.actors.rollout.training import training_stage
-from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.port import Bus, Delivery
@@ -110,24 +111,22 @@ class EvaluationSource:
 class EvaluationSink:
     bus: Bus
 
-    async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
+    async def publish(self, group: TrajectoryGroup, *, prompt: PromptGroup | None) -> None:
         await self.bus.publish(SCORES, group, key=str(group.group_id))
 
 
 def evaluation(bus: Bus, engine: SharedEngine, *, of_version: int = 0) -> Stage:
     """Begins once the engine has version ``of_version``, whatever version the prompts ask for."""
-    return Stage(
-        "evaluation",
-        worker="w0",
-        engine=engine,
-        source=EvaluationSource(bus),
-        sink=EvaluationSink(bus),
+    maker = GroupMaker(
+        "w0",
+        engine,
         rollout=single_turn,
         reward=fakes.Judge(lambda samples: [Reward(value=1.0)] * len(samples)),
         tokenizer=fakes.Tokenizer(),
         seed=1,
-        weights=lambda _: engine.follower.generation(of_version, waits=engine.waits),
+        need=lambda prompt: VersionNeed((prompt.incarnation, of_version)),
     )
+    return Stage("evaluation", maker=maker, source=EvaluationSource(bus), sink=EvaluationSink(bus))
 
 
 # -- an endpoint: an agent opens a session and asks; no prompt is delivered --------------------------------------------
@@ -203,22 +202,20 @@ class Endpoint:
             await session.answers.put(turns.answered(await generate(turns.tokens)))
         return turns.trajectory(reward=0.5)
 
-    async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
+    async def publish(self, group: TrajectoryGroup, *, prompt: PromptGroup | None) -> None:
         self._sessions[group.group_id].result.set_result(group)
 
 
 def endpoint_stage(endpoint: Endpoint, engine: SharedEngine) -> Stage:
-    return Stage(
-        "endpoint",
-        worker="w0",
-        engine=engine,
-        source=endpoint,
-        sink=endpoint,
+    maker = GroupMaker(
+        "w0",
+        engine,
         rollout=endpoint,
         reward=fakes.Judge(lambda samples: [Reward(value=sample.trajectory.reward) for sample in samples]),
         tokenizer=fakes.Tokenizer(),
         seed=2,
     )
+    return Stage("endpoint", maker=maker, source=endpoint, sink=endpoint)
 
 
 # -- beside training ---------------------------------------------------------------------------------------------------
@@ -231,23 +228,20 @@ async def working(
     bus: Bus, engine: fakes.Engine, beside: Stages, *, max_running: int = 8, max_attempts: int = 3
 ) -> AsyncIterator[tuple[RolloutWorker, asyncio.Task[None]]]:
     """A worker with the training stage and the stages in ``beside``, killed at the end of the block."""
-    verify = fakes.Channel().verify
-    follower = WeightFollower("w0.weights", bus, engine=engine, verify=verify, load="in_flight", max_staleness=2)
+    follower = WeightFollower(
+        "w0.weights", bus, engine=engine, channel=fakes.Channel(), load="in_flight", max_staleness=2
+    )
     shared = SharedEngine(engine, follower=follower, max_running=max_running)
     partial = PartialRollouts(bus, worker="w0", seconds=0, max_attempts=max_attempts, max_staleness=2)
-    training = training_stage(
-        bus,
-        worker="w0",
-        engine=shared,
+    maker = GroupMaker(
+        "w0",
+        shared,
         rollout=single_turn,
         reward=fakes.Judge(fakes.token_sum),
         tokenizer=fakes.Tokenizer(),
         seed=0,
-        max_attempts=max_attempts,
-        keep_seconds=10.0,
-        partial_rollouts=partial,
-        groups_ahead=lambda: 0,
     )
+    training = training_stage(bus, maker, max_attempts=max_attempts, keep_seconds=10.0, partial_rollouts=partial)
     worker = RolloutWorker("w0", bus, engine=shared, stages=[training, *beside(shared)], partial_rollouts=partial)
     task = asyncio.create_task(fakes.run_worker((worker, follower)))
     try:

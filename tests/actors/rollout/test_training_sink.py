@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.actors.rollout.training_sink import TrainingSink
+from asyncrl.actors.rollout.training import TrainingSink
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.codec import decode, encode
@@ -35,8 +35,8 @@ async def test_half_of_a_surrogate_pair_from_an_agent_fails_its_group_with_a_rea
         reward_parts={"\ud800": 1.0},
     )
     group = TrajectoryGroup(group_id=3, prompt_tokens=np.array([1], np.int32), trajectories=(one,))
-    await sink.publish(group, ticket="")
-    await sink.publish(failed_group(4, worker="w1", error="it said \ud800"), ticket="")
+    await sink.publish(group, prompt=None)
+    await sink.publish(failed_group(4, worker="w1", error="it said \ud800"), prompt=None)
     assert [(made.group_id, made.trajectories) for made in bus.published] == [(3, ()), (4, ())]
     assert "cannot send this" in bus.published[0].error
     assert bus.published[1].error == "it said ?"

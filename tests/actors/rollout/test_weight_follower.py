@@ -15,10 +15,11 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.roles import LEARNER
 from asyncrl.messages.topics import TRANSFERS, WEIGHTS
-from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.messages.weight_transfer import TransferRequest
+from asyncrl.weights.port import Ask
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import until
-from tests.harness.weights import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running
+from tests.harness.weights import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running, sampling
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- from where --------------------------------------------------------------------------------------------------------
 
 
-async def test_what_the_learner_sends_is_preferred_to_its_folder(bus: MemoryBus) -> None:
+async def test_prefers_memory_of_learner_to_its_folder(bus: MemoryBus) -> None:
     engine, sender = Engine(), Sender()
     async with learner(bus, sender), running(follow(bus, engine)):
         await announce(bus, 1, folder=True)
@@ -46,7 +47,7 @@ async def test_what_the_learner_sends_is_preferred_to_its_folder(bus: MemoryBus)
     assert engine.took[-2:] == [("sent", 2), ("sent", 3)]
 
 
-async def test_an_engine_that_cannot_receive_loads_folders(bus: MemoryBus) -> None:
+async def test_loads_folders_if_engine_cannot_receive(bus: MemoryBus) -> None:
     engine, sender = Engine(receives=False), Sender()
     async with learner(bus, sender), running(follow(bus, engine)):
         await hold(bus, sender, 2)
@@ -57,7 +58,7 @@ async def test_an_engine_that_cannot_receive_loads_folders(bus: MemoryBus) -> No
     assert engine.took == [("folder", 1), ("folder", 2)]
 
 
-async def test_nobody_answers_so_the_folder_is_taken(bus: MemoryBus) -> None:
+async def test_loads_folder_if_no_learner_answers(bus: MemoryBus) -> None:
     engine = Engine()
     await announce(bus, 1, folder=True)
     await announce(bus, 1, folder=False)
@@ -67,7 +68,7 @@ async def test_nobody_answers_so_the_folder_is_taken(bus: MemoryBus) -> None:
 
 
 @pytest.mark.parametrize("load", ["in_flight", "drain"])
-async def test_sending_fails_and_the_folder_is_taken_when_it_is_written(bus: MemoryBus, load: str) -> None:
+async def test_loads_folder_once_written_if_transfer_fails(bus: MemoryBus, load: str) -> None:
     """The folder of a large model arrives minutes later. Until then the old weights stay in use, and no worker dies."""
     engine, sender = Engine(), Sender()
     engine.receiver.fails = True
@@ -75,7 +76,7 @@ async def test_sending_fails_and_the_folder_is_taken_when_it_is_written(bus: Mem
     async with learner(bus, sender), running(follower):
         await hold(bus, sender, 1)
         await until(lambda: sender.sent == [("w0", 1)])
-        async with follower.generation(0):
+        async with sampling(follower, 0):
             pass
         for _ in range(20 * weight_follower.ATTEMPTS):
             await asyncio.sleep(weight_follower.RETRY_SECONDS / 10)
@@ -88,7 +89,7 @@ async def test_sending_fails_and_the_folder_is_taken_when_it_is_written(bus: Mem
     assert engine.took == [("folder", 1), ("sent", 2)]
 
 
-async def test_what_cannot_be_sent_is_soon_not_asked_for(bus: MemoryBus) -> None:
+async def test_stops_asking_for_transfers_after_repeated_failures(bus: MemoryBus) -> None:
     """Engines that can never connect to the learner do not lose time with every version."""
     engine, sender = Engine(), Sender()
     engine.receiver.fails = True
@@ -101,12 +102,12 @@ async def test_what_cannot_be_sent_is_soon_not_asked_for(bus: MemoryBus) -> None
     assert [kind for kind, _ in engine.took] == ["folder"] * (weight_follower.ATTEMPTS + 2)
 
 
-async def test_a_version_that_comes_while_the_last_transfer_fails_is_not_waited_for_without_end(bus: MemoryBus) -> None:
+async def test_waits_for_folder_of_version_announced_during_last_failed_transfer(bus: MemoryBus) -> None:
     """The version is not requested any more and not written yet. Polling for it must not starve other tasks."""
     engine, sender = Engine(), Sender()
     joins = 0
 
-    async def join(offer: TransferOffer) -> None:
+    async def join(ask: Ask) -> None:
         nonlocal joins
         joins += 1
         await hold(bus, sender, joins + 1)
@@ -117,13 +118,13 @@ async def test_a_version_that_comes_while_the_last_transfer_fails_is_not_waited_
     follower = follow(bus, engine)
     async with learner(bus, sender), running(follower):
         await hold(bus, sender, 1)
-        await until(lambda: follower._failures == weight_follower.ATTEMPTS)
+        await until(lambda: follower.loader._failed_transfers == weight_follower.ATTEMPTS)
         await announce(bus, joins + 1, folder=True)
         await until(lambda: engine.version == (0, joins + 1))
     assert engine.took == [("folder", joins + 1)]
 
 
-async def test_an_older_folder_is_better_than_none(bus: MemoryBus) -> None:
+async def test_loads_older_folder_if_newest_cannot_be_sent(bus: MemoryBus) -> None:
     engine, sender = Engine(), Sender()
     engine.receiver.fails = True
     await announce(bus, 1, folder=True)
@@ -134,7 +135,7 @@ async def test_an_older_folder_is_better_than_none(bus: MemoryBus) -> None:
 
 
 @pytest.mark.parametrize("newest", ["sent", "folder"])
-async def test_the_newest_of_both_wins(bus: MemoryBus, newest: str) -> None:
+async def test_loads_newest_of_memory_and_folder(bus: MemoryBus, newest: str) -> None:
     """A folder is newer than the offer when another learner wrote it, which offers nothing."""
     engine, sender = Engine(), Sender()
     sender.hold(SNAPSHOT, incarnation=0, policy_version=5)
@@ -150,7 +151,7 @@ async def test_the_newest_of_both_wins(bus: MemoryBus, newest: str) -> None:
     assert engine.took[-1] == (newest, 5)
 
 
-async def test_versions_that_came_while_one_was_loaded_are_skipped(bus: MemoryBus) -> None:
+async def test_skips_versions_announced_during_a_load(bus: MemoryBus) -> None:
     engine, sender = Engine(), Sender()
     async with learner(bus, sender), running(follow(bus, engine)):
         engine.gate.clear()
@@ -163,7 +164,7 @@ async def test_versions_that_came_while_one_was_loaded_are_skipped(bus: MemoryBu
     assert engine.took == [("sent", 1), ("sent", 4)]
 
 
-async def test_a_version_that_is_not_there_is_waited_for_until_the_learner_has_stored_it_again(bus: MemoryBus) -> None:
+async def test_waits_for_missing_folder_without_end(bus: MemoryBus) -> None:
     engine, tries = Engine(receives=False), 0
 
     def verify(weights: WeightVersion) -> Path:
@@ -173,8 +174,7 @@ async def test_a_version_that_is_not_there_is_waited_for_until_the_learner_has_s
             raise WeightsError("not in the object store")
         return Path()
 
-    follower = follow(bus, engine)
-    follower._verify = verify
+    follower = follow(bus, engine, verify=verify)
     await announce(bus, 1, folder=True)
     async with running(follower):
         await until(lambda: tries > 2 * weight_follower.ATTEMPTS)
@@ -186,7 +186,7 @@ async def test_a_version_that_is_not_there_is_waited_for_until_the_learner_has_s
     assert follower.problem == ""
 
 
-async def test_a_folder_that_the_engine_does_not_load_ends_the_worker(bus: MemoryBus) -> None:
+async def test_ends_worker_if_engine_cannot_load_folder(bus: MemoryBus) -> None:
     engine = Engine(receives=False)
     engine.unreadable = {1}
     await announce(bus, 1, folder=True)
@@ -195,9 +195,7 @@ async def test_a_folder_that_the_engine_does_not_load_ends_the_worker(bus: Memor
     assert raised.group_contains(WeightsError, match="torn")
 
 
-async def test_failures_count_though_each_is_of_a_newer_version(
-    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_counts_failures_across_versions(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where versions come faster than attempts, no version is tried often."""
     monkeypatch.setattr(weight_follower, "RETRY_SECONDS", 60)  # a newer version ends the wait
     engine = Engine(receives=False)
@@ -207,13 +205,13 @@ async def test_failures_count_though_each_is_of_a_newer_version(
     for version in range(1, weight_follower.ATTEMPTS + 1):
         assert not task.done()
         await announce(bus, version, folder=True)
-        await until(lambda failures=version: follower.failed_reads == failures)  # type: ignore[misc]
+        await until(lambda failures=version: follower.failed_attempts == failures)  # type: ignore[misc]
     with pytest.raises(ExceptionGroup) as raised:
         await task
     assert raised.group_contains(WeightsError, match="torn")
 
 
-async def test_a_folder_that_nobody_can_read_is_passed_by_for_a_newer_version(bus: MemoryBus) -> None:
+async def test_skips_unreadable_folder_for_newer_version(bus: MemoryBus) -> None:
     engine = Engine(receives=False)
     engine.unreadable = {1}
     async with running(follow(bus, engine)):
@@ -227,7 +225,7 @@ async def test_a_folder_that_nobody_can_read_is_passed_by_for_a_newer_version(bu
 # -- connecting to the learner -----------------------------------------------------------------------------------------
 
 
-async def test_the_learner_is_met_before_anything_runs(bus: MemoryBus) -> None:
+async def test_joins_learner_before_anything_runs(bus: MemoryBus) -> None:
     engine, sender = Engine(), Sender()
     async with learner(bus, sender):
         await hold(bus, sender, 0)
@@ -236,7 +234,7 @@ async def test_the_learner_is_met_before_anything_runs(bus: MemoryBus) -> None:
     assert engine.took == [("sent", 0)]
 
 
-async def test_a_start_without_a_learner_meets_nobody(bus: MemoryBus) -> None:
+async def test_starts_without_a_learner(bus: MemoryBus) -> None:
     engine = Engine()
     await follow(bus, engine).start()
     await announce(bus, 0, folder=False)  # announced by a learner that is gone
@@ -244,7 +242,7 @@ async def test_a_start_without_a_learner_meets_nobody(bus: MemoryBus) -> None:
     assert engine.took == engine.receiver.joins == []
 
 
-async def test_an_engine_torn_at_its_start_takes_the_folder_of_the_version_it_began_with(bus: MemoryBus) -> None:
+async def test_loads_folder_of_start_version_if_first_transfer_tears_weights(bus: MemoryBus) -> None:
     """The engine is paused, and no newer version arrives before its own answers are trained."""
     engine, sender = Engine(), Sender()
     engine.receiver.tears = True
@@ -252,12 +250,12 @@ async def test_an_engine_torn_at_its_start_takes_the_folder_of_the_version_it_be
     await announce(bus, 0, folder=True)
     async with learner(bus, sender):
         await hold(bus, sender, 0)
-        async with running(follower), follower.generation(0):
+        async with running(follower), sampling(follower, 0):
             assert engine.version == (0, 0)
     assert engine.took == [("folder", 0)]
 
 
-async def test_another_life_of_the_learner_is_met_anew(bus: MemoryBus) -> None:
+async def test_joins_restarted_learner_again(bus: MemoryBus) -> None:
     engine, first, second = Engine(), Sender(), Sender()
     async with running(follow(bus, engine)):
         async with learner(bus, first):
@@ -277,7 +275,7 @@ async def test_another_life_of_the_learner_is_met_anew(bus: MemoryBus) -> None:
 
 
 @pytest.mark.parametrize("fate", ["fails", "never ends"])
-async def test_a_transfer_that_goes_wrong_keeps_nobody_else_waiting(bus: MemoryBus, fate: str) -> None:
+async def test_failed_transfer_does_not_delay_other_engines(bus: MemoryBus, fate: str) -> None:
     """Nor does it delay the learner's exit."""
     over = threading.Event()
 
@@ -301,24 +299,7 @@ async def test_a_transfer_that_goes_wrong_keeps_nobody_else_waiting(bus: MemoryB
     over.set()
 
 
-async def test_no_request_is_asked_twice_so_that_no_old_answer_fits_a_new_one(bus: MemoryBus) -> None:
-    engine, asked = Engine(), []
-
-    class Remembering(Sender):
-        def begin(self, request: TransferRequest) -> Transfer:
-            asked.append(request)
-            return super().begin(request)
-
-    sender = Remembering()
-    async with learner(bus, sender), running(follow(bus, engine)):
-        for version in (1, 2, 3):
-            await hold(bus, sender, version)
-            await until(lambda version=version: engine.version == (0, version))  # type: ignore[misc]
-    assert len(asked) >= 4
-    assert len({request.nonce for request in asked}) == len(asked)
-
-
-async def test_an_engine_is_told_why_nothing_is_sent(bus: MemoryBus) -> None:
+async def test_offer_says_why_nothing_is_sent(bus: MemoryBus) -> None:
     async with learner(bus, Sender()):
         offer = await bus.ask(TRANSFERS, TransferRequest(engine="w0", group="w0-1", num_ranks=1), seconds=10)
     assert offer is not None and "nothing yet" in offer.problem
@@ -360,23 +341,23 @@ async def settled(engines: list[Engine]) -> None:
 
 
 @pytest.mark.parametrize(("num_engines", "most"), [(16, 2), (3, 1)])
-async def test_an_eighth_of_the_engines_load_at_once(bus: MemoryBus, num_engines: int, most: int) -> None:
+async def test_at_most_an_eighth_of_engines_load_at_once(bus: MemoryBus, num_engines: int, most: int) -> None:
     assert await most_paused_at_once(bus, num_engines) == most
 
 
 @pytest.mark.parametrize("load", ["drain", "on_demand"])
-async def test_engines_that_are_quiet_wait_for_no_turn(bus: MemoryBus, load: str) -> None:
+async def test_idle_engines_take_no_turns(bus: MemoryBus, load: str) -> None:
     engine = Engine(receives=False)
     follower = follow(bus, engine, load=load)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(bus.lease("load-0", holder="another"))
         async with running(follower):
             await announce(bus, 1, folder=True)
-            async with follower.generation(1):
+            async with sampling(follower, 1):
                 assert engine.version == (0, 1)
 
 
-async def test_an_engine_that_generates_waits_for_its_turn_and_says_so(bus: MemoryBus) -> None:
+async def test_generating_engine_reports_wait_for_its_turn(bus: MemoryBus) -> None:
     engine = Engine(receives=False)
     follower = follow(bus, engine)
     async with running(follower):
@@ -385,3 +366,14 @@ async def test_an_engine_that_generates_waits_for_its_turn_and_says_so(bus: Memo
             await until(lambda: "turn" in follower.heartbeat().waits_for)
             assert engine.version == (0, 0)
         await until(lambda: engine.version == (0, 1))
+
+
+async def test_loads_without_a_turn_that_never_comes(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weight_follower, "TURN_SECONDS", 0.05)
+    engine = Engine(receives=False)
+    async with bus.lease("load-0", holder="never gives it up"), running(follow(bus, engine)):
+        await announce(bus, 1, folder=True)
+        await until(lambda: engine.version == (0, 1))
+    assert "its turn to load weights (load-0) did not come" in caplog.text

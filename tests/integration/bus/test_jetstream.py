@@ -12,7 +12,7 @@ from typing import Any
 import nats
 import pytest
 
-from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.actors.rollout.prompt_deliveries import DeliveryAttempts
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.credentials import Credentials

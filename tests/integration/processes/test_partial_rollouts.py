@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.actors.rollout.group_progress import Recorded, assembled
+from asyncrl.actors.rollout.partial_rollouts import Recorded, assembled
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.data import demo_task

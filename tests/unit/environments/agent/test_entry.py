@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from asyncrl import config
-from asyncrl.actors.rollout.rollout_parts import RolloutLimits, parts_of
+from asyncrl.actors.rollout.rollout_parts import RolloutLimits, check_rollout
 from asyncrl.environments.agent.entry import Entry
 from asyncrl.environments.agent.function import Agent, Options
 from asyncrl.errors import ConfigError, RolloutError
@@ -191,7 +191,7 @@ async def test_an_end_that_the_sample_cannot_have_is_refused_with_the_reason_and
         engine = Scripted(["yes"])
         limits = RolloutLimits(largest=1e6, needs_reward=True)
         engine.check_result = functools.partial(
-            parts_of, prompt=group(6), index=0, num_resumed=0, context_tokens=1_000, limits=limits
+            check_rollout, prompt=group(6), index=0, num_resumed=0, context_tokens=1_000, limits=limits
         )
         sample = asyncio.ensure_future(made(group(6), engine, index=0))
         session = (await asked(entry.url, {"wait_seconds": 30}))[1]

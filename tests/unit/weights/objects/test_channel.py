@@ -384,7 +384,7 @@ async def test_an_engine_loads_the_folder_that_its_worker_fetched(rig: Rig) -> N
 
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     engine, host = Reading(receives=False), rig.channel("far")
-    follower = WeightFollower("w0", bus, engine=engine, verify=host.verify, load="in_flight")
+    follower = WeightFollower("w0", bus, engine=engine, channel=host, load="in_flight")
     async with running(follower):
         for version in (1, 2):
             await bus.put(WEIGHTS, rig.publish(version))

@@ -1,0 +1,269 @@
+"""Makes one trajectory group: its samples in parallel with the user's rollout function, then their rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
+from asyncrl.actors.rollout.partial_rollouts import GroupProgress
+from asyncrl.actors.rollout.rollout_parts import ANY, RolloutLimits, check_rollout, first_rollouts, with_reward
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.slots import SlotLease
+from asyncrl.actors.rollout.weight_follower import VersionNeed
+from asyncrl.config import plugins
+from asyncrl.environments.port import RolloutFn, Tokenizer
+from asyncrl.errors import EngineDied, EngineError, RolloutError
+from asyncrl.logs import REASON
+from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
+from asyncrl.rewards.port import Reward, RewardFn, Sample
+
+MOST_EXPLAINED: Final = 100
+
+Rollout = tuple[Trajectory, ...]
+"""The parts of one sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRules:
+    """How a group is made of its samples.
+
+    sample_seconds  time limit of a rollout function per sample, without its generations; 0: no limit
+    min_group       fewest successful samples with which a group is published despite failed ones; 0: one failed sample
+                    fails the group
+    extra_samples   samples begun in addition to the requested ones; the first that finish form the group
+    group_seconds   deadline after which the group is complete with min_group samples; 0: no deadline
+    limits          limits on the results of the rollout function
+
+    Samples that are cut off are the longest ones, which biases lengths. The group therefore carries their number.
+    """
+
+    sample_seconds: float = 0.0
+    min_group: int = 0
+    extra_samples: int = 0
+    group_seconds: float = 0.0
+    limits: RolloutLimits = ANY
+
+    @property
+    def cuts(self) -> bool:
+        """Whether unfinished samples may be cut off."""
+        return self.extra_samples > 0 or self.group_seconds > 0
+
+
+class GroupMaker:
+    """Makes trajectory groups on one worker's engine."""
+
+    def __init__(
+        self,
+        worker: str,
+        engine: SharedEngine,
+        *,
+        rollout: RolloutFn,
+        reward: RewardFn,
+        tokenizer: Tokenizer,
+        seed: int,
+        rules: GroupRules = GroupRules(),
+        need: Callable[[PromptGroup], VersionNeed] = VersionNeed.for_training,
+    ) -> None:
+        """
+        seed  seed of the run; combined with group, sample and call index to seed each generation
+        need  the weights that generations of a group may start on
+        """
+        self.worker = worker
+        self.engine = engine
+        self._rollout = rollout
+        self._reward = reward
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._rules = rules
+        self._need = need
+        self._waits_on = "harness" if getattr(rollout, "has_harness", False) else "rollout"
+        self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._explained: set[str] = set()
+        """Reasons whose traceback is already in the log."""
+
+    async def close(self) -> None:
+        await self._reward.close()
+        closed = getattr(self._rollout, "close", lambda: None)()  # a class with child processes or a server
+        if inspect.isawaitable(closed):
+            await closed
+
+    def num_samples(self, prompt: PromptGroup) -> int:
+        """How many samples are begun for the group."""
+        return prompt.group_size + self._rules.extra_samples
+
+    async def make(self, prompt: PromptGroup, *, slots: SlotLease, progress: GroupProgress | None) -> TrajectoryGroup:
+        """Make one group.
+
+        Raises PromptError, RewardError or RolloutError if the group fails, another EngineError if it should be made
+        again.
+        """
+        started, began = time.monotonic(), time.time()
+        sampled = await self._sample_all(prompt, slots, progress)
+        made = self._without_failed(prompt, sampled)
+        chosen = first_rollouts(made, prompt.group_size)
+        generated = time.monotonic()
+        rewards = await self._rewards(prompt, chosen)
+        return TrajectoryGroup(
+            group_id=prompt.group_id,
+            prompt_tokens=prompt.prompt_tokens,
+            trajectories=tuple(
+                part for parts, reward in zip(chosen, rewards, strict=True) for part in with_reward(parts, reward)
+            ),
+            epoch=prompt.epoch,
+            worker=self.worker,
+            seconds=time.monotonic() - started,
+            cancelled=prompt.group_size - len(chosen),
+            failed_samples=min(len(sampled) - len(made), prompt.group_size - len(chosen)),
+            extra_samples=self._rules.extra_samples,
+            began=began,
+            reward_seconds=time.monotonic() - generated,
+        )
+
+    # -- samples -------------------------------------------------------------------------------------------------------
+
+    async def _sample_all(
+        self, prompt: PromptGroup, slots: SlotLease, progress: GroupProgress | None
+    ) -> list[Rollout | RolloutError]:
+        """Make all samples in parallel; return those that were not cut off. The first failure cancels the others,
+        unless the group may go without failed samples: then the error takes the sample's place."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._sample_or_error(prompt, index, slots, progress))
+                    for index in range(self.num_samples(prompt))
+                ]
+                if self._rules.cuts:
+                    group.create_task(cut_samples(tasks, group_size=prompt.group_size, rules=self._rules))
+        except ExceptionGroup as error:
+            died, other = error.split(EngineDied)
+            first = (died or other or error).exceptions[0]
+            raise first from first.__cause__  # not from the group: the log should show where it was raised
+        finished = [task.result() for task in tasks if not task.cancelled()]
+        if not finished or (not self._rules.cuts and len(finished) < len(tasks)):
+            raise RolloutError("the rollout function cancelled itself")
+        return finished
+
+    async def _sample_or_error(
+        self, prompt: PromptGroup, index: int, slots: SlotLease, progress: GroupProgress | None
+    ) -> Rollout | RolloutError:
+        """Make one sample. Its error is raised unless the group may go without failed samples."""
+        try:
+            return await self._sample(prompt, index, progress)
+        except RolloutError as error:
+            if not self._rules.min_group:
+                raise
+            return error
+        finally:
+            slots.release()
+
+    async def _sample(self, prompt: PromptGroup, index: int, progress: GroupProgress | None) -> Rollout:
+        session = GenerationSession(
+            self.engine,
+            sampling=prompt.sampling,
+            need=self._need(prompt),
+            seed=functools.partial(sample_seed, self._seed, prompt.group_id, index),
+            index=index,
+            progress=progress,
+            own_seconds=self._rules.sample_seconds,
+            check_result=functools.partial(self._check, prompt, index),
+        )
+        try:
+            async with session.waiting(on=self._waits_on):
+                with plugins.contain_exits():
+                    made = await self._rollout(prompt, session, index=index)
+            return self._check(prompt, index, made, num_resumed=session.num_resumed)
+        except (EngineError, RolloutError):
+            raise
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the sample is cut off, or its group has ended
+            raise RolloutError("the rollout function cancelled itself") from error
+        except Exception as error:  # user code may raise anything, which must fail the sample and not the worker
+            if session.is_out_of_time:
+                limit = f"rollout.timeout_seconds = {self._rules.sample_seconds:g}"
+                raise RolloutError(f"the rollout function took longer than {limit} for a sample") from error
+            raise RolloutError(f"the rollout function raised {plugins.describe_raised(error)}") from error
+
+    def _check(self, prompt: PromptGroup, index: int, made: Any, *, num_resumed: int = 0) -> Rollout:
+        return check_rollout(
+            made,
+            prompt,
+            index=index,
+            num_resumed=num_resumed,
+            context_tokens=self.engine.context_tokens,
+            limits=self._rules.limits,
+        )
+
+    def _without_failed(self, prompt: PromptGroup, samples: Sequence[Rollout | RolloutError]) -> list[Rollout]:
+        """Return the samples that did not fail. Raises the first RolloutError if too few are left."""
+        made = [sample for sample in samples if not isinstance(sample, RolloutError)]
+        failed = [sample for sample in samples if isinstance(sample, RolloutError)]
+        if failed and len(made) < self._rules.min_group:
+            raise failed[0] from failed[0].__cause__
+        for error in failed:
+            self._log.warning(
+                "group %d continues without a failed sample: %s", prompt.group_id, error, extra={REASON: str(error)}
+            )
+            self.explain(error)
+        return made
+
+    # -- rewards -------------------------------------------------------------------------------------------------------
+
+    async def _rewards(self, prompt: PromptGroup, rollouts: Sequence[Rollout]) -> Sequence[Reward]:
+        samples = [
+            Sample(
+                prompt=prompt.prompt,
+                completion=self._tokenizer.decode(parts[-1].tokens, skip_special_tokens=True),
+                label=prompt.label,
+                metadata=prompt.metadata,
+                trajectory=parts[-1],
+                prompt_tokens=prompt.prompt_tokens,
+                dataset=prompt.dataset,
+                reward=prompt.reward,
+                parts=parts,
+            )
+            for parts in rollouts
+        ]
+        with self.engine.waits.waiting("its reward function", on="reward"):
+            return await self._reward(samples)
+
+    def explain(self, error: Exception) -> None:
+        """Log the traceback of a user's function, once per reason."""
+        reason, cause = str(error), error.__cause__
+        if cause is not None and reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
+            self._explained.add(reason)
+            self._log.info("where it was raised:", exc_info=cause)
+
+
+async def cut_samples(samples: Sequence[asyncio.Task[Any]], *, group_size: int, rules: GroupRules) -> None:
+    """Cancel unfinished samples once enough are made: group_size, or min_group after the deadline.
+
+    consumes: nothing    waits for: samples, the deadline    woken by: a sample that ends, the clock
+    """
+    clock = asyncio.get_running_loop().time
+    enough = group_size
+    deadline = clock() + rules.group_seconds if rules.group_seconds else None
+    pending = set(samples)
+    while pending:
+        left = None if deadline is None else max(0.0, deadline - clock())
+        _, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if deadline is not None and clock() >= deadline:
+            enough, deadline = rules.min_group, None
+        if sum(map(_is_made, samples)) >= enough:
+            for sample in pending:
+                sample.cancel()
+            return
+
+
+def _is_made(sample: asyncio.Task[Any]) -> bool:
+    """Return whether a sample has ended and was neither cut off nor failed."""
+    if not sample.done() or sample.cancelled() or sample.exception() is not None:
+        return False
+    return not isinstance(sample.result(), RolloutError)
