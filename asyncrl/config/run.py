@@ -341,7 +341,7 @@ class RunConfig:
     launcher: LauncherSection = field(default_factory=LauncherSection)
 
     def __post_init__(self) -> None:
-        self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
+        self.staleness.check(mode=self.run.mode)
         self.evaluation.check(best=self.checkpoint.best, workers=self.rollout.workers)
         late = [step for step in self.learner.profile_steps if step > self.run.steps]
         require(not late, f"learner: profile_steps: step {late[:1]} is behind the last, run.steps = {self.run.steps}")

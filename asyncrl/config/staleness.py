@@ -17,23 +17,17 @@ class StalenessSection:
     """Maximum age of a trained token, in policy versions. 0 is synchronous RL."""
     eviction: Literal["", "wait", "drop"] = ""
     """What happens to a group that is still being generated and would become too old. wait: the learner waits for it.
-    drop: it is dropped. Empty: drop with order = "freshest_first", parts = "alone" or "tokens", or stragglers =
-    "partial"; otherwise wait."""
+    drop: it is dropped. Empty: drop with order = "freshest_first", or parts = "alone" or "tokens"; otherwise wait."""
     wait_seconds: float = 300.0
     """Maximum time that a step waits for such groups; then it trains without them. 0: no limit."""
     order: Literal["oldest_first", "freshest_first", "in_order"] = "oldest_first"
     """Order in which buffered groups are trained. freshest_first: lowest staleness, but slow groups are dropped.
     in_order: in the order of their prompts, so one straggler holds up all others."""
-    stragglers: Literal["wait_whole", "partial"] = "wait_whole"
-    """partial (async only): if a group would be too old for the next batch, its finished answers (``min_group`` or
-    more) are trained; the unfinished ones are cancelled and counted. wait_whole: groups are trained whole."""
     parts: TooOld = "whole"
     """What is discarded because of tokens that are too old. whole: the group with its oldest token. alone: only the
     trajectories that are too old (for rollouts of several parts). tokens (async only): only the tokens that are too
     old. The rest of the group is trained, and all rewards stay in the baseline. A group is dropped once nothing of it
     is left."""
-    min_group: int = 2
-    """Minimum number of answers of a partial group."""
     weight: Literal["", "exponential", "inverse", "linear"] = ""
     """Loss weight of a token that is s versions old. exponential: exp(-weight_rate s). inverse: 1 / (1 + s). linear: 1
     - s / (max_staleness + 1). It does not replace a correction (algorithm.correction)."""
@@ -54,31 +48,17 @@ class StalenessSection:
             f'parts = "{self.parts}" leaves out what eviction = "wait" waits for; use "drop"',
         )
         require(self.wait_seconds >= 0, f"wait_seconds must be >= 0 (0 is no limit), got {self.wait_seconds}")
-        require(
-            self.min_group >= 2,
-            f"min_group must be >= 2 (one answer has nothing to compare with), got {self.min_group}",
-        )
         require(self.weight_rate > 0, f"weight_rate must be > 0, got {self.weight_rate}")
 
     @property
     def waits(self) -> bool:
         """Whether the learner waits for groups that would become too old."""
-        drops = self.order == "freshest_first" or self.parts != "whole" or self.stragglers == "partial"
+        drops = self.order == "freshest_first" or self.parts != "whole"
         return self.eviction == "wait" or (self.eviction == "" and not drops)
 
-    def check(self, *, mode: str, group_size: int) -> None:
+    def check(self, *, mode: str) -> None:
         """Check the settings that depend on other sections. Raises ConfigError."""
         require(
             mode == "async" or self.parts != "tokens",
             f'staleness: parts = "tokens" needs run.mode = "async": {mode} trains no answer that new weights continued',
         )
-        if self.stragglers == "partial":
-            require(
-                mode == "async" and self.max_staleness >= 2,
-                'staleness: stragglers = "partial" needs run.mode = "async" and max_staleness >= 2: else every batch '
-                "is the last that may train its groups",
-            )
-            require(
-                self.min_group <= group_size,
-                f"staleness: min_group {self.min_group} is more than rollout.group_size {group_size}",
-            )

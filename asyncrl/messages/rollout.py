@@ -281,7 +281,7 @@ class TrajectoryGroup:
     cancelled       missing rollouts: cut off so that the others could be trained (rollout.group_seconds), or
                     failed (rollout.min_group)
     failed_samples  number of ``cancelled`` rollouts that failed
-    extra_samples   rollouts that were started in addition to the requested ones (actors/rollout/over_sampling.py)
+    extra_samples   rollouts that were started in addition to the requested ones
     began           start of generation in Unix seconds of the worker's clock; 0 if unknown
     reward_seconds  the part of ``seconds`` that the reward took
     """
@@ -409,7 +409,7 @@ class GroupSegment:
 
     Topic ``segments``, key GROUP/ATTEMPT/SEGMENT: rollout worker -> the worker that takes the prompt over.
 
-    proof  shows that the writer received the group's prompt (actors/rollout/group_progress.py); empty if prompts have
+    proof  shows that the writer received the group's prompt (actors/rollout/partial_rollouts.py); empty if prompts have
            no tickets
     """
 

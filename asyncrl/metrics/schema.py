@@ -17,8 +17,8 @@ SCHEMA: dict[str, str] = {
     "staleness/in_flight": "policy versions that passed while a group was being generated, mean over groups",
     "staleness/in_queue": "policy versions that passed while a group waited to be trained, mean over groups",
     "staleness/weight": "mean loss weight from staleness.weight over trained tokens; only if staleness.weight is set",
-    "staleness/cancelled": "answers missing from the batch's groups: the longest ones, cut off by staleness.stragglers "
-    "or rollout.group_seconds, and failed ones (rollout.min_group)",
+    "staleness/cancelled": "answers missing from the batch's groups: the longest ones, cut off by "
+    "rollout.group_seconds, and failed ones (rollout.min_group)",
     "staleness/failed_samples": "how many of staleness/cancelled failed",
     "staleness/old_parts": "trajectories of the batch that were too old and trained nothing; with staleness.parts",
     "staleness/old_tokens": 'sampled tokens of the batch that were too old and trained nothing; with parts = "tokens"',
@@ -97,10 +97,6 @@ SCHEMA: dict[str, str] = {
     "weights/publish_bytes": "bytes stored for the last announced version: a file, or objects (whole, changes, or "
     "both)",
     "weights/pause_seconds": "longest time that an engine decoded nothing during its last load, over engines",
-    "weights/carried_tokens": "tokens of answers in progress while engines loaded new weights, summed over all loads",
-    "weights/lost_tokens": "carried tokens that are missing from the final answers or failed in the load; should be 0",
-    "weights/resampled_tokens": "carried tokens that were sampled again, counted by tokens that differ in the end; "
-    "should be 0",
     "weights/lag_versions": "newest version - version of an engine at its last heartbeat (up to 2 s ago), largest over "
     "engines",
     "weights/*/*": "a metric of weights/ for the engine of one worker",

@@ -115,12 +115,11 @@ def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, i
 
 def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
     """Yield what the numbers leave out, and how they may be wrong."""
-    engine, staleness = found.engine, run_config.staleness
+    engine = found.engine
     if run_config.algorithm.filters:
         yield f"algorithm.filters keep {found.kept:.0%} of the groups"
     for key, is_set in (
         ("rollout.extra_samples", run_config.rollout.extra_samples),
-        ("staleness.stragglers", staleness.stragglers != "wait_whole"),
         ("rollout.load", run_config.load == "drain"),
     ):
         if is_set:

@@ -3,7 +3,7 @@
 Simulates the rules of the loop (asyncrl/planning/ideal.py) with the decoding and training speeds of an H200,
 from short measurements. Bus, actors and Python take no time in the simulation, so the real arms are slower. async_drain
 is much slower, because the simulation does not drain engines before they load. Answers that get too old are not
-simulated either, so async_drop and async_partial are estimated as async.
+simulated either, so async_drop is estimated as async.
 """
 
 from __future__ import annotations

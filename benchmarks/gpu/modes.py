@@ -9,11 +9,10 @@ depend on (seed, group, index), so each arm has the same lengths. A split L+W is
 ranks and W engines; colocated, every GPU has both. SGLang servers start once and serve every arm.
 
 Arms: async (weights are loaded in flight, and the learner waits for late answers), async_drain (engines drain before
-they load), one_step_off, sync, sync_colocated, async_drop (async, but groups that get too old are dropped), and
-async_partial (async, but late answers are cancelled and the finished answers of their group are trained). The first
-split runs all arms, the most informative first. If the sweep ends early, the JSON file has the rows so far. An arm is
-measured from the end of its last warm-up step (async: once the window was filled; 2 steps of one_step_off, 1 of sync)
-until --window seconds and two steps are over.
+they load), one_step_off, sync, sync_colocated, and async_drop (async, but groups that get too old are dropped). The
+first split runs all arms, the most informative first. If the sweep ends early, the JSON file has the rows so far. An
+arm is measured from the end of its last warm-up step (async: once the window was filled; 2 steps of one_step_off, 1 of
+sync) until --window seconds and two steps are over.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ KINDS: Final[Mapping[str, Kind]] = {
     "async_drain": Kind(mode="async", load="drain"),
     "sync": Kind(mode="sync"),
     "async_drop": Kind(mode="async", load="in_flight", settings={"staleness.eviction": "drop"}),
-    "async_partial": Kind(mode="async", load="in_flight", settings={"staleness.stragglers": "partial"}),
 }
 """In the order in which they run. If time runs out, the least important arms are left out."""
 

@@ -29,7 +29,6 @@ NAMES: Final = {
     "one_step_off": "one step off",
     "async_drain": "asynchronous,\ndrained",
     "async_drop": "asynchronous,\ndrops late",
-    "async_partial": "asynchronous,\ncancels late",
     "async": "asynchronous,\nwaits for late",
 }
 COLORS: Final = {
@@ -38,7 +37,6 @@ COLORS: Final = {
     "one_step_off": "#e0a030",
     "async_drain": "#7fb0dc",
     "async_drop": "#5590cc",
-    "async_partial": "#8fa6bd",
     "async": "#2a6fbb",
 }
 

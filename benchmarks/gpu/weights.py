@@ -40,9 +40,10 @@ from typing import Any, Final
 
 from asyncrl.engines.sglang.engine import Options
 from asyncrl.errors import WeightsError
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import BUCKET_BYTES
 from asyncrl.weights.collective import CollectiveReceiver
-from asyncrl.weights.port import LoadReport, Receiver
+from asyncrl.weights.port import LoadReport
 from benchmarks.gpu import bare
 from benchmarks.gpu.arm import visible_devices
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
@@ -57,14 +58,18 @@ NCCL: Final = TRANSPORTS[:2]
 _PATIENCE_SECONDS: Final = 5.0
 
 
-async def send(receiver: Receiver, learner: LearnerSide) -> LoadReport:
+async def send(receiver: CollectiveReceiver, learner: LearnerSide) -> LoadReport:
     """Do one transfer, as WeightFollower and WeightSender do."""
-    if not receiver.request.has_joined:
-        offer = await asyncio.to_thread(learner.begin, receiver.request)
-        await asyncio.gather(receiver.join(offer), asyncio.to_thread(learner.sent))
-    offer = await asyncio.to_thread(learner.begin, receiver.request)
-    report, _ = await asyncio.gather(receiver.receive(offer), asyncio.to_thread(learner.sent))
-    return report
+    async with asyncio.TaskGroup() as group:
+
+        async def ask(request: TransferRequest) -> TransferOffer:
+            offer = await asyncio.to_thread(learner.begin, request)
+            group.create_task(asyncio.to_thread(learner.sent))
+            return offer
+
+        await receiver.join(ask)
+    async with asyncio.TaskGroup() as group:
+        return await receiver.receive(ask)
 
 
 class Bench:

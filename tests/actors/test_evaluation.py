@@ -170,7 +170,7 @@ async def test_a_reward_that_fails_leaves_its_prompts_out_and_the_result_incompl
 ) -> None:
     evaluated.evaluation = section(place="dedicated", at_end=False)
     actors = evaluating_worker(await bus_factory(), Engine(), name="e0", is_dedicated=True)
-    rewards = actors[0]._stages[0]._reward._rewards
+    rewards = actors[0]._stages[0]._maker._reward._rewards
 
     class Broken:
         async def __call__(self, samples: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,10 @@ import safetensors.torch
 
 from asyncrl.engines.port import Engine
 from asyncrl.messages.codec import decode, encode
-from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer
+from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.collective import CollectiveOffer, CollectiveReceiver
+from asyncrl.weights.port import Ask, LoadReport, Receiver, Sender
 from tests.harness.engines import Model
 
 BUCKET_BYTES = 20_000
@@ -42,6 +44,36 @@ def collective_of(offer: TransferOffer) -> CollectiveOffer:
 def changed(offer: TransferOffer, **fields: Any) -> TransferOffer:
     """Return ``offer`` with other fields in its payload."""
     return replace(offer, payload=encode(replace(collective_of(offer), **fields)))
+
+
+def offering(offer: TransferOffer) -> Ask:
+    """Return an ``ask`` that is answered with this offer, while nothing is sent."""
+
+    async def ask(request: TransferRequest) -> TransferOffer:
+        return offer
+
+    return ask
+
+
+async def join(receiver: Receiver, sender: Sender) -> None:
+    """Let a receiver meet a sender, as WeightFollower and WeightSender do."""
+    async with asyncio.TaskGroup() as group:
+        await receiver.join(_ask(sender, group))
+
+
+async def receive(receiver: Receiver, sender: Sender) -> LoadReport:
+    """Let a receiver receive what a sender holds."""
+    async with asyncio.TaskGroup() as group:
+        return await receiver.receive(_ask(sender, group))
+
+
+def _ask(sender: Sender, group: asyncio.TaskGroup) -> Ask:
+    async def ask(request: TransferRequest) -> TransferOffer:
+        transfer = sender.begin(request)
+        group.create_task(asyncio.to_thread(transfer.send))
+        return transfer.offer
+
+    return ask
 
 
 def receiver_of(engine: Engine, name: str = "w0") -> CollectiveReceiver:

@@ -122,21 +122,6 @@ def _windowed(params: Params, inputs: Inputs) -> Outputs:
     }
 
 
-def _group_complete(params: Params, inputs: Inputs) -> Outputs:
-    return {
-        "action": [
-            samplers.group_action(
-                group["versions"],
-                group["done"],
-                group_size=inputs["G"],
-                policy_version=inputs["current"],
-                max_staleness=inputs["max_staleness"],
-            )
-            for group in inputs["groups"]
-        ]
-    }
-
-
 def _vcpo(params: Params, inputs: Inputs) -> Outputs:
     ratios, rate = torch.tensor(inputs["seq_is"], dtype=torch.float64), float(inputs["base_lr"])
     sequences = torch.arange(len(ratios))
@@ -179,6 +164,5 @@ FORMULAS: dict[str, Adapter] = {
     "areal_floor": _areal_floor,
     "nemo_gate": _gate,
     "nemo_windowed": _windowed,
-    "group_complete": _group_complete,
     "vcpo_lr": _vcpo,
 }

@@ -155,7 +155,6 @@ class Batcher:
         """How long the batch taken last was full and held for older groups."""
         # Groups that start at this version or before are not waited for: too old, or a hold ended without them.
         self._given_up = table.policy_version - run.max_staleness - 1
-        self._are_stragglers_cut = run.staleness.stragglers == "partial"
         self._age_weight = age_weight(
             run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
         )
@@ -298,13 +297,11 @@ class Batcher:
         self._changed.set()
 
     def _late(self, starts: Sequence[int]) -> list[int]:
-        """Return those ``starts`` of stragglers that the next step holds for. If workers cut stragglers off when the
-        next step is the last that may train them, holding earlier would wait for answers that are not cut."""
+        """Return those ``starts`` of stragglers that the next step holds for."""
         if not self._waits_for_stragglers:
             return []
         starts = [start for start in starts if start > self._given_up]
-        at_once = max(len(starts), 1) if self._are_stragglers_cut else self._count
-        return self._selection.late_starts(self._table.policy_version, starts, count=at_once)
+        return self._selection.late_starts(self._table.policy_version, starts, count=self._count)
 
     async def _prepared(
         self, groups: Sequence[BufferedGroup], *, policy_version: int, owner: asyncio.TaskGroup

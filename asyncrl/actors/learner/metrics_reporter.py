@@ -246,8 +246,5 @@ _PER_WORKER = {
     "rollout/discarded_tokens": "sum",
     "rollout/unsaved_tokens": "sum",
     "weights/pause_seconds": "max",
-    "weights/carried_tokens": "sum",
-    "weights/lost_tokens": "sum",
-    "weights/resampled_tokens": "sum",
     "weights/lag_versions": "max",
 }

@@ -281,9 +281,7 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             vocabulary_size=model.vocab_size,
             context_tokens=model.context_tokens,
             largest_reward=run.reward.largest,
-            are_answers_whole=all(
-                one["staleness"]["stragglers"] != "partial" and not one["rollout"].get("min_group") for one in run_files
-            ),
+            are_answers_whole=all(not one["rollout"].get("min_group") for one in run_files),
             are_sampled=_are_sampled(run),
             are_whole=all(rollout_functions.traits(one["rollout"]["function"]).gives_one for one in run_files),
             max_parts=_max_parts(run_files),

@@ -6,8 +6,8 @@ group's oldest token, group id). Ids are assigned in the order of the prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
 
 Key = tuple[int, int]
 Order = Callable[[Key], Key]
@@ -56,42 +56,3 @@ def leading(keys: Iterable[Key], *, is_done: Callable[[int], bool], first: int =
             result.append(by_id[group_id])
         group_id += 1
     return result
-
-
-# -- groups that are still incomplete ---------------------------------------------------------------------------------
-
-Action = Literal["train", "wait", "drop"]
-
-
-def group_action(
-    versions: Sequence[int],
-    is_done: Sequence[bool],
-    *,
-    group_size: int,
-    policy_version: int,
-    max_staleness: int,
-    at_least: int | None = None,
-) -> Action:
-    """Decide what to do with a group that still has members in generation.
-
-    versions  for each member that has started, the version of its oldest token
-    is_done   for each of these members, whether it has finished
-
-    By default a group is trained whole: all members done, none too old. One member that is too old drops the whole
-    group (prime-rl, miles, SkyRL). With ``at_least``, a straggler does not take the others with it: at the last step
-    that may train the group, the finished members are trained if there are at least that many. ``at_least`` counts as
-    2 or more, since a group baseline needs two. The rule uses no clock; the bound on staleness is the timeout. The mean
-    over fewer members is still a valid baseline, and the unbiased standard deviation divides by their number - 1.
-    """
-    if not versions:
-        return "wait"
-    oldest = min(versions)
-    if policy_version - oldest > max_staleness:
-        return "drop"
-    num_done = sum(map(bool, is_done))
-    if num_done == group_size:
-        return "train"
-    is_last_chance = policy_version + 1 - oldest > max_staleness
-    if at_least is not None and num_done >= max(at_least, 2) and is_last_chance:
-        return "train"
-    return "wait"

@@ -80,7 +80,7 @@ class GroupValidation:
     vocabulary_size    tokens are 0..vocabulary_size - 1
     context_tokens     tokens that fit into the model, including the prompt
     largest_reward     largest magnitude of a reward and of its parts (reward.largest)
-    are_answers_whole  whether all requested answers must be present; False if stragglers are cut off
+    are_answers_whole  whether all requested answers must be present; False if samples are cut off
     are_sampled        False if answers come from the data: no version sampled them, and their logprobs mean nothing
     are_whole          whether a rollout is one trajectory that follows the group's prompt (gives_one of the rollout
                        function, as single_turn and given have it). False if the function may return several, each

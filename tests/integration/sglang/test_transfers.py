@@ -20,10 +20,9 @@ from asyncrl.messages import SamplingParams
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.collective import CollectiveReceiver
 from asyncrl.weights.nccl import Sender
-from asyncrl.weights.port import LoadReport
 from tests.harness.engines import PROMPT, Check, Model, announce, chosen_experts, switched_logprobs
 from tests.harness.fakes import until
-from tests.harness.transfers import changed, layouts, receiver_of, snapshot
+from tests.harness.transfers import changed, join, layouts, offering, receive, receiver_of, snapshot
 from tests.integration.extending import toy_sockets
 from tests.integration.extending.toy_sockets import SocketChannel
 
@@ -79,30 +78,15 @@ def holding(model: Model, version: int) -> Sender:
     return sender
 
 
-async def meet(receiver: CollectiveReceiver, sender: Sender) -> None:
-    transfer = sender.begin(receiver.request)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(asyncio.to_thread(transfer.send))
-        group.create_task(receiver.join(transfer.offer))
-
-
-async def receive(receiver: CollectiveReceiver, sender: Sender) -> LoadReport:
-    transfer = sender.begin(receiver.request)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(asyncio.to_thread(transfer.send))
-        receiving = group.create_task(receiver.receive(transfer.offer))
-    return receiving.result()
-
-
 async def tear(receiver: CollectiveReceiver, model: Model, version: int) -> None:
     """Simulate a learner that dies after sending the first bucket."""
     whole = snapshot(model)
     sender = Sender("127.0.0.1")
     sender.hold(Snapshot(buckets=whole.buckets[:1]), incarnation=0, policy_version=version)
-    await meet(receiver, sender)
+    await join(receiver, sender)
     transfer = sender.begin(receiver.request)
     offer = changed(transfer.offer, buckets=layouts(model))
-    receiving = asyncio.ensure_future(receiver.receive(offer))
+    receiving = asyncio.ensure_future(receiver.receive(offering(offer)))
     await asyncio.to_thread(transfer.send)
     del transfer, sender
     gc.collect()
@@ -151,7 +135,7 @@ async def test_a_generation_goes_on_with_the_weights_that_were_sent(
     engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model
 ) -> None:
     sender = holding(new, 2)
-    await meet(receiver, sender)
+    await join(receiver, sender)
     async with asyncio.TaskGroup() as tasks:
         task = await in_progress(engine, tasks)
         report = await receive(receiver, sender)
@@ -168,7 +152,7 @@ async def test_many_transfers_pass_through_one_group(
 ) -> None:
     """The same long prompt each time: the prefix cache must not reuse keys of other weights."""
     sender = holding(old, 1)
-    await meet(receiver, sender)
+    await join(receiver, sender)
     group, prompt = receiver.request.group, np.tile(PROMPT, 20)
     for version, model in ((2, new), (3, old), (4, new)):
         sender.hold(snapshot(model), incarnation=0, policy_version=version)
@@ -184,7 +168,7 @@ async def test_folders_and_transfers_take_turns(
     engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model
 ) -> None:
     sender = holding(new, 2)
-    await meet(receiver, sender)
+    await join(receiver, sender)
     await receive(receiver, sender)
     await engine.load(old.version(3))
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
@@ -201,7 +185,7 @@ async def test_the_first_session_may_stay_open_for_all_updates(
     monkeypatch.setattr(engine._loader, "is_repacked", True)
     try:
         sender = holding(new, 2)
-        await meet(receiver, sender)
+        await join(receiver, sender)
         await receive(receiver, sender)
         assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
         await engine.load(old.version(3))
@@ -221,7 +205,7 @@ async def test_our_loader_in_the_server_receives_all_buckets_in_one_order(
 ) -> None:
     """As over NCCL; here its group is gloo's. Folders take turns with it."""
     sender = holding(new, 2)
-    await meet(receiver, sender)
+    await join(receiver, sender)
     asked = through_the_loader(engine, receiver, monkeypatch)
     async with asyncio.TaskGroup() as tasks:
         task = await in_progress(engine, tasks)
@@ -252,7 +236,7 @@ async def test_a_server_that_does_not_find_its_group_gets_a_folder_and_then_sgla
     await engine.load(old.version(3))
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
     sender = holding(new, 4)
-    await meet(receiver, sender)
+    await join(receiver, sender)
     asked = through_the_loader(engine, receiver, monkeypatch)
     await receive(receiver, sender)
     assert BY_LOADER not in asked and BY_SGLANG in asked
@@ -302,7 +286,7 @@ async def test_another_learner_is_met_after_one_that_died(
     """The new learner's transfer repairs the server, just as a folder does."""
     await tear(receiver, new, 2)
     sender = holding(old, 3)
-    await meet(receiver, sender)
+    await join(receiver, sender)
     await receive(receiver, sender)
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
     assert engine.version == (0, 3)
@@ -317,10 +301,7 @@ async def test_a_channel_that_asyncrl_does_not_know_brings_weights_into_the_serv
     channel = SocketChannel(tmp_path, keep=2, model_path=new.folder, options=toy_sockets.Options())
     channel.sender.hold(snapshot(new), incarnation=0, policy_version=2)
     receiver = channel.receiver(engine.intake, engine="w0")
-    transfer = channel.sender.begin(receiver.request)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(asyncio.to_thread(transfer.send))
-        group.create_task(receiver.receive(transfer.offer))
+    await receive(receiver, channel.sender)
     generation = await engine.generate(PROMPT, SHORT, seed=0)
     assert Check(new)(generation) < TOLERANCE
     assert [span.policy_version for span in generation.version_spans] == [2]
@@ -354,7 +335,7 @@ async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder
         assert Check(new)(answer) < TOLERANCE
         np.testing.assert_array_equal(np.sort(answer.experts[:-1], -1), chosen_experts(new, PROMPT, answer.tokens)[:-1])
         sender, receiver = holding(old, 2), receiver_of(engine)
-        await meet(receiver, sender)
+        await join(receiver, sender)
         await receive(receiver, sender)
         assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
         asked = through_the_loader(engine, receiver, monkeypatch)

@@ -13,7 +13,6 @@ from asyncrl.config import RunConfig, tables
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 from asyncrl.launch.assembly.build_learner import build_learner
-from asyncrl.launch.assembly.build_worker import build_worker
 
 
 def run_config(folder: Path = Path(), *, mode: str = "async", **staleness: Any) -> RunConfig:
@@ -42,10 +41,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "weights that do not fall": ({"weight": "exponential", "weight_rate": 0.0}, "weight_rate must be > 0, got 0.0"),
     "unknown weight": ({"weight": "quadratic"}, "weight must be one of 'exponential', 'inverse', 'linear'"),
     "unknown rule": ({"learning_rate": "sqrt"}, "learning_rate must be one of 'ess_sqrt', 'ess_linear', got 'sqrt'"),
-    "partial in sync": ({"stragglers": "partial", "mode": "sync"}, 'stragglers = "partial" needs run.mode = "async"'),
-    "partial at once": ({"stragglers": "partial", "max_staleness": 1}, "and max_staleness >= 2: else every batch"),
-    "one is no group": ({"stragglers": "partial", "min_group": 1}, "min_group must be >= 2"),
-    "more than the group": ({"stragglers": "partial", "min_group": 9}, "min_group 9 is more than rollout.group_size 8"),
     "no time": ({"wait_seconds": -1.0}, "wait_seconds must be >= 0 (0 is no limit), got -1.0"),
 }
 
@@ -67,8 +62,6 @@ def test_invalid_staleness_is_refused_with_a_remedy(section: dict[str, Any], mes
         ({"order": "freshest_first"}, False),
         ({"parts": "alone"}, False),
         ({"parts": "tokens"}, False),
-        ({"stragglers": "partial"}, False),
-        ({"stragglers": "partial", "eviction": "wait"}, True),
         ({"eviction": "drop"}, False),
     ],
 )
@@ -94,16 +87,3 @@ async def test_the_run_file_reaches_the_loop(tmp_path: Path) -> None:
     weight = learner._batcher._age_weight
     assert weight is not None
     assert weight([0, 4]).tolist() == pytest.approx([1.0, 0.2])
-
-
-async def test_the_run_file_reaches_the_workers(tmp_path: Path) -> None:
-    demo_task.write(tmp_path)
-    bus = MemoryBus(max_prompts=256, max_log_bytes=2**26, ack_seconds=60.0, max_message_bytes=2**23)
-    partial = run_config(tmp_path, stragglers="partial", max_staleness=6, min_group=3)
-    worker, _ = await build_worker(partial, bus=bus, name="w0")
-    (training,) = worker._stages
-    assert training._stragglers._max_staleness == 6
-    assert training._stragglers._min_group == 3
-    whole, _ = await build_worker(run_config(tmp_path), bus=bus, name="w1")
-    (training,) = whole._stages
-    assert training._stragglers is None

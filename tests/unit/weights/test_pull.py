@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,11 @@ import torch
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.errors import WeightsError
 from asyncrl.messages import SamplingParams
+from asyncrl.messages.weight_transfer import TransferOffer
 from asyncrl.weights.kept_models import WithModels
-from asyncrl.weights.port import LoadReport
 from asyncrl.weights.pull import PullReceiver
 from tests.harness.engines import PROMPT, Check, Model
-from tests.harness.transfers import snapshot
+from tests.harness.transfers import offering, receive, snapshot
 from tests.integration.extending import toy_sockets
 from tests.integration.extending.toy_sockets import SocketChannel
 
@@ -54,20 +52,11 @@ def channel(tmp_path: Path, new: Model) -> SocketChannel:
     return made
 
 
-async def receive(channel: SocketChannel, receiver: PullReceiver) -> LoadReport:
-    """Transfer like WeightFollower and WeightSender do."""
-    transfer = channel.sender.begin(receiver.request)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(asyncio.to_thread(transfer.send))
-        receiving = group.create_task(receiver.receive(transfer.offer))
-    return receiving.result()
-
-
 async def test_the_engine_samples_from_what_its_channel_fetched(
     engine: inprocess.InProcessEngine, channel: SocketChannel, old: Model, new: Model
 ) -> None:
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-    report = await receive(channel, channel.receiver(engine.intake, engine="w0"))
+    report = await receive(channel.receiver(engine.intake, engine="w0"), channel.sender)
     assert 0 <= report.pause_seconds <= report.load_seconds
     assert engine.version == (0, 2)
     assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
@@ -88,7 +77,7 @@ async def test_a_fetch_that_fails_leaves_the_old_weights(
     with pytest.raises(WeightsError, match="test_pull: ConnectionError: the learner is gone"):
         await engine.take((0, 2), raising, b"the learner")
     with pytest.raises(ExceptionGroup) as raised:
-        await receive(channel, PullReceiver(engine, lacking, engine="w0"))
+        await receive(PullReceiver(engine, lacking, engine="w0"), channel.sender)
     assert raised.group_contains(WeightsError, match="is missing")
     assert engine.version == (0, 1)
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
@@ -98,10 +87,9 @@ async def test_an_offer_of_another_channel_is_refused(
     engine: inprocess.InProcessEngine, channel: SocketChannel
 ) -> None:
     receiver = channel.receiver(engine.intake, engine="w0")
-    transfer = channel.sender.begin(receiver.request)
-    transfer._listener.close()
+    offer = TransferOffer(incarnation=0, policy_version=2, payload=b"of another one")
     with pytest.raises(WeightsError, match="not a Address"):
-        await receiver.receive(replace(transfer.offer, payload=b"of another one"))
+        await receiver.receive(offering(offer))
 
 
 def test_a_channel_whose_models_are_kept_is_received_from_as_ever(

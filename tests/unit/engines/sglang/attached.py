@@ -18,7 +18,7 @@ from asyncrl.messages.weight_transfer import TransferOffer
 from asyncrl.weights.collective import CollectiveOffer
 from asyncrl.weights.port import LoadReport
 from tests.harness.engines import Model
-from tests.harness.transfers import layouts, receiver_of
+from tests.harness.transfers import layouts, offering, receiver_of
 from tests.unit.engines.sglang.fake_server import FakeServer
 
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
@@ -75,11 +75,11 @@ class Attached:
         return self.engine._stamps.of(version)
 
     async def join(self) -> None:
-        await self.receiver.join(self.offer)
+        await self.receiver.join(offering(self.offer))
         self.server.asked.clear()
 
     async def receive(self) -> LoadReport:
-        return await self.receiver.receive(self.offer)
+        return await self.receiver.receive(offering(self.offer))
 
 
 Attach = Callable[..., Any]

@@ -20,7 +20,7 @@ from asyncrl.messages import SamplingParams
 from asyncrl.weights.pull import PullReceiver
 from tests.harness.engines import PROMPT, Model
 from tests.harness.fakes import until
-from tests.harness.transfers import changed, collective_of, layouts
+from tests.harness.transfers import changed, collective_of, layouts, offering
 from tests.unit.engines.sglang.attached import (
     BEGIN,
     BY_LOADER,
@@ -43,7 +43,7 @@ async def test_the_server_joins_as_the_ranks_after_the_learners(attach: Attach) 
     attached = await attach()
     request = attached.receiver.request
     assert (request.engine, request.num_ranks, request.has_joined) == ("w7", 1, False)
-    await attached.receiver.join(attached.offer)
+    await attached.receiver.join(offering(attached.offer))
     assert attached.server.bodies(JOIN) == [
         {
             "master_address": "127.0.0.1",
@@ -266,7 +266,7 @@ async def test_weights_of_another_model_are_refused_before_the_server_is_paused(
     attached = await attach()
     await attached.join()
     with pytest.raises(WeightsError, match="missing"):
-        await attached.receiver.receive(changed(attached.offer, buckets=layouts(model)[1:]))
+        await attached.receiver.receive(offering(changed(attached.offer, buckets=layouts(model)[1:])))
     assert attached.paths == [LEAVE]
     assert attached.engine.version == (0, 3)
 
@@ -276,7 +276,7 @@ async def test_an_address_nobody_answers_at_is_not_given_to_the_server(attach: A
     attached = await attach()
     before = list(attached.paths)
     with pytest.raises(WeightsError, match="cannot reach the learner at 127.0.0.1:1: .*weights.options.host"):
-        await attached.receiver.join(changed(attached.offer, port=1))
+        await attached.receiver.join(offering(changed(attached.offer, port=1)))
     assert attached.paths == before
 
 
@@ -286,7 +286,7 @@ async def test_after_a_failure_the_learner_is_met_under_another_name(attach: Att
     first = attached.receiver.request.group
     attached.server.refuses = {(JOIN if failure == "join" else UPDATE, 1)}
     with pytest.raises(WeightsError):
-        await attached.receiver.join(attached.offer)
+        await attached.receiver.join(offering(attached.offer))
         await attached.receive()
     request = attached.receiver.request
     assert request.group != first
@@ -328,7 +328,8 @@ async def test_a_paused_server_is_told_the_function_of_a_channel_whose_engines_f
     attached = await attach()
     attached.engine._loader.ranks_with_loader = 2
     attached.server.asked.clear()
-    await PullReceiver(attached.engine.intake, source, engine="w7").receive(replace(attached.offer, payload=b"where"))
+    offer = replace(attached.offer, payload=b"where")
+    await PullReceiver(attached.engine.intake, source, engine="w7").receive(offering(offer))
     assert attached.paths == [PAUSE, BEGIN, BY_LOADER, END, CONTINUE]
     first, second = attached.server.bodies(BY_LOADER)[0]["serialized_named_tensors"]
     assert first == second
@@ -341,7 +342,7 @@ async def test_a_server_without_our_loader_is_not_told_to_fetch(attach: Attach) 
     attached = await attach()
     before = list(attached.paths)
     with pytest.raises(WeightsError, match="lacks asyncrl's loader"):
-        await PullReceiver(attached.engine.intake, source, engine="w7").receive(attached.offer)
+        await PullReceiver(attached.engine.intake, source, engine="w7").receive(offering(attached.offer))
     assert attached.paths == before
 
 
@@ -349,5 +350,5 @@ async def test_an_offer_of_another_channel_is_refused_before_the_server_is_asked
     attached = await attach()
     before = list(attached.paths)
     with pytest.raises(WeightsError, match="none of this channel: not a CollectiveOffer"):
-        await attached.receiver.join(replace(attached.offer, payload=b"another's"))
+        await attached.receiver.join(offering(replace(attached.offer, payload=b"another's")))
     assert attached.paths == before

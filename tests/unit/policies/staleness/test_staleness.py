@@ -56,37 +56,6 @@ def test_in_order_stops_at_the_first_group_that_is_missing() -> None:
     assert samplers.leading([], is_done=lambda _: True) == []
 
 
-# -- incomplete groups -------------------------------------------------------------------------------------------------
-
-
-def action(versions: list[int], done: list[bool], **changes: int) -> str:
-    options = {"group_size": 4, "policy_version": 7, "max_staleness": 4, **changes}
-    return samplers.group_action(versions, done, **options)
-
-
-def test_a_group_is_trained_whole_or_dropped_whole() -> None:
-    assert action([4, 4, 5, 5], [True] * 4) == "train"
-    assert action([4, 4, 5], [True] * 3) == "wait"
-    assert action([4, 4, 5, 5], [True, True, True, False]) == "wait"
-    assert action([2, 7, 7, 7], [True] * 4) == "drop"
-    assert action([], []) == "wait"
-
-
-def test_a_straggler_does_not_take_the_others_with_it_at_their_last_step() -> None:
-    # The oldest version is 3 and the bound is 4, so the step from version 7 is the last that may train the group.
-    assert action([3, 3, 3, 4], [True, True, True, False], at_least=2) == "train"
-    assert action([3, 3, 3, 4], [True, True, True, False], at_least=2, policy_version=6) == "wait"
-    assert action([3, 3, 3, 4], [True, False, False, False], at_least=1) == "wait"  # a single member has no baseline
-    assert action([3, 3, 3, 4], [True, False, False, False], at_least=2, policy_version=8) == "drop"
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=4), st.integers(0, 12))
-def test_no_group_that_is_too_old_is_ever_trained(members: list[tuple[int, bool]], version: int) -> None:
-    versions, done = [member[0] for member in members], [member[1] for member in members]
-    found = action(versions, done, policy_version=version, at_least=2)
-    assert (found == "drop") == staleness.is_stale(min(versions), policy_version=version, max_staleness=4)
-
-
 # -- weights and statistics --------------------------------------------------------------------------------------------
 
 
