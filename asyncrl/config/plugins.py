@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import difflib
 import importlib
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
@@ -73,7 +72,7 @@ def contain_exits() -> Iterator[None]:
     """Context for a user's function that turns its exits into UserExit, an ordinary error.
 
     Exits are ``sys.exit`` and KeyboardInterrupt. Otherwise the exit of a task would end the event loop and the process.
-    The same holds for tasks that the function starts (contain_task_exits). A real Ctrl-C is not converted.
+    The same holds for tasks that the function starts (actors/rollout/group_maker.py). A real Ctrl-C is not converted.
     """
     before = IS_USERS.set(True)
     try:
@@ -94,52 +93,6 @@ class UserExit(Exception):
 
 IS_USERS: Final = contextvars.ContextVar("is_users", default=False)
 """Whether the current code is a user's. A task inherits the context of its creator."""
-
-
-def contain_task_exits() -> None:
-    """From now on, contain exits of tasks of the running loop that are made inside ``contain_exits``.
-
-    asyncio raises SystemExit and KeyboardInterrupt of a task through the loop, past any code that awaits the task.
-    """
-    loop = asyncio.get_running_loop()
-    factory = loop.get_task_factory()
-    if not isinstance(factory, _TaskFactory):
-        loop.set_task_factory(_TaskFactory(factory or _make_task))
-
-
-class _TaskFactory:
-    """make: the loop's previous factory, or asyncio's own"""
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        return self._make(loop, _Contained(coroutine) if IS_USERS.get() else coroutine, **options)
-
-
-def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    return asyncio.Task(coroutine, loop=loop, **options)
-
-
-class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine whose exits are contained."""
-
-    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
-        self._inner = inner
-
-    def send(self, value: Any) -> Any:
-        with contain_exits():
-            return self._inner.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        with contain_exits():
-            return self._inner.throw(*error)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def __await__(self) -> Any:
-        return (yield from self._inner.__await__())
 
 
 def describe_raised(error: BaseException) -> str:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -267,3 +267,49 @@ def _is_made(sample: asyncio.Task[Any]) -> bool:
     if not sample.done() or sample.cancelled() or sample.exception() is not None:
         return False
     return not isinstance(sample.result(), RolloutError)
+
+
+def contain_task_exits() -> None:
+    """From now on, contain exits of tasks of the running loop that are made inside ``plugins.contain_exits``.
+
+    asyncio raises SystemExit and KeyboardInterrupt of a task through the loop, past any code that awaits the task.
+    """
+    loop = asyncio.get_running_loop()
+    factory = loop.get_task_factory()
+    if not isinstance(factory, _TaskFactory):
+        loop.set_task_factory(_TaskFactory(factory or _make_task))
+
+
+class _TaskFactory:
+    """make: the loop's previous factory, or asyncio's own"""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+        return self._make(loop, _Contained(coroutine) if plugins.IS_USERS.get() else coroutine, **options)
+
+
+def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    return asyncio.Task(coroutine, loop=loop, **options)
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine whose exits are contained."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
+        self._inner = inner
+
+    def send(self, value: Any) -> Any:
+        with plugins.contain_exits():
+            return self._inner.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with plugins.contain_exits():
+            return self._inner.throw(*error)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Any:
+        return (yield from self._inner.__await__())

@@ -13,10 +13,9 @@ import logging
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from asyncrl.actors.rollout.group_maker import GroupMaker
+from asyncrl.actors.rollout.group_maker import GroupMaker, contain_task_exits
 from asyncrl.actors.rollout.partial_rollouts import GroupProgress
 from asyncrl.actors.rollout.slots import SampleSlots, SlotLease
-from asyncrl.config.plugins import contain_task_exits
 from asyncrl.errors import EngineDied, EngineError, NotNow, PromptError, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, TrajectoryGroup
