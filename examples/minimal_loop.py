@@ -21,7 +21,6 @@ from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
-from asyncrl.actors.learner.prompt_link import PromptLink
 from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.actors.learner.trainer import Trainer
 from asyncrl.actors.learner.training_step import TrainingStep
@@ -100,17 +99,28 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
         options=reference.Options(),
     )
     # The state of every prompt group, and which groups may be trained now. Only this table holds it.
-    state = LearnerState.fresh()
-    table = saved_table.restore(state)
+    table = saved_table.restore(LearnerState.fresh())
     history = History(run.run_directory / "history.jsonl", incarnation=0)
     progress = ProgressReporter(bus, name="learner", table=table, history=history)
-    link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
+    changed, reconciled, waits = asyncio.Event(), asyncio.Event(), WaitTracker()
+    rows = PromptDataset.open(run.data, tokenizer=load_tokenizer(Path(run.model.path)), seed=run.run.seed)
+    prompts = PromptSource(  # rows -> prompts, as many as staleness allows: (max_staleness + 1) batches
+        "prompts",
+        bus,
+        rows=rows,
+        admission=Admission.of(run),
+        sampling=SamplingParams(max_new_tokens=run.rollout.max_new_tokens),
+        group_size=8,
+        table=table,
+        changed=changed,
+        reconciled=reconciled,
+    )
     reader = TrajectoryReader(  # log -> table
         bus,
         table=table,
-        link=link,
         progress=progress,
         changed=changed,
+        reconciled=reconciled,
         validator=Validator(bus),
         filters=None,
         max_failed_in_a_row=32,
@@ -125,18 +135,13 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
         bus,
         run=run,
         table=table,
+        prompts=prompts,
         reader=reader,
         batcher=batcher,
         trainer=trainer,
         checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress),
         progress=progress,
         metrics=MetricsReporter(bus, [Console(run.run.steps), JsonLines(run.run_directory / "metrics.jsonl")]),
-    )
-    rows = PromptDataset.open(run.data, tokenizer=load_tokenizer(Path(run.model.path)), seed=run.run.seed)
-    sampling = SamplingParams(max_new_tokens=run.rollout.max_new_tokens)
-    admission = Admission.of(run)  # how many groups may be in flight: (max_staleness + 1) batches
-    prompts = PromptSource(
-        "prompts", bus, rows=rows, admission=admission, sampling=sampling, group_size=8, state=state, link=link
     )
     return learner, prompts
 

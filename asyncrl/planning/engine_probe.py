@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncrl.actors.base import Actor
-from asyncrl.actors.learner.prompt_link import PromptLink
 from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
@@ -29,7 +28,7 @@ from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.messages import Progress, TrajectoryGroup
 from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.planning.timing import DecodeReading
-from asyncrl.policies.groups.saved import LearnerState, PromptState
+from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.admission import Admission
 
 LOOK_SECONDS: Final = 0.5
@@ -68,8 +67,7 @@ async def _measure(run: RunConfig, *, seconds: float, dry_seconds: float) -> Eng
             admission=Admission(mode="async", groups_per_batch=1, max_staleness=run.window - 1, total_groups=2**31),
             sampling=sampling_of(run),
             group_size=run.rollout.group_size,
-            state=LearnerState(incarnation=0, step=0, policy_version=0, groups={}, consumed={}, prompts=PromptState()),
-            link=PromptLink(),
+            table=GroupTable(),
             are_sampled=False,  # no new weights will come
         )
         probe = _Probe(bus, worker=worker, seconds=seconds, dry_seconds=dry_seconds)

@@ -26,6 +26,7 @@ from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.failed_batches import FailedBatches
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics, table_numbers
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.actors.learner.trainer import Trainer
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.backends.port import StepResult
@@ -57,6 +58,7 @@ class Learner(Actor):
         *,
         run: RunConfig,
         table: GroupTable,
+        prompts: PromptSource,
         reader: TrajectoryReader,
         batcher: Batcher,
         trainer: Trainer,
@@ -75,6 +77,7 @@ class Learner(Actor):
         self.waits = trainer.waits
         self._run = run
         self.table = table
+        self._prompts = prompts
         self._reader = reader
         self._batcher = batcher
         self._trainer = trainer
@@ -102,10 +105,8 @@ class Learner(Actor):
     async def run(self) -> None:
         await self._reader.start()
         async with asyncio.TaskGroup() as group:
-            prompts = group.create_task(self._reader.follow_prompts(), name=f"{self.name}.follow-prompts")
             reading = group.create_task(self._reader.read(), name=f"{self.name}.read")
             checking = group.create_task(self._check_bus(), name=f"{self.name}.check-bus")
-            watching = group.create_task(self._reader.watch_prompts(), name=f"{self.name}.watch-prompts")
             evaluating = await self._start_evaluator(group)
             if self.table.incarnation > 0 or self._trainer.must_publish_at_start or self._evaluates_first:
                 await self._publish_weights(group)
@@ -113,7 +114,7 @@ class Learner(Actor):
             self._load_seconds = os_process.age_seconds()
             await self._train(group)
             await self._finish(group)
-            for task in (prompts, reading, watching, checking, *evaluating):
+            for task in (reading, checking, *evaluating):
                 task.cancel()
 
     async def _check_bus(self) -> None:
@@ -175,7 +176,7 @@ class Learner(Actor):
             "learner/window": self._run.window,
             "learner/skipped_in_a_row": self._skipped.in_a_row,
             "learner/disk_need": self._checkpointer.disk_need,
-            **self._reader.overdue_prompts.numbers(),
+            **self._prompts.overdue_numbers(),
             **self._metrics.alarms(),
         }
 

@@ -1,7 +1,8 @@
 """Publishes prompt groups, never more than the admission window allows.
 
-At the start the source counts outstanding groups from the bus: the ids on ``prompts`` and in the log. From then on each
-id is published once, so counting ids is enough. After killing everything and starting again, the window is right.
+The group table says what is outstanding; the source and the learner share it, in one event loop. The source puts a
+group into the table before its prompt is on the bus, so the table knows every group that a log record can answer. At
+the start it counts the groups on the bus: the ids on ``prompts`` and in the log, which may be ahead of the checkpoint.
 
 If a policy samples, a group asks only for an announced version (test_no_prompt_asks_for_weights_that_nobody_can_get):
 a learner that dies leaves no prompt that workers cannot begin.
@@ -19,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.actors.base import Actor
-from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, Published, Reconciled
 from asyncrl.bus.port import Bus
 from asyncrl.errors import BusError, BusFull, HopelessError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.roles import LEARNER, WORKER
-from asyncrl.messages.topics import PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
-from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
+from asyncrl.policies.groups.overdue import KEPT, REISSUES_LEFT, Overdue, all_wait_for_prompts
+from asyncrl.policies.groups.states import PublishedPrompt
+from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.waits import ROOM_IN_WINDOW
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.staleness import effective_version
@@ -33,6 +35,7 @@ from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import Asked, digest
 
 FULL_QUEUE_SECONDS = 0.5
+LOOK_SECONDS = 2.0
 
 
 class Row(Protocol):
@@ -79,11 +82,7 @@ class _Numbered:
 
 
 class PromptSource(Actor):
-    """consumes: progress, weights    publishes: prompts    woken by: the learner, when groups leave the window
-
-    Owns what is published next. The learner (policies/groups/table.py) owns what happens to it, and receives a
-    report of each group through ``link`` before its prompt is on the bus.
-    """
+    """consumes: progress, weights    publishes: prompts    woken by: the learner, when groups leave the window"""
 
     role = "prompt-source"
 
@@ -96,17 +95,22 @@ class PromptSource(Actor):
         admission: Admission,
         sampling: SamplingParams,
         group_size: int,
-        state: LearnerState,
-        link: PromptLink,
+        table: GroupTable,
+        changed: asyncio.Event | None = None,
+        reconciled: asyncio.Event | None = None,
         tickets: Tickets | None = None,
         max_tokens: int | None = None,
         are_sampled: bool = True,
+        reissue_seconds: float = 0.0,
     ) -> None:
         """
-        state        state that the learner starts from
-        tickets      None for prompts without tickets
-        max_tokens   limit of an answer over all its turns; sampling.max_new_tokens if None
-        are_sampled  whether engines sample the answers and need weights
+        table            shared with the learner
+        changed          set when the data has ended
+        reconciled       set when the table has every group that was ever published
+        tickets          None for prompts without tickets
+        max_tokens       limit of an answer over all its turns; sampling.max_new_tokens if None
+        are_sampled      whether engines sample the answers and need weights
+        reissue_seconds  as in ``Overdue``
         """
         super().__init__(name, bus)
         self._rows = rows
@@ -114,43 +118,52 @@ class PromptSource(Actor):
         self._sampling = sampling
         self._group_size = group_size
         self._max_tokens = sampling.max_new_tokens if max_tokens is None else max_tokens
-        self._link = link
+        self._table = table
+        self._table_changed = changed or asyncio.Event()
+        self._reconciled = reconciled or asyncio.Event()
         self._tickets = tickets or Tickets()
         self._are_sampled = are_sampled
-        self._incarnation, self._policy_version = state.incarnation, state.policy_version
-        self._forks = state.forks
-        self._outstanding = state.prompts.outstanding
-        self._next, self._position = state.prompts.next_group_id, state.prompts.position
-        self._overlong = state.prompts.overlong
-        self._is_exhausted = False
-        self._taken: set[int] = set()  # unpublished groups whose place in the log was taken by someone else
+        self._overdue = Overdue(reissue_seconds, next_group_id=table.next_group_id, now=time.monotonic())
+        self._num_reissued = 0  # prompts issued again in this incarnation
+        self._extra: set[int] = set()  # groups whose prompt was issued again
+        self._policy_version = table.policy_version
         self._progress: Progress | None = None
         self._announced = (0, 0)  # newest (incarnation, policy version); engines start with version 0
         self._changed = asyncio.Event()
+        self._read_to = (0, 0)  # position after the last row read, and overlong rows before it
 
     async def run(self) -> None:
         await self._reconcile()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_progress(), name=f"{self.name}.watch-progress")
-            group.create_task(self._publish_overdue(), name=f"{self.name}.publish-overdue")
+            group.create_task(self._watch_overdue(), name=f"{self.name}.watch-overdue")
             for key in ("", SENT) if self._are_sampled else ():
                 group.create_task(self._watch_weights(key), name=f"{self.name}.watch-{key or 'folders'}")
             while True:
-                what, on = ("more data", "data") if self._is_exhausted else (ROOM_IN_WINDOW, LEARNER)
+                what, on = ("more data", "data") if self._table.is_exhausted else (ROOM_IN_WINDOW, LEARNER)
                 with self.waiting(what, on=on):
                     await self._changed.wait()
                 self._changed.clear()
                 if self._progress is not None:
                     await self._fill(self._progress)
 
+    def overdue_numbers(self) -> dict[str, float]:
+        """Return numbers on prompts that nobody answers, for the learner's heartbeat."""
+        return {
+            "learner/reissued_prompts": self._num_reissued,
+            REISSUES_LEFT: self._overdue.reissues_left,
+            KEPT: self._overdue.num_kept,
+        }
+
     async def _watch_progress(self) -> None:
+        ours = self._table.incarnation
         async with self.bus.watch(PROGRESS) as states:
             async for progress in states:
-                if progress.incarnation == self._incarnation:
+                if progress.incarnation == ours:
                     self._progress = progress
                     self._changed.set()
-                elif progress.incarnation > self._incarnation:  # an older one is left over from before our learner
-                    problem = f"of incarnation {progress.incarnation}, but this is incarnation {self._incarnation}"
+                elif progress.incarnation > ours:  # an older one is left over from before our learner
+                    problem = f"of incarnation {progress.incarnation}, but this is incarnation {ours}"
                     self.bus.rejections.note(PROGRESS.name, problem, kind="incarnation")
 
     async def _watch_weights(self, key: str) -> None:
@@ -166,51 +179,87 @@ class PromptSource(Actor):
             return None
         incarnation, policy_version = self._announced
         return effective_version(
-            VersionSpan(start=0, incarnation=incarnation, policy_version=policy_version), self._forks
+            VersionSpan(start=0, incarnation=incarnation, policy_version=policy_version), self._table.forks
         )
 
     async def _reconcile(self) -> None:
         """Publish lost prompts again and continue after the newest group on the bus, which may be ahead of our
-        checkpoint."""
+        checkpoint.
+
+        Example: the checkpoint knows groups 0 to 3, of which 2 is outstanding; the bus has prompt 4. Then 2 was lost
+        and is published again, 4 is put into the table as it is, and 5 is the next group.
+        """
         on_bus = await self.bus.keys(PROMPTS)  # read first: a group moves from prompts to trajectories
         keys = await self.bus.keys(TRAJECTORIES)
         in_log = {group_id for key in keys if (group_id := self._tickets.group_answered(key)) is not None}
         present = self._group_ids(on_bus | {str(group_id) for group_id in in_log})
-        strange = in_log - present
-        self._taken |= {group_id for group_id in strange if group_id >= self._next}
+        outstanding = {group_id: prompt.position for group_id, prompt in self._table.outstanding.items()}
         lost = await asyncio.to_thread(
-            self._read_again, {group_id: at for group_id, at in self._outstanding.items() if group_id not in present}
+            self._read_again, {group_id: at for group_id, at in outstanding.items() if group_id not in present}
         )
-        ahead = await self._read(max(present, default=-1) + 1 - self._next)
+        ahead = await self._read(max(present, default=-1) + 1 - self._table.next_group_id)
         missing = [*lost, *(numbered for numbered in ahead if numbered.group_id not in present)]
         starts = {numbered.group_id: self._policy_version for numbered in missing}
         for numbered in (*lost, *ahead):
-            self._report(numbered, oldest_start=starts.get(numbered.group_id))
-        self._link.reports.put_nowait(Reconciled())
+            self._put_into_table(numbered, oldest_start=starts.get(numbered.group_id))
+        self._reconciled.set()
         for numbered in missing:
             await self._publish(numbered, min_policy_version=0, again=True)
 
-    async def _publish_overdue(self) -> None:
-        """consumes: prompts that were not answered    waits for: the learner, which misses the answers
+    async def _watch_overdue(self) -> None:
+        """waits for: the clock, to look for prompts that were taken but are not answered"""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.reissue_overdue(now=time.monotonic())
+
+    async def reissue_overdue(self, *, now: float) -> None:
+        """Issue overdue prompts again, and remove the extra prompts of groups that are done. Raises BusError.
 
         They ask for the same versions as before, so an answer by the first taker still counts.
         """
-        while True:
-            overdue = {one.group_id: one for one in await self._link.overdue.get()}
-            positions = {group_id: one.position for group_id, one in overdue.items()}
-            for numbered in await asyncio.to_thread(self._read_again, positions):
-                try:
-                    await self.bus.withdraw(PROMPTS, key=str(numbered.group_id))
-                except BusError as error:  # a full disk allows no removals
-                    self.log.warning("group %d: its prompt cannot be issued again now: %s", numbered.group_id, error)
-                    continue
-                oldest = overdue[numbered.group_id].oldest_start or 0
+        outstanding = self._table.outstanding
+        self._overdue.look(outstanding, next_group_id=self._table.next_group_id, now=now)
+        if self._overdue.is_quiet:
+            all_wait = all_wait_for_prompts((await self.bus.states(ACTORS)).values())
+            undelivered = await self.bus.undelivered(PROMPTS) if all_wait else 0
+            due = self._overdue.due(all_wait=all_wait, undelivered=undelivered)
+            await self._reissue({group_id: outstanding[group_id] for group_id in due if group_id in outstanding})
+        for group_id in sorted(self._extra - outstanding.keys()):
+            if await self._withdraw(group_id):
+                self._extra.discard(group_id)
+
+    async def _reissue(self, prompts: Mapping[int, PublishedPrompt]) -> None:
+        if not prompts:
+            return
+        takers = " by the clients that took them, which send no heartbeat" if self._overdue.num_kept else ""
+        self.log.warning(
+            "%d prompts are not answered%s (groups %s): issued again; the first answer counts"
+            " (rollout.reissue_seconds)",
+            len(prompts),
+            takers,
+            ", ".join(map(str, sorted(prompts)[:5])) + (", ..." if len(prompts) > 5 else ""),
+        )
+        self._num_reissued += len(prompts)
+        positions = {group_id: prompt.position for group_id, prompt in prompts.items()}
+        for numbered in await asyncio.to_thread(self._read_again, positions):
+            if await self._withdraw(numbered.group_id):
+                self._extra.add(numbered.group_id)
+                oldest = prompts[numbered.group_id].oldest_start or 0
                 await self._publish(numbered, min_policy_version=oldest, again=True)
+
+    async def _withdraw(self, group_id: int) -> bool:
+        """Remove a prompt from the bus. Return False if it cannot be removed now."""
+        try:
+            await self.bus.withdraw(PROMPTS, key=str(group_id))
+        except BusError as error:  # a full disk allows no removals
+            self.log.warning("group %d: its prompt cannot be removed now: %s", group_id, error)
+            return False
+        return True
 
     def _group_ids(self, keys: set[str]) -> set[int]:
         """Return the groups among ``keys``. A group far beyond all others does not fit the window and is not ours."""
         ids: set[int] = set()
-        last = self._next - 1
+        last = self._table.next_group_id - 1
         for key in sorted(keys, key=lambda key: (len(key), key)):
             group_id = group_id_of(key)
             if group_id is None or group_id > last + self._admission.most:
@@ -226,7 +275,7 @@ class PromptSource(Actor):
         obtainable = self._obtainable
         oldest = progress.policy_version if obtainable is None else min(progress.policy_version, obtainable)
         count = self._admission.may_publish(
-            published=self._next,
+            published=self._table.next_group_id,
             lost=progress.groups_lost,
             batches_taken=progress.batches_taken,
             steps_done=progress.step,
@@ -234,26 +283,13 @@ class PromptSource(Actor):
         )
         count = min(count, self._admission.most)  # whatever progress the learner claims
         rows = await self._read(count)
-        while not self._link.taken.empty():
-            self._taken.add(self._link.taken.get_nowait())
         async with asyncio.TaskGroup() as group:  # in parallel: one round trip in total, not one per prompt
             for numbered in rows:
-                can_be_answered = numbered.group_id not in self._taken
-                asked = self._asked(numbered.row)
-                self._report(
-                    numbered,
-                    oldest_start=oldest,
-                    can_be_answered=can_be_answered,
-                    asked=asked,
-                )
-                if can_be_answered:
-                    group.create_task(self._publish(numbered, min_policy_version=oldest))
+                self._put_into_table(numbered, oldest_start=oldest, asked=self._asked(numbered.row))
+                group.create_task(self._publish(numbered, min_policy_version=oldest))
         if len(rows) < count:
-            self._is_exhausted = True
-            self._link.reports.put_nowait(self._exhausted())
-
-    def _exhausted(self) -> Exhausted:
-        return Exhausted(position=self._position, overlong=self._overlong)
+            self._table.exhaust(position=self._read_to[0], overlong=self._read_to[1])
+            self._table_changed.set()
 
     def _asked(self, row: Row) -> Asked:
         """Return what this row's prompt asks for in this incarnation."""
@@ -265,31 +301,22 @@ class PromptSource(Actor):
             epoch=row.epoch,
         )
 
-    def _report(
-        self,
-        numbered: _Numbered,
-        *,
-        oldest_start: int | None,
-        can_be_answered: bool = True,
-        asked: Asked | None = None,
-    ) -> None:
-        """Report a group to the learner before its prompt is on the bus."""
-        report = Published(
-            group_id=numbered.group_id,
+    def _put_into_table(self, numbered: _Numbered, *, oldest_start: int | None, asked: Asked | None = None) -> None:
+        """Put a group into the table, before its prompt is on the bus."""
+        self._table.publish(
+            numbered.group_id,
             position=numbered.position,
             oldest_start=oldest_start,
             overlong=numbered.overlong,
-            can_be_answered=can_be_answered,
             asked=asked,
             time=time.time(),
         )
-        self._link.reports.put_nowait(report)
 
     async def _read(self, count: int) -> list[_Numbered]:
         """Return the next ``count`` rows that are short enough, numbered; fewer if the data ends."""
-        first, position, overlong = self._next, self._position, self._overlong
+        first, position, overlong = self._table.next_group_id, self._table.position, self._table.overlong
 
-        def read() -> tuple[list[_Numbered], int, int]:
+        def read() -> tuple[list[_Numbered], tuple[int, int]]:
             rows: list[_Numbered] = []
             place, skipped = position, overlong
             while len(rows) < count and (row := self._rows.at(place)) is not None:
@@ -299,10 +326,9 @@ class PromptSource(Actor):
                     group_id = first + len(rows)
                     rows.append(_Numbered(group_id=group_id, position=place, overlong=skipped, row=row))
                 place += 1
-            return rows, place, skipped
+            return rows, (place, skipped)
 
-        rows, self._position, self._overlong = await asyncio.to_thread(read)
-        self._next += len(rows)
+        rows, self._read_to = await asyncio.to_thread(read)
         return rows
 
     def _read_again(self, positions: Mapping[int, int]) -> list[_Numbered]:
@@ -320,7 +346,7 @@ class PromptSource(Actor):
                     f"data.path: row {position} of group {group_id} is longer than prompts may be now; resume with the "
                     "data.max_prompt_tokens and rollout.max_new_tokens that the run had, or with fewer new tokens"
                 )
-            found.append(_Numbered(group_id=group_id, position=position, overlong=self._overlong, row=row))
+            found.append(_Numbered(group_id=group_id, position=position, overlong=self._table.overlong, row=row))
         return found
 
     async def _publish(self, numbered: _Numbered, *, min_policy_version: int, again: bool = False) -> None:
@@ -337,7 +363,7 @@ class PromptSource(Actor):
             min_policy_version=min_policy_version,
             response_tokens=row.response,
             policy_version=self._policy_version,
-            incarnation=self._incarnation,
+            incarnation=self._table.incarnation,
             dataset=row.dataset,
             response_mask=row.response_mask,
             reward=row.reward,

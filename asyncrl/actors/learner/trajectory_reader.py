@@ -1,4 +1,4 @@
-"""Reads reports of the prompt source and records of the trajectory log, and puts them into the group table.
+"""Reads the records of the trajectory log and puts them into the group table.
 
     log -> validator -> buffered -> filters            groups leave as failed, filtered, or dropped (quarantined)
 
@@ -14,9 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from asyncrl.actors.learner.group_filters import GroupFilters
-from asyncrl.actors.learner.overdue_prompts import OverduePrompts
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
-from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, PromptReport, Published, Reconciled
 from asyncrl.actors.learner.validator import Checked, Rescore, Validator, Verdict
 from asyncrl.bus.port import Bus, LogMark, Record
 from asyncrl.errors import FilterError, HopelessError
@@ -32,8 +30,6 @@ from asyncrl.policies.trust.tickets import Tickets
 
 log = logging.getLogger("asyncrl.learner")
 
-LOOK_SECONDS = 2.0
-
 
 class TrajectoryReader:
     """``changed`` is set when the table has something new for the batcher; ``max_failed_in_a_row`` ends the run."""
@@ -43,27 +39,24 @@ class TrajectoryReader:
         bus: Bus,
         *,
         table: GroupTable,
-        link: PromptLink,
         progress: ProgressReporter,
         changed: asyncio.Event,
+        reconciled: asyncio.Event,
         validator: Validator,
         filters: GroupFilters | None,
         max_failed_in_a_row: int,
         tickets: Tickets | None = None,
-        reissue_seconds: float = 0.0,
     ) -> None:
-        """tickets: None for none;  reissue_seconds: rollout.reissue_seconds"""
+        """reconciled: set when the table has every group that was ever published;  tickets: None for none"""
         self._bus = bus
         self._table = table
-        self._link = link
         self._progress = progress
         self._changed = changed
         self._validator = validator
         self._filters = filters
         self._max_failed_in_a_row = max_failed_in_a_row
-        self._reconciled = asyncio.Event()
+        self._reconciled = reconciled
         self._tickets = tickets or Tickets()
-        self.overdue_prompts = OverduePrompts(bus, table=table, link=link, seconds=reissue_seconds)
         self._failed_of: set[str] = set()  # workers with failed groups since a group was buffered
         self._explained = ""
         """The last error of a filter; its traceback is in the log already."""
@@ -73,26 +66,12 @@ class TrajectoryReader:
         await self._find_log()
         await self._validator.start()
 
-    async def follow_prompts(self) -> None:
-        """consumes: the prompt source's reports    waits for: the next report"""
-        while True:
-            await self._note(await self._link.reports.get())
-
     async def read(self) -> None:
         """consumes: trajectories    waits for: the prompt source's reconciliation with the bus, then records"""
         await self._reconciled.wait()
         async with self._bus.read(TRAJECTORIES, after=self._table.cursor) as records:
             async for record in records:
-                while not self._link.reports.empty():  # first learn of every group that the record can answer
-                    await self._note(self._link.reports.get_nowait())
                 await self._add(record)
-
-    async def watch_prompts(self) -> None:
-        """waits for: the prompt source's reconciliation with the bus, then the clock, to look for overdue prompts"""
-        await self._reconciled.wait()
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            await self.overdue_prompts.look()
 
     async def _find_log(self) -> None:
         """Check whether the log is the one that the checkpoint knows. If it is another log, or was reset, the cursor is
@@ -171,29 +150,6 @@ class TrajectoryReader:
             await self._lost(self._table.drop(groups, reason="quarantined"))
             self._changed.set()
 
-    async def _note(self, report: PromptReport) -> None:
-        """Apply a report of the prompt source to the table."""
-        match report:
-            case Published():
-                self._table.publish(
-                    report.group_id,
-                    position=report.position,
-                    oldest_start=report.oldest_start,
-                    overlong=report.overlong,
-                    asked=report.asked,
-                    time=report.time,
-                )
-                if not report.can_be_answered:
-                    error = "a log entry with its key was published before its prompt"
-                    outcome = self._table.fail(report.group_id, error=error, is_counted=not self._validator.is_on)
-                    await self._failed(outcome, worker="", error=error)
-                    self._changed.set()
-            case Reconciled():
-                self._reconciled.set()
-            case Exhausted():
-                self._table.exhaust(position=report.position, overlong=report.overlong)
-                self._changed.set()
-
     async def _add(self, record: Record[TrajectoryGroup]) -> None:
         if gone := self._table.skip(record.sequence):
             log.warning("entries %d to %d of the trajectory log are gone, and were never read", gone[0], gone[-1])
@@ -209,8 +165,6 @@ class TrajectoryReader:
         )
         self._changed.set()
         if arrival.became == "rejected":
-            if (group_id := self._tickets.group_answered(record.key)) is not None:
-                self._link.taken.put_nowait(group_id)
             if checked.is_news:
                 await self._progress.event("rejected", sequence=record.sequence, problem=checked.problem)
         elif arrival.outcome is not None and group is not None:

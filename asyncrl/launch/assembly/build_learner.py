@@ -22,7 +22,6 @@ from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
-from asyncrl.actors.learner.prompt_link import PromptLink
 from asyncrl.actors.learner.prompt_source import PromptSource, Rows
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.learner.timeline import Timeline
@@ -149,20 +148,19 @@ def assemble_learner(
         step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run), data=ports.data
     )
     table = saved_table.restore(state)
-    link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
+    changed, reconciled, waits = asyncio.Event(), asyncio.Event(), WaitTracker()
     disk = Disk(waits)
     progress = ProgressReporter(bus, name="learner", table=table, history=history, disk=disk, samples=ports.samples)
     reader = TrajectoryReader(
         bus,
         table=table,
-        link=link,
         progress=progress,
         changed=changed,
+        reconciled=reconciled,
         validator=ports.validator,
         filters=_filters(run, ports),
         max_failed_in_a_row=ports.most_failed,
         tickets=ports.tickets,
-        reissue_seconds=run.rollout.reissue_seconds,
     )
     evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
     on_stored = evaluator.stored if evaluator is not None else None
@@ -177,11 +175,13 @@ def assemble_learner(
         profile=registry.profiler(run),
         turn=colocated.learners_turn(run),
     )
+    prompts = _prompts(run, ports, bus=bus, table=table, changed=changed, reconciled=reconciled)
     learner = Learner(
         "learner",
         bus,
         run=run,
         table=table,
+        prompts=prompts,
         reader=reader,
         batcher=Batcher(
             run,
@@ -200,7 +200,7 @@ def assemble_learner(
         failed_batches=FailedBatches(run.run_directory),
         evaluator=evaluator,
     )
-    return learner, _prompts(run, ports, bus=bus, state=state, link=link)
+    return learner, prompts
 
 
 def _filters(run: RunConfig, ports: LearnerPorts) -> GroupFilters:
@@ -213,7 +213,15 @@ def _filters(run: RunConfig, ports: LearnerPorts) -> GroupFilters:
     )
 
 
-def _prompts(run: RunConfig, ports: LearnerPorts, *, bus: Bus, state: LearnerState, link: PromptLink) -> PromptSource:
+def _prompts(
+    run: RunConfig,
+    ports: LearnerPorts,
+    *,
+    bus: Bus,
+    table: GroupTable,
+    changed: asyncio.Event,
+    reconciled: asyncio.Event,
+) -> PromptSource:
     return PromptSource(
         "prompts",
         bus,
@@ -222,10 +230,12 @@ def _prompts(run: RunConfig, ports: LearnerPorts, *, bus: Bus, state: LearnerSta
         sampling=sampling_of(run),
         max_tokens=_max_tokens(run),
         group_size=run.rollout.group_size,
-        state=state,
-        link=link,
+        table=table,
+        changed=changed,
+        reconciled=reconciled,
         tickets=ports.tickets,
         are_sampled=_are_sampled(run),
+        reissue_seconds=run.rollout.reissue_seconds,
     )
 
 

@@ -8,12 +8,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner.prompt_link import PromptLink
 from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.data.prompts import PromptRow
 from asyncrl.errors import HopelessError
 from asyncrl.messages import SamplingParams
+from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.staleness.admission import Admission
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
@@ -36,8 +36,7 @@ async def test_resume_ends_with_the_remedy_if_a_prompt_is_too_long_by_now() -> N
         admission=Admission(mode="async", groups_per_batch=4, max_staleness=1, total_groups=100),
         sampling=SamplingParams(max_new_tokens=4),
         group_size=2,
-        state=state,
-        link=PromptLink(),
+        table=saved_table.restore(state),
     )
     with pytest.raises(HopelessError, match="row 2 of group 3 is longer than prompts may be now; resume with"):
         await asyncio.wait_for(source.run(), 60)

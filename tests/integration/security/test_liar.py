@@ -73,9 +73,10 @@ async def lie(bus: MemoryBus, loop: Loop, seeds: Sequence[int]) -> None:
                 kept.append(delivery)
                 continue
             data = lies.answer_to(delivery.message, random, max_bytes=bus.max_message_bytes)
-            bus._log(TRAJECTORIES).add(delivery.key, data)
+            key = answer_key(delivery.message.group_id, ticket=delivery.message.ticket)
+            bus._log(TRAJECTORIES).add(key, data)
             if random.random() < 0.1:
-                bus._log(TRAJECTORIES).add(delivery.key, data)  # publish it again
+                bus._log(TRAJECTORIES).add(key, data)  # publish it again
             await delivery.ack()
 
 
@@ -85,7 +86,10 @@ async def run_among_lies(seeds: Sequence[int], directory: Path) -> tuple[Loop, s
     possible = GroupValidation(vocabulary_size=64, context_tokens=1000, largest_reward=1e6, are_answers_whole=True)
     validator = Validator(bus, validation=possible, rescoring=LogprobMismatch(bound=0.5, every=3))
     waits: dict[str, Any] = {"wait_for_stragglers": True, "staleness": {"wait_seconds": WAIT_SECONDS}}
-    loop = Loop(bus, directory, steps=10**6, rows=Rows(count=50), validator=validator, max_staleness=3, **waits)
+    tickets = Tickets(b"of this run")
+    loop = Loop(
+        bus, directory, steps=10**6, rows=Rows(count=50), validator=validator, max_staleness=3, tickets=tickets, **waits
+    )
     loop.backend = Trainer()
     async with asyncio.TaskGroup() as group:
         honest = group.create_task(run_worker(worker(bus, Engine(), name="honest", max_running=4)))
