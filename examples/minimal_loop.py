@@ -135,7 +135,6 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
         bus,
         run=run,
         table=table,
-        prompts=prompts,
         reader=reader,
         batcher=batcher,
         trainer=trainer,

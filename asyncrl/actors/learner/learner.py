@@ -26,7 +26,6 @@ from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.failed_batches import FailedBatches
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics, table_numbers
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
-from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.actors.learner.trainer import Trainer
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.backends.port import StepResult
@@ -58,7 +57,6 @@ class Learner(Actor):
         *,
         run: RunConfig,
         table: GroupTable,
-        prompts: PromptSource,
         reader: TrajectoryReader,
         batcher: Batcher,
         trainer: Trainer,
@@ -77,7 +75,6 @@ class Learner(Actor):
         self.waits = trainer.waits
         self._run = run
         self.table = table
-        self._prompts = prompts
         self._reader = reader
         self._batcher = batcher
         self._trainer = trainer
@@ -176,7 +173,6 @@ class Learner(Actor):
             "learner/window": self._run.window,
             "learner/skipped_in_a_row": self._skipped.in_a_row,
             "learner/disk_need": self._checkpointer.disk_need,
-            **self._prompts.overdue_numbers(),
             **self._metrics.alarms(),
         }
 

@@ -25,7 +25,7 @@ from asyncrl.errors import BusError, BusFull, HopelessError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.roles import LEARNER, WORKER
 from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
-from asyncrl.policies.groups.overdue import KEPT, REISSUES_LEFT, Overdue, all_wait_for_prompts
+from asyncrl.policies.groups.overdue import Overdue, all_wait_for_prompts
 from asyncrl.policies.groups.states import PublishedPrompt
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.waits import ROOM_IN_WINDOW
@@ -147,13 +147,8 @@ class PromptSource(Actor):
                 if self._progress is not None:
                     await self._fill(self._progress)
 
-    def overdue_numbers(self) -> dict[str, float]:
-        """Return numbers on prompts that nobody answers, for the learner's heartbeat."""
-        return {
-            "learner/reissued_prompts": self._num_reissued,
-            REISSUES_LEFT: self._overdue.reissues_left,
-            KEPT: self._overdue.num_kept,
-        }
+    def numbers(self) -> dict[str, float]:
+        return {"prompts/reissued": float(self._num_reissued)}
 
     async def _watch_progress(self) -> None:
         ours = self._table.incarnation
@@ -220,9 +215,7 @@ class PromptSource(Actor):
         outstanding = self._table.outstanding
         self._overdue.look(outstanding, next_group_id=self._table.next_group_id, now=now)
         if self._overdue.is_quiet:
-            all_wait = all_wait_for_prompts((await self.bus.states(ACTORS)).values())
-            undelivered = await self.bus.undelivered(PROMPTS) if all_wait else 0
-            due = self._overdue.due(all_wait=all_wait, undelivered=undelivered)
+            due = self._overdue.due(all_wait=all_wait_for_prompts((await self.bus.states(ACTORS)).values()))
             await self._reissue({group_id: outstanding[group_id] for group_id in due if group_id in outstanding})
         for group_id in sorted(self._extra - outstanding.keys()):
             if await self._withdraw(group_id):
@@ -231,12 +224,10 @@ class PromptSource(Actor):
     async def _reissue(self, prompts: Mapping[int, PublishedPrompt]) -> None:
         if not prompts:
             return
-        takers = " by the clients that took them, which send no heartbeat" if self._overdue.num_kept else ""
         self.log.warning(
-            "%d prompts are not answered%s (groups %s): issued again; the first answer counts"
-            " (rollout.reissue_seconds)",
+            "%d prompts are not answered while every worker waits for prompts (groups %s): issued again; the first"
+            " answer counts (rollout.reissue_seconds)",
             len(prompts),
-            takers,
             ", ".join(map(str, sorted(prompts)[:5])) + (", ..." if len(prompts) > 5 else ""),
         )
         self._num_reissued += len(prompts)

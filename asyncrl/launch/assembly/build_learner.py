@@ -181,7 +181,6 @@ def assemble_learner(
         bus,
         run=run,
         table=table,
-        prompts=prompts,
         reader=reader,
         batcher=Batcher(
             run,

@@ -2,9 +2,8 @@
 
 A client that keeps prompts would otherwise hold up the run forever. All outstanding prompts are issued again once no
 group was answered or published for ``seconds`` while every worker waits for prompts: then no worker that sends
-heartbeats is working on any of them. The first answer to a group counts. If a client without heartbeats took them all,
-the run reports it and goes on issuing prompts until the client stops; restarting the learner would give the client the
-same prompts again.
+heartbeats is working on any of them. The first answer to a group counts. If a client without heartbeats takes them all,
+they are issued again and again until it stops.
 Tests: tests/unit/policies/groups/test_overdue.py.
 """
 
@@ -16,12 +15,6 @@ from typing import Final
 from asyncrl.messages import Heartbeat
 from asyncrl.messages.roles import PROMPT_SOURCE, QUARANTINED, WORKER
 
-KEPT: Final = "learner/kept_prompts"
-"""Name of Overdue.num_kept in the learner's heartbeat."""
-REISSUES_LEFT: Final = "learner/reissues_left"
-"""Name of Overdue.reissues_left in the learner's heartbeat."""
-REISSUES: Final = 3
-"""After this many reissues without an answer, reissuing no longer counts as a remedy: something else is wrong."""
 _LOOKS_APART: Final = 10.0
 """A longer gap between two looks, in seconds, does not count as waiting: this process may have received nothing."""
 
@@ -37,8 +30,6 @@ class Overdue:
         self._outstanding: set[int] = set()
         self._next = next_group_id
         self._since = self._looked = now  # since the last change or reissue; of the last look
-        self._times = 0  # reissues since the last change
-        self._is_kept = False
 
     def look(self, outstanding: Collection[int], *, next_group_id: int, now: float) -> None:
         """Note which groups are outstanding.
@@ -51,38 +42,19 @@ class Overdue:
         self._looked = now
         if (set(outstanding), next_group_id) != (self._outstanding, self._next):
             self._outstanding, self._next = set(outstanding), next_group_id
-            self._since, self._times, self._is_kept = now, 0, False
+            self._since = now
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing has changed for so long that prompts may be due."""
         return 0 < self._seconds <= self._looked - self._since and bool(self._outstanding)
 
-    def due(self, *, all_wait: bool, undelivered: int = 0) -> list[int]:
-        """Return the groups to issue again now.
-
-        all_wait     whether every worker waits for prompts
-        undelivered  prompts that are still on the bus because no worker took them
-        """
+    def due(self, *, all_wait: bool) -> list[int]:
+        """Return the groups to issue again now. ``all_wait``: whether every worker waits for prompts."""
         if not self.is_quiet or not all_wait:
             return []
         self._since = self._looked
-        self._times += 1
-        self._is_kept = not undelivered
         return sorted(self._outstanding)
-
-    @property
-    def num_kept(self) -> int:
-        """Number of groups whose prompts were taken by a client that sends no heartbeats and answers none of them.
-
-        An estimate; it drops to 0 once any group is answered.
-        """
-        return len(self._outstanding) if self._is_kept else 0
-
-    @property
-    def reissues_left(self) -> int:
-        """How often prompts can still be issued again before giving up on this remedy."""
-        return max(0, REISSUES - self._times) if self._seconds and self._outstanding else 0
 
 
 def all_wait_for_prompts(beats: Iterable[Heartbeat]) -> bool:

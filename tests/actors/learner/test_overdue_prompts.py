@@ -37,11 +37,7 @@ async def test_a_prompt_that_nobody_answers_is_issued_again_and_withdrawn_once_i
         issued = (await anext(deliveries)).message
     assert issued is not None
     assert (issued.group_id, issued.prompt, issued.min_policy_version) == (0, "p10", 3)
-    assert source.overdue_numbers() == {
-        "learner/reissued_prompts": 1,
-        "learner/reissues_left": 2,
-        "learner/kept_prompts": 1,
-    }
+    assert source.numbers() == {"prompts/reissued": 1}
     assert await bus.keys(PROMPTS) == {"0"}
     table.fail(0, error="answered, one way or the other")
     await source.reissue_overdue(now=start + 64)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.roles import LEARNER, PROMPT_SOURCE, QUARANTINED, WORKER
-from asyncrl.policies.groups.overdue import REISSUES, Overdue, all_wait_for_prompts
+from asyncrl.policies.groups.overdue import Overdue, all_wait_for_prompts
 
 
 class Looks:
@@ -64,36 +64,6 @@ def test_seconds_in_which_nothing_could_be_received_do_not_count() -> None:
 def test_zero_seconds_issue_nothing_again() -> None:
     look = Looks(0)
     assert not look.until(10_000, {1})
-    assert look.overdue.reissues_left == 0
-
-
-def test_prompts_that_a_client_took_count_as_kept_until_any_is_answered() -> None:
-    look = Looks(60)
-    look.until(60, {0, 1})
-    assert look.overdue.num_kept == 0
-    look.until(130, {0, 1})
-    assert look.overdue.num_kept == 2
-    look.until(132, {1})
-    assert look.overdue.num_kept == 0
-
-
-def test_prompts_that_are_still_on_the_bus_are_not_kept() -> None:
-    overdue = Overdue(60)
-    for now in range(0, 200, 2):
-        overdue.look({0, 1}, next_group_id=2, now=now)
-        overdue.due(all_wait=True, undelivered=2)
-        assert overdue.num_kept == 0
-    assert overdue.reissues_left == 0
-
-
-def test_reissues_are_used_up_until_something_changes() -> None:
-    look = Looks(60)
-    assert look.overdue.reissues_left == 0  # nothing is outstanding
-    for now, left in ((2, REISSUES), (62, REISSUES - 1), (122, REISSUES - 2), (182, 0)):
-        look.until(now, {0})
-        assert look.overdue.reissues_left == left
-    look.until(184, {0, 1})
-    assert look.overdue.reissues_left == REISSUES
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 50), st.sets(st.integers(0, 9)), st.booleans()), max_size=60))
