@@ -184,10 +184,6 @@ class Bus(Protocol):
         """Return the number of stored messages: without ack on a work topic, not yet trimmed on a log."""
         ...
 
-    async def undelivered(self, topic: Topic[Any]) -> int:
-        """Return the number of messages on a work topic that were never delivered to any consumer."""
-        ...
-
     async def keys(self, topic: Topic[Any]) -> set[str]:
         """Return the keys of the messages stored on a work or log topic."""
         ...

@@ -356,19 +356,6 @@ async def test_what_is_withdrawn_is_free_for_another_while_somebody_still_works_
     await bus.check()
 
 
-async def test_what_was_once_given_to_somebody_is_delivered_whether_it_is_held_or_given_back(bus: Bus) -> None:
-    await publish_prompts(bus, 1, 2, 3)
-    while await bus.undelivered(PROMPTS) != 3:  # nats-server counts a message a moment after it stores it
-        await asyncio.sleep(0.01)
-    async with taken(bus, 2) as (first, second):
-        assert await bus.undelivered(PROMPTS) == 1
-        await first.retry(delay=60)
-        await second.ack()
-        assert (await bus.undelivered(PROMPTS), await bus.depth(PROMPTS)) == (1, 2)
-    await bus.withdraw(PROMPTS, key="3")
-    assert await bus.undelivered(PROMPTS) == 0
-
-
 async def test_a_prompt_that_nobody_has_is_withdrawn_without_a_word(bus: Bus) -> None:
     await bus.withdraw(PROMPTS, key="1")
     assert await bus.depth(PROMPTS) == 0

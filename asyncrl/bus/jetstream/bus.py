@@ -26,7 +26,7 @@ from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.deliveries import JetStreamDeliveries
 from asyncrl.bus.jetstream.errors import Refused
 from asyncrl.bus.jetstream.last_per_subject import last_of_each
-from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, WORKERS, Layout, is_removed
+from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, Layout, is_removed
 from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.jetstream.log_reader import open_log
 from asyncrl.bus.jetstream.objects import JetStreamObjects
@@ -208,10 +208,6 @@ class JetStreamBus:
 
     async def depth(self, topic: Topic[Any]) -> int:
         return int((await self._info(topic))["state"]["messages"])
-
-    async def undelivered(self, topic: Topic[Any]) -> int:
-        info = await self._connection.api(f"CONSUMER.INFO.{await self._stream(topic)}.{WORKERS}")
-        return int(info["num_pending"])
 
     async def keys(self, topic: Topic[Any]) -> set[str]:
         return {self._layout.key(topic, subject) for subject in await self._subjects(topic)}

@@ -161,10 +161,6 @@ class MemoryBus:
         await _let_others_run()
         return len(self._queue(topic).keys())
 
-    async def undelivered(self, topic: Topic[Any]) -> int:
-        await _let_others_run()
-        return self._work(topic).undelivered
-
     async def keys(self, topic: Topic[Any]) -> set[str]:
         await _let_others_run()
         return set(self._queue(topic).keys())

@@ -85,10 +85,6 @@ class Work:
     def keys(self) -> list[str]:
         return list(self._stored)
 
-    @property
-    def undelivered(self) -> int:
-        return sum(not item.attempt for item in self._ready)
-
     def add(self, key: str, data: bytes, *, again: bool = False) -> bool:
         if key in self._stored or (key in self._known and not again):
             return False
