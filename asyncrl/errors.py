@@ -2,15 +2,14 @@
 
     AsyncRLError           exit code 1: the launcher restarts the process
     ├── ConfigError        a user error: printed as one line without a traceback, exit code 2
-    │   ├── NoAnswer       no response at bus.url
+    │   ├── NoAnswer       no response at bus.url, exit code 1
     │   ├── NoSuchRun      the bus answers but has no run of that name
     │   ├── NoHistory      a folder has no history.jsonl
-    │   ├── NoRoom         no GPUs are free for another process
-    │   └── NameTaken      another rollout worker of the run has this name: exit code 4
+    │   └── NoRoom         no GPUs are free for another process
     ├── LaunchError        a launcher could not start a process; the next attempt may work
-    ├── HopelessError      a restart would end the same way: exit code 3
+    ├── HopelessError      a restart would end the same way: exit code 2
     │   └── BusLost        what the run had on the bus was deleted, or is older than the run
-    ├── DiskError          a file cannot be written or read now: exit code 5, restarted until it can
+    ├── DiskError          a file cannot be written or read now
     ├── BusError           the bus refused a request or the connection is lost
     │   ├── BusFull        a topic is full; retry after consumers have taken messages
     │   ├── ObjectGone     a large object is not, or no longer, in the store
@@ -40,8 +39,6 @@ from typing import Final
 
 INTERRUPTED = 130
 """Exit code of a process that was drained or stopped before its work was done."""
-PIPE_CLOSED = 141
-"""Exit code of a command whose output is no longer read (`| head`); the same code as of a process that SIGPIPE ends."""
 
 
 class AsyncRLError(Exception):
@@ -57,7 +54,9 @@ class ConfigError(AsyncRLError, ValueError):
 
 
 class NoAnswer(ConfigError):
-    """No server answers at bus.url. Commands that watch a run wait for the server."""
+    """No server answers at bus.url. Commands that watch a run wait for the server; a process of a run is restarted."""
+
+    exit_code = 1
 
 
 class NoSuchRun(ConfigError):
@@ -72,12 +71,6 @@ class NoRoom(ConfigError):
     """No GPUs are free for another process. `asyncrl run` refuses to start; a fleet that is up keeps its size."""
 
 
-class NameTaken(ConfigError):
-    """Another rollout worker of the run has this name. `asyncrl run` restarts its own worker under another name."""
-
-    exit_code = 4
-
-
 class LaunchError(AsyncRLError):
     """A launcher could not start a process. `asyncrl run` treats this like a process that died and may try again."""
 
@@ -85,7 +78,7 @@ class LaunchError(AsyncRLError):
 class HopelessError(AsyncRLError):
     """A failure that a restart cannot fix. Launchers end the run."""
 
-    exit_code = 3
+    exit_code = ConfigError.exit_code
 
 
 class BusLost(HopelessError):
@@ -96,13 +89,7 @@ class BusLost(HopelessError):
 
 
 class DiskError(AsyncRLError):
-    """A disk cannot be written or read now: full, read-only, an I/O error. Launchers restart the process until it can.
-
-    Raised where checkpoints are read. A process also exits with this code after an OSError that only disks cause
-    (``exit_code_of``).
-    """
-
-    exit_code = 5
+    """A disk cannot be written or read now: full, read-only, an I/O error. Raised where checkpoints are read."""
 
 
 class BusError(AsyncRLError):
@@ -213,24 +200,14 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of a process that ``error`` ends: the worst of the error, its causes and group members.
-
-    DiskError's code is returned only if nothing is worse, because a process that exits with it is restarted endlessly.
-    """
-    codes, waiting, seen = {1}, [error], set[int]()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:  # the one exception of a group has the group as its cause
-            continue
-        seen.add(id(one))
-        if isinstance(one, AsyncRLError):
-            codes.add(one.exit_code)
-        if _errno(one) in _ONLY_DISKS:
-            codes.add(DiskError.exit_code)
-        waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-        waiting += [one.__cause__] if one.__cause__ is not None else ()
-    worst = max(codes - {DiskError.exit_code})
-    return DiskError.exit_code if worst == 1 and DiskError.exit_code in codes else worst
+    """Return the exit code of a process that ``error`` ends: the worst of its members and their causes."""
+    codes = [1]
+    for leaf in leaves(error):
+        one: BaseException | None = leaf
+        while one is not None and not isinstance(one, BaseExceptionGroup):
+            codes += [one.exit_code] if isinstance(one, AsyncRLError) else []
+            one = one.__cause__
+    return max(codes)
 
 
 def disk_problem(error: BaseException) -> OSError | None:

@@ -15,8 +15,6 @@ from asyncrl.errors import leaves
 
 log = logging.getLogger("asyncrl.supervisor")
 
-STUCK_EXIT_CODE = 70
-
 
 async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, owns_process: bool = True) -> None:
     """Start and run all actors. When ``main`` returns, stop the helpers. An actor that raises stops all others.
@@ -69,7 +67,7 @@ def _only(error: BaseExceptionGroup[BaseException]) -> BaseException:
 @contextlib.contextmanager
 def _watched(tasks: list[asyncio.Task[None]], seconds: float, *, owns_process: bool) -> Iterator[Callable[[], None]]:
     """Watch for tasks that do not stop. A TaskGroup waits forever for a child that lost its cancel or blocks the loop.
-    Here, the process exits with STUCK_EXIT_CODE and its launcher restarts it; the bus redelivers the work.
+    Here, the process exits with code 1 and its launcher restarts it; the bus redelivers the work.
 
     A process that belongs to a caller never exits: its tasks are cancelled again until they end.
     """
@@ -85,7 +83,7 @@ def _watched(tasks: list[asyncio.Task[None]], seconds: float, *, owns_process: b
             then = "exiting" if owns_process else "cancelling it again"
             log.critical("still running %.0f s after stop: %s; %s", seconds, names, then)
             if owns_process:
-                os._exit(STUCK_EXIT_CODE)
+                os._exit(1)
             with contextlib.suppress(RuntimeError):  # the loop has just closed
                 loop.call_soon_threadsafe(cancel_again)
 

@@ -6,15 +6,13 @@ The tables below list the choices. Every entry may also be "package.module:objec
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from asyncrl.adapters import learner_models
+from asyncrl.adapters.bus_file import read_address
 from asyncrl.backends.port import Backend
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.bus.port import Bus
@@ -24,10 +22,9 @@ from asyncrl.config.addresses import without_secrets
 from asyncrl.data.model_folder import check_model
 from asyncrl.engines.port import Engine
 from asyncrl.environments import load as rollout_functions
-from asyncrl.errors import ConfigError, NoSuchRun
+from asyncrl.errors import ConfigError
 from asyncrl.launch.keys import signing_keys
 from asyncrl.messages.signing import UNSIGNED, Signatures
-from asyncrl.os_process import is_alive, process_space
 from asyncrl.weights.port import WeightChannel
 
 if TYPE_CHECKING:
@@ -59,8 +56,6 @@ CHANNELS = {
 BUSES = {"memory": "asyncrl.bus.memory.adapter:MemoryBusAdapter", "nats": "asyncrl.bus.nats_server.adapter:NatsAdapter"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.batching.filters:dynamic_sampling"}
 
-BUS_FILE = "bus.json"
-"""File with the address of the server that `asyncrl run` started, for processes that join from this machine."""
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
@@ -308,56 +303,7 @@ def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
         )
     if run.bus.url or run.bus.address:
         return run.bus.url or run.bus.address, token
-    return own_address(run.run_directory)
-
-
-def own_address(directory: Path) -> tuple[str, str]:
-    """Return (url, token) of the server that `asyncrl run` started for ``directory``. Raises NoSuchRun."""
-    path = directory / BUS_FILE
-    remedy = (
-        "start that first, or give the address of a nats-server with --set bus.url=nats://HOST:PORT "
-        "(a run that is over: `asyncrl audit`, `samples` and `board` read its folder)"
-    )
-    try:
-        table = json.loads(path.read_bytes())
-        found = (table["url"], table["token"])
-        if not all(isinstance(text, str) for text in found):
-            raise ValueError("no url and token")
-        if table.get("inode", path.stat().st_ino) != path.stat().st_ino:
-            problem = f"{path}: was copied with another run's folder, and no `asyncrl run` is up in {directory}"
-        elif _is_killed(found[0], pid=table.get("pid"), host=table.get("host")):
-            problem = f"{path}: `asyncrl run` (process {table['pid']}) was killed, and its nats-server is gone"
-            remedy = (
-                "continue with `asyncrl run FILE --resume` (until then `asyncrl audit`, `samples` and `board` read its "
-                "folder)"
-            )
-        else:
-            return found
-    except FileNotFoundError:
-        problem = f"bus.url is empty and no `asyncrl run` is up in {directory}"
-    except OSError as error:
-        problem = f"{path}: cannot be read: {error.strerror}; `asyncrl run` writes it again"
-    except (ValueError, KeyError, TypeError):
-        problem = f"{path}: is damaged; `asyncrl run` writes it again"
-    raise NoSuchRun(f"{problem}; {remedy}")
-
-
-def _is_killed(url: str, *, pid: object, host: object) -> bool:
-    """Whether the `asyncrl run` that wrote BUS_FILE was killed, and its server with it.
-
-    Only known of one on this machine and in this container: process ids of others mean nothing here.
-    """
-    return host == process_space() and isinstance(pid, int) and not is_alive(pid) and not answers(url)
-
-
-def answers(url: str) -> bool:
-    """Whether a server accepts connections at ``url``. Blocks for at most two seconds."""
-    try:
-        parts = urlsplit(url)
-        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=2.0):
-            return True
-    except (OSError, ValueError):  # no server there, or not an address
-        return False
+    return read_address(run.run_directory)
 
 
 async def _connect(run: RunConfig, url: str, *, token: str, role: str, signatures: Signatures | None = None) -> Bus:

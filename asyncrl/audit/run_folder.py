@@ -11,14 +11,13 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from asyncrl import config
-from asyncrl.adapters import registry
+from asyncrl.adapters import bus_file, registry
 from asyncrl.audit import metric_rows
 from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
@@ -26,7 +25,6 @@ from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory, NoSuchRun
 from asyncrl.messages.topics import Topic
-from asyncrl.os_process import is_alive, process_space
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.state import checkpoint
@@ -38,7 +36,7 @@ SILENT_SECONDS = 10.0
 """Time limit for the next record of a log."""
 
 
-_TRACES: Final = ("checkpoints", "metrics.jsonl", "nats", registry.BUS_FILE)
+_TRACES: Final = ("checkpoints", "metrics.jsonl", "nats", bus_file.BUS_FILE)
 """Files and folders that a run leaves in its folder besides its history."""
 
 
@@ -48,29 +46,6 @@ class Address:
 
     url: str
     token: str
-
-
-def launcher_pid(directory: Path) -> int:
-    """Return the process id of the `asyncrl run` that is up in ``directory``, as recorded there; 0 if there is none."""
-    try:
-        pid = int(json.loads((directory / registry.BUS_FILE).read_text())["pid"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
-    return pid if is_alive(pid) else 0
-
-
-def may_be_up(directory: Path) -> bool:
-    """Return whether `asyncrl run` may be up in ``directory``, here or where else the folder is.
-
-    One that ends removes its file. One that was killed leaves the file behind, and only its own machine can tell.
-    """
-    try:
-        host = json.loads((directory / registry.BUS_FILE).read_text())["host"]
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, KeyError, TypeError):  # damaged: `asyncrl run` writes it again while it is up
-        return True
-    return host != process_space() or launcher_pid(directory) != 0
 
 
 def newest_model(run: RunConfig) -> Path | None:
@@ -103,7 +78,7 @@ def run_at(where: Path | None, overrides: list[str], *, verb: str, needs_bus: bo
     if where.absolute().name == run.run.name or run.bus.url or not registry.bus_class(run).is_shared:
         return run
     try:  # renamed or copied: use the server of this folder, not of the folder with the run's name
-        url, token = registry.own_address(where)
+        url, token = bus_file.read_address(where)
     except NoSuchRun:
         if needs_bus:
             raise
@@ -272,12 +247,12 @@ class RecordedRun:
         A nats-server that was killed is being restarted; starting another one on its store would end the run.
         """
         try:
-            found = Address(*registry.own_address(self.directory))
+            found = Address(*bus_file.read_address(self.directory))
         except ConfigError:
             return None
-        if registry.answers(found.url):
+        if bus_file.answers(found.url):
             return found
-        if launcher := launcher_pid(self.directory):
+        if launcher := bus_file.launcher_pid(self.directory):
             raise ConfigError(
                 f"{self.directory}: its run is up (process {launcher}), but no nats-server answers at {found.url}; "
                 "it may just be starting again, so try again in a moment"

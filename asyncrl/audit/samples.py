@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from asyncrl.adapters import registry
-from asyncrl.audit.run_folder import RecordedRun, log_records, may_be_up
+from asyncrl.adapters.bus_file import may_be_up
+from asyncrl.audit.run_folder import RecordedRun, log_records
 from asyncrl.bus.port import Bus, Record
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError, NoHistory

@@ -86,10 +86,6 @@ class BackendAdapter(Adapter):
         """Run as a rank other than the learner, until the learner says goodbye. Raises ConfigError when refused."""
         raise NotImplementedError
 
-    @classmethod
-    def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
-        return run.model_paths
-
 
 def constructor_arguments(
     adapter: type[BackendAdapter], run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Final
 
-from asyncrl.adapters import registry
+from asyncrl.adapters import bus_file, registry
 from asyncrl.audit import run_folder
 from asyncrl.audit.metric_rows import Row
 from asyncrl.audit.run_observer import RunObserver
@@ -68,7 +68,7 @@ class WatchedRun:
 
     def is_up(self) -> bool:
         """Whether the run may be up: `asyncrl run` is up here, the bus is at bus.url, or only the bus is reachable."""
-        return self.directory is None or self._has_server or run_folder.launcher_pid(self.directory) != 0
+        return self.directory is None or self._has_server or bus_file.launcher_pid(self.directory) != 0
 
     async def events(self, *, newest: int) -> AsyncGenerator[Event, None]:
         """Yield the last ``newest`` events, then new ones. Raises AsyncRLError.

@@ -3,8 +3,7 @@
 Each verb is one file in this folder, or in a room that stands apart (APART), with ``add_arguments(parser)`` and
 ``run(options) -> exit code``, and one row of VERBS. Only the file of the requested verb is imported.
 
-Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would fail again (every group fails), 4 another worker has
-this worker's name, 5 a disk cannot be written, 70 stuck, 130 interrupted, 141 the output is no longer read.
+Exit codes: 0 done; 1 failed; 2 a wrong configuration, or a failure that a restart would repeat; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import TextIOWrapper
 from typing import Any, Final, NoReturn, Protocol, TextIO, cast
 
-from asyncrl.errors import INTERRUPTED, PIPE_CLOSED, AsyncRLError, ConfigError, exit_code_of, leaves
+from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, exit_code_of, leaves
 from asyncrl.version import VERSION
 
 VERBS: Final = {
@@ -135,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _is_left_by_reader():
             raise
-        code = PIPE_CLOSED
+        code = 1
     except OSError as error:  # an error of the machine
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
         where = f"{str(error.filename)[:_LONGEST_SHOWN]}: " if error.filename else ""

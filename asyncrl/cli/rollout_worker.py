@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _sample(run_config: RunConfig, identity: Identity, *, token: str, is_dedicated: bool) -> int:
-    """Sample until the worker is drained or the run is finished. Raises NameTaken while another worker has its name.
+    """Sample until the worker is drained or the run is finished. Raises ConfigError while another worker has its name.
 
     is_dedicated  only evaluate
     """

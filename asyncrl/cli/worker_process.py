@@ -55,7 +55,7 @@ async def bus_of_worker(run_config: RunConfig, own: Identity, *, token: str) -> 
 
     After the context, the process ends within EXIT_SECONDS.
 
-    Raises NameTaken while another worker has its name.
+    Raises ConfigError while another worker has its name.
     """
     signatures = signing_keys.signatures(run_config, role="rollout-worker", own=own.key, life=own.life)
     bus, run = await connect(run_config, token=token, role="rollout-worker", signatures=signatures), run_config.run.name

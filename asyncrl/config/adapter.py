@@ -15,8 +15,6 @@ that may define ``Options`` (rewards/load.py, environments/load.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.config import RunConfig, tables
@@ -58,9 +56,3 @@ class Adapter:
     def num_gpus(cls, run: RunConfig) -> int:
         """Return the number of GPUs that the process takes on a machine with GPUs; 0 if it runs on the CPU."""
         return 0
-
-    @classmethod
-    def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
-        """Map keys of the run file to files or folders that must exist on the machine of each process with this
-        adapter."""
-        return {}

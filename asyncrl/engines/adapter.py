@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -74,10 +73,6 @@ class EngineAdapter(Adapter):
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:
         return int(run.engine.device != "cpu")
-
-    @classmethod
-    def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
-        return {"model.path": Path(run.model.path)}
 
     @property
     def intake(self) -> Intake | None:

@@ -7,8 +7,7 @@ restart a process, which hung processes to kill, and when the run is over, in th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -22,9 +21,6 @@ class ProcessSpec:
     gpus         indices on the launcher's machine, if asyncrl assigns GPUs (``Launcher.places`` is False); else empty
     environment  added to the inherited environment, with its PYTHONPATH in front; may hold secrets, so never put it on
                  a command line or in a log
-    paths        key of the run file -> path that must exist on its machine
-    shared       key of the run file -> folder that must be shared with our machine, unless the process is on the
-                 learner's machine
 
     For launchers that choose machines (``Launcher.places``); values are names of other processes of the run:
     beside       the process must be on the same machine as the named one
@@ -38,15 +34,9 @@ class ProcessSpec:
     num_gpus: int = 0
     gpus: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    paths: Mapping[str, Path] = field(default_factory=dict)
-    shared: Mapping[str, Path] = field(default_factory=dict)
     beside: str = ""
     apart: tuple[str, ...] = ()
     meets: str = ""
-
-    def renamed(self, name: str) -> ProcessSpec:
-        """Return a rollout worker's spec under another name, which is also its last argument."""
-        return replace(self, name=name, arguments=(*self.arguments[:-1], name))
 
 
 class LaunchedProcess(Protocol):

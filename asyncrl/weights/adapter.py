@@ -14,10 +14,7 @@ from asyncrl.weights.port import Intake, Receiver, Sender, WeightChannel
 
 
 class ChannelAdapter(Adapter):
-    """Defaults for a channel that stores folders in weights.directory.
-
-    A channel's ``required_paths`` are folders that the learner and every worker must share.
-    """
+    """Defaults for a channel that stores folders in weights.directory."""
 
     section: ClassVar[str] = "weights"
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import WeightsError
 from asyncrl.logs import is_at
 from asyncrl.messages import WeightVersion
@@ -51,12 +50,6 @@ class FilesChannel(ChannelAdapter):
 
     takes = frozenset({"adapters", "fp8", "int4"})
     takes_parts = True
-
-    @classmethod
-    def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
-        if run.weights.directory:
-            return {"weights.directory": run.weights_directory}
-        return {"run.directory": run.run_directory}
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path, links: bool = True) -> None:
         """

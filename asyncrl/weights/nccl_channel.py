@@ -65,10 +65,6 @@ class NCCLChannel(ChannelAdapter):
         )
 
     @classmethod
-    def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
-        return FilesChannel.required_paths(run)
-
-    @classmethod
     def learner_environment(cls, run: RunConfig) -> Mapping[str, str]:
         return {CUMEM: "0"}  # as in SGLang
 

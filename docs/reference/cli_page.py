@@ -17,13 +17,8 @@ results to stdout and everything else to stderr.
 |---|---|
 | 0 | done |
 | 1 | failed; `doctor` and `audit`: found something |
-| 2 | configuration: one line says where, what, and how to fix it |
-| 3 | failed, and would fail again after a restart (every group fails) |
-| 4 | another worker of the run has this worker's name |
-| 5 | a disk cannot be written: full, read-only, an I/O error; `asyncrl run` restarts the process until it can |
-| 70 | a process did not stop in time, or could start no thread |
+| 2 | a wrong configuration, or a failure that a restart would repeat: one line says where, what, and how to fix it |
 | 130 | interrupted: Ctrl-C |
-| 141 | its output is no longer read, as in `\\| head` |
 
 | environment variable | meaning |
 |---|---|

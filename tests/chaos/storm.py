@@ -29,9 +29,9 @@ from typing import Any, Final
 
 from asyncrl import config, os_process
 from asyncrl.adapters import registry
+from asyncrl.adapters.bus_file import BUS_FILE
 from asyncrl.bus.port import Bus
-from asyncrl.errors import AsyncRLError, BusError
-from asyncrl.launch.processes.process_manager import NEVER_AGAIN
+from asyncrl.errors import AsyncRLError, BusError, ConfigError
 from asyncrl.messages.topics import PROMPTS
 from asyncrl.policies.audit.entries import present
 from asyncrl.state import history
@@ -299,7 +299,7 @@ class Storm:
         return {"run": self._process.pid} | processes_below(self._process.pid) | forked
 
     def _start(self, *extra: str) -> None:
-        (self.run_directory / registry.BUS_FILE).unlink(missing_ok=True)  # left by an earlier `asyncrl run`
+        (self.run_directory / BUS_FILE).unlink(missing_ok=True)  # left by an earlier `asyncrl run`
         resume = ["--resume"] if (self.run_directory / HISTORY_FILE).exists() else []
         arguments = ["run", str(self.run_file), *self._overrides, *resume, *extra]
         self.runs += 1
@@ -352,7 +352,7 @@ class Storm:
                 await self._observer  # raises if the observer failed
             assert time.monotonic() < deadline, f"not back after {RECOVERY_SECONDS:.0f} s: {what}"
             code = self._process.poll() if self._process else None
-            assert code not in NEVER_AGAIN, f"asyncrl run ended with exit code {code}; see {self._output.name}"
+            assert code != ConfigError.exit_code, f"asyncrl run ended with exit code {code}; see {self._output.name}"
             await asyncio.sleep(_LOOK_SECONDS)
 
     def audit(self) -> dict[str, Any]:

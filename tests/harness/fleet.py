@@ -9,10 +9,13 @@ from collections.abc import Callable
 from asyncrl import config
 from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.actors.health_monitor import HealthMonitor
+from asyncrl.bus.adapter import BusServer
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.config import RunConfig
 from asyncrl.errors import LaunchError, NoRoom
 from asyncrl.launch.port import ProcessSpec
-from asyncrl.launch.processes import launch, process_manager, process_specs
+from asyncrl.launch.processes import launch, process_specs
+from asyncrl.launch.processes.process_manager import ProcessManager
 from asyncrl.messages.control import FleetSize, FleetStatus
 from asyncrl.messages.topics import FLEET, FLEET_STATUS
 from tests import ROOT
@@ -73,21 +76,31 @@ class Launcher:
         return [one for one in self.started if one.spec.name == name][-1]
 
 
+def settings_of(*overrides: str) -> RunConfig:
+    return config.load(DEMO, ["learner.device=cpu", *overrides])
+
+
+def manager_of(launcher: Launcher, *overrides: str, server: BusServer | None = None) -> ProcessManager:
+    """Return the manager of a learner and two workers, which are not started yet."""
+    settings = settings_of(*overrides)
+    specs = process_specs.ProcessSpecs(settings, launcher=launcher, common=["RUN.toml"], environment={})
+    return ProcessManager(
+        dataclasses.replace(settings.run, stall_seconds=1e9),
+        launcher=launcher,
+        children=specs.initial(size=None, resume=False),
+        new_worker=specs.new_worker,
+        server=server,
+    )
+
+
 class Stage:
     """A running fleet of two workers, and its bus."""
 
     def __init__(self, launcher: Launcher, *overrides: str) -> None:
         self.launcher = launcher
         self.bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
-        settings = config.load(DEMO, ["learner.device=cpu", *overrides])
-        self.specs = process_specs.ProcessSpecs(settings, launcher=launcher, common=["RUN.toml"], environment={})
-        self.manager = process_manager.ProcessManager(
-            dataclasses.replace(settings.run, stall_seconds=1e9),
-            launcher=launcher,
-            children=self.specs.initial(size=None, resume=False),
-            new_worker=self.specs.new_worker,
-            server=None,
-        )
+        settings = settings_of(*overrides)
+        self.manager = manager_of(launcher, *overrides)
         self.monitor = HealthMonitor(self._bus)
         scaler = FleetScaler(self._bus, self.manager.fleet, rule=launch._fleet_rule(settings))
         self.task = asyncio.create_task(self.manager.run(self.monitor, scaler))

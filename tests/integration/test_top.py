@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl import config
-from asyncrl.adapters.registry import BUS_FILE
+from asyncrl.adapters.bus_file import BUS_FILE
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.cli import top

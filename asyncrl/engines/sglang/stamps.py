@@ -28,7 +28,7 @@ def new_owner() -> str:
 def kept_owner(file: Path, *, model: Path) -> str:
     """Return the owner of a server that outlives the worker: always the same for this file and these weights.
 
-    The file is created if it does not exist. A new run in the same folder removes it (launch/processes/kept_files.py).
+    The file is created if it does not exist. A new run in the same folder removes it (launch/processes/launch.py).
     model: folder of version 0:0. Raises WeightsError if its weights cannot be read
     """
     try:

@@ -14,7 +14,7 @@ import socket
 from collections.abc import AsyncIterator
 
 from asyncrl.bus.port import Asked, Bus
-from asyncrl.errors import ConfigError, Forbidden, NameTaken
+from asyncrl.errors import ConfigError, Forbidden
 from asyncrl.messages.control import Claim
 from asyncrl.messages.topics import LAUNCHER, Service, worker_named
 
@@ -32,16 +32,14 @@ def launcher(bus: Bus, *, run: str) -> contextlib.AbstractAsyncContextManager[No
 
 
 def worker(bus: Bus, name: str, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
-    """In this context, no other rollout worker of this name can join the run. Raises NameTaken while one is up."""
+    """In this context, no other rollout worker of this name can join the run. Raises ConfigError while one is up."""
     problem = f"--name: a rollout worker {name!r} is up in run {run!r}"
     remedy = "give this one another --name, or end that one first"
-    return _alone(bus, worker_named(name), problem=problem, remedy=remedy, kind=NameTaken)
+    return _alone(bus, worker_named(name), problem=problem, remedy=remedy)
 
 
 @contextlib.asynccontextmanager
-async def _alone(
-    bus: Bus, service: Service[Claim, Claim], *, problem: str, remedy: str, kind: type[ConfigError] = ConfigError
-) -> AsyncIterator[None]:
+async def _alone(bus: Bus, service: Service[Claim, Claim], *, problem: str, remedy: str) -> AsyncIterator[None]:
     ours = Claim(host=socket.gethostname(), pid=os.getpid())
     async with contextlib.AsyncExitStack() as stack:
         questions: AsyncIterator[Asked[Claim, Claim]] | None = None
@@ -52,7 +50,7 @@ async def _alone(
             async with one_at_a_time:
                 there = await bus.ask(service, ours, seconds=ANSWER_SECONDS)
                 if there is not None:
-                    raise kind(f"{problem}: process {there.pid} on {there.host}; {remedy}")
+                    raise ConfigError(f"{problem}: process {there.pid} on {there.host}; {remedy}")
                 questions = await stack.enter_async_context(bus.serve(service))
         except Forbidden as error:
             log.warning(

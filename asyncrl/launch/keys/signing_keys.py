@@ -26,7 +26,7 @@ from typing import Final
 
 from asyncrl.bus.credentials_file import keys
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, DiskError, exit_code_of
+from asyncrl.errors import ConfigError, disk_problem
 from asyncrl.launch.keys import heard_file, key_files, worker_keys
 from asyncrl.launch.port import Launcher
 from asyncrl.messages.signing import Signatures, SigningKey, is_public_key
@@ -169,7 +169,7 @@ def _secret(folder: Path) -> SigningKey | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        if exit_code_of(error) == DiskError.exit_code:
+        if isinstance(error, OSError) and disk_problem(error):
             raise
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(

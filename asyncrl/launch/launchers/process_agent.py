@@ -41,21 +41,20 @@ Stream = Literal["stdout", "stderr", "log"]
 class LaunchRequest:
     """Describes the process to start.
 
-    directory    working directory: that of the launcher
-    environment  added to the agent's own environment; may hold secrets
-    paths        key of the run file -> path that must exist
-    shared       key of the run file -> folder that must be the same as the launcher's: it holds ``mark``
-    log          log file of the process; passed on line by line unless its folder is the launcher's own
-    version      version of asyncrl
+    directory      working directory: that of the launcher
+    environment    added to the agent's own environment; may hold secrets
+    mark           content of the file MARK in the launcher's folder of logs
+    log            log file of the process; passed on line by line unless its folder is the launcher's own
+    shares_folder  whether the folder of logs, in the run's folder, must be the launcher's own
+    version        version of asyncrl
     """
 
     arguments: tuple[str, ...]
     directory: str
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    paths: Mapping[str, str] = field(default_factory=dict)
-    shared: Mapping[str, str] = field(default_factory=dict)
     mark: str
     log: str
+    shares_folder: bool = False
     version: str = VERSION
 
 
@@ -193,12 +192,9 @@ def missing_requirements(request: LaunchRequest) -> str:
         return (
             f"the folder {request.directory}, in which `asyncrl run` was started, is not there; every machine needs it"
         )
-    for key, path in request.paths.items():
-        if not os.path.exists(os.path.join(request.directory, path)):
-            return f"{key}: {path} is not there"
-    for key, folder in request.shared.items():
-        if not sees(Path(request.directory, folder), request.mark):
-            return f"{key}: {folder} is not the folder that `asyncrl run` sees; it must be shared"
+    folder = Path(request.directory, request.log).parent
+    if request.shares_folder and not sees(folder, request.mark):
+        return f"run.directory: {folder.parent} is not the folder that `asyncrl run` sees; it must be shared"
     return ""
 
 

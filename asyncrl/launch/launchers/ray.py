@@ -74,10 +74,9 @@ class RayLauncher(LauncherAdapter):
         self.errors: Any = None
         """Ray's exceptions."""
         self._mark = secrets.token_hex(8)
-        self._marked: set[Path] = set()
+        self._has_marked = False
         self._planned: list[Need] = []
         self._places: dict[str, _Place] = {}
-        self._unfit: dict[str, frozenset[str]] = {}
         self._running: dict[str, RayProcess] = {}
         self._turn = asyncio.Lock()
         self._unplaced: set[str] = set()
@@ -125,11 +124,10 @@ class RayLauncher(LauncherAdapter):
         )
         process: RayProcess | None = None
         try:
-            started: Started = await actor.start.remote(self._order(spec, place))
+            started: Started = await actor.start.remote(self._order(spec))
             place.machine = await self._machine_of(place)  # a machine may die at any time, and Ray find another
             address = self._address(place.machine)
             if started.problem:
-                self._unfit[spec.role] = self._unfit.get(spec.role, frozenset()) | {place.machine}
                 raise NoRoom(f"{spec.name} on {address}: {started.problem}")
             process = self._running[spec.name] = RayProcess(actor, self, name=spec.name, started=started)
         except self.errors.RayError as error:
@@ -155,8 +153,7 @@ class RayLauncher(LauncherAdapter):
             await asyncio.wait([asyncio.ensure_future(one.ended()) for one in ending], timeout=_LAST_SECONDS)
         for name in list(self._places):
             await self.release(name)
-        for folder in self._marked:
-            (folder / MARK).unlink(missing_ok=True)
+        (self._logs / MARK).unlink(missing_ok=True)
         self._ray.shutdown()
         self._ray = None
 
@@ -222,9 +219,6 @@ class RayLauncher(LauncherAdapter):
         need, up = self._need(spec, machines), {one.id for one in machines}
         others = [place for place in self._places.values() if place.machine in up]
         self._require_room([*(place.need for place in others), need], machines)
-        unfit = self._unfit.get(spec.role, frozenset())
-        if all(one.id in unfit for one in machines if need.fits(one)):  # what they lacked may be there by now
-            unfit = self._unfit[spec.role] = frozenset()
         beside = self._places.get(spec.beside)
         choice = ray_placement.choose(
             need,
@@ -232,7 +226,6 @@ class RayLauncher(LauncherAdapter):
             machines=machines,
             ours=[place.machine for place in others],
             planned=self._planned,
-            unfit=unfit,
             beside=beside.machine if beside is not None else "",
             apart=[self._places[name].machine for name in spec.apart if name in self._places],
         )
@@ -273,7 +266,7 @@ class RayLauncher(LauncherAdapter):
         return str(table["bundles_to_node_id"][0]) if table["state"] == "CREATED" else ""
 
     async def _is_there(self, spec: ProcessSpec, place: _Place) -> bool:
-        """Whether the place's machine is up, fit, and still compatible with those of our other processes."""
+        """Whether the place's machine is up and still compatible with those of our other processes."""
         if not place.machine or await self._machine_of(place) != place.machine:
             return False
         alive = {one.id for one in await asyncio.to_thread(self._machines)}
@@ -282,7 +275,6 @@ class RayLauncher(LauncherAdapter):
         leader = self._places.get(spec.beside)
         return (
             place.machine in alive
-            and place.machine not in self._unfit.get(spec.role, frozenset())
             and place.machine not in {others.get(name) for name in shunned}
             and (leader is None or leader.machine == place.machine)
         )
@@ -323,28 +315,21 @@ class RayLauncher(LauncherAdapter):
 
     # -- what the agent is asked to do ---------------------------------------------------------------------------------
 
-    def _order(self, spec: ProcessSpec, place: _Place) -> LaunchRequest:
-        for folder in (self._logs, *spec.shared.values()):
-            self._leave_mark(folder)
-        learner = self._places.get(LEARNER)
-        is_with_learner = spec.role != LEARNER and learner is not None and learner.machine == place.machine
+    def _order(self, spec: ProcessSpec) -> LaunchRequest:
+        if not self._has_marked:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            (self._logs / MARK).write_text(self._mark)
+            self._has_marked = True
         given = {name: os.environ[name] for name in self._options.environment if name in os.environ}
         met = {"MASTER_ADDR": self._address(self._places[spec.meets].machine)} if spec.meets else {}
         return LaunchRequest(
             arguments=spec.arguments,
             directory=os.getcwd(),
             environment=given | dict(spec.environment) | met,
-            paths={key: str(path) for key, path in spec.paths.items()},
-            shared={} if is_with_learner else {key: str(folder) for key, folder in spec.shared.items()},
+            shares_folder=spec.role in _LEARNERS,
             mark=self._mark,
             log=str(self._logs.absolute() / f"{spec.name}.log"),
         )
-
-    def _leave_mark(self, folder: Path) -> None:
-        if folder not in self._marked:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / MARK).write_text(self._mark)
-            self._marked.add(folder)
 
     def _refuse_another(self) -> None:
         try:

@@ -76,7 +76,6 @@ def choose(
     machines: Sequence[Machine],
     ours: Sequence[str],
     planned: Sequence[Need],
-    unfit: frozenset[str] = frozenset(),
     beside: str = "",
     apart: Collection[str] = (),
 ) -> Choice:
@@ -84,25 +83,24 @@ def choose(
 
     ours     machine of each of the run's other placed processes
     planned  everything that the run will have at once, for the first process to be placed
-    unfit    machines that lack something
     beside   machine on which it must run, if any
     apart    machines on which it must not run
     """
     if beside:
-        return Choice(within=frozenset((beside,)), without=unfit)
-    unfit = unfit | frozenset(apart)
-    there = [one for one in machines if need.fits(one) and one.id not in unfit]
+        return Choice(within=frozenset((beside,)))
+    without = frozenset(apart)
+    there = [one for one in machines if need.fits(one) and one.id not in without]
     taken = frozenset(ours)
     if strategy == "STRICT_SPREAD":
-        return Choice(without=taken | unfit)
+        return Choice(without=taken | without)
     if strategy == "STRICT_PACK":
         whole = total(planned)
         fitting = frozenset(one.id for one in there if is_within(whole, one.capacity))
-        return Choice(within=taken or fitting, without=unfit)
+        return Choice(within=taken or fitting, without=without)
     if not there or not taken:
-        return Choice(without=unfit)
+        return Choice(without=without)
     by_company = sorted(there, key=lambda one: (ours.count(one.id), one.id))
-    return Choice(without=unfit, near=by_company[0 if strategy == "SPREAD" else -1].id)
+    return Choice(without=without, near=by_company[0 if strategy == "SPREAD" else -1].id)
 
 
 def refusal(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Machine]) -> str:

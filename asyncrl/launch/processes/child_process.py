@@ -17,15 +17,14 @@ BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 30.0
 HEALTHY_SECONDS = 600.0
 """A process that has worked and was up for this long gets all its restarts back."""
-MOST_RENAMES = 10
-"""Number of names that may be taken by others, one after the other, in addition to those whose heartbeats are heard."""
 
 
 @dataclass(slots=True)
 class RestartPolicy:
     """How often a process may be restarted, and how long to wait before each restart.
 
-    The wait doubles with every start that fails, up to LONGEST_BACK_OFF_SECONDS.
+    The wait doubles with every start that fails, up to LONGEST_BACK_OFF_SECONDS. Example: a process that always dies in
+    its start is restarted after 0, 1, 2, 4, ... seconds.
     """
 
     restarts: int
@@ -33,24 +32,28 @@ class RestartPolicy:
     failed_starts: int = 0
     """Consecutive failed starts."""
 
-    def next_delay(self, uptime_seconds: float, *, has_worked: bool) -> float | None:
+    def next_delay(self, uptime_seconds: float, *, has_worked: bool, is_free: bool = False) -> float | None:
         """Return the seconds to wait before the next start; None if no restart is left.
 
-        A process that has worked is restarted immediately. So is one after its first failed start: it may have worked
-        and died before its first heartbeat was heard.
+        A process that has worked is restarted at once. So is one after its first failed start: it may have worked and
+        died before its first heartbeat was heard.
+
+        is_free  the process is not to blame, so this restart is not counted
         """
         if has_worked and uptime_seconds >= HEALTHY_SECONDS:
             self.used = 0
-        if self.used >= self.restarts:
-            return None
-        self.used += 1
-        doubled = BACK_OFF_SECONDS * 2 ** (self.failed_starts - 1)
-        back_off = min(doubled, LONGEST_BACK_OFF_SECONDS) if self.failed_starts else 0.0
+        if not is_free:
+            if self.used >= self.restarts:
+                return None
+            self.used += 1
+        back_off = 0.0
+        if self.failed_starts:
+            back_off = min(BACK_OFF_SECONDS * 2 ** (self.failed_starts - 1), LONGEST_BACK_OFF_SECONDS)
         if has_worked and uptime_seconds >= back_off:
             self.failed_starts = 0
             return 0.0
         self.failed_starts += 1
-        return float(back_off)
+        return back_off
 
     def __str__(self) -> str:
         return f"restart {self.used} of {self.restarts}"
@@ -83,14 +86,11 @@ class ChildProcess:
     restart_arguments: tuple[str, ...] = ()
     """Added to the command from the second start on, or from the first one if ``resumed``."""
     resumed: bool = False
-    renames: RestartPolicy = field(default_factory=lambda: RestartPolicy(MOST_RENAMES))
     is_kept_running: bool = False
     is_added: bool = False
-    """The worker was added while the run was up."""
+    """The worker was added while the run was up, and has not worked yet."""
     is_leaving: bool = False
     """It was told to drain while the run continues, so its exit is not a failure."""
-    is_configured: bool = False
-    """It has worked before. If it now reports a wrong run file, the real cause is that it cannot reach the bus."""
     starts: int = 0
     no_restart: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     """Once set, the process is not started again."""
@@ -143,7 +143,7 @@ class ChildProcess:
                 self._pending_signal = 0
             node, pid = self.process.node, self.process.pid
             code = await self.process.ended()
-            reason = f"{self.name} ended with {_in_words(code)}" + (f" ({self.fault})" if self.fault else "")
+            reason = f"{self.name} ended with {self._describe(code)}"
         except AsyncRLError as error:
             code, reason = error.exit_code, f"{self.name} does not start: {error}"
             has_no_room = isinstance(error, NoRoom)
@@ -151,6 +151,12 @@ class ChildProcess:
             self.process, self.since = None, time.monotonic()
         uptime = self.since - began
         return Exit(code=code, reason=reason, uptime_seconds=uptime, has_no_room=has_no_room, node=node, pid=pid)
+
+    def _describe(self, code: int) -> str:
+        text = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code == -signal.SIGKILL and not self.fault and not self.no_restart.is_set():
+            return f"{text} (out of memory? lower rollout.max_running or learner.micro_batch_tokens)"
+        return f"{text} ({self.fault})" if self.fault else text
 
     async def _start(self, launcher: Launcher, spec: ProcessSpec) -> LaunchedProcess | None:
         """Start the process; None if ``no_restart`` is set first. A launcher may wait long for free GPUs."""
@@ -181,7 +187,3 @@ class ChildProcess:
             self.process.signal(number)
         else:
             self._pending_signal = number
-
-
-def _in_words(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -44,8 +44,10 @@ class Fleet:
         self.changed = asyncio.Event()
         self.quarantined: set[str] = set()
         """Names of quarantined workers at the health monitor's last look."""
-        self._new_worker, self._start, self._over, self.say = new_worker, start, over, say
-        self._taken: set[str] = set()  # names of workers that this run did not start
+        self._new_worker = new_worker
+        self._start = start
+        self._over = over
+        self.say = say
         self._size = sum(child.spec.role == WORKER for child in self.children)
         self._request = self._problem = ""
 
@@ -95,18 +97,11 @@ class Fleet:
         self.say(self._problem)
         self.changed.set()
 
-    def ended(self, child: ChildProcess) -> None:
+    def remove(self, child: ChildProcess) -> None:
         """Record that a process will not be started again."""
         child.is_kept_running = False
         if child.spec.role == WORKER:
             self.children.remove(child)
-        self.changed.set()
-
-    def rename(self, child: ChildProcess) -> None:
-        """Rename a worker whose name is used by a worker that this run did not start."""
-        self._taken.add(taken := child.name)
-        child.spec = child.spec.renamed(self._free_name())
-        self.say(f"{taken!r} is the name of a rollout worker that is not ours: ours is {child.name!r} now")
         self.changed.set()
 
     def _add_worker(self) -> ChildProcess:
@@ -118,5 +113,5 @@ class Fleet:
         return child
 
     def _free_name(self) -> str:
-        names = {child.name for child in self.children} | self._taken
+        names = {child.name for child in self.children}
         return next(name for number in itertools.count() if (name := f"w{number}") not in names)

@@ -18,8 +18,9 @@ from pathlib import Path
 from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.adapters import registry
+from asyncrl.adapters.bus_file import BUS_FILE, launcher_pid, write_address
 from asyncrl.adapters.registry import connect
-from asyncrl.audit.run_folder import RecordedRun, launcher_pid
+from asyncrl.audit.run_folder import RecordedRun
 from asyncrl.bus.adapter import BusServer
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
@@ -28,7 +29,6 @@ from asyncrl.launch.checks import resume_checks, resume_settings, single_instanc
 from asyncrl.launch.keys import signing_keys
 from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
 from asyncrl.launch.launchers.load import build_launcher
-from asyncrl.launch.processes import kept_files
 from asyncrl.launch.processes.process_manager import Outcome, ProcessManager
 from asyncrl.launch.processes.process_specs import ProcessSpecs
 from asyncrl.logs import print_line
@@ -84,7 +84,7 @@ async def launch(
             await stack.enter_async_context(_only_one(run_config, resume=resume, token=token))
             _make(directory)  # only after the server at bus.url has answered
         if not resume:
-            kept_files.forget_workers(directory)
+            forget_workers(directory)
         environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}
         if server is not None:
             environment = {"ASYNCRL_BUS_URL": server.url, "ASYNCRL_BUS_TOKEN": server.token}
@@ -103,16 +103,14 @@ async def launch(
         )
         if handles_signals:
             stack.enter_context(_signals(manager.interrupt))
-        return await _managed(manager, run_config, token=token, server=server)
+        return await _managed(manager, run_config, token=token)
 
 
-async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str, server: BusServer | None) -> Outcome:
+async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str) -> Outcome:
     def bus() -> Awaitable[Bus]:
         return connect(run_config, token=token)
 
     monitor = HealthMonitor(bus, launched=manager.launched)
-    files = kept_files.of_run(run_config.run_directory, server)
-    keeping = asyncio.ensure_future(kept_files.keep(files, say=manager.say))
     scaler = FleetScaler(bus, manager.fleet, rule=_fleet_rule(run_config))
     running = asyncio.ensure_future(manager.run(monitor, scaler))  # awaited on every exit
     try:
@@ -122,9 +120,6 @@ async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str
         manager.interrupt()
         await running  # a second cancellation kills the remaining processes
         raise
-    finally:
-        keeping.cancel()
-        await asyncio.wait((keeping,))  # it must not write files after the run has ended
 
 
 def _fleet_rule(run_config: RunConfig) -> FleetSizer | None:
@@ -158,14 +153,14 @@ def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
                 "there ends it"
             ) from None
         raise
-    address = kept_files.AddressFile.of(directory, server)
+    address = directory / BUS_FILE
     try:
-        address.write()
+        write_address(directory, url=server.url, token=server.token)
         where = server.url.partition("://")[2]
         print_line(f"{server.name} on {where}   run {run_config.run.name}   logs in {directory}/logs")
         yield server
     finally:
-        address.path.unlink(missing_ok=True)
+        address.unlink(missing_ok=True)
         server.stop()
 
 
@@ -202,6 +197,13 @@ async def _reopen(run_config: RunConfig, *, token: str) -> FleetSize | None:
 
 
 # -- folder and signals ------------------------------------------------------------------------------------------------
+
+
+def forget_workers(directory: Path) -> None:
+    """Remove what the workers of an earlier run in this folder kept for their restarts: by it they would take weights
+    that they left in a server of their own for those of this run (engines/sglang/stamps.py)."""
+    for path in (directory / "logs").glob("*.owner"):
+        path.unlink(missing_ok=True)
 
 
 def _require_run(directory: Path) -> None:

@@ -21,7 +21,6 @@ from asyncrl.launch.assembly.build_worker import build_worker
 from asyncrl.launch.assembly.training import train
 from asyncrl.launch.checks import single_learner
 from asyncrl.launch.checks.shared_settings import settings_checksum
-from asyncrl.launch.processes import kept_files
 from asyncrl.launch.processes.process_manager import Outcome
 
 log = logging.getLogger("asyncrl.launch")
@@ -45,7 +44,10 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
         bus = await registry.own_bus(run)
         try:
             with single_learner.in_folder(run.run_directory):
-                kept_files.forget_workers(run.run_directory)
+                for path in (run.run_directory / "logs").glob(
+                    "*.owner"
+                ):  # of an earlier run (engines/sglang/stamps.py)
+                    path.unlink(missing_ok=True)
                 workers = [await _worker(run, bus, name=f"w{number}") for number in range(run.rollout.workers)]
                 evaluating = [
                     await _worker(run, bus, name=f"e{number}", is_dedicated=True)

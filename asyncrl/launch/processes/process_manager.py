@@ -1,12 +1,11 @@
 """Starts, watches, restarts and ends the processes of one run, over any launcher.
 
-A learner that dies is restarted with --resume, a rollout worker with its original command. Each has a limited number of
-restarts. A process that cannot be restarted ends the run with its exit code. The learner and its other ranks end
-together; the learner's restarts count for all of them. Exit codes 2 (configuration, unless the process has worked
-before) and 3 (only failed groups) are never retried. Exit code 5 (a disk cannot be written) is retried without using a
-restart, until the disk can be written. A process that dies because the bus is away uses no restart. The health monitor
+A learner that dies is restarted with --resume, a rollout worker with its original command, after a pause that doubles
+and as often as run.restarts says; a process that cannot be restarted ends the run. Exit code 2 (a wrong configuration,
+or a failure that a restart would repeat) is never retried. A restart is free if the bus was away or no GPU is free. The
+learner and its other ranks end together; the learner's restarts count for all of them. The health monitor
 (actors/health_monitor.py) finds stuck processes; a stuck process of this run that does not recover is killed, and then
-restarted like any other.
+restarted like any other. So is the run's own nats-server.
 
 The number of workers may change while the run is up (fleet.py).
 """
@@ -16,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import signal
 import sys
 import time
@@ -25,20 +25,16 @@ from dataclasses import dataclass
 from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.actors.health_monitor import FaultTracker, HealthMonitor, refusal
 from asyncrl.actors.presence import Launched
-from asyncrl.actors.supervisor import STUCK_EXIT_CODE
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunSection
-from asyncrl.errors import INTERRUPTED, ConfigError, DiskError, HopelessError, NameTaken
+from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError
 from asyncrl.launch.port import Launcher
-from asyncrl.launch.processes.child_process import LONGEST_BACK_OFF_SECONDS, ChildProcess, Exit, RestartPolicy
+from asyncrl.launch.processes.child_process import ChildProcess, Exit, RestartPolicy
 from asyncrl.launch.processes.fleet import DRAIN_SECONDS, Fleet, NewWorker
-from asyncrl.launch.processes.server_restarts import keep_up, kill
 from asyncrl.logs import printable
-from asyncrl.messages.roles import LEARNER, LEARNER_RANK, WORKER
+from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 from asyncrl.policies.health.faults import Finding
 
-NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
-"""Exit codes of failures that a restart would repeat."""
 DRAINED = (0, INTERRUPTED, -signal.SIGTERM)
 """Exit codes of a learner that was told to drain; the signal itself if it was still starting."""
 FINISH_SECONDS = 10.0
@@ -48,11 +44,9 @@ DRAIN_REPORT_SECONDS = 10.0
 
 BUS_FAULTS = ("bus", "bus storage")
 BUS_SECONDS = 90.0
-"""A process that dies within this time after the bus was away, or could not store, is assumed to have died of that and
-uses no restart."""
-BUS_PAUSE_SECONDS = 10.0
-DISK_PAUSE_SECONDS = 10.0
+"""A process that dies within this time after the bus was away, or could not store, is assumed to have died of that."""
 RANK_PAUSE_SECONDS = 1.0
+SERVER_POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +79,13 @@ class ProcessManager:
         new_worker  creates another worker when the run is scaled up
         server      server of the run's own bus, restarted when it ends; None if the run uses another one
         """
-        self._settings, self._launcher, self._server = settings, launcher, server
+        self._settings = settings
+        self._launcher = launcher
+        self._server = server
         self._faults = FaultTracker()
         self._has_worked: Callable[[str, int], bool] = lambda node, pid: False
+        self._is_refused: Callable[[], bool] = lambda: False  # a wrong token, which will not become right
         self._tasks: set[asyncio.Task[None]] = set()
-        self._killing_server: asyncio.Task[None] | None = None
         self._group = asyncio.TaskGroup()
         self._over = asyncio.Event()  # the learner is done, the run was interrupted, or a process cannot be restarted
         self.fleet = Fleet(children, new_worker=new_worker, start=self._keep_running, over=self._over, say=self.say)
@@ -98,7 +94,6 @@ class ProcessManager:
         self._failure = 0
         self._reason = ""
         self._bus_was_away = -math.inf  # monotonic time
-        self._is_refused: Callable[[], bool] = lambda: False  # a wrong token, which will not become right
 
     def launched(self) -> list[Launched]:
         """Return the processes of this run for the health monitor."""
@@ -134,42 +129,7 @@ class ProcessManager:
             for task in (*server, *self._tasks):  # a launcher may wait forever for free GPUs
                 task.cancel()
 
-    async def _end_processes(self) -> None:
-        """Drain the processes, and kill those that do not end in time."""
-        for child in self.fleet.children:
-            child.no_restart.set()
-        if not self._failure and not self._interrupts:  # workers read on the bus that the run is finished
-            await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
-        self._signal_all(signal.SIGTERM)
-        # An interrupted run waits for its answers; a failed one may have steps that are not in a checkpoint yet.
-        if self._interrupts:
-            await self._wait_aloud(DRAIN_SECONDS)
-        else:
-            await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
-        if self._failure and (learner := self._trained()):
-            self.say("the learner ends its step and writes a checkpoint")
-            await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS)
-        self._signal_all(signal.SIGKILL)
-        await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
-
-    async def _wait_aloud(self, seconds: float) -> None:
-        """Wait until all processes have ended, and report every ten seconds which are left and when they are killed."""
-        deadline = time.monotonic() + seconds
-        while self._tasks and (left := deadline - time.monotonic()) > 0:
-            _, waiting = await asyncio.wait(self._tasks, timeout=min(left, DRAIN_REPORT_SECONDS))
-            if not waiting:
-                return
-            if (left := deadline - time.monotonic()) > 0:
-                names = ", ".join(sorted(task.get_name() for task in waiting))
-                self.say(f"still draining: {names}; killed in {left:.0f} s, or at once by another Ctrl-C")
-
-    def _trained(self) -> list[asyncio.Task[None]]:
-        """Return the learner's task if its process is up and has finished starting."""
-        has_trained = any(
-            one.spec.role == LEARNER and one.process and self._has_worked(one.process.node, one.process.pid)
-            for one in self.fleet.children
-        )
-        return [task for task in self._tasks if has_trained and task.get_name() == LEARNER and not task.done()]
+    # -- one process ---------------------------------------------------------------------------------------------------
 
     def _keep_running(self, child: ChildProcess) -> None:
         child.is_kept_running = True
@@ -179,92 +139,101 @@ class ProcessManager:
         """Start the process and restart it until it ends well, has no restarts left, or must not be restarted."""
         try:
             while not child.no_restart.is_set():
-                name, ended = child.name, await child.run_once(self._launcher)
-                if (delay := self._restart_delay(child, ended)) is None:
+                if (delay := self._restart_delay(child, await child.run_once(self._launcher))) is None:
                     return
-                if child.name != name:
-                    await self._launcher.release(name)
                 await child.back_off(delay)
         finally:
             await self._launcher.release(child.name)
-            self.fleet.ended(child)
+            self.fleet.remove(child)
 
     def _restart_delay(self, child: ChildProcess, ended: Exit) -> float | None:
         """Return the seconds until the process is restarted; None if it is not.
 
         Ends the run if the exit requires it.
         """
-        code, is_learner, was_over = ended.code, child.spec.role == LEARNER, self._over.is_set()
-        if is_learner and self._interrupts == 1 and code not in DRAINED:
-            self._fail(code, f"{ended.reason} while draining")
-        elif is_learner and code == INTERRUPTED and not self._interrupts and not was_over:
-            self._fail(code, "learner was drained from outside before the run was done; continue with --resume")
-        elif is_learner and code == 0:
-            self._is_done = True
-            self._over.set()
-        elif is_learner:
-            self._end_ranks()
+        was_over = self._over.is_set()
+        if child.spec.role == LEARNER:
+            self._on_learner_exit(ended)
         if child.is_leaving:
-            has_left = code in (0, INTERRUPTED)
+            has_left = ended.code in (0, INTERRUPTED)
             self.say(f"{child.name} has left" if has_left else f"{ended.reason} while it left; others have its work")
             return None
-        if was_over or self._over.is_set():
+        if was_over or self._over.is_set() or (ended.code == 0 and child.spec.role != LEARNER_RANK):
             return None
-        if child.spec.role == LEARNER_RANK and code not in NEVER_AGAIN:
+        has_worked = self._has_worked(ended.node, ended.pid)
+        child.is_added = child.is_added and not has_worked
+        is_hopeless = ended.code == ConfigError.exit_code
+        if is_hopeless and child.is_added:  # NoRoom has the same code
+            child.is_kept_running = False
+            self.fleet.refuse_size(ended.reason)
+            return None
+        if child.spec.role == LEARNER_RANK and not is_hopeless:
             self.say(f"{ended.reason}; it joins the next learner")
             return RANK_PAUSE_SECONDS
-        if code == 0:
-            return None
-        if ended.has_no_room and (child.starts or child.is_added):
-            return self._without_room(child, ended)
-        if code == NameTaken.exit_code and child.spec.role == WORKER:
-            return self._rename(child, ended)
-        if code == DiskError.exit_code:
-            self.say(f"{ended.reason}: a disk cannot be written; next try in {DISK_PAUSE_SECONDS:.0f} s, at no cost")
-            return DISK_PAUSE_SECONDS
-        if time.monotonic() - self._bus_was_away < BUS_SECONDS and code != HopelessError.exit_code:
-            self.say(f"{ended.reason} while the bus was away; next try in {BUS_PAUSE_SECONDS:.0f} s")
-            return BUS_PAUSE_SECONDS
-        has_worked = self._has_worked(ended.node, ended.pid)
-        child.is_configured |= has_worked
-        if code == ConfigError.exit_code and child.is_added and not child.is_configured:
-            child.is_kept_running = False
-            self.fleet.refuse_size(ended.reason)
-            return None
-        is_hopeless = code in NEVER_AGAIN and not (code == ConfigError.exit_code and child.is_configured)
-        delay = None if is_hopeless else child.restarts.next_delay(ended.uptime_seconds, has_worked=has_worked)
+        has_lost_gpus = ended.has_no_room and child.starts > 0
+        is_free = has_lost_gpus or time.monotonic() - self._bus_was_away < BUS_SECONDS
+        delay = None
+        if has_lost_gpus or not is_hopeless:
+            delay = child.restarts.next_delay(ended.uptime_seconds, has_worked=has_worked, is_free=is_free)
         if delay is None:
-            self._fail(STUCK_EXIT_CODE if child.fault else code, f"{ended.reason}; ending the run")
-        else:
-            self.say(f"{ended.reason} after {ended.uptime_seconds:.0f} s; {child.restarts}")
-        return delay
-
-    def _end_ranks(self) -> None:
-        """Kill the other ranks of a learner that has ended. They would end by themselves unless they hang."""
-        for child in self.fleet.children:
-            if child.spec.role == LEARNER_RANK and child.process is not None:
-                child.signal(signal.SIGKILL)
-
-    def _rename(self, child: ChildProcess, ended: Exit) -> float | None:
-        """Restart a worker under another name, because a worker that this run did not start has its name."""
-        if (delay := child.renames.next_delay(0.0, has_worked=False)) is None:
             self._fail(ended.code, f"{ended.reason}; ending the run")
-            return None
-        self.fleet.rename(child)
+        else:
+            cost = f"next try in {delay:.0f} s, at no cost" if is_free else str(child.restarts)
+            self.say(f"{ended.reason} after {ended.uptime_seconds:.0f} s; {cost}")
         return delay
 
-    def _without_room(self, child: ChildProcess, ended: Exit) -> float | None:
-        """Wait for other GPUs after a machine was lost. A worker that never had GPUs is given up."""
-        if not child.starts:
-            child.is_kept_running = False
-            self.fleet.refuse_size(ended.reason)
-            return None
-        self.say(f"{ended.reason}; next try in {LONGEST_BACK_OFF_SECONDS:.0f} s")
-        return LONGEST_BACK_OFF_SECONDS
+    def _on_learner_exit(self, ended: Exit) -> None:
+        """End the run if the learner is done, or was told to end. Otherwise end its other ranks, for its restart."""
+        is_drained = ended.code in DRAINED
+        if self._interrupts == 1 and not is_drained:
+            self._fail(ended.code, f"{ended.reason} while draining")
+        elif ended.code == INTERRUPTED and not self._interrupts and not self._over.is_set():
+            self._fail(ended.code, "learner was drained from outside before the run was done; continue with --resume")
+        elif ended.code == 0:
+            self._is_done = True
+            self._over.set()
+        else:
+            for child in self.fleet.children:  # they would end by themselves unless they hang
+                if child.spec.role == LEARNER_RANK and child.process is not None:
+                    child.signal(signal.SIGKILL)
 
     async def _keep_server_up(self, server: BusServer) -> None:
-        reason = await keep_up(server, restarts=RestartPolicy(self._settings.restarts), say=self.say)
-        self._fail(1, f"{server.name} does not stay up ({reason}); ending the run")
+        """Restart the server on its port and store whenever it ends. All actors wait for it, and nothing is lost."""
+        restarts = RestartPolicy(self._settings.restarts)
+        while True:
+            began, was_full = time.monotonic(), await self._wait_for_server(server)
+            reason = f"{server.name} {'had no room to store' if was_full else 'ended'}"
+            uptime, is_up = time.monotonic() - began, False
+            while not is_up:
+                delay = restarts.next_delay(uptime, has_worked=uptime > 0, is_free=was_full)
+                if delay is None:
+                    self._fail(1, f"{server.name} does not stay up ({reason}); ending the run")
+                    return
+                self.say(f"{reason}; it is restarted")
+                await asyncio.sleep(delay)
+                try:
+                    server.start()  # in this thread: the server ends with the thread that starts it
+                    is_up = True
+                except AsyncRLError as error:
+                    reason, uptime = str(error), 0.0
+
+    async def _wait_for_server(self, server: BusServer) -> bool:
+        """Wait until the server's process has ended. Return whether its disk was full: it stores nothing more until it
+        is restarted, so it is killed once there is room.
+
+        waits for: the end of the process, which the kernel signals; the clock
+        """
+        pid, was_full = server.pid, False
+        ended = asyncio.create_task(_ended(pid), name="server-ended")
+        try:
+            while not (await asyncio.wait((ended,), timeout=SERVER_POLL_SECONDS))[0]:
+                # in a thread, because a failed disk may not respond
+                was_full = was_full or bool(await asyncio.to_thread(server.failure))
+                if was_full and await asyncio.to_thread(server.has_room) and server.pid == pid:
+                    os.kill(pid, signal.SIGKILL)
+        finally:
+            ended.cancel()
+        return was_full
 
     # -- what is stuck -------------------------------------------------------------------------------------------------
 
@@ -286,17 +255,52 @@ class ProcessManager:
 
     def _cure(self, finding: Finding) -> None:
         child = next((child for child in self.fleet.children if child.name == finding.actor), None)
-        if finding.fault in BUS_FAULTS and self._server is not None and (pid := self._server.pid):
-            if self._killing_server is None or self._killing_server.done():
-                killing = kill(self._server, pid, needs_room=finding.fault != "bus")
-                self._killing_server = self._group.create_task(killing)
+        if finding.fault == "bus" and self._server is not None and self._server.pid:
+            os.kill(self._server.pid, signal.SIGKILL)
         elif finding.cure == "restart" and child is not None:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)
         elif finding.cure == "end" and self.fleet.workers():  # otherwise other workers may still join
-            self._fail(STUCK_EXIT_CODE, f"{printable(finding.text)}; ending the run")
+            self._fail(1, f"{printable(finding.text)}; ending the run")
 
     # -- the end -------------------------------------------------------------------------------------------------------
+
+    async def _end_processes(self) -> None:
+        """Drain the processes, and kill those that do not end in time."""
+        for child in self.fleet.children:
+            child.no_restart.set()
+        if not self._failure and not self._interrupts:  # workers read on the bus that the run is finished
+            await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+        self._signal_all(signal.SIGTERM)
+        # An interrupted run waits for its answers; a failed one may have steps that are not in a checkpoint yet.
+        if self._interrupts:
+            await self._wait_aloud(DRAIN_SECONDS)
+        else:
+            await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+        if self._failure and (learner := self._trained_learner()):
+            self.say("the learner ends its step and writes a checkpoint")
+            await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS)
+        self._signal_all(signal.SIGKILL)
+        await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+
+    async def _wait_aloud(self, seconds: float) -> None:
+        """Wait until all processes have ended, and report every ten seconds which are left and when they are killed."""
+        deadline = time.monotonic() + seconds
+        while self._tasks and (left := deadline - time.monotonic()) > 0:
+            _, waiting = await asyncio.wait(self._tasks, timeout=min(left, DRAIN_REPORT_SECONDS))
+            if not waiting:
+                return
+            if (left := deadline - time.monotonic()) > 0:
+                names = ", ".join(sorted(task.get_name() for task in waiting))
+                self.say(f"still draining: {names}; killed in {left:.0f} s, or at once by another Ctrl-C")
+
+    def _trained_learner(self) -> list[asyncio.Task[None]]:
+        """Return the learner's task if its process is up and has finished starting."""
+        has_trained = any(
+            one.spec.role == LEARNER and one.process and self._has_worked(one.process.node, one.process.pid)
+            for one in self.fleet.children
+        )
+        return [task for task in self._tasks if has_trained and task.get_name() == LEARNER and not task.done()]
 
     def _fail(self, code: int, reason: str) -> None:
         self.say(reason)
@@ -321,3 +325,17 @@ class ProcessManager:
     def _signal_all(self, number: int) -> None:
         for child in self.fleet.children:
             child.signal(number)
+
+
+async def _ended(pid: int) -> None:
+    """Wait until the child process with this id has ended."""
+    if not pid:
+        return
+    watched, ended = os.pidfd_open(pid), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(watched, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)

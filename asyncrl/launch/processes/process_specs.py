@@ -1,4 +1,4 @@
-"""How each process of a run is started: its command, GPUs, environment and paths."""
+"""How each process of a run is started: its command, GPUs and environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
 from asyncrl.launch.launchers.placement import Gpus, Placement, free, numbers
 from asyncrl.launch.port import Launcher, ProcessSpec
-from asyncrl.launch.processes import required_paths
 from asyncrl.launch.processes.child_process import ChildProcess, RestartPolicy
 from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
 from asyncrl.logs import print_line
@@ -95,9 +94,9 @@ class ProcessSpecs:
         ]
 
     def _rank(
-        self, name: str, gpus: Gpus, environment: Mapping[str, str], *, num_gpus: int, resume: bool, **where: Any
+        self, name: str, gpus: Gpus, environment: Mapping[str, str], *, num_gpus: int, resume: bool, **placement: Any
     ) -> ChildProcess:
-        """Return the learner or another rank of it. ``where``: beside, apart and meets of its ProcessSpec"""
+        """Return the learner or another rank of it.  placement: co-location constraints (ProcessSpec)"""
         spec = ProcessSpec(
             name=name,
             role=LEARNER if name == LEARNER else LEARNER_RANK,
@@ -105,9 +104,7 @@ class ProcessSpecs:
             num_gpus=num_gpus,
             gpus=gpus,
             environment={**self._environment, **environment},
-            paths=required_paths.learner_paths(self._run),
-            shared=required_paths.learner_folders(self._run),
-            **where,
+            **placement,
         )
         restarts = RestartPolicy(self._run.run.restarts)
         return ChildProcess(spec=spec, restarts=restarts, restart_arguments=("--resume",), resumed=resume)
@@ -121,8 +118,6 @@ class ProcessSpecs:
             num_gpus=gpus_per_worker(self._run),
             gpus=gpus,
             environment=self._environment,
-            paths=required_paths.worker_paths(self._run),
-            shared=required_paths.worker_folders(self._run),
         )
         return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
 

@@ -126,7 +126,6 @@ def bus_refuses(seen: Observation) -> Finding:
         f"{seen.bus_problem or 'published messages are not acknowledged'}",
         remedy="make room on the disk of its store, then restart it: all processes wait for it, and nothing is lost",
         seconds=seen.bus_refuses,
-        cure="restart",  # free space alone does not heal it
     )
 
 

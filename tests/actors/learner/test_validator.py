@@ -265,7 +265,7 @@ async def test_too_many_skipped_steps_in_a_row_end_the_run_and_leave_their_group
         await run_skipping(loop, {2, 3, 4})
     (error,) = ended.value.exceptions
     assert isinstance(error, HopelessError)
-    assert error.exit_code == 3
+    assert error.exit_code == 2
     assert "learner.max_skipped_steps" in str(error) and "3 in a row" in str(error)
     assert loop.backend.steps == 4
     skipped = [group_id for event in await events(bus, "skipped") for group_id in event["group_ids"]]

@@ -262,14 +262,6 @@ def spec(number: int = 0, **more: Any) -> ProcessSpec:
     return ProcessSpec(name=f"w{number}", role=WORKER, arguments=("--version",), **more)
 
 
-async def test_what_a_machine_lacks_is_said_with_its_address(launch: Callable[..., RayLauncher]) -> None:
-    launcher = launch()
-    for _ in range(3):  # on each machine, then once more: a machine may have been repaired
-        with pytest.raises(NoRoom, match=r"w0 on [0-9.]+: model.path: /nowhere is not there"):
-            await launcher.start(spec(paths={"model.path": Path("/nowhere")}))
-    assert await (await launcher.start(spec())).ended() == 0
-
-
 async def test_machines_are_shared_as_the_strategy_says(launch: Callable[..., RayLauncher]) -> None:
     launcher = launch(strategy="STRICT_SPREAD")
     await asyncio.gather(launcher.start(spec(0)), launcher.start(spec(1)))

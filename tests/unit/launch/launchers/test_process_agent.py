@@ -122,10 +122,9 @@ async def test_the_log_of_a_folder_that_is_not_the_launchers_comes_line_by_line(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"paths": {"model.path": "model"}}, "model.path: model is not there"),
         (
-            {"shared": {"run.directory": "."}},
-            "run.directory: . is not the folder that `asyncrl run` sees; it must be shared",
+            {"shares_folder": True, "mark": "another's"},
+            "is not the folder that `asyncrl run` sees; it must be shared",
         ),
         ({"directory": "/nowhere"}, "the folder /nowhere, in which `asyncrl run` was started, is not there"),
         ({"version": "0"}, "is installed there, 0 here; install the same on every machine"),

@@ -13,9 +13,9 @@ CPU = Need(name="w0", resources={"CPU": 1.0})
 GPU = Need(name="w0", resources={"CPU": 1.0, "GPU": 1.0})
 
 
-def choose(strategy: Strategy, *ours: str, need: Need = CPU, planned: int = 3, unfit: str = "") -> Choice:
+def choose(strategy: Strategy, *ours: str, need: Need = CPU, planned: int = 3, apart: str = "") -> Choice:
     return ray_placement.choose(
-        need, strategy=strategy, machines=[A, B], ours=ours, planned=[need] * planned, unfit=frozenset(unfit)
+        need, strategy=strategy, machines=[A, B], ours=ours, planned=[need] * planned, apart=apart
     )
 
 
@@ -38,8 +38,8 @@ def test_strict_spread_shares_no_machine() -> None:
 
 
 def test_a_machine_that_lacks_something_is_not_chosen_again() -> None:
-    assert choose("PACK", "a", unfit="a") == Choice(without=frozenset("a"), near="b")
-    assert choose("PACK", unfit="a").may_come_true([A]) is False
+    assert choose("PACK", "a", apart="a") == Choice(without=frozenset("a"), near="b")
+    assert choose("PACK", apart="a").may_come_true([A]) is False
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from asyncrl.adapters import registry
+from asyncrl.adapters.bus_file import BUS_FILE, write_address
 from asyncrl.audit.opened_run import open_run
-from asyncrl.audit.run_folder import RecordedRun, run_at
+from asyncrl.audit.run_folder import run_at
 from asyncrl.errors import NoSuchRun
-from asyncrl.launch.processes.kept_files import AddressFile
 from asyncrl.os_process import process_space
 from asyncrl.state.history import sealed
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "run": {"name": "n1"}}
     entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
     (folder / "history.jsonl").write_bytes(sealed(entry))
-    AddressFile.of(folder, HERE).write()
+    write_address(folder, url=HERE.url, token=HERE.token)
     return folder
 
 
@@ -42,17 +42,9 @@ def address(folder: Path) -> tuple[str, str]:
     return registry.bus_address(run, token=run.bus.token)
 
 
-def test_a_copy_of_a_run_that_is_up_is_not_up(folder: Path) -> None:
-    copy = Path(shutil.copytree(folder, folder.parent / "copy"))
-    with pytest.raises(NoSuchRun, match=r"copy/bus.json: was copied .* no `asyncrl run` is up in .*/copy; "):
-        address(copy)
-    assert RecordedRun(copy)._address_of_running() is None
-    assert address(folder) == (HERE.url, HERE.token)
-
-
 def test_a_copy_from_before_says_nothing_of_the_run_that_came_up_since(folder: Path) -> None:
     copy = Path(shutil.copytree(folder, folder.parent / "copy"))
-    (copy / registry.BUS_FILE).unlink()
+    (copy / BUS_FILE).unlink()
     with pytest.raises(NoSuchRun, match=r"no `asyncrl run` is up in .*/copy; "):
         address(copy)
 
@@ -71,7 +63,7 @@ def test_a_run_that_was_killed_is_not_up_and_its_remedy_is_to_resume_it(folder: 
     """A killed `asyncrl run` leaves its address behind."""
     with subprocess.Popen(["true"]) as ended:
         pass
-    file = folder / registry.BUS_FILE
+    file = folder / BUS_FILE
 
     def left_by(pid: int, url: str = HERE.url, *, host: str = process_space()) -> None:
         file.write_text(json.dumps({"url": url, "token": HERE.token, "pid": pid, "host": host}))
