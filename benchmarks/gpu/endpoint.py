@@ -36,11 +36,10 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
-from asyncrl.environments.agent.endpoint.chat_format import TemplateFormat
+from asyncrl.environments.agent.endpoint.chat_format import Template, TemplateFormat
 from asyncrl.environments.agent.endpoint.parsers import PlainParser
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
-from asyncrl.environments.agent.endpoint.template import Template
 from asyncrl.messages import SamplingParams
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.rows import command, keep, machine

@@ -15,11 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.engines.generation import Generation
-from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, TemplateFormat
+from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, Template, TemplateFormat
 from asyncrl.environments.agent.endpoint.parsers import PlainParser
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
-from asyncrl.environments.agent.endpoint.template import Template
 from asyncrl.messages import VersionSpan
 
 # Similar to Qwen's: thinking is left out of turns before the last question, and arguments are rendered again.

@@ -21,16 +21,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, TemplateFormat
-from asyncrl.environments.agent.endpoint.parsers import Parser, PlainParser
-from asyncrl.environments.agent.endpoint.renderer_choice import AUTO, NONE, check_renderer, choose
+from asyncrl.environments.agent.endpoint.chat_format import ChatFormat, Template, TemplateFormat
+from asyncrl.environments.agent.endpoint.parsers import Parser, PlainParser, SGLangParser
+from asyncrl.environments.agent.endpoint.renderer import AUTO, NONE, check_renderer, choose
 from asyncrl.environments.agent.endpoint.server import EndpointServer
 from asyncrl.environments.agent.endpoint.session import Session
-from asyncrl.environments.agent.endpoint.sglang_parsers import SGLangParser
-from asyncrl.environments.agent.endpoint.template import Template
 from asyncrl.environments.agent.endpoint.turns import TrainedSequence, Turns
-from asyncrl.environments.agent.harnesses.limits import Limited, Limits
-from asyncrl.environments.agent.harnesses.load import load_harness
+from asyncrl.environments.agent.harnesses.load import Limited, Limits, load_harness
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.environments.port import Generate
 from asyncrl.errors import ConfigError, RolloutError

@@ -2,18 +2,170 @@
 
 There are two: a tokenizer's chat template with a text parser (here), and a renderer of the package `renderers`
 (renderer.py). Both keep the tokens of earlier turns unchanged and only append to them.
+
+The template's bridge renders the conversation with its last answer replaced by a sentinel. The text after the sentinel
+holds the end of that turn, the new messages, and the beginning of the next answer. Only this text is tokenised and
+appended to the sampled tokens. It begins with the token that ends a turn, if the template has one, so no token spans
+the seam. Where a turn is ended by the token of the next role (GLM-4), the sampled end token is that token, and is not
+repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
 
 from asyncrl.engines.generation import Generation
 from asyncrl.environments.agent.endpoint.parsers import Parsed, Parser
-from asyncrl.environments.agent.endpoint.refusal import Json
-from asyncrl.environments.agent.endpoint.template import Template
+from asyncrl.environments.agent.endpoint.request import Json, Refused
 from asyncrl.environments.agent.endpoint.turns import Tokens, Turn
+from asyncrl.errors import ConfigError
+
+# -- a tokenizer's chat template ---------------------------------------------------------------------------------------
+
+SENTINEL: Final = "\u241eTURN\u241e"
+_THINK: Final = "<think>"
+_TAIL_TOKENS: Final = 8
+"""Number of tokens at the end of a prompt that show whether it ends inside the reasoning."""
+
+
+class Template:
+    """The chat template of one tokenizer."""
+
+    def __init__(self, tokenizer: Any, *, chat_template: str = "", options: Mapping[str, Any] | None = None) -> None:
+        """chat_template   Jinja; empty: the tokenizer's. Raises ConfigError if the template is missing or broken."""
+        self.tokenizer = tokenizer
+        self._options = dict(options or {}) | ({"chat_template": chat_template} if chat_template else {})
+        self.source = chat_template or getattr(tokenizer, "chat_template", None) or ""
+        if not self.source:
+            raise ConfigError("the model's tokenizer has no chat template; set rollout.options.chat_template")
+        self.close, self.close_id = self._closer()
+
+    def _closer(self) -> tuple[str, int | None]:
+        """Return the special token that ends an assistant's turn, as text and id; "" and None if there is none."""
+        import jinja2  # comes with transformers, which rendering needs anyway
+
+        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
+        try:
+            text = self._text(asked, (), asks=False)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"the chat template cannot render an answer to a user: {error}") from None
+        after = self.encode(text.partition(SENTINEL)[2])
+        if not after or after[0] not in self.tokenizer.all_special_ids:
+            return "", None
+        return self.tokenizer.convert_ids_to_tokens(after[0]), after[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Upper bound of token ids, exclusive."""
+        return len(self.tokenizer)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Most characters of one token. A character is one or more bytes, and the vocabulary counts bytes."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
+        """Return the prompt tokens of a conversation. Raises Refused."""
+        import jinja2
+
+        try:
+            text = self._text(messages, tools)
+            text.encode()
+        except UnicodeError:
+            raise Refused("a message holds half of a surrogate pair: that is not text") from None
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise Refused(f"the model's chat template refuses these messages: {error}") from None
+        ids = self.encode(text)
+        if not ids:
+            raise Refused("the model's chat template makes no token of these messages")
+        return ids
+
+    def bridge(
+        self, before: Sequence[Json], said: Json, new: Sequence[Json], tools: Sequence[Json], *, last: int | None
+    ) -> list[int] | None:
+        """Return the tokens between the sampled answer ``said`` and the next answer; None if the template prevents it.
+
+        last  the answer's last token; None if it has none
+        """
+        import jinja2
+
+        fake: Json = {"role": "assistant", "content": SENTINEL}
+        if said.get("tool_calls"):  # some templates refuse a tool message without a call before it
+            fake["tool_calls"] = said["tool_calls"]
+        try:
+            text = self._text([*before, fake, *new], tools)
+            text.encode()
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
+            return None
+        _, found, tail = text.partition(SENTINEL)
+        if not found or SENTINEL in tail or (said.get("tool_calls") and not self.close):
+            return None
+        if self.close:
+            at = tail.find(self.close)  # after the fake answer's calls
+            if at < 0:
+                return None
+            tail = tail[at:]
+        ids, special = self.encode(tail), self.tokenizer.all_special_ids
+        if last not in special:  # the answer was cut
+            return ids
+        if ids and ids[0] == last:
+            return ids[1:]
+        if last == self.close_id or (ids and ids[0] in special and not self.close):
+            return None  # the template ends the turn in another way than the model
+        return ids
+
+    def text_of(self, answer: Generation) -> str:
+        """Return an answer's text without its end token. Other special tokens stay in the text."""
+        tokens = answer.tokens.tolist()
+        if tokens and (tokens[-1] == self.close_id or tokens[-1] in self.tokenizer.all_special_ids):
+            tokens = tokens[:-1]
+        return self.decode(tokens)
+
+    def ends_in_thought(self, context: Sequence[int]) -> bool:
+        """Whether the prompt opens the answer's reasoning, as templates of models that always think do."""
+        return self.decode(context[-_TAIL_TOKENS:]).rstrip().endswith(_THINK)
+
+    def _text(self, messages: Sequence[Json], tools: Sequence[Json], *, asks: bool = True) -> str:
+        more: Json = {"tools": list(tools)} if tools else {}
+        made = self.tokenizer.apply_chat_template(
+            [shown(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=asks,
+            **more,
+            **self._options,
+        )
+        return str(made)
+
+
+def shown(message: Json) -> Json:
+    """Return a message in the form that templates expect, with a call's arguments as an object."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
 
 
 class ChatFormat(Protocol):
@@ -78,10 +230,10 @@ class TemplateFormat:
         self, turn: Turn, before: Sequence[Json], new: Sequence[Json], tools: Sequence[Json]
     ) -> list[int] | None:
         has_new_question = any(message["role"] == "user" for message in new)
-        if not self._keeps_thinking and has_new_question and "reasoning_content" in turn.said:
+        if not self._keeps_thinking and has_new_question and "reasoning_content" in turn.message:
             return None
         last = int(turn.answer.tokens[-1]) if len(turn.answer.tokens) else None
-        return self._template.bridge(before, turn.said, new, tools, last=last)
+        return self._template.bridge(before, turn.message, new, tools, last=last)
 
     def parse(self, answer: Generation, *, context: Tokens, tools: Sequence[Json]) -> Parsed:
         in_thought = self._template.ends_in_thought(context[-8:].tolist())

@@ -16,13 +16,12 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from asyncrl.environments.agent.endpoint.ask import Ask
 from asyncrl.environments.agent.endpoint.dialects.anthropic import AnthropicMessages
 from asyncrl.environments.agent.endpoint.dialects.chat import ChatCompletions
 from asyncrl.environments.agent.endpoint.dialects.dialect import Dialect
 from asyncrl.environments.agent.endpoint.dialects.responses import Responses
 from asyncrl.environments.agent.endpoint.dialects.tokens import TokenIds
-from asyncrl.environments.agent.endpoint.refusal import Json, Refused
+from asyncrl.environments.agent.endpoint.request import Json, ModelRequest, Refused
 from asyncrl.environments.agent.endpoint.session import Record, Session
 from asyncrl.environments.agent.endpoint.turns import Turn
 
@@ -89,29 +88,31 @@ class EndpointServer:
         try:
             session = self._session_of(request)
             raw = await _read(request)
-            record, ask = await self._record(request, raw, dialect, session)
-            if ask.is_streamed:
-                return await _stream(request, dialect, ask, record, session)
+            record, model_request = await self._record(request, raw, dialect, session)
+            if model_request.is_streamed:
+                return await _stream(request, dialect, model_request, record, session)
             turns = await session.replies(record)
-            reply = _json(dialect.write(ask, turns, session))
-            reply.headers.update(_not_obeyed(ask))
+            reply = _json(dialect.write(model_request, turns, session))
+            reply.headers.update(_not_obeyed(model_request))
         except Refused as error:
             return _json(dialect.refused(error), status=error.status)
         record.is_delivered = record.is_delivered or _listens(request)()
         return reply
 
-    async def _record(self, request: web.Request, raw: bytes, dialect: Dialect, session: Session) -> tuple[Record, Ask]:
+    async def _record(
+        self, request: web.Request, raw: bytes, dialect: Dialect, session: Session
+    ) -> tuple[Record, ModelRequest]:
         try:
-            ask = dialect.read(_body(raw), session)
+            model_request = dialect.read(_body(raw), session)
             record = session.answer(
                 request.path.encode() + b"\n" + raw,
-                ask,
+                model_request,
                 is_retry=_retries(request) > 0,
                 is_listening=_listens(request),
             )
         except RecursionError:
             raise Refused("the body is nested too deeply") from None
-        return record, ask
+        return record, model_request
 
     async def _count(self, request: web.Request) -> web.Response:
         dialect = AnthropicMessages()
@@ -181,9 +182,9 @@ def _listens(request: web.Request) -> Callable[[], bool]:
     return lambda: transport is not None and not transport.is_closing()
 
 
-def _not_obeyed(ask: Ask) -> dict[str, str]:
+def _not_obeyed(model_request: ModelRequest) -> dict[str, str]:
     """Return a header with the names of requested settings that the run overrides."""
-    return {"x-not-obeyed": ", ".join(sorted(ask.wishes))} if ask.wishes else {}
+    return {"x-not-obeyed": ", ".join(sorted(model_request.overridden))} if model_request.overridden else {}
 
 
 def _json(value: Json, *, status: int = 200) -> web.Response:
@@ -191,14 +192,14 @@ def _json(value: Json, *, status: int = 200) -> web.Response:
 
 
 async def _stream(
-    request: web.Request, dialect: Dialect, ask: Ask, record: Record, session: Session
+    request: web.Request, dialect: Dialect, model_request: ModelRequest, record: Record, session: Session
 ) -> web.StreamResponse:
     """Send the answer as server-sent events once it is complete.
 
     A refusal before the stream starts keeps its HTTP status; a later one becomes an error event.
     """
     response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | _not_obeyed(ask)
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | _not_obeyed(model_request)
     )
     try:
         while not record.replies.done():
@@ -216,7 +217,9 @@ async def _stream(
             return response
         if not response.prepared:
             await response.prepare(request)
-        await response.write(b"".join(_event(*event) for event in dialect.events(ask, turns, session)) + dialect.end)
+        await response.write(
+            b"".join(_event(*event) for event in dialect.events(model_request, turns, session)) + dialect.end
+        )
         await response.write_eof()
         record.is_delivered = True
     except ConnectionError:  # the client hung up; the answer is kept for a retry

@@ -3,7 +3,7 @@
   E1 a request that continues a turn is sent to the engine as that turn's tokens plus the new tokens (chat_format.py);
      the turn itself is never rendered again
   E2 the run's sampling rules apply: a request's temperature is recorded but not obeyed; its max_tokens can only lower
-     the limit; fields that would change the distribution in other ways are refused (fields.py)
+     the limit; fields that would change the distribution in other ways are refused (request.py)
   E3 a request that is repeated because its answer did not arrive gets the same answer, without new sampling
   E4 sampling continues when a client hangs up, because the client will retry
 Tests: tests/unit/environments/agent/test_session.py.
@@ -20,10 +20,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl.environments.agent.endpoint.ask import Ask, call, digests, in_order_of_calls, num_characters
 from asyncrl.environments.agent.endpoint.chat_format import ChatFormat
 from asyncrl.environments.agent.endpoint.parsers import Parsed
-from asyncrl.environments.agent.endpoint.refusal import Json, Refused
+from asyncrl.environments.agent.endpoint.request import (
+    Json,
+    ModelRequest,
+    Refused,
+    call,
+    digests,
+    in_order_of_calls,
+    num_characters,
+)
 from asyncrl.environments.agent.endpoint.turns import Tags, Tokens, Turn, Turns, call_id
 from asyncrl.environments.port import Generate
 from asyncrl.errors import EngineDied, EngineError, PromptError
@@ -41,7 +48,7 @@ class Prepared:
     limit   maximum number of new tokens
     """
 
-    ask: Ask
+    request: ModelRequest
     tokens: Tokens
     parent: Turn | None
     given: Tokens
@@ -116,21 +123,21 @@ class Session:
 
     # -- a request -----------------------------------------------------------------------------------------------------
 
-    def answer(self, request: bytes, ask: Ask, *, is_retry: bool, is_listening: Callable[[], bool]) -> Record:
+    def answer(self, body: bytes, request: ModelRequest, *, is_retry: bool, is_listening: Callable[[], bool]) -> Record:
         """Return the record of a request; its answer may still be in progress. Raises Refused before sampling starts.
 
-        request       bytes of the request; equal bytes mean the same request
+        body          bytes of the request; equal bytes mean the same request
         is_retry      the client marks the request as a retry
         is_listening  whether the client still waits for the answer
         """
         if self._over.is_set() or self._tasks is None:
             raise Refused("this sample is over", status=401, code="invalid_api_key")
-        key = hashlib.blake2b(request, digest_size=16).digest()
+        key = hashlib.blake2b(body, digest_size=16).digest()
         records = self._records.setdefault(key, [])
         if (record := _undelivered(records, is_retry=is_retry)) is not None:
             record.is_listening = is_listening
             return record
-        prepared = [self.prepare(ask)] * ask.count
+        prepared = [self.prepare(request)] * request.count
         numbers = range(self._num_calls, self._num_calls + len(prepared))
         self._num_calls += len(prepared)
         task = self._tasks.create_task(self._sample_all(prepared, numbers))
@@ -150,16 +157,16 @@ class Session:
             raise replies
         return replies
 
-    def prepare(self, ask: Ask, *, is_limited: bool = True) -> Prepared:
+    def prepare(self, request: ModelRequest, *, is_limited: bool = True) -> Prepared:
         """Prepare the prompt of a request. Raises Refused.
 
         is_limited  refuse a prompt that leaves no room for an answer
         """
-        self.chat_format.check(ask.tools)
-        ask = replace(ask, messages=in_order_of_calls(ask.messages))
-        self._refuse_huge(ask)
-        tokens, parent, begin = self._prompt(ask)
-        left = (self._max_tokens - self._num_sampled) // ask.count
+        self.chat_format.check(request.tools)
+        request = replace(request, messages=in_order_of_calls(request.messages))
+        self._refuse_huge(request)
+        tokens, parent, begin = self._prompt(request)
+        left = (self._max_tokens - self._num_sampled) // request.count
         room = min(left, self.context_tokens - len(tokens))
         if room < 1 and is_limited:  # harnesses know this error: they compact, or stop
             raise Refused(
@@ -168,16 +175,16 @@ class Session:
                 "each answer.",
                 code="context_length_exceeded",
             )
-        limit = room if ask.max_tokens is None else min(room, ask.max_tokens)
-        return Prepared(ask=ask, tokens=tokens, parent=parent, given=tokens[begin:], limit=limit)
+        limit = room if request.max_tokens is None else min(room, request.max_tokens)
+        return Prepared(request=request, tokens=tokens, parent=parent, given=tokens[begin:], limit=limit)
 
-    def _refuse_huge(self, ask: Ask) -> None:
+    def _refuse_huge(self, request: ModelRequest) -> None:
         """Refuse messages that are longer than the context whatever their tokens are.
 
         Counting the tokens of megabytes would block the worker's event loop, and all its other samples, for seconds.
         """
         most = self.chat_format.longest_token * self.context_tokens
-        if (found := num_characters(ask.messages, ask.tools)) > most:
+        if (found := num_characters(request.messages, request.tools)) > most:
             raise Refused(
                 f"This model's maximum context length is {self.context_tokens} tokens. However, your messages have "
                 f"{found} characters, more than that many tokens can hold.",
@@ -186,28 +193,28 @@ class Session:
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
-    def _prompt(self, ask: Ask) -> tuple[Tokens, Turn | None, int]:
+    def _prompt(self, request: ModelRequest) -> tuple[Tokens, Turn | None, int]:
         """Return the prompt tokens, the turn that they continue, and how many of them belong to that turn."""
-        if ask.tokens is not None:
-            return (ask.tokens, *self.turns.longest_prefix(ask.tokens))
-        if (bridged := self._bridged(ask)) is not None:
+        if request.tokens is not None:
+            return (request.tokens, *self.turns.longest_prefix(request.tokens))
+        if (bridged := self._bridged(request)) is not None:
             return bridged
-        tokens = np.array(self.chat_format.render(ask.messages, ask.tools), np.int32)
+        tokens = np.array(self.chat_format.render(request.messages, request.tools), np.int32)
         return (tokens, *self.turns.longest_prefix(tokens))
 
-    def _bridged(self, ask: Ask) -> tuple[Tokens, Turn, int] | None:
+    def _bridged(self, request: ModelRequest) -> tuple[Tokens, Turn, int] | None:
         """Like ``_prompt``, by continuing the conversation's last answer. None if the conversation must be rendered.
 
         Works if the conversation up to its last assistant message is one that the session answered.
         """
         if not self._ends:
             return None
-        messages = ask.messages
+        messages = request.messages
         last = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
-        turn = self._ends.get(digests(messages[:last], ask.tools)[-1])
+        turn = self._ends.get(digests(messages[:last], request.tools)[-1])
         if turn is None or last == len(messages):
             return None
-        more = self.chat_format.bridge(turn, messages[: last - 1], messages[last:], ask.tools)
+        more = self.chat_format.bridge(turn, messages[: last - 1], messages[last:], request.tools)
         if more is None:
             return None
         known = turn.tokens
@@ -225,41 +232,41 @@ class Session:
             return Refused(f"the engine refuses this prompt: {error}")
 
     async def _sample(self, prepared: Prepared, number: int) -> Turn:
-        ask = prepared.ask
+        request = prepared.request
         tag = self._tags.next(prepared.tokens)
         answer = await self._generate(prepared.tokens, max_new_tokens=prepared.limit)
         self._num_sampled += len(answer.tokens)
-        said: Json = {}
+        message: Json = {}
         stopped_by = ""
-        if ask.tokens is None:
-            said = _message(self.chat_format.parse(answer, context=prepared.tokens, tools=ask.tools), tag)
-            if ask.stop and answer.finish_reason == "stop":
-                stopped_by = _first(ask.stop, self.chat_format.decode(answer.tokens.tolist()))
-                _cut(said, stopped_by)
+        if request.tokens is None:
+            message = _message(self.chat_format.parse(answer, context=prepared.tokens, tools=request.tools), tag)
+            if request.stop and answer.finish_reason == "stop":
+                stopped_by = _first(request.stop, self.chat_format.decode(answer.tokens.tolist()))
+                _cut(message, stopped_by)
         turn = Turn(
             number=number,
             tag=tag,
             parent=prepared.parent,
             given=prepared.given,
             answer=answer,
-            said=said,
-            wishes=ask.wishes,
+            message=message,
+            overridden=request.overridden,
             stopped_by=stopped_by,
         )
         self.turns.add(turn)
-        if said:
-            self._ends[digests([*ask.messages, said], ask.tools)[-1]] = turn
+        if message:
+            self._ends[digests([*request.messages, message], request.tools)[-1]] = turn
         return turn
 
 
 def _message(parsed: Parsed, tag: str) -> Json:
-    said: Json = {"role": "assistant", "content": parsed.content}
+    message: Json = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning is not None:
-        said["reasoning_content"] = parsed.reasoning
+        message["reasoning_content"] = parsed.reasoning
     if parsed.calls:
         ids = parsed.call_ids or [call_id(tag, place) for place in range(len(parsed.calls))]
-        said["tool_calls"] = [call(one, *made) for one, made in zip(ids, parsed.calls, strict=True)]
-    return said
+        message["tool_calls"] = [call(one, *made) for one, made in zip(ids, parsed.calls, strict=True)]
+    return message
 
 
 def _first(stop: Sequence[str], text: str) -> str:
@@ -267,11 +274,11 @@ def _first(stop: Sequence[str], text: str) -> str:
     return min((one for one in stop if one in text), key=text.index, default="")
 
 
-def _cut(said: Json, stop: str) -> None:
+def _cut(message: Json, stop: str) -> None:
     """Cut a message before the stop string that ended it, as model servers do. A stop string in a call stays."""
-    name = "content" if said["content"] else "reasoning_content"
-    if stop and name in said:
-        said[name] = said[name].partition(stop)[0]
+    name = "content" if message["content"] else "reasoning_content"
+    if stop and name in message:
+        message[name] = message[name].partition(stop)[0]
 
 
 def _undelivered(records: Sequence[Record], *, is_retry: bool) -> Record | None:

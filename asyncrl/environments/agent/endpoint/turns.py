@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
-from asyncrl.environments.agent.endpoint.refusal import Json
+from asyncrl.environments.agent.endpoint.request import Json
 from asyncrl.environments.trajectory_builder import TrajectoryBuilder
 from asyncrl.messages import Trajectory
 
@@ -35,9 +35,9 @@ class Turn:
     number      number of the call in its session, from 0, in the order of requests
     tag         digest of session, prompt and occurrence; the same if the sample runs again, in any order of requests
     given       i32[*], tokens given to the engine after the parent's tokens
-    said        the answer as a message; empty if the request consisted of tokens
-    wishes      requested settings that were not obeyed
-    stopped_by  stop string of the request that ended the answer, and that ``said`` lacks; "" if none did
+    message     the answer as a message; empty if the request consisted of tokens
+    overridden      requested settings that were not obeyed
+    stopped_by  stop string of the request that ended the answer, and that ``message`` lacks; "" if none did
     """
 
     number: int
@@ -45,8 +45,8 @@ class Turn:
     parent: Turn | None
     given: Tokens
     answer: Generation
-    said: Json = field(default_factory=dict)
-    wishes: Json = field(default_factory=dict)
+    message: Json = field(default_factory=dict)
+    overridden: Json = field(default_factory=dict)
     stopped_by: str = ""
 
     @property

@@ -1,18 +1,92 @@
-"""Load the Harness of rollout.options.harness: a built-in one by name, or your own as "package.module:Harness".
+"""Load the Harness of rollout.options.harness, and limit the time of its samples.
 
-A built-in harness is a class with an ``Options`` in the same module; the worker instantiates it. Your own code never
-runs in the worker. Child processes import it, possibly in another virtual environment (python_harness.py).
+A harness is a built-in one by name, or your own as "package.module:Harness". A built-in harness is a class with an
+``Options`` in the same module; the worker instantiates it. Your own code never runs in the worker: child processes
+import it, possibly in another virtual environment (python_harness.py).
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import sys
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 from asyncrl.config import plugins, tables
-from asyncrl.environments.agent.harnesses.limits import Limited, Limits
-from asyncrl.errors import ConfigError
+from asyncrl.environments.agent.harnesses.protocol import Endpoint, Harness, Outcome, Task
+from asyncrl.errors import ConfigError, RolloutError
+
+OnTimeout = Literal["truncate", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """
+    timeout_seconds  limit from the start of a sample to its outcome, including the model's answers; if the harness has
+                     ``begun``, an asynchronous context manager that yields the call, time counts once it is entered
+    on_timeout       what to do with a sample over the limit. truncate: train what it sampled, with finish_reason
+                     "length" and ``timeout_reward``. fail: fail the sample with the reason
+    timeout_reward   reward of a truncated sample; None leaves it to the run's reward function
+    """
+
+    timeout_seconds: float = 600.0
+    on_timeout: OnTimeout = "truncate"
+    timeout_reward: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds <= 0:
+            raise ConfigError(f"timeout_seconds must be > 0, got {self.timeout_seconds:g}")
+        if self.on_timeout == "fail" and self.timeout_reward is not None:
+            raise ConfigError('timeout_reward is for on_timeout = "truncate"; a sample that fails has none')
+
+
+class Limited:
+    """A Harness that wraps another one. It ends in time, with an Outcome or a one-line RolloutError."""
+
+    def __init__(self, harness: Harness, *, name: str, limits: Limits) -> None:
+        self._harness, self._name, self._limits = harness, name, limits
+
+    async def __call__(
+        self, task: Task, endpoint: Endpoint, *, check: Callable[[Outcome], None] = lambda outcome: None
+    ) -> Outcome:
+        """Run a sample within the limits.
+
+        check   raises RolloutError for an impossible outcome; only harnesses with ``begun`` use it, to ask again
+        """
+        begun = getattr(self._harness, "begun", None)
+        if begun is None:
+            return await self._timed(functools.partial(self._harness, task, endpoint))
+        async with begun(task, endpoint, check) as play:  # may wait long for a producer, so the limit starts later
+            return await self._timed(play)
+
+    async def _timed(self, play: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        try:
+            async with asyncio.timeout(self._limits.timeout_seconds) as timeout:
+                return await play()
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise RolloutError(f"harness {self._name}: raised TimeoutError: {error}") from error
+        if self._limits.on_timeout == "truncate":
+            return Outcome(reward=self._limits.timeout_reward, metrics={"timeout": 1.0}, finish_reason="length")
+        limit = f"timeout_seconds = {self._limits.timeout_seconds:g}"
+        raise RolloutError(f"harness {self._name}: took longer than {limit} for a sample")
+
+    def check_machine(self) -> None:
+        """Raise ConfigError if the harness cannot run on this machine."""
+        if (check := getattr(self._harness, "check_machine", None)) is not None:
+            check()
+
+    async def close(self) -> None:
+        """End everything that the harness has started. Safe to repeat."""
+        close = getattr(self._harness, "close", None)
+        if close is not None:
+            result = close()
+            if inspect.isawaitable(result):
+                await result
+
 
 _HERE: Final = "asyncrl.environments.agent.harnesses"
 HARNESSES: Final = {

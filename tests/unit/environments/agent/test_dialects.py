@@ -311,7 +311,7 @@ async def test_fields_that_change_nothing_are_taken_and_those_that_the_run_decid
             body = {"messages": [{"role": "user", "content": "hi"}], **asked}
             async with client.http.post(client.server.url + CHAT, json=body) as reply:
                 assert (reply.status, reply.headers.get("x-not-obeyed")) == (200, named)
-        assert [turn.wishes for turn in client.session.turns] == [{}, {"temperature": 0.2, "seed": 7}]
+        assert [turn.overridden for turn in client.session.turns] == [{}, {"temperature": 0.2, "seed": 7}]
 
 
 async def test_a_wish_for_one_call_at_a_time_is_named_in_anthropics_words_too() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.bus.port import Bus
 from asyncrl.environments.agent.function import Agent, Options
-from asyncrl.environments.agent.harnesses.limits import Limited, Limits
+from asyncrl.environments.agent.harnesses.load import Limited, Limits
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task
 from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.messages import PromptGroup, SamplingParams

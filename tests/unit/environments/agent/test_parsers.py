@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from asyncrl.environments.agent.endpoint.parsers import Parsed, Parser, PlainParser
-from asyncrl.environments.agent.endpoint.refusal import Refused
-from asyncrl.environments.agent.endpoint.sglang_parsers import SGLangParser
+from asyncrl.environments.agent.endpoint.parsers import Parsed, Parser, PlainParser, SGLangParser
+from asyncrl.environments.agent.endpoint.request import Refused
 from asyncrl.errors import ConfigError
 from tests.harness.agents import ANSWER, CALL, TOOLS
 

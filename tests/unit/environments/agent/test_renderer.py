@@ -17,12 +17,10 @@ import numpy as np
 import pytest
 
 from asyncrl.engines.generation import Generation
-from asyncrl.environments.agent.endpoint.chat_format import TemplateFormat
+from asyncrl.environments.agent.endpoint.chat_format import Template, TemplateFormat
 from asyncrl.environments.agent.endpoint.parsers import PlainParser
-from asyncrl.environments.agent.endpoint.refusal import Refused
-from asyncrl.environments.agent.endpoint.renderer import RendererFormat
-from asyncrl.environments.agent.endpoint.renderer_choice import _candidates, check_renderer, choose
-from asyncrl.environments.agent.endpoint.template import Template
+from asyncrl.environments.agent.endpoint.renderer import RendererFormat, _candidates, check_renderer, choose
+from asyncrl.environments.agent.endpoint.request import Refused
 from asyncrl.environments.agent.endpoint.turns import Turn
 from asyncrl.environments.agent.function import Agent, Options
 from asyncrl.errors import ConfigError
@@ -94,7 +92,7 @@ def by_template(template: Template, **changes: Any) -> TemplateFormat:
 
 def turn(tokens: Sequence[int], answer: Sequence[int], said: dict[str, Any] | None = None) -> Turn:
     return Turn(
-        number=0, tag="", parent=None, given=np.array(tokens, np.int32), answer=generation(answer), said=said or {}
+        number=0, tag="", parent=None, given=np.array(tokens, np.int32), answer=generation(answer), message=said or {}
     )
 
 

@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from asyncrl.environments.agent.endpoint.template import Template
+from asyncrl.environments.agent.endpoint.chat_format import Template
 from asyncrl.errors import EngineDied, EngineError
 from tests.harness.agents import ANSWER, CALL, CALLED, TOKENIZER, TOOLS, Client, Scripted, chat_format
 

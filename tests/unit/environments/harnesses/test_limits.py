@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.environments.agent.harnesses.limits import Limited, Limits
-from asyncrl.environments.agent.harnesses.load import load_harness
+from asyncrl.environments.agent.harnesses.load import Limited, Limits, load_harness
 from asyncrl.environments.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 from asyncrl.errors import ConfigError, RolloutError
 from tests.unit.environments.harnesses.tasks import ENDPOINT, TASK

@@ -6,11 +6,25 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncrl.environments.agent.endpoint.ask import Ask, as_object, call, content, tool
 from asyncrl.environments.agent.endpoint.dialects.chat import model, usage
 from asyncrl.environments.agent.endpoint.dialects.dialect import Event, is_cut
-from asyncrl.environments.agent.endpoint.fields import offers_tools, stop_strings, wishes
-from asyncrl.environments.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
+from asyncrl.environments.agent.endpoint.request import (
+    Json,
+    ModelRequest,
+    Refused,
+    as_object,
+    call,
+    content,
+    find_overridden,
+    offers_tools,
+    rows,
+    short,
+    stop_strings,
+    table,
+    text,
+    tool,
+    whole,
+)
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.environments.agent.endpoint.turns import Turn
 
@@ -28,16 +42,16 @@ class AnthropicMessages:
             said = f"prompt is too long: {said}"  # its clients look for these words
         return {"type": "error", "error": {"type": kind, "message": said}}
 
-    def read(self, body: Json, session: Session) -> Ask:
-        ask = self.read_any(body, session)
-        if ask.messages[-1]["role"] == "assistant":
+    def read(self, body: Json, session: Session) -> ModelRequest:
+        request = self.read_any(body, session)
+        if request.messages[-1]["role"] == "assistant":
             raise Refused(
                 "the last message is the assistant's: an answer that your program begins (prefill) cannot be continued "
                 "here; end with a message of the user"
             )
-        return ask
+        return request
 
-    def read_any(self, body: Json, session: Session) -> Ask:
+    def read_any(self, body: Json, session: Session) -> ModelRequest:
         """Convert a request's body, whose last message may be anyone's. Raises Refused."""
         given = rows(body.get("messages"), "messages")
         if not given:
@@ -47,32 +61,32 @@ class AnthropicMessages:
             messages.append({"role": "system", "content": system})
         for place, one in enumerate(given):
             messages += _messages(table(one, f"messages[{place}]"), f"messages[{place}]")
-        return Ask(
+        return ModelRequest(
             messages=messages,
             tools=_tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
             max_tokens=whole(body.get("max_tokens"), "max_tokens", low=1),
             stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
             is_streamed=body.get("stream") is True,
             model=model(body),
-            wishes=wishes(body, stop=session.stop),
+            overridden=find_overridden(body, stop=session.stop),
         )
 
-    def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json:
+    def write(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Json:
         (turn,) = replies
         counted, reason = usage(replies), _stop(turn)
         return {
             "id": f"msg_{turn.tag}",
             "type": "message",
             "role": "assistant",
-            "model": ask.model,
+            "model": request.model,
             "content": _blocks(turn),
             "stop_reason": reason,
             "stop_sequence": turn.stopped_by if reason == "stop_sequence" else None,
             "usage": {"input_tokens": counted["prompt_tokens"], "output_tokens": counted["completion_tokens"]},
         }
 
-    def events(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
-        whole_message = self.write(ask, replies, session)
+    def events(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
+        whole_message = self.write(request, replies, session)
         used = whole_message["usage"]
         begun = whole_message | {
             "content": [],
@@ -101,18 +115,18 @@ def _event(kind: str, **data: Any) -> Event:
 def _stop(turn: Turn) -> str:
     if is_cut(turn):
         return "max_tokens"
-    if turn.said.get("tool_calls"):
+    if turn.message.get("tool_calls"):
         return "tool_use"
     return "stop_sequence" if turn.stopped_by else "end_turn"
 
 
 def _blocks(turn: Turn) -> list[Json]:
     blocks: list[Json] = []
-    if "reasoning_content" in turn.said:
-        blocks.append({"type": "thinking", "thinking": turn.said["reasoning_content"], "signature": turn.tag})
-    if turn.said["content"]:
-        blocks.append({"type": "text", "text": turn.said["content"]})
-    for one in turn.said.get("tool_calls", ()):
+    if "reasoning_content" in turn.message:
+        blocks.append({"type": "thinking", "thinking": turn.message["reasoning_content"], "signature": turn.tag})
+    if turn.message["content"]:
+        blocks.append({"type": "text", "text": turn.message["content"]})
+    for one in turn.message.get("tool_calls", ()):
         function = one["function"]
         blocks.append(
             {"type": "tool_use", "id": one["id"], "name": function["name"], "input": as_object(function["arguments"])}

@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncrl.environments.agent.endpoint.ask import MOST_ANSWERS, Ask, message, tool
 from asyncrl.environments.agent.endpoint.dialects.dialect import DONE, Event, is_cut, now, openai_error
-from asyncrl.environments.agent.endpoint.fields import offers_tools, stop_strings, wishes
-from asyncrl.environments.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
+from asyncrl.environments.agent.endpoint.request import (
+    MOST_ANSWERS,
+    Json,
+    ModelRequest,
+    Refused,
+    find_overridden,
+    message,
+    offers_tools,
+    rows,
+    short,
+    stop_strings,
+    table,
+    text,
+    tool,
+    whole,
+)
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.environments.agent.endpoint.turns import Turn
 
@@ -18,14 +31,14 @@ class ChatCompletions:
     end = DONE
     refused = staticmethod(openai_error)
 
-    def read(self, body: Json, session: Session) -> Ask:
+    def read(self, body: Json, session: Session) -> ModelRequest:
         messages = rows(body.get("messages"), "messages")
         if not messages:
             raise Refused("messages is empty")
         if body.get("functions"):
             raise Refused("functions is not supported; use tools")
         wanted = body.get("max_completion_tokens")
-        return Ask(
+        return ModelRequest(
             messages=[message(one, f"messages[{place}]") for place, one in enumerate(messages)],
             tools=tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
             max_tokens=whole(body.get("max_tokens") if wanted is None else wanted, "max_tokens", low=1),
@@ -33,7 +46,7 @@ class ChatCompletions:
             stop=[] if body.get("include_stop_str_in_output") else stop_strings(body.get("stop"), "stop"),
             is_streamed=body.get("stream") is True,
             model=model(body),
-            wishes=wishes(body, stop=session.stop),
+            overridden=find_overridden(body, stop=session.stop),
             options={
                 "logprobs": bool(body.get("logprobs")),
                 "token_ids": bool(body.get("return_token_ids")),
@@ -41,25 +54,25 @@ class ChatCompletions:
             },
         )
 
-    def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json:
+    def write(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Json:
         choices = [
-            {"index": index, "message": turn.said, "finish_reason": _finish(turn)} | _details(ask, turn, session)
+            {"index": index, "message": turn.message, "finish_reason": _finish(turn)} | _details(request, turn, session)
             for index, turn in enumerate(replies)
         ]
-        made = _head(ask, replies, "chat.completion") | {"choices": choices, "usage": usage(replies)}
-        if ask.options["token_ids"]:
+        made = _head(request, replies, "chat.completion") | {"choices": choices, "usage": usage(replies)}
+        if request.options["token_ids"]:
             made["prompt_token_ids"] = replies[0].context.tolist()
         return made
 
-    def events(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
-        head = _head(ask, replies, "chat.completion.chunk")
+    def events(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
+        head = _head(request, replies, "chat.completion.chunk")
         for index, turn in enumerate(replies):
-            said = {name: value for name, value in turn.said.items() if name != "tool_calls"}
-            yield "", head | {"choices": [_chunk(index, said) | _details(ask, turn, session)]}
-            for place, call in enumerate(turn.said.get("tool_calls", ())):
+            said = {name: value for name, value in turn.message.items() if name != "tool_calls"}
+            yield "", head | {"choices": [_chunk(index, said) | _details(request, turn, session)]}
+            for place, call in enumerate(turn.message.get("tool_calls", ())):
                 yield "", head | {"choices": [_chunk(index, {"tool_calls": [{"index": place, **call}]})]}
             yield "", head | {"choices": [_chunk(index, {}, finish=_finish(turn))]}
-        if ask.options["usage"]:
+        if request.options["usage"]:
             yield "", head | {"choices": [], "usage": usage(replies)}
 
 
@@ -87,8 +100,8 @@ def usage(replies: Sequence[Turn]) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
 
 
-def _head(ask: Ask, replies: Sequence[Turn], kind: str) -> Json:
-    return {"id": f"chatcmpl-{replies[0].tag}", "object": kind, "created": now(), "model": ask.model}
+def _head(request: ModelRequest, replies: Sequence[Turn], kind: str) -> Json:
+    return {"id": f"chatcmpl-{replies[0].tag}", "object": kind, "created": now(), "model": request.model}
 
 
 def _chunk(index: int, delta: Json, *, finish: str | None = None) -> Json:
@@ -98,15 +111,15 @@ def _chunk(index: int, delta: Json, *, finish: str | None = None) -> Json:
 def _finish(turn: Turn) -> str:
     if is_cut(turn):
         return "length"
-    return "tool_calls" if turn.said.get("tool_calls") else "stop"
+    return "tool_calls" if turn.message.get("tool_calls") else "stop"
 
 
-def _details(ask: Ask, turn: Turn, session: Session) -> Json:
+def _details(request: ModelRequest, turn: Turn, session: Session) -> Json:
     """Return the logprobs and token ids of an answer, if the request asks for them."""
     made: Json = {}
-    if ask.options["token_ids"]:
+    if request.options["token_ids"]:
         made["token_ids"] = turn.answer.tokens.tolist()
-    if ask.options["logprobs"]:
+    if request.options["logprobs"]:
         made["logprobs"] = {"content": [_logprob(*pair, session) for pair in _pairs(turn)], "refusal": None}
     return made
 

@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
-from asyncrl.environments.agent.endpoint.ask import Ask
-from asyncrl.environments.agent.endpoint.refusal import Json, Refused
+from asyncrl.environments.agent.endpoint.request import Json, ModelRequest, Refused
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.environments.agent.endpoint.turns import Turn
 
@@ -26,13 +25,13 @@ class Dialect(Protocol):
         """Bytes after the last event of a stream."""
         ...
 
-    def read(self, body: Json, session: Session) -> Ask:
+    def read(self, body: Json, session: Session) -> ModelRequest:
         """Convert a request's body. Raises Refused."""
         ...
 
-    def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json: ...
+    def write(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Json: ...
 
-    def events(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Iterator[Event]: ...
+    def events(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Iterator[Event]: ...
 
     def refused(self, error: Refused) -> Json: ...
 

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from asyncrl.environments.agent.endpoint.ask import Ask, call, content, message, tool
 from asyncrl.environments.agent.endpoint.dialects.chat import model, usage
 from asyncrl.environments.agent.endpoint.dialects.dialect import Event, is_cut, now, openai_error
-from asyncrl.environments.agent.endpoint.fields import offers_tools, stop_strings, wishes
-from asyncrl.environments.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
+from asyncrl.environments.agent.endpoint.request import (
+    Json,
+    ModelRequest,
+    Refused,
+    call,
+    content,
+    find_overridden,
+    message,
+    offers_tools,
+    rows,
+    short,
+    stop_strings,
+    table,
+    text,
+    tool,
+    whole,
+)
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.environments.agent.endpoint.turns import Turn
 
@@ -22,7 +36,7 @@ class Responses:
     end = b""
     refused = staticmethod(openai_error)
 
-    def read(self, body: Json, session: Session) -> Ask:
+    def read(self, body: Json, session: Session) -> ModelRequest:
         if body.get("conversation"):
             raise Refused("conversation is not served here; send the whole input, or previous_response_id")
         if "message.output_text.logprobs" in rows(body.get("include"), "include"):
@@ -37,14 +51,14 @@ class Responses:
             _add(messages, table(item, f"input[{place}]"), f"input[{place}]")
         if not messages:
             raise Refused("input is empty")
-        return Ask(
+        return ModelRequest(
             messages=messages,
             tools=_tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
             max_tokens=whole(body.get("max_output_tokens"), "max_output_tokens", low=1),
             stop=stop_strings(body.get("stop"), "stop"),
             is_streamed=body.get("stream") is True,
             model=model(body),
-            wishes=wishes(body, stop=session.stop),
+            overridden=find_overridden(body, stop=session.stop),
             options={
                 "tools": rows(body.get("tools"), "tools"),
                 "previous": body.get("previous_response_id"),
@@ -52,25 +66,27 @@ class Responses:
             },
         )
 
-    def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json:
+    def write(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Json:
         (turn,) = replies
         identity = f"resp_{turn.tag}"
-        own = ask.messages[1:] if ask.options["has_instructions"] else ask.messages  # instructions are of one request
-        session.remembered[identity] = [*own, turn.said]
+        own = (
+            request.messages[1:] if request.options["has_instructions"] else request.messages
+        )  # instructions are of one request
+        session.remembered[identity] = [*own, turn.message]
         counted = usage(replies)
         return {
             "id": identity,
             "object": "response",
             "created_at": now(),
-            "model": ask.model,
+            "model": request.model,
             "status": "incomplete" if is_cut(turn) else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut(turn) else None,
             "error": None,
             "output": _output(turn),
             "parallel_tool_calls": True,
-            "previous_response_id": ask.options["previous"],
+            "previous_response_id": request.options["previous"],
             "tool_choice": "auto",
-            "tools": ask.options["tools"],
+            "tools": request.options["tools"],
             "usage": {
                 "input_tokens": counted["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": 0},
@@ -80,8 +96,8 @@ class Responses:
             },
         }
 
-    def events(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
-        response = self.write(ask, replies, session)
+    def events(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
+        response = self.write(request, replies, session)
         begun = response | {"output": [], "status": "in_progress", "incomplete_details": None, "usage": None}
         made: list[Json] = [
             {"type": "response.created", "response": begun},
@@ -144,12 +160,12 @@ def _tools(value: Any) -> list[Json]:
 def _output(turn: Turn) -> list[Json]:
     status = "incomplete" if is_cut(turn) else "completed"
     output: list[Json] = []
-    if "reasoning_content" in turn.said:
-        thought = {"type": "reasoning_text", "text": turn.said["reasoning_content"]}
+    if "reasoning_content" in turn.message:
+        thought = {"type": "reasoning_text", "text": turn.message["reasoning_content"]}
         output.append({"type": "reasoning", "id": f"rs_{turn.tag}", "summary": [], "content": [thought]})
-    calls = turn.said.get("tool_calls", ())
-    if turn.said["content"] or not calls:
-        part = {"type": "output_text", "text": turn.said["content"], "annotations": [], "logprobs": []}
+    calls = turn.message.get("tool_calls", ())
+    if turn.message["content"] or not calls:
+        part = {"type": "output_text", "text": turn.message["content"], "annotations": [], "logprobs": []}
         output.append(
             {"type": "message", "id": f"msg_{turn.tag}", "role": "assistant", "status": status, "content": [part]}
         )

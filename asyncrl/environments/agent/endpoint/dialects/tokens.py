@@ -9,11 +9,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from asyncrl.environments.agent.endpoint.ask import MOST_ANSWERS, Ask
 from asyncrl.environments.agent.endpoint.dialects.chat import model, usage
 from asyncrl.environments.agent.endpoint.dialects.dialect import DONE, Event, is_cut, openai_error
-from asyncrl.environments.agent.endpoint.fields import wishes
-from asyncrl.environments.agent.endpoint.refusal import Json, Refused, rows, table, whole
+from asyncrl.environments.agent.endpoint.request import (
+    MOST_ANSWERS,
+    Json,
+    ModelRequest,
+    Refused,
+    find_overridden,
+    rows,
+    table,
+    whole,
+)
 from asyncrl.environments.agent.endpoint.session import Session
 from asyncrl.environments.agent.endpoint.turns import Turn
 
@@ -23,7 +30,7 @@ class TokenIds:
     end = DONE
     refused = staticmethod(openai_error)
 
-    def read(self, body: Json, session: Session) -> Ask:
+    def read(self, body: Json, session: Session) -> ModelRequest:
         ids = rows(body.get("token_ids"), "token_ids")
         if not ids:
             raise Refused("token_ids is empty")
@@ -35,25 +42,25 @@ class TokenIds:
         params = table(body.get("sampling_params") or {}, "sampling_params")
         if body.get("stream"):
             raise Refused("stream is not served here")
-        return Ask(
+        return ModelRequest(
             tokens=np.array(ids, np.int32),
             max_tokens=whole(params.get("max_tokens"), "sampling_params.max_tokens", low=1),
             count=whole(params.get("n"), "sampling_params.n", low=1, high=MOST_ANSWERS) or 1,
             model=model(body),
-            wishes=wishes(params, stop=session.stop),
+            overridden=find_overridden(params, stop=session.stop),
         )
 
-    def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json:
+    def write(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Json:
         return {
             "request_id": replies[0].tag,
-            "model": ask.model,
+            "model": request.model,
             "prompt_token_ids": replies[0].context.tolist(),
             "choices": [_choice(index, turn) for index, turn in enumerate(replies)],
             "usage": usage(replies),
         }
 
-    def events(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
-        yield "", self.write(ask, replies, session)
+    def events(self, request: ModelRequest, replies: Sequence[Turn], session: Session) -> Iterator[Event]:
+        yield "", self.write(request, replies, session)
 
 
 def _choice(index: int, turn: Turn) -> Json:

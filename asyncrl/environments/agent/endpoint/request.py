@@ -1,0 +1,372 @@
+"""A request to the model in a form that does not depend on its dialect, and the checks of its fields.
+
+A message follows OpenAI's chat completions, with text as content:
+    {"role": "user", "content": "hi"}
+    {"role": "assistant", "content": ..., "tool_calls": [{"id": ..., "type": "function", "function": {"name": ...,
+        "arguments": JSON text}}]}, where tool_calls is optional
+    {"role": "tool", "tool_call_id": ..., "content": "42"}
+
+No field that would change sampling or the prompt is ignored silently. Fields that clients send by default but the run
+decides, such as temperature, are recorded and named in the answer's header ``x-not-obeyed``. Fields that a client
+relies on are obeyed or refused by name: stop strings, a JSON schema, a forced tool call. Constrained decoding is always
+refused, because the trainer cannot recompute a masked distribution.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+# -- refusals, and checks of types -------------------------------------------------------------------------------------
+
+Json = dict[str, Any]
+
+LONGEST: Final = 200
+
+
+class Refused(Exception):
+    """A request that cannot be served.
+
+    status  HTTP status
+    code    OpenAI's error code, which clients look at
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+def table(value: Any, what: str) -> Json:
+    if not isinstance(value, dict):
+        raise Refused(f"{what} must be an object, got {short(value)}")
+    return value
+
+
+def rows(value: Any, what: str) -> list[Any]:
+    """Return the list ``value``; an empty list for None."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise Refused(f"{what} must be a list, got {short(value)}")
+    return value
+
+
+def text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise Refused(f"{what} must be text, got {short(value)}")
+    return value
+
+
+def whole(value: Any, what: str, *, low: int, high: int = 2**31 - 1) -> int | None:
+    """Return the whole number ``value`` within [low, high], or None for None."""
+    if value is None:
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise Refused(f"{what} must be a whole number from {low} to {high}, got {short(value)}")
+    return value
+
+
+def short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= LONGEST else shown[:LONGEST] + "..."
+
+
+# -- fields that would change sampling ---------------------------------------------------------------------------------
+
+RUNS_OWN: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "reasoning", "reasoning_effort", "thinking", "verbosity"),
+    *("parallel_tool_calls", "chat_template_kwargs"),
+)
+"""Fields that the run file or the model's chat template decides."""
+
+_TRAINER: Final = "it changes the sampling distribution in a way that the trainer cannot recompute"
+_SAMPLED: Final = "only logprobs of sampled tokens are known"
+_TEXT: Final = "answers are text"
+_NO_PREFILL: Final = "an answer that your program begins cannot be continued; end with a message of another role"
+_NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "response_format": (({"type": "text"},), f"{_TRAINER}; ask for JSON in the prompt"),
+    "frequency_penalty": ((0,), _TRAINER),
+    "presence_penalty": ((0,), _TRAINER),
+    "repetition_penalty": ((1,), _TRAINER),
+    "logit_bias": (({},), _TRAINER),
+    "length_penalty": ((1,), _TRAINER),
+    "typical_p": ((1,), _TRAINER),
+    "no_repeat_ngram_size": ((0,), _TRAINER),
+    "logits_processors": (([],), _TRAINER),
+    "custom_logit_processor": ((), _TRAINER),
+    "output_format": ((), f"{_TRAINER}; ask for JSON in the prompt"),
+    "guided_json": ((), _TRAINER),
+    "guided_regex": ((), _TRAINER),
+    "guided_choice": ((), _TRAINER),
+    "guided_grammar": ((), _TRAINER),
+    "structured_outputs": ((), _TRAINER),
+    "json_schema": ((), _TRAINER),
+    "regex": ((), _TRAINER),
+    "ebnf": ((), _TRAINER),
+    "bad_words": (([],), _TRAINER),
+    "allowed_token_ids": ((), _TRAINER),
+    "min_tokens": ((0,), "set rollout.min_new_tokens in the run file"),
+    "ignore_eos": ((False,), "answers end where the model ends them"),
+    "stop_token_ids": (([],), "set rollout.stop_token_ids in the run file"),
+    "stop_regex": ((), "set rollout.stop in the run file"),
+    "continue_final_message": ((False,), _NO_PREFILL),
+    "add_generation_prompt": ((True,), _NO_PREFILL),
+    "echo": ((False,), "the prompt is not returned"),
+    "chat_template": ((), "set rollout.options.chat_template in the run file"),
+    "documents": (([],), "put them into a message"),
+    "truncate_prompt_tokens": ((), "a prompt that does not fit is refused with context_length_exceeded"),
+    "use_beam_search": ((False,), "answers are sampled"),
+    "best_of": ((1,), "all answers are returned; use n"),
+    "top_logprobs": ((0,), _SAMPLED),
+    "prompt_logprobs": ((), _SAMPLED),
+    "modalities": ((["text"],), _TEXT),
+    "audio": ((), _TEXT),
+    "prediction": ((), "predicted outputs are not supported"),
+    "web_search_options": ((), "the endpoint has no web search; give the model your own tool"),
+    "prompt": ((), "the endpoint stores no prompt templates; send the messages"),
+    "background": ((False,), "use stream, or wait for the answer"),
+    "truncation": (("disabled",), "a prompt that does not fit is refused with context_length_exceeded"),
+    "max_tool_calls": ((), "your program runs the tools; count the calls there"),
+    "context_management": (([],), "your program holds the history; send what the model should see"),
+    "container": ((), "the endpoint runs no tools"),
+    "mcp_servers": (([],), "the endpoint runs no tools"),
+}
+"""For each field: values that have no effect, besides null, and why other values are refused."""
+_CHOICES: Final = ("auto", "none")
+_ONE_CALL: Final = "disable_parallel_tool_use"
+
+
+def find_overridden(body: Json, *, stop: Sequence[str]) -> Json:
+    """Return the requested settings that are not obeyed because the run decides them. Raises Refused.
+
+    stop  stop strings of this run
+    """
+    for name, (harmless, why) in _NO_EFFECT.items():
+        value = body.get(name)
+        if value is not None and value not in harmless:
+            raise Refused(f"{name} = {short(value)} is not served here: {why}")
+    for name in ("stop", "stop_sequences"):
+        _check_stop(body.get(name), name, stop)
+    made = {name: body[name] for name in RUNS_OWN if body.get(name) is not None}
+    made |= _format(body.get("text"), "text", ("verbosity",))
+    made |= _format(body.get("output_config"), "output_config", ("effort",))
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get(_ONE_CALL) is not None:  # Anthropic's parallel_tool_calls
+        made[_ONE_CALL] = choice[_ONE_CALL]
+    return made
+
+
+def stop_strings(value: Any, name: str) -> list[str]:
+    """Return the stop strings of a field, which may be one text. Raises Refused."""
+    asked = [value] if isinstance(value, str) else rows(value, name)
+    return [text(one, f"{name}[{place}]") for place, one in enumerate(asked)]
+
+
+def _check_stop(value: Any, name: str, stop: Sequence[str]) -> None:
+    for one in stop_strings(value, name):
+        if one not in stop:
+            known = ", ".join(map(short, stop)) or "none"
+            raise Refused(
+                f"{name}: {short(one)} ends no answer of this run; rollout.stop has {known}; add it in the run "
+                "file, or tokens that your program never sees would be trained"
+            )
+
+
+def _format(value: Any, where: str, names: Sequence[str]) -> Json:
+    """Check a field such as ``text`` of the responses API: {"format": {"type": ...}, "verbosity": ...}.
+
+    names  fields in it that the run decides; those that are given are returned
+    """
+    given = table(value or {}, where)
+    kind = table(given.get("format") or {}, f"{where}.format").get("type", "text")
+    if kind != "text":
+        raise Refused(
+            f"{where}.format of type {short(kind)} is not served here: {_TRAINER}; ask for JSON in the prompt"
+        )
+    return {name: given[name] for name in names if given.get(name) is not None}
+
+
+def offers_tools(choice: Any) -> bool:
+    """Whether a tool_choice, in any dialect's form, lets the model see the tools. Raises Refused."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind is not None and kind not in _CHOICES:
+        raise Refused(
+            f"tool_choice = {short(choice)} is not served here: a call cannot be forced, because {_TRAINER}; "
+            f"use {' or '.join(_CHOICES)}"
+        )
+    return kind != "none"
+
+
+# -- requests and messages ---------------------------------------------------------------------------------------------
+
+MOST_ANSWERS: Final = 128
+_ROLES: Final = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """One request.
+
+    messages, tools  conversation to answer; tools as OpenAI's: {"type": "function", "function": {"name": ..., ...}}
+    tokens           i32[P], tokens to continue instead of the messages; None: use the messages
+    max_tokens       limit of the answer; None: all tokens that are left
+    count            number of answers to sample
+    stop             stop strings that the request names; the message of an answer ends before them
+    overridden           requested settings that are not obeyed, because the run's sampling rules apply
+    options          data that only the request's dialect needs to write the answer
+    """
+
+    messages: Sequence[Json] = ()
+    tools: Sequence[Json] = ()
+    tokens: NDArray[np.int32] | None = None
+    max_tokens: int | None = None
+    count: int = 1
+    stop: Sequence[str] = ()
+    is_streamed: bool = False
+    model: str = ""
+    overridden: Json = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
+
+
+def message(value: Any, where: str) -> Json:
+    """Check a message of a request, and return it in the common form. Raises Refused."""
+    given = table(value, where)
+    role = _ROLES.get(text(given.get("role"), f"{where}.role"))
+    if role is None:
+        raise Refused(f"{where}.role must be one of {', '.join(_ROLES)}, got {short(given['role'])}")
+    if given.get("function_call"):
+        raise Refused(f"{where}.function_call is not supported; use tool_calls")
+    said = given.get("refusal") if given.get("content") is None else given["content"]
+    made: Json = {"role": role, "content": content(said, f"{where}.content")}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(given.get(name), str):
+            made[name] = given[name]
+    if role == "assistant" and given.get("tool_calls"):
+        calls = rows(given["tool_calls"], f"{where}.tool_calls")
+        made["tool_calls"] = [_call(one, f"{where}.tool_calls[{place}]") for place, one in enumerate(calls)]
+    return made
+
+
+def _call(value: Any, where: str) -> Json:
+    given = table(value, where)
+    function = table(given.get("function"), f"{where}.function")
+    arguments = function.get("arguments", "")
+    return call(
+        text(given.get("id", ""), f"{where}.id"),
+        text(function.get("name"), f"{where}.function.name"),
+        arguments if isinstance(arguments, str) else json.dumps(arguments),
+    )
+
+
+def call(identity: str, name: str, arguments: str) -> Json:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool(name: str, description: Any, parameters: Any, where: str) -> Json:
+    """Return a tool definition, with its keys in the order that models are used to."""
+    made: Json = {"name": name}
+    if description is not None:
+        made["description"] = text(description, f"{where}.description")
+    made["parameters"] = table({} if parameters is None else parameters, f"{where}: its schema")
+    return {"type": "function", "function": made}
+
+
+def content(value: Any, where: str) -> str:
+    """Return a message's content, text or a list of text parts, as one text; "" for None."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    return "".join(_part(part, f"{where}[{place}]") for place, part in enumerate(rows(value, where)))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    given = table(part, where)
+    if "text" not in given and given.get("type") == "refusal":
+        return text(given.get("refusal"), f"{where}.refusal")
+    if "text" not in given:
+        raise Refused(
+            f"{where}: a part of type {short(given.get('type'))} is not text; images and files cannot be read"
+        )
+    return text(given["text"], f"{where}.text")
+
+
+def in_order_of_calls(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with the results of each turn's tool calls in the order of the calls.
+
+    Clients match results with calls by their ids and may send them in any order. Most chat templates write no ids, so a
+    model would read them in another order than it called. Results without a known id stay behind the others.
+    """
+    made: list[Json] = []
+    results: list[Json] = []
+    places: dict[str, int] = {}
+
+    def flush() -> None:
+        made.extend(sorted(results, key=lambda one: places.get(one.get("tool_call_id", ""), len(places))))
+        results.clear()
+
+    for one in messages:
+        if one["role"] == "tool":
+            results.append(one)
+            continue
+        flush()
+        places = {given["id"]: place for place, given in enumerate(one.get("tool_calls", ()))}
+        made.append(one)
+    flush()
+    return made
+
+
+def num_characters(messages: Sequence[Json], tools: Sequence[Json]) -> int:
+    """Return how many characters a chat template may write of a conversation, without its own."""
+    found = sum(len(json.dumps(one, ensure_ascii=False)) for one in tools)
+    for one in messages:
+        found += len(one["content"]) + len(one.get("reasoning_content", ""))
+        found += sum(len(made["function"]["arguments"]) for made in one.get("tool_calls", ()))
+    return found
+
+
+def digests(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes]:
+    """Return digests of all prefixes of a conversation: item n covers the tools and the first n messages.
+
+    Two digests are equal if the messages say the same. Changes that client libraries make do not matter: the order of
+    keys, spaces in arguments, ids, and reasoning that was left out.
+    """
+    found = [hashlib.blake2b(_bytes(list(tools)), digest_size=16).digest()]
+    for one in messages:
+        found.append(hashlib.blake2b(found[-1] + _bytes(_normal(one)), digest_size=16).digest())
+    return found
+
+
+def _normal(one: Json) -> list[Any]:
+    calls = [[made["function"]["name"], as_object(made["function"]["arguments"])] for made in one.get("tool_calls", ())]
+    return [one["role"], one["content"].strip(), calls]
+
+
+def as_object(arguments: str) -> Json:
+    """Parse a call's arguments (JSON text) into an object, because Anthropic's clients always expect one."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        found = arguments
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def _bytes(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
