@@ -22,7 +22,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -58,13 +58,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Where a chunk is stored: ``length`` bytes of ``file`` from ``offset`` on. All fields are JSON values."""
+    """Where a chunk is stored: ``length`` bytes of ``file`` from ``offset`` on."""
 
     key: str
     dtype: str
-    whole: Sequence[int]
-    start: Sequence[int]
-    sizes: Sequence[int]
+    whole: Ints
+    start: Ints
+    sizes: Ints
     file: str
     offset: int
     length: int

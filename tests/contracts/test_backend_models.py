@@ -255,7 +255,7 @@ def test_scores_are_shaped_as_the_shares(kind: str, folder: Path) -> None:
 def test_a_frozen_model_has_no_gradients_to_keep(folder: Path) -> None:
     with started("megatron-1", folder, auxiliary={"reference": AuxiliaryModel(path=folder)}) as backend:
         own: Any = backend
-        parameters = own._own._loaded["reference"]._parameters.values()
+        parameters = own._rank._loaded["reference"]._parameters.values()
         assert not any(parameter.requires_grad or hasattr(parameter, "main_grad") for parameter in parameters)
 
 

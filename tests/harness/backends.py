@@ -113,7 +113,7 @@ def tiny_model(
 def gradients_of_megatron(backend: Backend) -> dict[str, torch.Tensor]:
     """Return the gradients of a step of one rank by their Hugging Face names."""
     policy: Any = backend
-    policy = policy._own._loaded["policy"]
+    policy = policy._rank._loaded["policy"]
     found: dict[str, torch.Tensor] = {}
     for name, entry in policy._maps.items():
         if entry.is_bias_of_choice:

@@ -1,4 +1,4 @@
-"""Child ranks of a Megatron learner that fail or die, with the test in the place of the leader."""
+"""Ranks of a Megatron learner that fail or die, with the test in the place of rank 0."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 from typing import Any
 
 
-def follower_pid(backend: Any) -> int:
-    return int(backend._followers._processes[0][1].pid)
+def child_pid(backend: Any) -> int:
+    return int(backend._children._processes[1].pid)
 
 
 class Ends:
-    """Stands in for the end of the leader's process, which is the test's."""
+    """Stands in for the end of rank 0's process, which is the test's."""
 
     def __init__(self) -> None:
         self.codes: list[int] = []

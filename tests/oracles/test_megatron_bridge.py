@@ -72,7 +72,7 @@ def test_a_folder_that_megatron_bridge_loads_and_exports_is_the_same_as_ours(tmp
         for name, kind in KINDS.items():
             mapping.register_module_type(name, kind)
         running: Any = backend
-        (stage,) = running._own._loaded["policy"]._stages
+        (stage,) = running._rank._loaded["policy"]._stages
         with_separate_experts(stage)
         ours = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
         with torch.no_grad():

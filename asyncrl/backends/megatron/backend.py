@@ -1,16 +1,20 @@
-"""The Megatron-Core backend: rank 0 runs in the learner's process and leads the other ranks.
+"""The Megatron-Core backend: rank 0 runs in the learner's process and sends every command to all ranks.
 
-Cheap to import: ``start`` imports Megatron. rank.py implements the work of a rank, followers.py the other processes.
+    step -> run_on_all_ranks -> MegatronRank.execute (each rank) -> TrainedModel.step -> forward_backward
+
+Cheap to import: ``start`` imports Megatron. rank.py implements the work of a rank, rank_process.py the other processes,
+rank_group.py what they tell each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +26,30 @@ from numpy.typing import NDArray
 from asyncrl.backends import flops, frozen, huggingface, lora, models
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.backends.megatron import joined_ranks, rank_store, refusals, shared_settings, torchrun
-from asyncrl.backends.megatron.background_save import SavedModel
-from asyncrl.backends.megatron.followers import ChildRanks, Followers
-from asyncrl.backends.megatron.held_parts import RemotePart
+from asyncrl.backends.megatron import refusals, shared_settings
+from asyncrl.backends.megatron.background_save import SavedModel, SavedPart, complete
 from asyncrl.backends.megatron.options import Options
-from asyncrl.backends.megatron.rank_commands import Command, Job, Left, Place, Scores, left_behind
-from asyncrl.backends.megatron.rank_link import described
+from asyncrl.backends.megatron.rank_commands import Command, Done, Job, OffloadReport, Scores, offload_metrics
+from asyncrl.backends.megatron.rank_group import (
+    COMMAND,
+    FOREVER,
+    RESULT,
+    RankGroup,
+    RankInfo,
+    describe,
+    open_store,
+    rank_environments,
+    rank_from_environment,
+)
+from asyncrl.backends.megatron.rank_process import ChildRanks, serve
 from asyncrl.backends.megatron.refusals import require_tensors_of_engines, require_trainable
+from asyncrl.backends.megatron.remote_parts import RemotePart
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.port import StepResult
 from asyncrl.config.adapter import Layout, RunConfig
-from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
-from asyncrl.os_process import learner_secret
+from asyncrl.errors import AsyncRLError, BackendError, CheckpointError, ConfigError
+from asyncrl.messages import codec
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch, of_one_length
 from asyncrl.tensors.snapshot import Snapshot
@@ -61,23 +75,22 @@ class MegatronBackend(BackendAdapter):
             layout=run.learner.layout,
             transformer=run.learner.megatron,
             quantization=run.weights.quantization,
-            seat=cls._seat_here(run),
-            common=shared_settings.shared_settings(run, options=cls.options(run)),
+            info=cls._rank_info(run),
+            settings=shared_settings.shared_settings(run, options=cls.options(run)),
         )
 
     @classmethod
-    def _seat_here(cls, run: RunConfig) -> torchrun.Seat | None:
-        return torchrun.seat(ranks=run.learner.ranks, secret=learner_secret())
+    def _rank_info(cls, run: RunConfig) -> RankInfo | None:
+        return rank_from_environment(ranks=run.learner.ranks, timeout_seconds=cls.options(run).timeout_seconds)
 
     @classmethod
     def rank_here(cls, run: RunConfig) -> int:
-        found = cls._seat_here(run)
-        return 0 if found is None else found.rank
+        info = cls._rank_info(run)
+        return 0 if info is None else info.rank
 
     @classmethod
     def environments(cls, run: RunConfig, *, port: int) -> Sequence[Mapping[str, str]]:
-        learner = run.learner
-        return torchrun.environments(ranks=learner.ranks, machines=learner.machines, port=port)
+        return rank_environments(ranks=run.learner.ranks, machines=run.learner.machines, port=port)
 
     @classmethod
     def check_machine(cls, run: RunConfig) -> None:
@@ -135,14 +148,14 @@ class MegatronBackend(BackendAdapter):
         transformer: Mapping[str, Any] | None = None,
         quantization: str = "",
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
-        seat: torchrun.Seat | None = None,
-        common: Mapping[str, object] | None = None,
+        info: RankInfo | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         """
         transformer  extra fields of Megatron's TransformerConfig
         quantization format of exports (tensors/quantized_model.py); empty: the folder's dtype
-        seat         place of this process if the other ranks are started externally and join
-        common       settings by name that all ranks must share
+        info         this process among its ranks, if each of them is started separately
+        settings     settings by name that all ranks must share
         """
         layout = layout or Layout()
         policy = AuxiliaryModel(path=model_path, objective=algorithm, optimizer=optimizer)
@@ -161,15 +174,15 @@ class MegatronBackend(BackendAdapter):
             quantization=quantization,
             aux_loss_coefficient=options.aux_loss_coefficient,
         )
-        self._timeout_seconds = options.timeout_seconds
         self._layout = layout
-        self._seat = seat
-        self._common = common or {}
+        self._info = info or RankInfo(ranks=layout.ranks, timeout_seconds=options.timeout_seconds)
+        self._settings = settings or {}
         self._shape: ModelShape | None = None
-        self._followers: Followers | None = None
-        self._own: MegatronRank | None = None
+        self._group: RankGroup | None = None
+        self._children: ChildRanks | None = None
+        self._rank: MegatronRank | None = None
         self._exports = 0
-        self._left: list[Left] = []
+        self._offloaded: list[OffloadReport] = []
         self._parts: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # parts that are still in use
 
     def start(self) -> None:
@@ -183,34 +196,32 @@ class MegatronBackend(BackendAdapter):
         }
         self._shape = shapes[POLICY]
         require_tensors_of_engines(self._job.models[POLICY].path, self._shape)
-        seconds, ranks = self._timeout_seconds, self._layout.ranks
-        store = rank_store.serve(is_local=self._seat is None, timeout_seconds=seconds)
-        places = [
-            Place(rank=rank, ranks=ranks, host=rank_store.HOST, port=store.port, timeout_seconds=seconds)
-            for rank in range(ranks)
-        ]
-        if self._seat is not None:
-            places[0] = dataclasses.replace(places[0], local_rank=self._seat.local_rank)
-            common = self._shared(self._seat)
-            self._followers = joined_ranks.gather(self._seat, common, port=store.port, timeout_seconds=seconds)
-        elif ranks > 1:
-            self._followers = ChildRanks(self._job, places[1:])
-        from asyncrl.backends.megatron.rank import MegatronRank  # takes seconds, in parallel with the fork server
+        store = open_store(self._info)
+        if self._info.ranks > 1:
+            is_alone = not self._info.host
+            if is_alone:
+                self._children = ChildRanks(self._job, dataclasses.replace(self._info, port=store.port))
+            self._group = RankGroup(
+                store,
+                self._info,
+                settings={} if is_alone else self._digests(),
+                why_ended=self._children.why_ended if self._children else lambda rank, within: "",
+                end=self._children.kill_and_exit if self._children else os._exit,
+            )
+        from asyncrl.backends.megatron.rank import MegatronRank  # takes seconds, in parallel with the other ranks
 
-        if self._followers:
-            self._followers.wait_until_ready()
-        with self._explaining("start"):
-            self._own = MegatronRank(self._job, places[0], store=store)
+        with self._explain("start"):
+            self._rank = MegatronRank(self._job, self._info, store=store)
 
     def serve(self) -> None:
-        if self._seat is None or self._seat.rank == 0:
+        if self._info.rank == 0:
             raise BackendError("this process is the learner; only its other ranks serve")
-        joined_ranks.serve(self._job, self._seat, self._shared(self._seat), timeout_seconds=self._timeout_seconds)
+        serve(self._job, self._info, settings=self._digests())
 
-    def _shared(self, seat: torchrun.Seat) -> dict[str, str]:
+    def _digests(self) -> dict[str, str]:
         """Return digests of what all ranks must share."""
         folders = {models.where(name): model.path for name, model in self._job.models.items()}
-        return shared_settings.digests(seat.secret, self._common, folders)
+        return shared_settings.digests(self._settings, folders)
 
     def step(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY
@@ -218,18 +229,14 @@ class MegatronBackend(BackendAdapter):
         trained = {name: held for name, held in self._job.models.items() if held.is_trained}
         models.find(trained, model, doing="step")
         began = time.perf_counter()
-        commands = self._commands("step", dp_shards, model=model, learning_rate=learning_rate)
-        result: StepResult = self._together(commands)
-        if model != POLICY:
-            return result
-        metrics = {**result.metrics, **self._speed(dp_shards, time.perf_counter() - began)}
-        metrics |= left_behind(self._left)
-        return StepResult(metrics=metrics, tokens={**result.tokens, **self._tokens_of_followers(commands)})
-
-    def _tokens_of_followers(self, commands: Sequence[Command]) -> dict[int, NDArray[np.float32]]:
-        ranks = [rank for rank in self._layout.scorers if rank and commands[rank].has_recorded]
-        told = self._followers.scores(ranks) if self._followers else []
-        return {number: row for one in told for number, row in zip(one.documents, one.rows, strict=True)}
+        results = self._run_on_all_ranks(
+            self._commands("step", dp_shards, model=model, learning_rate=learning_rate), StepResult
+        )
+        metrics, tokens = results[0].metrics, {key: row for one in results for key, row in one.tokens.items()}
+        if model == POLICY:
+            speed = self._speed(dp_shards, time.perf_counter() - began)
+            metrics = {**metrics, **speed, **offload_metrics(self._offloaded)}
+        return StepResult(metrics=metrics, tokens=tokens)
 
     def _commands(
         self, name: str, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str, learning_rate: float = 0.0
@@ -269,23 +276,24 @@ class MegatronBackend(BackendAdapter):
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY
     ) -> list[list[NDArray[np.float32]]]:
         models.find(self._job.models, model, doing="score")
-        own: Scores = self._together(self._commands("score", dp_shards, model=model))
-        answers = [own, *(self._followers.scores(range(1, self._layout.ranks)) if self._followers else [])]
-        if problem := next((scores.problem for scores in answers if scores.problem), ""):
-            raise self._failed("score", problem)
+        results = self._run_on_all_ranks(self._commands("score", dp_shards, model=model), Scores)
         return [
-            list(answers[rank].rows[: len(share)]) for rank, share in zip(self._layout.scorers, dp_shards, strict=True)
+            list(results[rank].rows[: len(share)]) for rank, share in zip(self._layout.scorers, dp_shards, strict=True)
         ]
 
     def export(self) -> Snapshot:
         self._exports += 1
         exporters = [rank for rank in range(self._layout.ranks) if self._layout.is_exporter(rank)]
         command = Command(name="export", export=self._exports, held=self._held())
-        own: Snapshot = self._together([command if rank in exporters else None for rank in range(self._layout.ranks)])
-        links = self._followers.parts if self._followers else {}
-        others = tuple(RemotePart(links[rank], self._exports) for rank in exporters[1:])
+        own, *_ = self._run_on_all_ranks([command if rank in exporters else None for rank in range(self._layout.ranks)])
+        others = tuple(RemotePart(self._group, rank, self._exports) for rank in exporters[1:] if self._group)
         self._parts.update(others)
-        return dataclasses.replace(own, others=others)
+        exported: Snapshot = dataclasses.replace(own, others=others)
+        return exported
+
+    def _held(self) -> tuple[int, ...]:
+        """Return the exports whose parts the other ranks must keep."""
+        return tuple(sorted({part.export for part in self._parts}))
 
     def save(self, folder: Path) -> None:
         self.begin_save(folder)
@@ -293,85 +301,87 @@ class MegatronBackend(BackendAdapter):
 
     def begin_save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)  # once, and before other ranks access it
-        self._together([Command(name="save", folder=str(folder))] * self._layout.ranks)
+        self._run_on_all_ranks([Command(name="save", folder=str(folder))] * self._layout.ranks)
 
     def finish_save(self, folder: Path, *, wait: bool) -> Mapping[Path, str] | None:
-        command = Command(name="saved", folder=str(folder), waits=wait)
-        files: Mapping[str, str] | None = self._together([command] * self._layout.ranks)
-        return None if files is None else {Path(file): sha256 for file, sha256 in files.items()}
+        command = Command(name="finish_save", folder=str(folder), waits=wait)
+        parts = self._run_on_all_ranks([command] * self._layout.ranks, SavedPart)
+        if not all(part.is_done for part in parts):
+            return None
+        for rank, part in enumerate(parts):
+            if part.problem:
+                raise CheckpointError(f"{folder}: learner rank {rank} cannot write its part: {part.problem}")
+        hashed: dict[Path, str] = {}
+        trained = [name for name, model in self._job.models.items() if model.is_trained]
+        for name, files in zip(trained, zip(*(part.files for part in parts), strict=True), strict=True):
+            saved = models.saved_in(folder, name)
+            hashed |= {saved / file: sha256 for file, sha256 in complete(saved, files).items()}
+        return hashed
 
     def offload(self) -> None:
-        own: Left = self._together([Command(name="offload", held=self._held())] * self._layout.ranks)
-        # Who gets the GPUs next needs the memory of all of them, and a rank may end its first steps seconds after us.
-        self._left = [own, *(self._followers.left() if self._followers else [])]
-
-    def _held(self) -> tuple[int, ...]:
-        """Return the exports whose parts the followers must keep."""
-        return tuple(sorted({part.export for part in self._parts}))
+        # Who gets the GPUs next needs the memory of all of them, so the answers of all ranks are awaited.
+        command = Command(name="offload", held=self._held())
+        self._offloaded = self._run_on_all_ranks([command] * self._layout.ranks, OffloadReport)
 
     def onload(self) -> None:
-        self._together([Command(name="onload")] * self._layout.ranks)
+        self._run_on_all_ranks([Command(name="onload")] * self._layout.ranks)
 
     def restore(self, folder: Path) -> None:
         trained = [name for name, model in self._job.models.items() if model.is_trained]
         models.require_saved(folder, trained)
-        for name in trained:  # before followers get the command: a user's mistake would end them with a traceback
+        for name in trained:  # before any rank gets the command: an error there ends all
             saved = models.saved_in(folder, name)
             lora.require_base(saved, self._job.models[name], base=SavedModel(saved).base)
         self._started().require_restorable(folder)
-        self._together([Command(name="restore", folder=str(folder))] * self._layout.ranks)
+        self._run_on_all_ranks([Command(name="restore", folder=str(folder))] * self._layout.ranks)
 
     def close(self) -> None:
-        if self._followers:
-            self._followers.close_links()
-        if self._own:
-            self._own.close()
-            self._own = None
-        if self._followers:
-            self._followers.close()
-            self._followers = None
+        if self._group:
+            self._group.close()
+            self._group = None
+        if self._rank:
+            self._rank.close()
+            self._rank = None
+        if self._children:
+            self._children.close()
+            self._children = None
 
-    def _together(self, commands: Sequence[Command | None]) -> Any:
-        """Run commands[i] on rank i unless it is None, and return rank 0's result. Rank 0 must have a command."""
-        own = commands[0]
+    def _run_on_all_ranks(self, commands: Sequence[Command | None], result: type = Done) -> list[Any]:
+        """Execute commands[i] on rank i unless it is None. Returns the ranks' results, rank 0's first.
+
+        result  type of the other ranks' results
+
+        Raises BackendError that names a rank which is gone or has failed: all ranks then end. An error of a lone rank
+        is raised as it is.
+        """
+        rank, group, own = self._started(), self._group, commands[0]
         assert own is not None
-        if self._followers and self._own:
-            self._followers.send(commands[1:])
-        rank = self._started()
-        with self._explaining(own.name), self._watched(own.name, rank):
-            try:
-                return rank.obey(own)
-            except StepFailed as error:
-                problems = [str(error), *(self._followers.problems() if self._followers else [])]
-                raise self._failed(own.name, next(filter(None, problems), "")) from error
-
-    def _watched(self, doing: str, rank: MegatronRank) -> AbstractContextManager[None]:
-        if self._followers is None:
-            return nullcontext()
-        return self._followers.watched(doing, lambda: rank.rows_begun, seconds=self._timeout_seconds)
-
-    def _failed(self, doing: str, problem: str) -> BackendError:
-        """Return a StepFailed, after which all ranks are unchanged; a BackendError if a rank is gone."""
-        if self._followers and (obituary := self._followers.obituary(within=0.0)):  # all of them have just answered
-            return BackendError(f"{doing} failed on learner rank 0: {obituary}; {problem}")
-        return StepFailed(problem)
+        others = [(number, command) for number, command in enumerate(commands) if command is not None and number]
+        with self._explain(own.name):
+            if group is None:
+                return [rank.execute(own)]
+            for number, command in others:
+                group.send(codec.encode(command), number, COMMAND)
+            results = [rank.execute(own)]
+            timeout = FOREVER if own.waits else self._info.timeout  # for a disk
+            answers = [group.receive(number, RESULT, timeout=timeout) for number, _ in others]
+            return [*results, *(codec.decode(answer, result) for answer in answers)]
 
     @contextmanager
-    def _explaining(self, doing: str) -> Iterator[None]:
-        """Turn torch's RuntimeError (lost peer, timeout, out of memory) into a BackendError that names the cause.
-
-        Any other exception is converted as well, because it also leaves the ranks at different places.
-        """
+    def _explain(self, doing: str) -> Iterator[None]:
+        """Turn an error that leaves ranks at different places into a BackendError that names the cause."""
         try:
             yield
         except AsyncRLError:
             raise
         except Exception as error:
-            others = self._followers.obituary() if self._followers else ""  # one of them may be the cause, or this one
-            causes = "; ".join(filter(None, (others, described(error))))
+            if self._group is None and doing in ("step", "score"):
+                raise  # nothing has changed
+            lost = self._group.lost() if self._group else ""  # torch knows only that a connection broke
+            causes = "; ".join(filter(None, (lost, describe(error))))
             raise BackendError(f"{doing} failed on learner rank 0: {causes}") from error
 
     def _started(self) -> MegatronRank:
-        if self._own is None:
+        if self._rank is None:
             raise BackendError("the megatron backend is not started")
-        return self._own
+        return self._rank

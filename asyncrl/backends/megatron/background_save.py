@@ -1,7 +1,7 @@
 """Writes a rank's part of a checkpoint to disk while the next step runs.
 
 ``BackgroundSave`` copies the state to the host, where no step changes it. Training waits only for this copy. A thread
-of every rank then writes the rank's own file. When all ranks are done, the leader completes the checkpoint
+of every rank then writes the rank's own file. When all ranks are done, rank 0 completes the checkpoint
 (``complete``); before that the files are not a checkpoint. The thread takes part in no collective, so it cannot block
 one.
 
@@ -56,30 +56,49 @@ def _on_host(data: torch.Tensor) -> torch.Tensor:
     return home.copy_(data.detach(), non_blocking=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFile:
+    """What a rank wrote of a trained model: see RankState, and Stored for ``chunks``."""
+
+    chunks: tuple[Stored, ...]
+    steps: Mapping[str, float]
+    base: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPart:
+    """A rank's part of a checkpoint: ``files`` by trained model, once it ``is_done``, unless there is a ``problem``."""
+
+    is_done: bool
+    problem: str = ""
+    files: tuple[SavedFile, ...] = ()
+
+
 class BackgroundSave:
     """The states of one rank. Writing to disk begins in the constructor."""
 
     def __init__(self, states: Iterable[RankState], *, rank: int) -> None:
         self._rank = rank
         self._is_cancelled = threading.Event()
-        self.problem = ""
-        """Why the state could not be written; known when the save is done."""
+        self._problem = ""
+        self._files: list[SavedFile] = []
         self._staged: list[RankState] = []
         try:
             self._staged = [state.staged() for state in states]
             if any(chunk.data.is_pinned() for state in self._staged for chunk in state.chunks):
                 torch.cuda.current_stream().synchronize()
         except (RuntimeError, MemoryError) as error:  # too little host memory: reported when all ranks are done
-            self.problem = f"{type(error).__name__}: {error}"
+            self._problem = f"{type(error).__name__}: {error}"
         self._thread = threading.Thread(target=self._write, name="checkpoint")
         self._thread.start()
 
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        self._thread.join()
+    def result(self, *, wait: bool) -> SavedPart:
+        if wait:
+            self._thread.join()
+        if self._thread.is_alive():
+            return SavedPart(is_done=False)
+        return SavedPart(is_done=True, problem=self._problem, files=tuple(self._files))
 
     def cancel(self) -> None:
         """Skip the remaining chunks, and wait for the chunk being written."""
@@ -88,50 +107,39 @@ class BackgroundSave:
 
     def _write(self) -> None:
         try:
-            while self._staged and not self.problem:
+            while self._staged and not self._problem:
                 self._write_state(self._staged.pop(0))
         except Exception as error:  # an exception in a thread would go unnoticed
-            self.problem = f"{type(error).__name__}: {error}"
+            self._problem = f"{type(error).__name__}: {error}"
         finally:
             self._staged.clear()
 
     def _write_state(self, state: RankState) -> None:
-        folder = state.folder
-        folder.mkdir(exist_ok=True)  # for models other than the policy
-        stored, sha256 = torch_dist.write_chunks(folder / torch_dist.file_name(self._rank), self._wanted(state.chunks))
-        chunks = [dataclasses.asdict(one) for one in stored]
-        report = {"chunks": chunks, "steps": dict(state.steps), "base": state.base, "sha256": sha256}
-        _report(folder, self._rank).write_text(json.dumps(report))
+        state.folder.mkdir(exist_ok=True)  # for models other than the policy
+        path = state.folder / torch_dist.file_name(self._rank)
+        chunks, sha256 = torch_dist.write_chunks(path, self._until_cancelled(state.chunks))
+        self._files.append(SavedFile(chunks=tuple(chunks), steps=state.steps, base=state.base, sha256=sha256))
 
-    def _wanted(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    def _until_cancelled(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         for chunk in chunks:
             if self._is_cancelled.is_set():
                 raise CheckpointError("the rank ends")
             yield chunk
 
 
-def _report(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.json"
-
-
-def complete(folder: Path, *, ranks: int) -> dict[str, str]:
+def complete(folder: Path, files: Sequence[SavedFile]) -> dict[str, str]:
     """Turn the files of all ranks in ``folder`` into a checkpoint. Returns their SHA-256 by name.
 
     Raises CheckpointError.
     """
-    name: Path | str = "the ranks' parts"
+    steps = {key: step for file in files for key, step in file.steps.items()}
+    index = {"format": "torch_dist", "ranks": len(files), "steps": steps, "base": files[0].base}
     try:
-        reports = [json.loads(_report(folder, rank).read_text()) for rank in range(ranks)]
-        torch_dist.complete(folder, (Stored(**chunk) for report in reports for chunk in report["chunks"]))
-        steps = {key: step for report in reports for key, step in report["steps"].items()}
-        name = INDEX
-        index = {"format": "torch_dist", "ranks": ranks, "steps": steps, "base": reports[0]["base"]}
+        torch_dist.complete(folder, (chunk for file in files for chunk in file.chunks))
         (folder / INDEX).write_text(json.dumps(index))
-        for rank in range(ranks):
-            _report(folder, rank).unlink()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder}: cannot write {name}: {error}") from error
-    return {torch_dist.file_name(rank): report["sha256"] for rank, report in enumerate(reports)}
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot write {INDEX} beside the ranks' files: {error}") from error
+    return {torch_dist.file_name(rank): file.sha256 for rank, file in enumerate(files)}
 
 
 class SavedModel(TorchDist):

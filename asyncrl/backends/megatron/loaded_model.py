@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from asyncrl.backends import huggingface, lora, micro_batches, models, weight_cuts
 from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.megatron import adapters
-from asyncrl.backends.megatron.agreement import Agreement
+from asyncrl.backends.megatron.forward_backward import forward_backward
 from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
-from asyncrl.backends.megatron.passes import Passes
 from asyncrl.backends.megatron.process_groups import expert_parallel_group, pipeline_group, tensor_parallel_group
 from asyncrl.backends.megatron.rank_commands import Job, Scores
 from asyncrl.backends.megatron.row_part import RowPart
@@ -36,12 +35,11 @@ from asyncrl.tensors.snapshot import Snapshot
 class LoadedModel:
     """One of the job's models. It is frozen unless it is a TrainedModel."""
 
-    def __init__(self, name: str, job: Job, device: torch.device, agreement: Agreement) -> None:
+    def __init__(self, name: str, job: Job, device: torch.device) -> None:
         self._model = job.models[name]
         self._where = models.where(name)
         self._is_policy = name == models.POLICY
         self._temperature = job.temperature
-        self._agreement = agreement
         self._layout = job.layout
         self._quantization = job.quantization
         self._rank = dist.get_rank()
@@ -64,7 +62,6 @@ class LoadedModel:
                 is_free = is_trained(entry.huggingface[0], freeze=settings.freeze, train_only=settings.train_only)
                 is_free = entry.is_adapter if self._lora else is_free and not entry.is_bias_of_choice
                 self._parameters[name].requires_grad_(is_free)
-        self.rows_begun = 0
         self._load_weights()
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -136,16 +133,13 @@ class LoadedModel:
 
     @torch.no_grad()
     def score(self, share: Sequence[MicroBatch]) -> Scores:
-        """Return f32[N] per micro-batch on the rank that scores the share (see Backend.score), or this rank's error.
+        """Return f32[N] per micro-batch on the rank that scores the share (see Backend.score).
 
         Synchronises with the device once, at the end.
         """
         if not share:
             return Scores()
-        passes = Passes(self._stages, self._agreement, make_row=self._scored_row, finish=self._scored)
-        scores = passes.run(share, is_scoring=True)
-        if passes.problem is not None:
-            return Scores(problem=f"{type(passes.problem).__name__}: {passes.problem}")
+        scores = forward_backward(self._stages, share, make_row=self._scored_row, finish=self._scored, is_scoring=True)
         if self._rank not in self._layout.scorers:
             return Scores()
         ends = np.cumsum([len(score) for score in scores])
@@ -166,7 +160,6 @@ class LoadedModel:
         return hidden, logprobs.new_zeros(num_tokens).index_copy(0, row.row.rows, logprobs)
 
     def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64], *, batch_tokens: int = 0) -> RowPart:
-        self.rows_begun += 1
         return RowPart.of(
             micro_batch,
             rows,

@@ -105,20 +105,6 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         )
         return after
 
-    def has_input_for(self, row: RowPart) -> bool:
-        """Return whether the input from the previous stage has the length of ``row``."""
-        return self.pre_process or len(self.decoder.input_tensor) == self._num_hidden(row)
-
-    def shorten_input(self, row: RowPart) -> None:
-        """Resize the input from the previous stage to the length of ``row``. Its values do not matter."""
-        if not self.pre_process:
-            first = self.decoder.input_tensor[:1]
-            self.set_input_tensor(first.expand(self._num_hidden(row), -1, -1).contiguous())
-
-    def _num_hidden(self, row: RowPart) -> int:
-        is_shared = self.config.sequence_parallel
-        return len(row.tokens) // (self.config.tensor_model_parallel_size if is_shared else 1)
-
     def logprobs(self, hidden: torch.Tensor, row: RowPart, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprob and entropy of the tokens at ``row.row.rows``, f32[M] each, from last-stage hidden states.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.overlapped_linear import Exchange
-from asyncrl.backends.megatron.rank_commands import Place
+from asyncrl.backends.megatron.rank_group import RankInfo
 from asyncrl.backends.megatron.symmetric_memory import Window, why_not
 from asyncrl.config.adapter import Layout
 
@@ -26,7 +26,7 @@ log = logging.getLogger("asyncrl.learner")
 _exchange: Exchange | None = None
 
 
-def join(place: Place, layout: Layout, *, overlaps_tensor_parallel: bool = False) -> None:
+def join(info: RankInfo, layout: Layout, *, overlaps_tensor_parallel: bool = False) -> None:
     """Create Megatron's process groups.  overlaps_tensor_parallel: see Job"""
     global _exchange
     parallel_state.initialize_model_parallel(
@@ -36,7 +36,7 @@ def join(place: Place, layout: Layout, *, overlaps_tensor_parallel: bool = False
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
-        distributed_timeout_minutes=place.collective_timeout.total_seconds() / 60,
+        distributed_timeout_minutes=info.timeout_seconds / 60,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1)  # nothing draws from this generator, but recomputation needs it to exist

@@ -20,11 +20,10 @@ from torch.profiler import record_function
 
 from asyncrl.backends import lora, micro_batches, weight_places
 from asyncrl.backends.megatron import optimizer, process_groups
-from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.background_save import STATE, RankState, SavedModel, random_states
+from asyncrl.backends.megatron.forward_backward import forward_backward
 from asyncrl.backends.megatron.load_balance import ExpertBalance
 from asyncrl.backends.megatron.loaded_model import LoadedModel
-from asyncrl.backends.megatron.passes import Passes
 from asyncrl.backends.megatron.process_groups import all_reduce, expert_replicas_group
 from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.megatron.row_part import RowPart
@@ -35,7 +34,7 @@ from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable,
 from asyncrl.backends.optimizer_state import shaped
 from asyncrl.backends.port import StepResult
 from asyncrl.backends.weight_map import Mapping, weight_map
-from asyncrl.errors import CheckpointError, StepFailed
+from asyncrl.errors import BackendError, CheckpointError
 from asyncrl.policies.algorithms.objective import Objective
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.corrections import diagnostics
@@ -50,8 +49,8 @@ _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 class TrainedModel(LoadedModel):
     """A loaded model with Megatron's gradient buffers and optimizer."""
 
-    def __init__(self, name: str, job: Job, device: torch.device, agreement: Agreement) -> None:
-        super().__init__(name, job, device, agreement)
+    def __init__(self, name: str, job: Job, device: torch.device) -> None:
+        super().__init__(name, job, device)
         assert self._model.objective is not None
         assert self._model.optimizer is not None
         self._name = name
@@ -88,8 +87,8 @@ class TrainedModel(LoadedModel):
 
         batch_tokens: of all shares
 
-        Raises StepFailed on every rank if a copy of the model could not compute its share. An error that leaves ranks
-        in different collectives is raised unchanged, on the rank where it occurred.
+        Raises BackendError for an error in the update, which may have changed some weights. Any error before it leaves
+        the weights of a lone rank as they were, and several ranks at different places.
         """
         optimizer.begin_gradients(self._buffers)
         for part in self._optimizers:
@@ -98,7 +97,9 @@ class TrainedModel(LoadedModel):
         if self._balance:
             self._balance.forget()
             self._batch_tokens = batch_tokens
-        totals, problem = self._accumulated(share or (empty(),))
+        # The last backward pass sums gradients over ranks. Only the last stage has metric sums.
+        sums = forward_backward(self._stages, share or (empty(),), make_row=self._trained_row, finish=self._loss)
+        totals = sum(sums, start=self._objective.zero(self._device))
         with record_function("learner: reduce"):
             optimizer.reduce_gradients(self._buffers)
             for group in (self._data_parallel, self._pipeline):  # only a last stage has nonzero sums
@@ -108,19 +109,18 @@ class TrainedModel(LoadedModel):
                 part.megatron.prepare_grads()
             if (scale := self._objective.gradient_scale(totals)) is not None:
                 self._scale_gradients(scale)
-            failed = torch.full((), float(problem is not None), dtype=torch.float64, device=self._device)
-            all_reduce(failed, dist.group.WORLD, dist.ReduceOp.MAX)
-            reduced = torch.stack([totals.sums[0].double(), self._grad_norm(), failed])
+            reduced = torch.stack([totals.sums[0].double(), self._grad_norm()])
             if self._balance:
                 reduced = torch.cat([reduced, self._balance.summary()])
-            loss, grad_norm, is_failed, *use = reduced.tolist()
-        if is_failed:
-            raise StepFailed("" if problem is None else f"{type(problem).__name__}: {problem}") from problem
+            loss, grad_norm, *use = reduced.tolist()
         is_skipped = not is_trainable(loss, grad_norm)
         if not is_skipped:
             learning_rate *= self._objective.learning_rate_share(totals)
-            with record_function("learner: optimizer"):
-                self._update(grad_norm, learning_rate)
+            try:
+                with record_function("learner: optimizer"):
+                    self._update(grad_norm, learning_rate)
+            except RuntimeError as error:  # AdamW's moments may not fit into memory
+                raise BackendError(f"the optimizer's update failed: {error}") from error
         metrics = step_metrics(
             self._objective.metrics(totals),
             model=self._name,
@@ -133,25 +133,6 @@ class TrainedModel(LoadedModel):
         if self._device.type == "cuda" and self._is_policy:
             metrics = {**metrics, "learner/memory_bytes": float(torch.cuda.max_memory_allocated())}
         return StepResult(metrics=metrics, tokens=self._recorded.on_host())
-
-    def _accumulated(self, share: Sequence[MicroBatch]) -> tuple[diagnostics.Sums, Exception | None]:
-        """Accumulate the gradients of all micro-batches in Megatron's buffers. Returns metric sums and the error.
-
-        The last backward pass sums gradients over ranks. Only the last stage has metric sums. An error on this rank is
-        returned, and the rank contributes zeros to the sums that other ranks wait for. The error is raised if that is
-        impossible: a rank that this one meets in every layer did not fail, or the error is in a backward pass that
-        other ranks wait for (another stage, or replicas in the last micro-batch).
-        """
-        passes = Passes(self._stages, self._agreement, make_row=self._trained_row, finish=self._loss)
-        try:
-            sums = passes.run(share)
-        except Exception as error:
-            is_awaited = self._pipeline.size() > 1 or (self._replicas.size() > 1 and passes.begun == len(share))
-            if passes.is_alone or is_awaited or not self._agreement.all_failed(passes.where):
-                raise
-            passes.problem, sums = error.with_traceback(None), []
-            passes.run((empty(),))  # replicas sum their gradients in this pass
-        return sum(sums, start=self._objective.zero(self._device)), passes.problem
 
     def _trained_row(self, micro_batch: MicroBatch) -> RowPart:
         return self._row(micro_batch, micro_batches.response_rows(micro_batch), batch_tokens=self._batch_tokens)

@@ -339,7 +339,7 @@ def test_moments_wait_on_the_host_from_the_restore_on(folder: Path, tmp_path: Pa
         backend.save(tmp_path)
         backend.restore(tmp_path)
         own: Any = backend
-        (moments,) = own._own._loaded["policy"]._moments
+        (moments,) = own._rank._loaded["policy"]._moments
         waiting = [one for state in moments._optimizer.state.values() for key, one in state.items() if key != "step"]
         assert waiting
         assert all(any(one is home for home in moments._homes.values()) for one in waiting)
@@ -381,7 +381,7 @@ def test_what_gradient_buffers_held_before_a_step_is_overwritten(folder: Path) -
     after = []
     for garbage in (0.0, float("nan")):
         with started("megatron-1", folder) as backend:
-            for wrapper in backend._own._loaded["policy"]._buffers:  # type: ignore[attr-defined]
+            for wrapper in backend._rank._loaded["policy"]._buffers:  # type: ignore[attr-defined]
                 for buffer in wrapper.buffers:
                     buffer.grad_data.fill_(garbage)
             backend.step(batch, learning_rate=LEARNING_RATE)

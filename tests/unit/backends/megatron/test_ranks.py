@@ -9,24 +9,25 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
-import threading
-from datetime import timedelta
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
+from asyncrl import os_process
 from asyncrl.backends import huggingface, weight_cuts
-from asyncrl.backends.megatron.followers import ChildRanks
-from asyncrl.backends.megatron.rank_commands import Job, Place
+from asyncrl.backends.megatron.rank_commands import Command, Job
+from asyncrl.backends.megatron.rank_group import COMMAND, RankGroup, RankInfo, open_store
+from asyncrl.backends.megatron.rank_process import ChildRanks
 from asyncrl.config.layout import Layout
-from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFailed
+from asyncrl.errors import BackendError, CheckpointError, ConfigError
+from asyncrl.messages import codec
 from tests import ROOT
 from tests.harness.backends import (
     LEARNING_RATE,
@@ -38,7 +39,7 @@ from tests.harness.backends import (
     tiny_model,
     weights,
 )
-from tests.harness.ranks import Ends, follower_pid
+from tests.harness.ranks import Ends, child_pid
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
@@ -124,7 +125,7 @@ def test_ranks_that_cannot_write_all_try_again_together(folder: Path, tmp_path: 
         taken = tmp_path / "one" / "__1_0.distcp"
         taken.mkdir(parents=True)
         for _ in range(2):
-            with pytest.raises(CheckpointError, match="1 other ranks could not write their part"):
+            with pytest.raises(CheckpointError, match="learner rank 1 cannot write its part"):
                 backend.save(tmp_path / "one")
         taken.rmdir()
         expected = weights(backend)
@@ -162,161 +163,135 @@ def test_an_index_that_cannot_be_written_leaves_the_ranks_together(folder: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["stepping", "scoring"])
-def test_a_rank_that_fails_without_those_that_hold_the_same_copy_ends_the_backend(folder: Path, moment: str) -> None:
-    """The other ranks wait for the failed rank within a layer, so the batch cannot be retried with fewer groups."""
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("too little on this rank")
-
-    with started("megatron-tp2", folder) as backend:
+@pytest.mark.parametrize("kind", ["megatron-2", "megatron-tp2", "megatron-pp2", "megatron-cp2"])
+def test_a_rank_that_fails_in_a_step_ends_the_backend_with_its_name_and_reason(folder: Path, kind: str) -> None:
+    """The other ranks wait for it in a collective, which fails since the rank is gone."""
+    made = documents()
+    if kind == "megatron-2":  # the last share is that of rank 1
+        cut = shares(kind, made)
+        broken = dataclasses.replace(cut[1][0], tokens=np.full_like(cut[1][0].tokens, 10**6))  # without an embedding
+        cut[1][0] = broken
+    with started(kind, folder) as backend:
         own: Any = backend
-        own._own._agreement._wait = timedelta(seconds=0.2)
-        own._own._loaded["policy"]._outputs = fail
-        with pytest.raises(BackendError, match="too little on this rank") as caught:
-            if moment == "stepping":
-                backend.step(shares("megatron-tp2", documents()), learning_rate=LEARNING_RATE)
-            else:
-                backend.score(shares("megatron-tp2", documents()))
-        assert not isinstance(caught.value, StepFailed)
+        own._group._end = ends = Ends()
+        if kind == "megatron-2":
+            with pytest.raises(BackendError, match=r"learner rank 1 \(pid \d+\) failed: IndexError"):
+                backend.step(cut, learning_rate=LEARNING_RATE)
+        else:
+            own._group.send(codec.encode(Command(name="step", model="unknown")), 1, COMMAND)
+            with pytest.raises(BackendError, match=r"learner rank 1 \(pid \d+\) failed: KeyError: 'unknown'"):
+                backend.step(shares(kind, made), learning_rate=LEARNING_RATE)
+    assert not ends.codes  # the learner has ended by itself
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["waiting", "scoring", "saving"])
-def test_a_dead_follower_is_an_error_and_not_a_hang(folder: Path, tmp_path: Path, moment: str) -> None:
-    """The follower is killed while it waits for a command."""
+@pytest.mark.parametrize("moment", ["stepping", "scoring", "saving"])
+def test_a_killed_rank_is_an_error_with_its_exit_code(folder: Path, tmp_path: Path, moment: str) -> None:
     with started("megatron-2", folder) as backend:
         own: Any = backend
-        own._followers._end_process = Ends()
-        if moment == "waiting":
-            os.kill(follower_pid(backend), signal.SIGKILL)
-            with pytest.raises(BackendError, match="rank 1.*exit code -9"):
+        own._group._end = Ends()
+        os.kill(child_pid(backend), signal.SIGKILL)
+        with pytest.raises(BackendError, match=r"learner rank 1 \(pid \d+\) is gone: it ended with exit code -9"):
+            if moment == "stepping":
                 backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)
-        elif moment == "scoring":  # scoring uses no collective
-            os.kill(follower_pid(backend), signal.SIGKILL)
-            with pytest.raises(BackendError, match="rank 1.*exit code -9"):
+            elif moment == "scoring":  # scoring uses no collective
                 backend.score(shares("megatron-2", documents()))
-        else:
-            backend.save(tmp_path)
-            os.kill(follower_pid(backend), signal.SIGKILL)
-            with pytest.raises(BackendError, match="rank 1.*exit code -9"):
+            else:
                 backend.save(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_stopped_follower_ends_the_leader_in_one_line_that_names_it(
-    folder: Path, capfd: pytest.CaptureFixture[str]
+def test_a_rank_that_fails_while_rank_0_asks_for_nothing_ends_it_in_one_line(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The leader asks for nothing meanwhile. A stopped follower ends with its leader all the same."""
-    ends = Ends()
+    """The rank writes its part of a checkpoint to a FIFO that nobody reads: a slow disk."""
     with started("megatron-2", folder) as backend:
         own: Any = backend
-        own._followers._end_process = ends
-        for number in range(2):  # in its first step, which may compile kernels, a rank may be silent for longer
-            backend.step(shares("megatron-2", documents(number)), learning_rate=LEARNING_RATE)
-        pid = follower_pid(backend)
-        os.kill(pid, signal.SIGSTOP)
-        assert ends.ended.wait(300)
-        own._followers._processes[0][1].join()
-    assert ends.codes == [1]
-    line = f"asyncrl learner: learner rank 1 (pid {pid}) is gone: it hangs: no sign of life for 6 s"
-    assert line in capfd.readouterr().err.splitlines()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["megatron-2", "megatron-tp2", "megatron-4"])
-def test_a_rank_that_never_joins_a_collective_ends_the_leader_in_one_line(
-    folder: Path, kind: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Like one whose GPU never ends a kernel, it gives signs of life. It never hears of the step here."""
-    ends = Ends()
-    with started(kind, folder) as backend:
-        own: Any = backend
-        own._followers._end_process = ends
-        backend.step(shares(kind, documents(0)), learning_rate=LEARNING_RATE)
-        own._own._agreement._wait = timedelta(seconds=0.2)
-        send, own._timeout_seconds = own._followers.send, 2.0
-        own._followers.send = lambda commands: send([None, *commands[1:]])
-        capfd.readouterr()
-        with pytest.raises(BackendError):  # the leader is not killed here; its followers are
-            backend.step(shares(kind, documents(1)), learning_rate=LEARNING_RATE)
+        own._group._end = ends = Ends()
+        os.mkfifo(tmp_path / "__1_0.distcp")
+        own.begin_save(tmp_path)
+        own._group.send(codec.encode(Command(name="step", model="unknown")), 1, COMMAND)
         assert ends.ended.wait(60)
-    assert ends.codes[0] == 1
-    assert capfd.readouterr().err.splitlines()[0] == (
-        "asyncrl learner: step stands still for 2 s (learner.options.timeout_seconds): the learner's ranks wait for "
-        "one that does not go on (look at the GPUs of all ranks), or that has much more to do than rank 0 (raise the "
-        "timeout)"
+    assert ends.codes == [1]
+    assert re.search(
+        r"^asyncrl learner: learner rank 1 \(pid \d+\) failed: KeyError: 'unknown'", capfd.readouterr().err, re.M
     )
 
 
-@pytest.mark.parametrize("lacking", ["descriptors", "processes", "threads", "watches"])
-def test_ranks_of_which_one_cannot_be_started_leave_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
-    """The first rank starts, and is killed once the second one does not. The leader does not end with them."""
-    layout = Layout(ranks=3)
+@pytest.mark.slow
+def test_a_stopped_rank_ends_the_backend_within_the_timeout(folder: Path) -> None:
+    with started("megatron-2", folder, options={"timeout_seconds": 3.0}) as backend:
+        own: Any = backend
+        own._group._end = Ends()
+        os.kill(child_pid(backend), signal.SIGSTOP)
+        with pytest.raises(BackendError, match="^step failed on learner rank 0: .*[Tt]ime"):
+            backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_larger_model_is_refused_before_any_rank_is_told(folder: Path, tmp_path: Path) -> None:
+    larger = tiny_model(tmp_path / "larger", num_layers=3)
+    with started("megatron-1", larger) as backend:
+        backend.save(tmp_path / "saved")
+    with started("megatron-2", folder) as backend:
+        with pytest.raises(CheckpointError, match="which the model or its adapters lack"):
+            backend.restore(tmp_path / "saved")
+        backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)  # all ranks are there
+
+
+@pytest.mark.slow
+def test_ranks_go_on_after_a_sigterm_to_every_process_so_that_the_learner_can_drain(folder: Path) -> None:
+    with started("megatron-2", folder) as backend:
+        backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE)
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        for pid in (server, child_pid(backend)):
+            os.kill(pid, signal.SIGTERM)
+        backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
+        assert os_process.is_alive(server)
+
+
+def test_ranks_of_which_one_cannot_be_started_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank starts, and is killed once the second one does not."""
     job = Job(  # on a GPU, so that each process is a new one
         models={},
         temperature=1.0,
         device="cuda",
         dtype="float32",
         threads=1,
-        layout=layout,
+        layout=Layout(ranks=3),
         is_distributed_optimizer=False,
         recompute="none",
         is_offloading=False,
         transformer={},
     )
-    places = [Place(rank=rank, ranks=3, host="127.0.0.1", port=1, timeout_seconds=60.0) for rank in (1, 2)]
     resource_tracker.ensure_running()  # the first process would start it, and it stays
-    owner, name = {"descriptors": (socket, "socketpair"), "processes": (SpawnProcess, "start")}.get(
-        lacking, (threading.Thread, "start")
-    )
-    failing = {"threads": ("rank-link", 4), "watches": ("rank-watch", 2)}  # a link has two threads
-    of, number = failing.get(lacking, ("", 2))
-    works, calls = getattr(owner, name), list[object]()
+    start, calls = SpawnProcess.start, list[object]()
 
-    def fail_second(*arguments: Any) -> Any:
-        if not of or arguments[0].name == of:
-            calls.append(arguments)
-            if len(calls) == number:
-                raise RuntimeError("no threads") if of else OSError(errno.EMFILE, f"too many {lacking}")
-        return works(*arguments)
+    def fail_second(process: SpawnProcess) -> None:
+        calls.append(process)
+        if len(calls) == 2:
+            raise OSError(errno.EMFILE, "too many processes")
+        start(process)
 
-    def links() -> list[threading.Thread]:
-        return [one for one in threading.enumerate() if one.name in ("rank-link", "rank-watch")]
-
-    monkeypatch.setattr(owner, name, fail_second)
-    before, open_before = links(), os.listdir("/proc/self/fd")
-    problem = (
-        "the learner cannot watch its ranks: no threads" if lacking == "watches" else "rank 2 cannot be started: .*"
-    )
-    ends = Ends()
-    with pytest.raises(BackendError, match=problem):
-        ChildRanks(job, places, end=ends)
+    monkeypatch.setattr(SpawnProcess, "start", fail_second)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(BackendError, match="rank 2 cannot be started: .*too many processes"):
+        ChildRanks(job, RankInfo(ranks=3, port=1))
     assert not multiprocessing.active_children()
-    for thread in set(links()) - set(before):
-        thread.join(60)
-        assert not thread.is_alive()
-    assert len(os.listdir("/proc/self/fd")) == len(open_before)
-    assert not ends.codes
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 @pytest.mark.slow
-def test_a_leader_ends_with_a_follower_that_ends_before_it_has_joined(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The follower finds no GPU, or no leader to join, and ends. The leader asks for nothing meanwhile."""
-    ends = Ends()
+def test_a_rank_that_cannot_start_ends_the_start_in_a_line_that_names_it(folder: Path) -> None:
+    """It finds no GPU."""
     with started("megatron-1", folder) as backend:
         job = dataclasses.replace(backend._job, device="cuda")  # type: ignore[attr-defined]
-    place = Place(rank=1, ranks=2, host="127.0.0.1", port=1, timeout_seconds=100.0)
-    ranks = ChildRanks(job, [place], end=ends)
-    assert ends.ended.wait(300)
-    assert ends.codes == [1]
-    line = r"^asyncrl learner: learner rank 1 \(pid \d+\) is gone: it failed: \w+: .+$"
-    assert re.search(line, capfd.readouterr().err, re.MULTILINE)
-    ranks.close_links()
+    info = RankInfo(ranks=2, timeout_seconds=100.0)
+    store = open_store(info)
+    ranks = ChildRanks(job, dataclasses.replace(info, port=store.port))
+    group = RankGroup(store, info, why_ended=ranks.why_ended, end=Ends())
+    assert re.fullmatch(r"learner rank 1 \(pid \d+\) failed: \w+: .+", group.lost(within=300.0))
+    group.close()
     ranks.close()
 
 
@@ -331,7 +306,7 @@ from tests.harness.backends import started
 if __name__ == "__main__":
     kept = started("megatron-2", Path({str(folder)!r}))
     backend = kept.__enter__()
-    print(backend._followers._processes[0][1].pid, flush=True)
+    print(backend._children._processes[1].pid, flush=True)
     sys.stdin.read()
     import builtins
     builtins.kept = kept  # otherwise the generator would close the backend
@@ -354,18 +329,3 @@ if __name__ == "__main__":
         os.close(follower)
         leader.wait(60)
     assert is_over
-
-
-def test_a_child_rank_whose_learner_has_ended_in_its_start_says_so_in_one_line() -> None:
-    program = """
-import socket
-from asyncrl.backends.megatron.followers import follow
-from asyncrl.backends.megatron.rank_commands import Place
-
-learner, own = socket.socketpair()
-learner.close()
-follow(None, Place(rank=3, ranks=4, host="127.0.0.1", port=1, timeout_seconds=60.0), own)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert re.fullmatch(r"asyncrl learner: rank 3: the learner has ended: .*\n", ended.stderr), ended.stderr

@@ -25,7 +25,7 @@ def test_megatron_reads_model_and_optimizer(tmp_path: Path) -> None:
         from megatron.core.dist_checkpointing import ShardedTensor
 
         own: Any = backend
-        policy = own._own._loaded["policy"]
+        policy = own._rank._loaded["policy"]
         (stage,) = policy._stages
         about = dist_checkpointing.load_content_metadata(str(tmp_path / "saved"))
         wanted = stage.sharded_state_dict(metadata=about)

@@ -1,0 +1,232 @@
+"""How ranks find each other, what they tell each other, and that all of them end when one does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncrl.backends.megatron.backend import MegatronBackend
+from asyncrl.backends.megatron.options import Options
+from asyncrl.backends.megatron.rank_commands import OffloadReport, offload_metrics
+from asyncrl.backends.megatron.rank_group import (
+    COMMAND,
+    PART,
+    RESULT,
+    RankGroup,
+    RankInfo,
+    open_store,
+    rank_environments,
+    rank_from_environment,
+)
+from asyncrl.backends.megatron.remote_parts import HeldParts, RemotePart
+from asyncrl.errors import BackendError, ConfigError, WeightsError
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.tensors.snapshot import PartWorker, Snapshot
+from tests.harness.backends import LAYOUTS, SETTINGS, tiny_model
+from tests.harness.ports import free_ports
+from tests.harness.ranks import Ends
+
+
+def info(rank: int, port: int, **settings: Any) -> RankInfo:
+    return RankInfo(
+        **({"rank": rank, "ranks": 2, "host": "127.0.0.1", "port": port, "timeout_seconds": 60.0} | settings)
+    )
+
+
+def join(one: RankInfo, settings: Mapping[str, str] | None = None, **others: Any) -> RankGroup:
+    return RankGroup(open_store(one), one, settings=settings, **others)
+
+
+def joined(ends: Callable[[int], object] = Ends()) -> tuple[RankGroup, RankGroup]:  # noqa: B008
+    port = free_ports(1)[0]
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(join, info(1, port), end=Ends())
+        return join(info(0, port), end=ends), other.result()
+
+
+def close(*groups: RankGroup, awaited: tuple[int, ...] = (COMMAND, PART)) -> None:
+    with ThreadPoolExecutor() as threads:
+        goodbyes = [threads.submit(groups[1].receive, 0, kind) for kind in awaited]
+        for group in groups:
+            threads.submit(group.close)
+        assert [goodbye.result() for goodbye in goodbyes] == [b""] * len(awaited)
+
+
+def test_messages_of_any_size_arrive_whole_and_a_goodbye_is_empty() -> None:
+    first, second = joined()
+    with ThreadPoolExecutor() as threads:
+        for data in (b"step", b"", bytes(range(256)) * 10_000):
+            sending = threads.submit(first.send, data, 1, COMMAND)
+            assert second.receive(0, COMMAND) == data
+            sending.result()
+        sending = threads.submit(second.send, b"done", 0, RESULT)
+        assert first.receive(1, RESULT) == b"done"
+        sending.result()
+    close(first, second)
+
+
+def test_a_rank_that_fails_ends_rank_0_in_one_line_with_its_reason(capfd: pytest.CaptureFixture[str]) -> None:
+    ends = Ends()
+    _, second = joined(ends)
+    second.fail(MemoryError("too little\non this rank"))
+    assert ends.ended.wait(60)
+    assert ends.codes == [1]
+    line = r"^asyncrl learner: learner rank 1 on \S+ \(pid \d+\) failed: MemoryError: too little on this rank$"
+    assert re.search(line, capfd.readouterr().err, re.MULTILINE)
+
+
+def test_rank_0_that_learns_of_a_failed_rank_is_not_ended() -> None:
+    ends = Ends()
+    first, second = joined(ends)
+    second.fail(MemoryError("too little"))
+    assert "rank 1" in first.lost(within=60.0)
+    for watcher in first._watchers:
+        watcher.join()
+    assert not ends.codes
+
+
+def test_a_rank_that_differs_is_refused_and_both_ends_say_in_what() -> None:
+    port = free_ports(1)[0]
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(join, info(1, port), {"the code of asyncrl": "new", "learner.recompute": "full"})
+        with pytest.raises(
+            ConfigError, match=r"^learner rank 1 on .* differs from rank 0 in learner\.recompute; start"
+        ):
+            join(info(0, port), {"the code of asyncrl": "new", "learner.recompute": "none"})
+        with pytest.raises(
+            ConfigError, match=r"^learner rank 1 is refused: .* differs from rank 0 in learner\.recompute"
+        ):
+            other.result()
+
+
+@pytest.mark.parametrize("other", ["weights", "configuration"])
+def test_a_rank_whose_folder_holds_another_model_is_refused(tmp_path: Path, other: str) -> None:
+    """The ranks would train a mixture of both models. Tools that copy a folder may rewrite the version in it."""
+    port = free_ports(1)[0]
+    folder = tiny_model(tmp_path / "model")
+    shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    changed = config | {"transformers_version": "0"}
+    if other == "weights":
+        tensors = load_file(folder / "model.safetensors")
+        shifted = {name: tensor + 0.01 for name, tensor in tensors.items()}
+        save_file(shifted, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    else:
+        changed["rms_norm_eps"] = 2 * config["rms_norm_eps"]
+    (tmp_path / "other" / "config.json").write_text(json.dumps(changed))
+
+    def backend(folder: Path, rank: int) -> MegatronBackend:
+        return MegatronBackend(
+            folder,
+            algorithm=resolve(ALGORITHMS["grpo"]),
+            optimizer=SETTINGS,
+            temperature=1.0,
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            options=Options(),
+            layout=LAYOUTS["megatron-2"],
+            info=info(rank, port),
+        )
+
+    with ThreadPoolExecutor() as threads:
+        learner = threads.submit(backend(folder, 0).start)
+        with pytest.raises(ConfigError, match=rf"differs from rank 0 in the {other} of model\.path;"):
+            backend(tmp_path / "other", 1).serve()
+        with pytest.raises(ConfigError, match=rf"differs from rank 0 in the {other} of model\.path;"):
+            learner.result()
+
+
+def test_ranks_that_do_not_join_are_named() -> None:
+    with pytest.raises(BackendError, match=r"learner rank 1, 2 of 3 has not joined within 0\.1 s"):
+        join(info(0, free_ports(1)[0], ranks=3, timeout_seconds=0.1))
+
+
+def test_a_rank_without_rank_0_says_where_it_looked() -> None:
+    with pytest.raises(BackendError, match=r"learner rank 1: no store at 127\.0\.0\.1:\d+ .* is rank 0 up"):
+        join(info(1, free_ports(1)[0], timeout_seconds=0.1))
+
+
+def test_ranks_meet_behind_the_store_of_an_agent_that_names_a_dead_rank_0() -> None:
+    agent = open_store(RankInfo())
+    agent.set("asyncrl/learner", str(free_ports(1)[0]))  # nobody listens there any more
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(join, info(1, agent.port, has_agent=True))
+        close(join(info(0, agent.port, has_agent=True)), other.result())
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"WORLD_SIZE": "4"}, "learner.ranks: 2, and torchrun has started 4"),
+        ({"RANK": ""}, "needs RANK, from 0 to 1"),
+        ({"RANK": "2"}, "needs RANK, from 0 to 1"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK=one: must be a whole number"),
+    ],
+)
+def test_an_impossible_environment_is_refused(environment: dict[str, str], problem: str) -> None:
+    (_, right) = rank_environments(ranks=2, machines=2, port=29500)
+    with pytest.raises(ConfigError, match=problem):
+        rank_from_environment(right | environment, ranks=2, timeout_seconds=60.0)
+
+
+def test_ranks_of_one_machine_count_from_zero_there() -> None:
+    read = [
+        rank_from_environment(one, ranks=4, timeout_seconds=60.0)
+        for one in rank_environments(ranks=4, machines=2, port=29500)
+    ]
+    assert [(one.rank, one.local_rank) for one in read if one is not None] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert rank_from_environment({}, ranks=2, timeout_seconds=60.0) is None
+    assert rank_from_environment({"WORLD_SIZE": "1", "RANK": "0"}, ranks=2, timeout_seconds=60.0) is None
+
+
+# -- parts of the weights ----------------------------------------------------------------------------------------------
+
+
+class Sum(PartWorker):
+    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
+        if order == b"fail":
+            raise WeightsError("no such engine")
+        return str(sum(float(tensor.sum()) for _, tensor in snapshot.tensors())).encode() + order
+
+
+def test_parts_of_the_weights_are_processed_where_they_are_until_they_are_forgotten() -> None:
+    first, second = joined()
+    parts = HeldParts()
+    for export in (1, 2):
+        parts.hold(export, Snapshot.of([("weight", torch.full((2,), float(export)))]))
+    parts.serve(second)
+    one, two = (RemotePart(first, 1, export) for export in (1, 2))
+    assert one.run(Sum, b" of one") == b"2.0 of one"
+    with pytest.raises(WeightsError, match="learner rank 1: no such engine"):
+        two.run(Sum, b"fail")
+    parts.forget(but=[2])
+    assert two.run(Sum, b"") == b"4.0"
+    with pytest.raises(WeightsError, match="learner rank 1: this rank no longer holds a part of export 1"):
+        one.run(Sum, b"")
+    with pytest.raises(WeightsError, match="is not a PartWorker"):
+        two.run(Ends, b"")  # type: ignore[arg-type]
+    close(first, second, awaited=(COMMAND,))
+
+
+def test_the_memory_in_use_after_an_offload_is_a_metric_of_each_rank() -> None:
+    report = OffloadReport(kept_bytes=1, used_bytes=2)
+    assert offload_metrics([replace(report, kept_bytes=3), report]) == {
+        "learner/rank0/kept_memory_bytes": 3.0,
+        "learner/rank0/used_memory_bytes": 2.0,
+        "learner/rank1/kept_memory_bytes": 1.0,
+        "learner/rank1/used_memory_bytes": 2.0,
+    }
+    assert offload_metrics([OffloadReport()]) == {}
