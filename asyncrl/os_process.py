@@ -22,9 +22,6 @@ from typing import Literal
 PARENT = "ASYNCRL_PARENT_PID"
 """Environment variable of a child that should end with its parent: the parent's process id."""
 
-LEARNER_SECRET = "ASYNCRL_LEARNER_SECRET"
-"""Environment variable with a secret shared by the processes of one learner that are started separately."""
-
 PYTHON_PATH = "PYTHONPATH"
 
 _PR_SET_PDEATHSIG = 1
@@ -59,11 +56,6 @@ def end_with_parent() -> bool:
         if os.getppid() != int(parent):  # the parent died before the prctl call
             os.kill(os.getpid(), signal.SIGKILL)
     return bool(parent)
-
-
-def learner_secret() -> str:
-    """Return the learner's shared secret, or "" if it is not set."""
-    return os.environ.get(LEARNER_SECRET, "")
 
 
 def signal_on_parent_death(number: int) -> None:

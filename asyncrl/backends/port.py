@@ -46,8 +46,8 @@ class Backend(Protocol):
         """Take one optimizer step of a trained model on one batch; gradients are summed over the shards.
 
         Any exception except BackendError is raised before weights or optimizer change: the learner fails the groups of
-        the batch and goes on with the next. A backend that cannot guarantee this raises BackendError. A backend whose
-        ranks agreed that the step failed raises StepFailed.
+        the batch and goes on with the next. A backend that cannot guarantee this raises BackendError, as one of several
+        ranks does: they end together.
 
         Returns the objective's metrics and the logprobs and entropies of recorded documents (StepResult). For the
         critic, the metrics include critic/grad_norm, critic/learning_rate and critic/skipped_steps.

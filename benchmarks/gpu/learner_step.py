@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from asyncrl.backends import flops, huggingface
-from asyncrl.backends.megatron import torchrun
 from asyncrl.backends.megatron.backend import MegatronBackend
 from asyncrl.backends.megatron.options import Options
+from asyncrl.backends.megatron.rank_group import RankInfo
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.config.layout import Layout
 from asyncrl.policies.algorithms.spec import resolve
@@ -133,10 +133,8 @@ def shares(variant: Variant, batch: Sequence[Document]) -> list[list[MicroBatch]
     return pack_for_ranks(batch, ranks=variant.data_parallel, max_tokens=variant.tokens)
 
 
-def made(
-    variant: Variant, folder: Path, *, device: str, dtype: str, seat: torchrun.Seat | None = None
-) -> MegatronBackend:
-    """Return the backend, not started.  seat: place of this process if the other ranks are started separately"""
+def made(variant: Variant, folder: Path, *, device: str, dtype: str, info: RankInfo | None = None) -> MegatronBackend:
+    """Return the backend, not started.  info: this process among its ranks if the other ranks are started separately"""
     return MegatronBackend(
         folder,
         algorithm=resolve(ALGORITHMS["grpo"]),
@@ -153,15 +151,15 @@ def made(
             timeout_seconds=TIMEOUT_SECONDS,
         ),
         layout=variant.layout,
-        seat=seat,
+        info=info,
     )
 
 
 @contextlib.contextmanager
 def backend(
-    variant: Variant, folder: Path, *, device: str, dtype: str, seat: torchrun.Seat | None = None
+    variant: Variant, folder: Path, *, device: str, dtype: str, info: RankInfo | None = None
 ) -> Iterator[MegatronBackend]:
-    learner = made(variant, folder, device=device, dtype=dtype, seat=seat)
+    learner = made(variant, folder, device=device, dtype=dtype, info=info)
     try:
         learner.start()
         yield learner

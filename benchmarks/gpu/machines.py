@@ -20,7 +20,6 @@ import math
 import os
 import queue
 import re
-import secrets
 import select
 import signal
 import socket
@@ -37,7 +36,6 @@ from typing import IO, Any, Final
 
 import numpy as np
 
-from asyncrl import os_process
 from benchmarks.gpu.learner import layout_of
 from benchmarks.gpu.learner_step import Variant, worst_metric
 from benchmarks.gpu.machines_rank import SAVED_STEP
@@ -154,8 +152,7 @@ def as_machines(task: Mapping[str, Any], folder: Path, *, limit: float) -> dict[
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     words += [*RANK, json.dumps(task)]
-    secret = {os_process.LEARNER_SECRET: secrets.token_hex(16)}
-    shared = EVERYWHERE | SOCKETS_ONLY | secret | logged(folder / "machine")
+    shared = EVERYWHERE | SOCKETS_ONLY | logged(folder / "machine")
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
     commands = [(words, shared | {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus]
     agents = Agents(commands, folder / "machine", limit=limit)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.backends import huggingface
-from asyncrl.backends.megatron import torchrun
-from asyncrl.os_process import learner_secret
-from benchmarks.gpu.learner_step import METRICS, Variant, backend, documents, made, shares
+from asyncrl.backends.megatron.rank_group import rank_from_environment
+from benchmarks.gpu.learner_step import METRICS, TIMEOUT_SECONDS, Variant, backend, documents, made, shares
 
 SAVED_STEP: Final = 2
 """After this step two machines write a checkpoint."""
@@ -27,10 +26,10 @@ def run(task: Mapping[str, Any]) -> int:
     Machines of which one will be killed write a checkpoint, and train until then. The next ones continue from it.
     """
     variant, model, state = Variant(**task["variant"]), Path(task["model"]), Path(task["state"])
-    seat = torchrun.seat(ranks=variant.layout.ranks, secret=learner_secret())
-    settings: dict[str, Any] = {"device": task["device"], "dtype": task["dtype"], "seat": seat}
-    tell({"rank": seat.rank if seat else 0})
-    if seat and seat.rank:
+    info = rank_from_environment(ranks=variant.layout.ranks, timeout_seconds=TIMEOUT_SECONDS)
+    settings: dict[str, Any] = {"device": task["device"], "dtype": task["dtype"], "info": info}
+    tell({"rank": info.rank if info else 0})
+    if info and info.rank:
         made(variant, model, **settings).serve()
         return 0
     vocabulary = huggingface.read_shape(model).vocabulary_size
@@ -38,7 +37,7 @@ def run(task: Mapping[str, Any]) -> int:
     with backend(variant, model, **settings) as learner:
         if is_resumed:
             learner.restore(state)
-        is_first = bool(seat and task["is_killed"] and not is_resumed)
+        is_first = bool(info and task["is_killed"] and not is_resumed)
         steps = range(SAVED_STEP + 1 if is_resumed else 1, task["steps"] + 1)
         for step in itertools.count(1) if is_first else steps:
             share = shares(variant, documents(variant, vocabulary=vocabulary, seed=step))

@@ -22,7 +22,6 @@ results to stdout and everything else to stderr.
 
 | environment variable | meaning |
 |---|---|
-| `ASYNCRL_LEARNER_SECRET` | shared by all ranks of a learner that torchrun starts ([machines](../guides/scaling.md)) |
 | `ASYNCRL_BUS_TOKEN` | token of the bus; takes precedence over `bus.token` |
 | `ASYNCRL_BOARD_TOKEN` | token of `asyncrl board`; random by default ([board](../guides/operate.md)) |
 | `ASYNCRL_BUS_URL` | address of the bus that `asyncrl run` started; set for its processes |

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -28,12 +30,16 @@ def shared_settings(run: RunConfig, *, options: Options) -> dict[str, object]:
 
     options  [learner.options] with defaults
     """
-    learner = dataclasses.asdict(run.learner) | {"options": dataclasses.asdict(options), "gpus": None}
+    learner = {
+        name: value for name, value in dataclasses.asdict(run.learner).items() if name not in ("gpus", "options")
+    }
     models = {"critic": run.critic, "reference": run.reference, "teacher": run.teacher}
     return {
         **{f"learner.{name}": value for name, value in learner.items()},
+        **{f"learner.options.{name}": value for name, value in dataclasses.asdict(options).items()},
         **{name: model and dataclasses.asdict(model) | {"path": bool(model.path)} for name, model in models.items()},
         "algorithm": dataclasses.asdict(run.algorithm),
+        "the code of algorithm": _own_code(run),
         "model.dtype": run.model.dtype,
         "weights.quantization": run.weights.quantization,
         "rollout.temperature": run.rollout.temperature,
@@ -42,6 +48,14 @@ def shared_settings(run: RunConfig, *, options: Options) -> dict[str, object]:
         "run.name": run.run.name,
         "run.seed": run.run.seed,
     }
+
+
+def _own_code(run: RunConfig) -> dict[str, str]:
+    """Return the digests of the modules that [algorithm] names as "package.module:object", without what they import."""
+    algorithm = run.algorithm
+    named = (algorithm.name, algorithm.advantage, algorithm.loss, algorithm.aggregation, algorithm.correction)
+    specs = {name: importlib.util.find_spec(name) for text in named for name in re.findall(r"([\w.]+):", text)}
+    return {name: _digest(Path(spec.origin).read_bytes()) for name, spec in specs.items() if spec and spec.origin}
 
 
 def digests(settings: Mapping[str, object], models: Mapping[str, Path]) -> dict[str, str]:

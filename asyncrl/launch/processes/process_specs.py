@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_
 from asyncrl.logs import print_line
 from asyncrl.messages.control import FleetSize
 from asyncrl.messages.roles import EVALUATION_WORKER, LEARNER, LEARNER_RANK, WORKER
-from asyncrl.os_process import LEARNER_SECRET
 
 
 class ProcessSpecs:
@@ -75,7 +73,6 @@ class ProcessSpecs:
         environments = registry.backend_class(self._run).environments(self._run, port=port)
         if self._run.learner.machines == 1:
             return [self._rank(LEARNER, gpus, environments[0], num_gpus=gpus_of_learner(self._run), resume=resume)]
-        secret = {LEARNER_SECRET: secrets.token_hex(32)}
         names = [f"{LEARNER}-{rank}" if rank else LEARNER for rank in range(len(environments))]
         each = len(names) // self._run.learner.machines
         leaders = names[::each]
@@ -83,7 +80,7 @@ class ProcessSpecs:
             self._rank(
                 name,
                 gpus[rank : rank + 1],
-                {**environment, **secret},
+                environment,
                 num_gpus=min(1, gpus_of_learner(self._run)),
                 resume=resume,
                 beside="" if rank % each == 0 else leaders[rank // each],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.backends.megatron import torchrun
+from asyncrl.backends.megatron.rank_group import rank_from_environment
 from asyncrl.data import demo_task
 from asyncrl.launch.processes.process_specs import ProcessSpecs
 from asyncrl.os_process import environment_of_child
@@ -67,7 +67,7 @@ def test_a_learner_is_no_part_of_the_job_that_asyncrl_run_was_started_in(
     )
     made = ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
     ranks = [environment_of_child(child.spec.environment) for child in made if child.name.startswith("learner")]
-    seats = [torchrun.seat(one, ranks=2, secret="s") for one in ranks]
-    assert [one and (one.host, one.store_key) for one in seats] == (
-        [None] if machines == 1 else [("127.0.0.1", "")] * 2
+    infos = [rank_from_environment(one, ranks=2, timeout_seconds=60.0) for one in ranks]
+    assert [one and (one.host, one.has_agent) for one in infos] == (
+        [None] if machines == 1 else [("127.0.0.1", False)] * 2
     )
