@@ -44,7 +44,7 @@ class Exchange:
         """The ranks from our own on, so that no two ranks copy from one at the same time."""
         self._allocate = allocate
         self._windows: list[Memory | None] = [None, None]
-        self.uses = 0
+        self._uses = 0
         """How often memory was exchanged. Equal on all ranks that are at the same place of the same layer."""
         # torch's own streams and events take a fraction of the host's time that those of torch.cuda take
         self._stream = torch.Stream(device) if device.type == "cuda" else None
@@ -60,8 +60,8 @@ class Exchange:
     def window(self, shape: tuple[int, ...], dtype: torch.dtype) -> Memory:
         """Return the window whose turn it is, with room for such a tensor. All ranks ask for the same size."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        self.uses += 1
-        turn = self.uses % 2
+        self._uses += 1
+        turn = self._uses % 2
         window = self._windows[turn]
         if window is None or window.num_bytes < num_bytes:
             del window

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncrl.backends.megatron import overlapped_linear, passes
+from asyncrl.backends.megatron import overlapped_linear
 from asyncrl.backends.megatron.overlapped_linear import Exchange
 from asyncrl.backends.megatron.symmetric_memory import reads_all
 
@@ -170,16 +170,3 @@ def test_memory_is_used_only_if_every_rank_reads_what_the_others_wrote(kind: typ
         return [torch.tensor(reads_all(kind(board, rank, 2**16), rank=rank, size=3))]
 
     assert together(3, work) == [[torch.tensor(expected)]] * 3
-
-
-def test_ranks_share_a_failure_only_if_they_failed_at_the_same_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise they would go on with barriers that do not belong together."""
-    exchange = Board(1, seed=0).exchange(0)
-    monkeypatch.setattr(passes, "exchange", lambda: exchange)
-    own: passes.Passes[None] = passes.Passes([], None, make_row=None, finish=None)  # type: ignore[arg-type]
-    places = [own.where]
-    exchange.gather(torch.zeros(4, 2))
-    places.append(own.where)
-    exchange.scatter((4, 2), like=torch.zeros(4, 2))
-    places.append(own.where)
-    assert len(set(places)) == 3

@@ -19,7 +19,8 @@ from torch.multiprocessing.spawn import spawn
 from asyncrl.backends.megatron import overlapped_linear, process_groups
 from asyncrl.backends.megatron.overlapped_linear import Exchange
 from asyncrl.backends.megatron.rank import MegatronRank
-from asyncrl.backends.megatron.rank_commands import Command, Job, Place
+from asyncrl.backends.megatron.rank_commands import Command, Job
+from asyncrl.backends.megatron.rank_group import RankInfo, open_store
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.policies.algorithms.spec import resolve
@@ -62,13 +63,12 @@ class Window:
 
 def trained(rank: int, job: Job, port: int, rows: list[list[MicroBatch]]) -> list[torch.Tensor]:
     """Return the scores before each step (of rank 0), and the weights of this rank after all."""
-    place = Place(rank=rank, ranks=2, host="127.0.0.1", port=port, timeout_seconds=60.0)
-    store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
-    one, scores = MegatronRank(job, place, store=store), []
+    info = RankInfo(rank=rank, ranks=2, host="127.0.0.1", port=port, timeout_seconds=60.0)
+    one, scores = MegatronRank(job, info, store=open_store(info)), []
     for share in map(tuple, rows):
-        told = one.obey(Command(name="score", micro_batches=share))
+        told = one.execute(Command(name="score", micro_batches=share))
         scores += [torch.from_numpy(score) for score in told.rows] if told else []
-        one.obey(Command(name="step", micro_batches=share, learning_rate=LEARNING_RATE))
+        one.execute(Command(name="step", micro_batches=share, learning_rate=LEARNING_RATE))
     found = [tensor.detach().clone() for tensor in one._loaded[POLICY].tensors()]
     one.close()
     return [*scores, *found]
