@@ -17,7 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import Engine, EngineStats, SharesGpus
 from asyncrl.errors import ConfigError, EngineDied, EngineError
-from asyncrl.launch.launchers.load import launcher_class
+from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.weights.port import LoadReport
 

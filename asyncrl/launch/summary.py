@@ -12,7 +12,7 @@ from asyncrl.config import RunConfig, secret_values
 from asyncrl.config.toml_text import toml_text
 from asyncrl.launch.assembly import data
 from asyncrl.launch.checks.run_file import check, check_before_torch
-from asyncrl.launch.launchers.load import launcher_class
+from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.launch.processes import gpus
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Final
 
 from asyncrl.adapters import registry
 from asyncrl.environments.load import FUNCTIONS
-from asyncrl.launch.launchers.load import LAUNCHERS
+from asyncrl.launch.launchers.adapter import LAUNCHERS
 from asyncrl.rewards.load import KINDS
 
 DEMO: Final = Path(__file__).parents[2] / "examples" / "demo.toml"

@@ -12,8 +12,7 @@ import pytest
 
 from asyncrl.config.run import LauncherSection
 from asyncrl.launch.launchers.local import LocalLauncher
-from asyncrl.launch.launchers.ray import RayLauncher
-from asyncrl.launch.launchers.ray_options import Options
+from asyncrl.launch.launchers.ray import Options, RayLauncher
 from asyncrl.launch.port import Launcher, ProcessSpec
 from asyncrl.messages.roles import WORKER
 from asyncrl.os_process import process_state

@@ -13,7 +13,7 @@ import pytest
 from asyncrl import config
 from asyncrl.adapters import registry
 from asyncrl.environments.load import FUNCTIONS
-from asyncrl.launch.launchers.load import LAUNCHERS
+from asyncrl.launch.launchers.adapter import LAUNCHERS
 from asyncrl.rewards.load import KINDS
 from tests import ROOT
 

@@ -22,7 +22,7 @@ from asyncrl.environments import load as rollout_functions
 from asyncrl.errors import ConfigError
 from asyncrl.launch import colocated
 from asyncrl.launch.checks import evaluation
-from asyncrl.launch.launchers.load import launcher_class
+from asyncrl.launch.launchers.adapter import launcher_class
 
 if TYPE_CHECKING:
     from asyncrl.policies.algorithms.algorithm import Algorithm

@@ -1,9 +1,10 @@
-"""Base class of launchers. Derive from LauncherAdapter to write one; launch/port.py specifies its behaviour."""
+"""Base class and table of launchers. Derive from LauncherAdapter to write one; launch/port.py says what it must do."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, cast
 
+from asyncrl.adapters.registry import load_adapter
 from asyncrl.config.adapter import Adapter, RunConfig
 from asyncrl.launch.port import Launcher
 
@@ -20,3 +21,13 @@ class LauncherAdapter(Adapter):
         return cast(Any, cls)(  # type: ignore[no-any-return]
             run_name=run.run.name, log_directory=run.run_directory / "logs", options=cls.options(run)
         )
+
+
+LAUNCHERS: Final = {
+    "local": "asyncrl.launch.launchers.local:LocalLauncher",
+    "ray": "asyncrl.launch.launchers.ray:RayLauncher",
+}
+
+
+def launcher_class(run: RunConfig) -> type[LauncherAdapter]:
+    return load_adapter(run.launcher.kind, where="launcher.kind", table=LAUNCHERS, port=LauncherAdapter)

@@ -1,6 +1,6 @@
 """Launches processes on a Ray cluster, each run by an actor in its own placement group.
 
-    kind = "ray"          [launcher.options] is ``Options`` of ray_options.py; docs/guides/deploy.md
+    kind = "ray"          [launcher.options] is ``Options``; docs/guides/deploy.md
 
 Ray finds a machine and reserves its GPUs. Ray carries no data of the run and restarts nothing: when an actor or a
 machine dies, its process has ended, and launch/processes/process_manager.py decides what follows. A process keeps its
@@ -20,9 +20,10 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,9 +32,7 @@ from asyncrl.errors import ConfigError, LaunchError, NoRoom
 from asyncrl.launch.launchers import ray_placement
 from asyncrl.launch.launchers.adapter import LauncherAdapter
 from asyncrl.launch.launchers.process_agent import MARK, LaunchRequest, OutputChunk, ProcessAgent, Started
-from asyncrl.launch.launchers.ray_options import Options, require_answer
-from asyncrl.launch.launchers.ray_placement import Choice, Machine, Need
-from asyncrl.launch.launchers.ray_process import RayProcess, in_a_line
+from asyncrl.launch.launchers.ray_placement import Choice, Machine, Need, Strategy
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 
@@ -45,6 +44,49 @@ _AT_ONCE_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 5.0
 _LEARNERS: Final = (LEARNER, LEARNER_RANK)
 _LAST_SECONDS: Final = 10.0
+_REACH_SECONDS: Final = 3.0
+_AWAY_SECONDS: Final = 1.0
+_ANSWER_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """Resources that each process of a role takes of its machine."""
+
+    cpus: float = 1.0
+    """CPUs to reserve; Ray also sets OMP_NUM_THREADS to this number."""
+    gpus: float = -1.0
+    """-1: a GPU for each rank of the learner (tensor_parallel for each worker), none if the cluster has none or the
+    role's device is "cpu". A fraction shares one."""
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """Labels that its machine must have (`ray start --labels`), with Ray's operators: "H100", "in(a,b)", "!b"."""
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    """Custom resources that it takes; {"node:10.0.0.7" = 0.001} puts it on that machine."""
+
+    def __post_init__(self) -> None:
+        if not self.cpus > 0:
+            raise ConfigError(f"cpus must be > 0, got {self.cpus}")
+        if self.gpus < 0 and self.gpus != -1:
+            raise ConfigError(f"gpus must be >= 0, or -1 for what the run file says, got {self.gpus}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """[launcher.options] of the Ray launcher."""
+
+    address: str = ""
+    """HOST:PORT of the cluster's head. Empty: RAY_ADDRESS, else the cluster that this machine is a node of, else a new
+    one of this machine alone, for this run. "auto": the same, and refused if there is none."""
+    strategy: Strategy = "PACK"
+    """How processes are placed on machines (launch/launchers/ray_placement.py)."""
+    learner: Role = field(default_factory=Role)
+    """Resources of the learner: cpus, gpus, labels, resources."""
+    rollout_worker: Role = field(default_factory=Role)
+    """Resources of each rollout worker, likewise."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that processes get from `asyncrl run`; others are those of their own machine."""
+    wait_for_nodes: bool = False
+    """Wait for machines that will join (Ray's autoscaler) instead of refusing what the cluster cannot hold now."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +130,7 @@ class RayLauncher(LauncherAdapter):
         self._ray = ray = _import_ray()
         self.errors = ray.exceptions
         address = self._options.address
-        require_answer(address or os.environ.get("RAY_ADDRESS", ""))
+        _require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(
                 address=address or None,
@@ -97,7 +139,7 @@ class RayLauncher(LauncherAdapter):
                 logging_level=logging.ERROR,
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"launcher.options: address {address!r}: {in_a_line(error)}") from None
+            raise ConfigError(f"launcher.options: address {address!r}: {_in_a_line(error)}") from None
         self._refuse_another()
         return str(ray.util.get_node_ip_address())
 
@@ -131,7 +173,7 @@ class RayLauncher(LauncherAdapter):
                 raise NoRoom(f"{spec.name} on {address}: {started.problem}")
             process = self._running[spec.name] = RayProcess(actor, self, name=spec.name, started=started)
         except self.errors.RayError as error:
-            raise LaunchError(f"{spec.name}: {in_a_line(error)}") from None
+            raise LaunchError(f"{spec.name}: {_in_a_line(error)}") from None
         finally:
             if process is None:
                 self.kill(actor)
@@ -240,7 +282,7 @@ class RayLauncher(LauncherAdapter):
                 _soft_target_node_id=choice.near or None,
             )
         except (self.errors.RayError, ValueError) as error:
-            raise LaunchError(f"{spec.name}: {in_a_line(error)}") from None
+            raise LaunchError(f"{spec.name}: {_in_a_line(error)}") from None
         return _Place(need=need, choice=choice, group=group)
 
     async def _wait_for_room(self, name: str, place: _Place) -> None:
@@ -343,6 +385,47 @@ class RayLauncher(LauncherAdapter):
         )
 
 
+class RayProcess:
+    """One start of a process. Prints its output with its name before each line."""
+
+    def __init__(self, actor: Any, launcher: RayLauncher, *, name: str, started: Started) -> None:
+        self._actor, self._launcher, self._name = actor, launcher, name
+        self.pid, self.node = started.pid, started.host
+        self._seen = 0
+        self._code: int | None = None
+        self._reading = asyncio.Lock()
+
+    async def ended(self) -> int:
+        async with self._reading:
+            while self._code is None:
+                if (code := await self._next()) is not None:
+                    self._code = code
+                    self._launcher.has_ended(self._name)
+        return self._code
+
+    def signal(self, number: int) -> None:
+        if self._code is None:
+            self._actor.signal.remote(number)
+            if number == signal.SIGKILL:  # also kill the actor from here, in case its machine does not answer
+                asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._launcher.kill, self._actor)
+
+    async def _next(self) -> int | None:
+        try:
+            news: OutputChunk = await self._actor.news.remote(self._seen)
+        except self._launcher.errors.ActorUnavailableError:
+            await asyncio.sleep(_AWAY_SECONDS)  # network trouble, or an end that Ray has not noticed yet: ask again
+            return None
+        except self._launcher.errors.RayError as error:
+            self._launcher.say(f"{self._name}: its actor is gone: {_in_a_line(error)}")
+            self._launcher.kill(self._actor)  # the old process must not run next to the new one
+            return -signal.SIGKILL
+        self._launcher.print(self._name, news)
+        self._seen = news.last
+        if news.code is not None:
+            self._launcher.kill(self._actor)
+        return news.code
+
+
 def _selector(choice: Choice) -> dict[str, str]:
     """Return the choice as Ray's label selector, which has one condition per label: so ``within`` wins over
     ``without``."""
@@ -360,3 +443,27 @@ def _import_ray() -> Any:
     except ImportError:
         raise ConfigError(_NEEDS_RAY) from None
     return ray
+
+
+def _require_answer(address: str) -> None:
+    """Fail early if no cluster answers: Ray itself tries for minutes. Raises ConfigError."""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"launcher.options: address {address}: `asyncrl run` must be on a node of the cluster, so ray:// does not "
+            "work; start it there and give HOST:PORT of the head"
+        )
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"launcher.options: address {address}: no Ray cluster answers ({error.strerror or error}); "
+            "start one with `ray start --head`"
+        ) from None
+
+
+def _in_a_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

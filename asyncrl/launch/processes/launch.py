@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import resume_checks, resume_settings, single_instance, single_learner
 from asyncrl.launch.keys import signing_keys
 from asyncrl.launch.keys.worker_keys import WORKER_KEY_VARIABLE
-from asyncrl.launch.launchers.load import build_launcher
+from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.launch.processes.process_manager import Outcome, ProcessManager
 from asyncrl.launch.processes.process_specs import ProcessSpecs
 from asyncrl.logs import print_line
@@ -75,7 +75,7 @@ async def launch(
             _require_run(directory)
         RecordedRun(directory).checkpoint()  # raises if it cannot be read; the learner would wait for it
         resume_settings.refuse_others(run_config)
-    launcher = build_launcher(run_config)
+    launcher = launcher_class(run_config).build(run_config)
     host = launcher.connect()
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
     async with contextlib.AsyncExitStack() as stack:

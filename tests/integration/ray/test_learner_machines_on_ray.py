@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from asyncrl.launch.launchers.ray import RayLauncher
-from asyncrl.launch.launchers.ray_options import Options, Role
+from asyncrl.launch.launchers.ray import Options, RayLauncher, Role
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 from tests.harness.ray import RayRun, TwoNodes

@@ -24,8 +24,7 @@ import ray
 from asyncrl import config
 from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.launch.checks.run_file import check
-from asyncrl.launch.launchers.ray import RayLauncher
-from asyncrl.launch.launchers.ray_options import Options, Role
+from asyncrl.launch.launchers.ray import Options, RayLauncher, Role
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.messages.roles import WORKER
 from tests.harness.ray import CPUS, SECONDS, RayRun, TwoNodes, kill

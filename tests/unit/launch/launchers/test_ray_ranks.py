@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.launch.launchers.process_agent import OutputChunk, Started
-from asyncrl.launch.launchers.ray import RayLauncher
-from asyncrl.launch.launchers.ray_options import Options
-from asyncrl.launch.launchers.ray_process import RayProcess
+from asyncrl.launch.launchers.ray import Options, RayLauncher, RayProcess
 from asyncrl.launch.port import ProcessSpec
 from asyncrl.messages.roles import LEARNER, LEARNER_RANK
 
