@@ -25,7 +25,7 @@ RETRY_SECONDS = 1.0
 log = logging.getLogger("asyncrl.fleet_scaler")
 
 
-class Sized(Protocol):
+class ResizableFleet(Protocol):
     """A fleet of processes that can be resized."""
 
     changed: asyncio.Event
@@ -45,38 +45,40 @@ class FleetScaler:
     starts with that size.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[Bus]], fleet: Sized, *, rule: FleetSizer | None = None) -> None:
+    def __init__(
+        self, connect: Callable[[], Awaitable[Bus]], fleet: ResizableFleet, *, rule: FleetSizer | None = None
+    ) -> None:
         """connect: opens the bus, retried until it works;  rule: None leaves the size to `asyncrl scale`"""
         self._connect = connect
         self._fleet = fleet
         self._rule = rule
         self._own_request = ""
-        """Request id of the last size that the rule asked for."""
-        self._asked: FleetSize | None = None
+        """Request id of the last size of the rule."""
+        self._requested: FleetSize | None = None
 
     async def run(self) -> None:
         """Run until cancelled. While the bus is away, the fleet keeps its size."""
         while True:
             try:
-                await self._with(await self._connect())
+                await self._run_on(await self._connect())
             except* (AsyncRLError, OSError, TimeoutError) as problem:
                 log.debug("fleet size: %s", problem)
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _with(self, bus: Bus) -> None:
+    async def _run_on(self, bus: Bus) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._hear(bus))
-                group.create_task(self._tell(bus))
+                group.create_task(self._follow_requests(bus))
+                group.create_task(self._report(bus))
                 if self._rule is not None:
                     group.create_task(self._decide(bus, self._rule))
         finally:
             await bus.close()
 
-    async def _hear(self, bus: Bus) -> None:
+    async def _follow_requests(self, bus: Bus) -> None:
         async with bus.watch(FLEET) as sizes:
             async for size in sizes:
-                self._asked = size
+                self._requested = size
                 self._fleet.resize(size)
 
     async def _decide(self, bus: Bus, rule: FleetSizer) -> None:
@@ -87,11 +89,11 @@ class FleetScaler:
                     continue
                 newest, status = row.step, self._fleet.status()
                 if status.problem and status.request == self._own_request:
-                    rule.has_room_for(status.rollout_workers)
-                if (change := rule.look(row.numbers, own=status.rollout_workers)) is not None:
-                    await self._ask(bus, change, before=status.rollout_workers)
+                    rule.limit_to(status.rollout_workers)
+                if (change := rule.update(row.numbers, own=status.rollout_workers)) is not None:
+                    await self._request(bus, change, before=status.rollout_workers)
 
-    async def _ask(self, bus: Bus, change: Change, *, before: int) -> None:
+    async def _request(self, bus: Bus, change: Change, *, before: int) -> None:
         self._own_request = uuid.uuid4().hex
         self._fleet.say(f"rollout.most_workers: {before} -> {change.workers} rollout workers: {change.because}")
         await bus.put(FLEET, FleetSize(rollout_workers=change.workers, request=self._own_request))
@@ -99,14 +101,14 @@ class FleetScaler:
         event = Event(kind="resized", actor="fleet", time=time.time(), data=data)
         await bus.publish(EVENTS, event, key=f"resized-{self._own_request}")
 
-    async def _tell(self, bus: Bus) -> None:
+    async def _report(self, bus: Bus) -> None:
         while True:
             self._fleet.changed.clear()
-            status, asked = self._fleet.status(), self._asked
+            status, requested = self._fleet.status(), self._requested
             await bus.put(FLEET_STATUS, status)
-            if asked is not None and asked.request == status.request:
-                kept = FleetSize(rollout_workers=status.rollout_workers, request=status.request)
+            if requested is not None and requested.request == status.request:
+                actual = FleetSize(rollout_workers=status.rollout_workers, request=status.request)
                 newest = (await bus.states(FLEET)).get("")  # an operator may have requested another size since
-                if kept != asked and newest == asked:
-                    await bus.put(FLEET, kept)
+                if actual != requested and newest == requested:
+                    await bus.put(FLEET, actual)
             await self._fleet.changed.wait()

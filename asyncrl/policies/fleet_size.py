@@ -77,11 +77,11 @@ class FleetSizer:
         """For each step with the current workers: seconds, seconds of training, seconds of busy engines, discarded
         share."""
 
-    def has_room_for(self, most: int) -> None:
+    def limit_to(self, most: int) -> None:
         """No more than ``most`` own workers are available."""
         self._most = min(self._most, most)
 
-    def look(self, numbers: Mapping[str, float], *, own: int) -> Change | None:
+    def update(self, numbers: Mapping[str, float], *, own: int) -> Change | None:
         """Take in a step's metrics and return a change, if any. ``own``: own workers that are requested now."""
         workers = int(numbers.get("rollout/workers", 0))
         if self._left or not workers:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from asyncrl import config
-from asyncrl.actors import fleet_scaler
 from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.cli import scale, tap
@@ -67,26 +66,12 @@ async def test_a_size_asked_for_while_another_is_refused_is_not_overwritten() ->
     bus = Busy(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     fleet_of_two = Full()
     sizer = FleetScaler(lambda: asyncio.sleep(0, bus), fleet_of_two)
-    sizer._asked = FleetSize(rollout_workers=9, request="older")
-    telling = asyncio.create_task(sizer._tell(bus))
+    sizer._requested = FleetSize(rollout_workers=9, request="older")
+    telling = asyncio.create_task(sizer._report(bus))
     for _ in range(100):
         await asyncio.sleep(0)
     telling.cancel()
     assert (await bus.states(FLEET))[""] == newer
-
-
-async def test_a_size_that_the_bus_lost_is_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_scaler, "KEEP_SECONDS", 0.001)
-    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
-    sizer = FleetScaler(lambda: asyncio.sleep(0, bus), Full())
-    asked = FleetSize(rollout_workers=5, request="to 5")
-    keeping = asyncio.create_task(sizer._keep(bus))
-    async with asyncio.timeout(120), bus.watch(FLEET) as sizes:
-        sizer._asked = asked
-        assert await anext(sizes) == asked
-        await bus.forget(FLEET, key="")
-        assert await anext(sizes) == asked
-    keeping.cancel()
 
 
 async def test_a_size_that_nobody_hears_is_kept_for_later(monkeypatch: pytest.MonkeyPatch) -> None:

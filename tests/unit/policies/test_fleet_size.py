@@ -22,8 +22,8 @@ def row(*, learner: float, engines: float, workers: int, discarded: float = 0.0)
 def looks(sizer: FleetSizer, numbers: dict[str, float], *, own: int, times: int = STEPS) -> Change | None:
     """Return the sizer's answer to the last of ``times`` looks; all earlier answers must be None."""
     for _ in range(times - 1):
-        assert sizer.look(numbers, own=own) is None
-    return sizer.look(numbers, own=own)
+        assert sizer.update(numbers, own=own) is None
+    return sizer.update(numbers, own=own)
 
 
 def test_a_fleet_whose_learner_waits_gets_as_many_workers_as_keep_it_busy() -> None:
@@ -72,7 +72,7 @@ def test_a_number_that_an_operator_set_outside_stays() -> None:
 def test_where_there_was_no_room_for_more_no_more_is_asked_for() -> None:
     sizer = FleetSizer(least=1, most=8)
     assert looks(sizer, row(learner=0.5, engines=1.0, workers=2), own=2) is not None
-    sizer.has_room_for(2)
+    sizer.limit_to(2)
     assert looks(sizer, row(learner=0.5, engines=1.0, workers=2), own=2, times=3 * STEPS) is None
 
 
@@ -81,7 +81,7 @@ def test_each_change_is_seen_for_ten_steps_before_the_next_and_the_first_steps_d
     waits = row(learner=0.5, engines=1.0, workers=2)
     assert looks(sizer, waits, own=2, times=3) is None
     assert looks(sizer, waits, own=2, times=9) is None
-    assert sizer.look(row(learner=0.5, engines=1.0, workers=3), own=3) is None  # another worker was added
+    assert sizer.update(row(learner=0.5, engines=1.0, workers=3), own=3) is None  # another worker was added
     change = looks(sizer, row(learner=0.5, engines=1.0, workers=3), own=3, times=9)
     assert change is not None and change.workers == 6
 
