@@ -257,9 +257,6 @@ class NullChannel(WeightChannel):
     def release(self, weights: WeightVersion) -> None:
         pass
 
-    def restore(self) -> WeightVersion | None:
-        return None
-
     def verify(self, weights: WeightVersion) -> Path:
         return Path()
 

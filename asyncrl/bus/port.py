@@ -245,14 +245,6 @@ class ObjectInfo:
 class ObjectStore(Protocol):
     """Named objects too large for a message. Blocking, thread-safe; each object has one writer. May raise BusError."""
 
-    @property
-    def elsewhere(self) -> tuple[str, bytes]:
-        """How another rank of the learner opens the same store: MODULE:FUNCTION, and the bytes to call it with.
-
-        ("", b"") if only this process can access the store.
-        """
-        ...
-
     def put(self, name: str, blocks: Iterable[bytes | memoryview], *, metadata: Mapping[str, str]) -> ObjectInfo:
         """Store an object atomically, replacing one of the same name. ``blocks`` is consumed while it is sent."""
         ...
@@ -269,10 +261,6 @@ class ObjectStore(Protocol):
         ...
 
     def names(self) -> set[str]: ...
-
-    def whole(self) -> set[str]:
-        """Return names of objects with no missing bytes; bytes are counted, not read."""
-        ...
 
     def remove(self, name: str) -> None:
         """Remove an object; does nothing if it does not exist."""

@@ -25,9 +25,6 @@ class ChannelAdapter(Adapter):
     sends_from_memory: ClassVar[bool] = False
     """Whether engines get versions from the learner's memory, which needs both to be up at the same time."""
 
-    ranks_use_bus: ClassVar[bool] = False
-    """Whether each rank of the learner that exports a part opens the bus."""
-
     takes_parts: ClassVar[bool] = False
     """Whether the channel carries models that several ranks of the learner export in parts (tensors/parts.py)."""
 
@@ -59,10 +56,6 @@ class ChannelAdapter(Adapter):
 
     def release(self, weights: WeightVersion) -> None:
         """See WeightChannel."""
-
-    def restore(self) -> WeightVersion | None:
-        """See WeightChannel. By default removed files are not restored; the next version replaces them."""
-        return None
 
     @property
     def sender(self) -> Sender | None:

@@ -6,7 +6,6 @@ Invariants (tests/contracts/test_weights.py, test_weights_on_disk.py):
   C1 a version's folder appears atomically: it is written under another name, synced, and renamed once it is complete.
   C2 the newest version is never removed. Of the others the newest ``keep`` - 1 stay, and retained ones.
   C3 a reader gets exactly the bytes that were published, or WeightsError.
-  C4 removed files of the newest version are written again, because the writer keeps its weight files open.
 """
 
 from __future__ import annotations
@@ -15,20 +14,16 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import os
 import shutil
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import WeightsError
-from asyncrl.logs import is_at
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.codec import decode, encode
-from asyncrl.tensors import adapter_names, quantized_model, safetensors_file, weight_files
+from asyncrl.tensors import adapter_names, quantized_model, weight_files
 from asyncrl.tensors.adapter_names import CONFIG_FILE
 from asyncrl.tensors.parts import on_every_part
 from asyncrl.tensors.snapshot import Snapshot
@@ -36,10 +31,6 @@ from asyncrl.tensors.weight_files import WeightFile, is_of_weights
 from asyncrl.weights.adapter import ChannelAdapter
 from asyncrl.weights.part_writer import PartWriter, WriteOrder, Written, whole_adapters
 
-log = logging.getLogger("asyncrl.learner")
-
-
-_COPIED_BYTES: Final = 2**20
 _TEMPORARY: Final = ".tmp-"
 _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
 """Suffixes of the files that accompany a model's weights: config, generation config, tokenizer, chat template."""
@@ -64,7 +55,6 @@ class FilesChannel(ChannelAdapter):
         self._previous: Path | None = None
         self._adapters: Mapping[str, Any] | None = None  # adapter_config.json, if adapters are published
         self._quantization = ""
-        self._held: tuple[WeightVersion, _Content] | None = None  # the newest version, and what it is restored from
         self._beside: tuple[str, ...] = ()  # config and tokenizer: the files of every version besides its weights
         self._retained: set[tuple[int, int]] = set()
         self._writer = PartWriter()
@@ -96,7 +86,6 @@ class FilesChannel(ChannelAdapter):
             sha256 = _complete(temporary, files)
             if os.path.lexists(folder):  # published by an earlier process that crashed before its checkpoint
                 self._discard(folder)
-            content = _Content.of(temporary)  # opened first: the folder may be removed as soon as it has its name
             temporary.rename(folder)
             _sync(self._directory)
         except WeightsError:
@@ -108,49 +97,9 @@ class FilesChannel(ChannelAdapter):
         self._previous = folder if self._links else None
         self._collect(newest=(incarnation, policy_version))
         self.published_bytes = num_bytes
-        version = WeightVersion(
+        return WeightVersion(
             incarnation=incarnation, policy_version=policy_version, uri=str(folder), sha256=sha256, num_bytes=num_bytes
         )
-        self._held = (version, content) if content else None
-        return version
-
-    def restore(self) -> WeightVersion | None:
-        """Write missing files of the newest version again. Return the version if any were missing, else None.
-
-        The check costs a few system calls. Raises WeightsError if the files cannot be written now. If they can never be
-        restored, WeightsError is raised once; engines then wait for the next version.
-        """
-        if self._held is None or _stands(*self._held):
-            return None
-        version, content = self._held
-        folder, temporary = Path(version.uri), self._directory / f"{_TEMPORARY}{Path(version.uri).name}"
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            temporary.mkdir()
-            self._write_companions(temporary)
-            content.copy_weights(temporary)
-            try:
-                weight_files.verify(temporary, sha256=version.sha256, num_bytes=version.num_bytes)
-            except WeightsError as error:
-                self._held = None
-                raise WeightsError(
-                    f"{folder}: files of it were removed or damaged; engines wait for the next version"
-                ) from error
-            if os.path.lexists(folder):
-                self._discard(folder)
-            restored = _Content.of(temporary)
-            temporary.rename(folder)
-            _sync(self._directory)
-        except OSError as error:
-            raise self._cannot_write(
-                folder.name, version.num_bytes, error.strerror or str(error), error.errno
-            ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        self._held = (version, restored) if restored else None
-        log.warning("%s: files of it were removed; written again, %s bytes", folder, f"{version.num_bytes:,}")
-        return version
 
     def verify(self, weights: WeightVersion) -> Path:
         """Return the folder of a version after checking size and checksum. Raises WeightsError."""
@@ -241,62 +190,6 @@ class FilesChannel(ChannelAdapter):
         return WeightsError(
             f"{self._directory}: cannot write weights {name}: {problem}; it needs {num_bytes:,} bytes{free}"
         )
-
-
-class _OpenFile:
-    """A file that stays readable after its name is removed. Closed with the last reference."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.descriptor)
-
-    @property
-    def length(self) -> int:
-        return os.fstat(self.descriptor).st_size
-
-    def blocks(self) -> Iterator[bytes]:
-        """Yield the content of the file."""
-        position = 0
-        while block := os.pread(self.descriptor, _COPIED_BYTES, position):
-            yield block
-            position += len(block)
-
-
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What is in the folder of a version: the names of all files, and the weight files, which are open."""
-
-    names: frozenset[str]
-    weights: Mapping[str, _OpenFile]
-
-    @classmethod
-    def of(cls, folder: Path) -> _Content | None:
-        """None if the files cannot be opened."""
-        with contextlib.suppress(OSError):
-            names = frozenset(os.listdir(folder))
-            return cls(names, {name: _OpenFile(folder / name) for name in sorted(filter(is_of_weights, names))})
-        return None
-
-    def copy_weights(self, folder: Path) -> None:
-        """Write the weight files into ``folder``, synced to disk."""
-        for name, file in self.weights.items():
-            with (folder / name).open("wb") as stream:
-                safetensors_file.write(stream, file.blocks())
-                stream.flush()
-                os.fsync(stream.fileno())
-        _sync(folder)
-
-
-def _stands(version: WeightVersion, content: _Content) -> bool:
-    """Whether all files of a version are in place and have the right total length."""
-    folder = Path(version.uri)
-    try:
-        are_there = all(is_at(folder / name, file.descriptor) for name, file in content.weights.items())
-        is_whole = content.names <= frozenset(os.listdir(folder))
-        lengths = [file.length for name, file in content.weights.items() if name != weight_files.INDEX_FILE]
-        return are_there and is_whole and sum(lengths) == version.num_bytes
-    except OSError:
-        return False
 
 
 def verified(weights: WeightVersion) -> Path:

@@ -43,9 +43,6 @@ class WithModels:
             return self._published
         return policy_version if any(self._directory.glob(f"*-{policy_version}")) else policy_version - 1
 
-    def restore(self) -> WeightVersion | None:
-        return self._channel.restore()
-
     def verify(self, weights: WeightVersion) -> Path:
         return self._channel.verify(weights)
 

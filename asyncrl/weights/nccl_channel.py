@@ -76,9 +76,6 @@ class NCCLChannel(ChannelAdapter):
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         return self._files.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
 
-    def restore(self) -> WeightVersion | None:
-        return self._files.restore()
-
     def verify(self, weights: WeightVersion) -> Path:
         return self._files.verify(weights)
 

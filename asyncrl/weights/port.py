@@ -34,13 +34,6 @@ class WeightChannel(Protocol):
         """Store one version atomically and remove versions that should no longer be loaded."""
         ...
 
-    def restore(self) -> WeightVersion | None:
-        """Store the newest version again if part of it is gone. Return how to announce it, or None if nothing is gone.
-
-        Called every few seconds between publishes.
-        """
-        ...
-
     def verify(self, weights: WeightVersion) -> Path:
         """Return the folder of a version, fetched if needed and with its checksum verified. Raises WeightsError."""
         ...

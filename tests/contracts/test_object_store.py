@@ -80,15 +80,6 @@ async def test_what_is_removed_is_gone_and_what_never_was_too(stores: tuple[Any,
         await read(reader, "a")
 
 
-async def test_every_object_is_whole_until_something_of_it_is_gone(stores: tuple[Any, Any]) -> None:
-    writer, _ = stores
-    await put(writer, "a", os.urandom(2 * CHUNK_BYTES + 1))
-    await put(writer, "empty", b"")
-    assert await asyncio.to_thread(writer.whole) == {"a", "empty"}
-    await asyncio.to_thread(writer.remove, "a")
-    assert await asyncio.to_thread(writer.whole) == {"empty"}
-
-
 # -- JetStream alone ---------------------------------------------------------------------------------------------------
 
 Connect = Callable[..., Awaitable[JetStreamBus]]
@@ -129,18 +120,6 @@ async def test_a_writer_that_died_leaves_nothing_visible_and_the_next_one_remove
     assert await asyncio.to_thread(store.names) == {"whole"}
     assert isinstance(store, JetStreamObjects)
     assert await chunks_stored(second, store) == 2  # a chunk and its metadata
-
-
-async def test_an_object_of_which_somebody_took_a_chunk_is_not_whole(
-    nats_server: EmbeddedServer, connect: Connect
-) -> None:
-    bus = await connect(nats_server)
-    store = bus.objects()
-    await put(store, "a", os.urandom(3 * CHUNK_BYTES))
-    await put(store, "b", b"1")
-    await bus._connection.api(f"STREAM.MSG.DELETE.{bus._layout.objects_stream}", {"seq": 2})
-    assert await asyncio.to_thread(store.names) == {"a", "b"}
-    assert await asyncio.to_thread(store.whole) == {"b"}
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:

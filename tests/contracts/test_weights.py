@@ -45,13 +45,6 @@ def channel(request: pytest.FixtureRequest, tmp_path: Path, model_path: Path) ->
             yield ObjectsChannel(directory, keep=2, model_path=model_path, objects=objects)
 
 
-@pytest.fixture
-def parts_channel(channel: WeightChannel) -> WeightChannel:
-    if isinstance(channel, ObjectsChannel) and isinstance(channel._objects, Objects):
-        pytest.skip("a store in the memory of one process is no other rank's")
-    return channel
-
-
 def test_what_is_read_is_bit_equal_to_what_was_published(channel: WeightChannel) -> None:
     generator = torch.Generator().manual_seed(0)
     published = {
@@ -75,10 +68,8 @@ def test_a_version_loads_as_a_hugging_face_model(channel: WeightChannel, model_p
     assert_loads_as_published(channel, model_path, ranks=1)
 
 
-def test_a_version_of_several_ranks_loads_as_a_hugging_face_model(
-    parts_channel: WeightChannel, model_path: Path
-) -> None:
-    assert_loads_as_published(parts_channel, model_path, ranks=3)
+def test_a_version_of_several_ranks_loads_as_a_hugging_face_model(channel: WeightChannel, model_path: Path) -> None:
+    assert_loads_as_published(channel, model_path, ranks=3)
 
 
 def assert_loads_as_published(channel: WeightChannel, model_path: Path, *, ranks: int) -> None:
@@ -133,9 +124,8 @@ def test_a_torn_write_is_never_visible(files_channel: FilesChannel, monkeypatch:
     assert {path.name for path in files_channel._directory.iterdir()} == {"0-0", "0-2"}
 
 
-def test_a_version_of_which_a_part_is_missing_is_none(parts_channel: WeightChannel) -> None:
+def test_a_version_of_which_a_part_is_missing_is_none(channel: WeightChannel) -> None:
     """A rank dies: the version is neither announced nor found, and the previous one stays."""
-    channel = parts_channel
     given = [("b", torch.zeros(3)), ("a", torch.ones(2))]
     first = channel.publish(in_parts(given), incarnation=0, policy_version=1)
     with pytest.raises(BackendError, match="rank 1 is gone"):
@@ -280,7 +270,3 @@ def test_publishing_a_version_again_replaces_it(channel: WeightChannel) -> None:
     weights = channel.publish(tensors(2.0), incarnation=0, policy_version=1)
     read = safetensors.torch.load_file(channel.verify(weights) / "model.safetensors")
     assert read["b"].tolist() == [2.0, 2.0, 2.0]
-
-
-def test_nothing_is_restored_before_anything_is_published(channel: WeightChannel) -> None:
-    assert channel.restore() is None

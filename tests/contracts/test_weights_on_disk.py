@@ -1,24 +1,19 @@
-"""The contract of a channel over files when its files are removed or cut, and when the disk is full."""
+"""The contract of a channel over files when its files are removed, and when the disk is full."""
 
 from __future__ import annotations
 
-import os
 import resource
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
-import torch
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights import files
+from asyncrl.tensors import safetensors_file
 from asyncrl.weights.files import FilesChannel
-from tests.harness.weights import in_parts, tensors, visible
+from tests.harness.weights import tensors
 
 
 def test_an_open_reader_keeps_its_bytes_when_the_version_is_collected(files_channel: FilesChannel) -> None:
@@ -47,67 +42,6 @@ print(sorted(path.name for path in directory.iterdir()))
 """
 
 
-REMOVALS: dict[str, Callable[[Path], Any]] = {
-    "its weights": lambda folder: (folder / "model.safetensors").unlink(),
-    "its config": lambda folder: (folder / "config.json").unlink(),
-    "all of it": shutil.rmtree,
-    "all versions": lambda folder: shutil.rmtree(folder.parent),
-    "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("mine")),
-    "another file of its name": lambda folder: (
-        (folder / "model.safetensors").unlink(),
-        (folder / "model.safetensors").write_bytes(b"mine"),
-    ),
-}
-
-
-@pytest.mark.parametrize("removal", REMOVALS.values(), ids=REMOVALS.keys())
-def test_files_of_the_newest_version_that_somebody_removes_are_written_again(
-    files_channel: FilesChannel, removal: Callable[[Path], Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    files_channel.publish(tensors(1.0), incarnation=0, policy_version=1)
-    weights = files_channel.publish(tensors(2.0), incarnation=0, policy_version=2)
-    assert files_channel.restore() is None
-    for _ in range(2):
-        names = {path.name for path in Path(weights.uri).iterdir()}
-        removal(Path(weights.uri))
-        assert files_channel.restore() == weights
-        assert files_channel.restore() is None
-        assert files_channel.verify(weights) == Path(weights.uri)
-        assert {path.name for path in Path(weights.uri).iterdir()} == names
-    assert len(caplog.messages) == 2
-    assert "files of it were removed; written again" in caplog.text
-    newer = files_channel.publish(tensors(3.0), incarnation=0, policy_version=3)
-    assert (files_channel.verify(newer) / "config.json").exists()
-    assert "0-3" in visible(files_channel)
-
-
-@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json"])
-def test_a_part_that_somebody_removes_is_written_again(files_channel: FilesChannel, name: str) -> None:
-    given = [("b", torch.zeros(3)), ("a", torch.ones(2))]
-    weights = files_channel.publish(in_parts(given), incarnation=0, policy_version=2)
-    (Path(weights.uri) / name).unlink()
-    assert files_channel.restore() == weights
-    assert files_channel.verify(weights) == Path(weights.uri)
-
-
-def test_weights_that_somebody_cut_cannot_be_written_again_and_that_is_said_once(files_channel: FilesChannel) -> None:
-    weights = files_channel.publish(tensors(), incarnation=0, policy_version=1)
-    os.truncate(Path(weights.uri) / "model.safetensors", 30)
-    with pytest.raises(WeightsError, match="removed or damaged; engines wait for the next version"):
-        files_channel.restore()
-    assert files_channel.restore() is None
-    newer = files_channel.publish(tensors(), incarnation=0, policy_version=2)
-    shutil.rmtree(newer.uri)
-    assert files_channel.restore() == newer
-
-
-def test_an_older_version_that_somebody_removes_stays_away(files_channel: FilesChannel) -> None:
-    older = files_channel.publish(tensors(), incarnation=0, policy_version=1)
-    files_channel.publish(tensors(), incarnation=0, policy_version=2)
-    shutil.rmtree(older.uri)
-    assert files_channel.restore() is None
-
-
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, model_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
     directory = tmp_path / "weights"
@@ -123,7 +57,7 @@ def test_no_space_left_says_how_much_there_is(files_channel: FilesChannel, monke
     def full(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.safetensors_file, "write", full)
+    monkeypatch.setattr(safetensors_file, "write", full)
     with pytest.raises(WeightsError, match=r"No space left on device; it needs [\d,]+ bytes, [\d,]+ are free") as said:
         files_channel.publish(tensors(), incarnation=0, policy_version=0)
     assert isinstance(said.value.__cause__, OSError)  # an error for which the learner waits instead of ending

@@ -188,9 +188,6 @@ class Channel:
     def release(self, weights: WeightVersion) -> None:
         pass
 
-    def restore(self) -> WeightVersion | None:
-        return None
-
     def verify(self, weights: WeightVersion) -> Path:
         return Path(weights.uri)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import replace
@@ -13,10 +14,10 @@ import torch
 
 from asyncrl.actors.learner.weight_sender import WeightSender
 from asyncrl.actors.rollout.weight_follower import VersionNeed, WeightFollower
+from asyncrl.bus.jetstream.connection import dial
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.layout import Layout
 from asyncrl.bus.jetstream.objects import JetStreamObjects
-from asyncrl.bus.jetstream.objects_elsewhere import objects_of
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import BackendError, WeightsError
@@ -170,7 +171,8 @@ def object_store(server: EmbeddedServer, run: str = "") -> JetStreamObjects:
     """Return the object store of ``run``, by default of a new run; the caller closes it."""
 
     layout = Layout(run=run or uuid.uuid4().hex[:8], max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="memory")
-    return objects_of(server.url, layout, access=Credentials(token=server.token), connect_seconds=10)
+    access = Credentials(token=server.token)
+    return JetStreamObjects(functools.partial(dial, server.url, access=access, run=layout.run, seconds=10), layout)
 
 
 async def announce(

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from asyncrl.bus.encoding import Each, encoded, opened
-from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.connection import Connection, dial
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.deliveries import JetStreamDeliveries
 from asyncrl.bus.jetstream.errors import Refused
@@ -30,7 +30,6 @@ from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, Layou
 from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.jetstream.log_reader import open_log
 from asyncrl.bus.jetstream.objects import JetStreamObjects
-from asyncrl.bus.jetstream.objects_elsewhere import objects_of, open_as
 from asyncrl.bus.jetstream.own_address import address_towards
 from asyncrl.bus.jetstream.records import PieceStore, Records
 from asyncrl.bus.jetstream.shared_consumer import SharedConsumers
@@ -102,7 +101,6 @@ class JetStreamBus:
         creates missing streams. Workers wait for the learner. Observers and operators fail if the run does not exist.
         """
         access = access or Credentials(token=token)
-        connection = Connection(url)
         layout = Layout(
             run=run,
             max_prompts=max_prompts,
@@ -112,15 +110,14 @@ class JetStreamBus:
             replicas=replicas,
         )
 
-        takes_part = access.role in ("learner", "rollout-worker")
-
-        objects = objects_of(url, layout, access=access, connect_seconds=connect_seconds)
+        connect = functools.partial(dial, url, access=access, run=run, seconds=connect_seconds)
+        connection = await connect()
         most = most_bytes(max_group_bytes=max_group_bytes, max_log_bytes=max_log_bytes)
+        objects = JetStreamObjects(connect, layout)
         bus = cls(connection, layout, access=access, objects=objects, most=most, signatures=signatures)
         try:
-            await open_as(connection, url, access=access, run=run, seconds=connect_seconds)
             await bus._streams.open((*ALL, Lease.TOPIC))
-            if takes_part:
+            if access.takes_part:
                 await bus._workers.start()
         except BaseException:
             await connection.close()

@@ -31,6 +31,7 @@ from nats.aio.client import Client
 
 from asyncrl.bus.jetstream.cancellation import guarded
 from asyncrl.bus.jetstream.connecting import connect_error, drained, end_attempt, expect_signs_of_life, require_version
+from asyncrl.bus.jetstream.credentials import Credentials, answers, inbox
 from asyncrl.bus.jetstream.errors import (
     BUSY,
     IN_PROCESS,
@@ -73,6 +74,24 @@ _PASSING: Final = (
     nats.errors.OutboundBufferLimitError,
     nats.errors.StaleConnectionError,
 )
+
+
+async def dial(url: str, *, access: Credentials, run: str, seconds: float) -> Connection:
+    """Connect with our credentials. Raises ConfigError, as ``Connection.open`` does."""
+    connection = Connection(url)
+    try:
+        await connection.open(
+            url,
+            options=access.options(),
+            inbox=inbox(access.role, run=run),
+            answers=answers(access.role, run=run),
+            seconds=seconds,
+        )
+    except BaseException:
+        await connection.close()
+        raise
+    connection.awaits_streams = access.takes_part
+    return connection
 
 
 class Connection:

@@ -51,6 +51,11 @@ class Credentials:
         assert self.role in ROLES, self.role
 
     @property
+    def takes_part(self) -> bool:
+        """Whether our process is a part of the run: it waits for streams that are not there yet."""
+        return self.role in ("learner", "rollout-worker")
+
+    @property
     def creates_consumers(self) -> bool:
         """On a server with roles only the learner may. Workers never do: many consumers slow down the server."""
         return self.role == "learner" or (self.role != "rollout-worker" and not self.credentials)

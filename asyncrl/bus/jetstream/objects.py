@@ -47,11 +47,8 @@ _NAME_IN_USE: Final = 10058
 class JetStreamObjects:
     """See ``ObjectStore in bus/port.py``. Connects on first use."""
 
-    def __init__(
-        self, dial: Callable[[], Awaitable[Connection]], layout: Layout, *, elsewhere: tuple[str, bytes] = ("", b"")
-    ) -> None:
-        """``dial`` opens a connection on the awaiting event loop. ``elsewhere``: see ObjectStore."""
-        self.elsewhere = elsewhere
+    def __init__(self, dial: Callable[[], Awaitable[Connection]], layout: Layout) -> None:
+        """``dial`` opens a connection on the awaiting event loop."""
         self._dial, self._layout = dial, layout
         self._bucket, self._stream = layout.objects_bucket, layout.objects_stream
         self._lock = threading.Lock()
@@ -106,17 +103,6 @@ class JetStreamObjects:
     def names(self) -> set[str]:
         self._make()
         return {_name(subject) for subject in self._subjects("M")}
-
-    def whole(self) -> set[str]:
-        self._make()
-        counts = self._counts(">")
-        names = [_name(subject) for subject in counts if subject.startswith(f"$O.{self._bucket}.M.")]
-        infos = self._in_order(self._ask_info(name) for name in names)
-        return {
-            info["name"]
-            for info in infos
-            if info is not None and counts.get(f"$O.{self._bucket}.C.{info['nuid']}", 0) == info["chunks"]
-        }
 
     def _make(self) -> None:
         """Create the stream. Remove what a killed writer left in it."""

@@ -238,8 +238,6 @@ class States:
 class Objects:
     """See ``ObjectStore in bus/port.py``."""
 
-    elsewhere = ("", b"")
-
     def __init__(self) -> None:
         self._objects: dict[str, tuple[ObjectInfo, bytes]] = {}
 
@@ -264,9 +262,6 @@ class Objects:
 
     def names(self) -> set[str]:
         return set(self._objects)
-
-    def whole(self) -> set[str]:
-        return self.names()
 
     def remove(self, name: str) -> None:
         self._objects.pop(name, None)

@@ -209,12 +209,6 @@ def _check_engine_and_channel(run: RunConfig) -> None:
     channel.check(run)
     if channel.sends_from_memory:
         engine.check_intake(run)
-    exporters = run.learner.layout.exporters
-    if channel.ranks_use_bus and exporters > 1 and not registry.bus_class(run).is_shared:
-        raise ConfigError(
-            f'weights.channel: "{run.weights.channel}" has each of {exporters} ranks put its part on the bus, and '
-            f'bus.kind = "{run.bus.kind}" is inside one process; use bus.kind = "nats", or weights.channel = "files"'
-        )
     for key, what, is_on in (
         ("learner.lora.publish", "adapters", run.learner.lora.publish == "adapter"),
         ("weights.quantization", run.weights.quantization, bool(run.weights.quantization)),

@@ -3,26 +3,34 @@
 Invariants (tests/contracts/test_weights.py, tests/unit/weights/objects/test_channel.py):
   C1 a version is announced only after everything it needs is stored. What a kept version needs is never removed.
   C2 a version's folder on a worker appears atomically, after its sha256 was verified.
-  C3 a missing or corrupt object costs a longer route (an older base, the full version), but never yields wrong weights.
+  C3 a missing or corrupt object costs the full version instead of a delta, but never yields wrong weights.
 """
 
 from __future__ import annotations
 
-import logging
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Final
+
+import numpy as np
 
 from asyncrl.bus.port import Bus, ObjectStore
 from asyncrl.config.adapter import RunConfig
 from asyncrl.errors import BusError, ConfigError, WeightsError
-from asyncrl.messages import WeightVersion
+from asyncrl.messages import WeightVersion, replace
+from asyncrl.tensors import safetensors_file, weight_files
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.adapter import ChannelAdapter
+from asyncrl.weights.files import FilesChannel
+from asyncrl.weights.objects import delta, versions
 from asyncrl.weights.objects.fetched import FetchedVersions
-from asyncrl.weights.objects.stored_file import StoredFile
-from asyncrl.weights.objects.stored_parts import PartSettings, StoredParts, needed_names
+from asyncrl.weights.objects.versions import Description, Link
 
-log = logging.getLogger("asyncrl.learner")
+_LOCAL_VERSIONS: Final = 2
+"""Versions in the learner's folder: the newest, and the previous one, from which its delta is made."""
+_BLOCK_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +50,16 @@ class Options:
 
 
 class ObjectsChannel(ChannelAdapter):
-    """See WeightChannel. The learner writes folders as FilesChannel does, then stores full versions and deltas.
+    """See WeightChannel. The learner writes folders as FilesChannel does, then stores their files in full or as deltas.
 
-    directory   local folder; workers on one machine share the versions fetched into DIRECTORY/fetched
-    keep        versions to keep in the store and in ``fetched``; everything that kept deltas need also stays, as do the
-                deltas of ``full_every`` versions, for workers that have fallen behind
+    directory   folder of the learner, which all of its machines share; workers on one machine share the versions
+                fetched into DIRECTORY/fetched
+    keep        versions to keep in the store and in ``fetched``; all objects of their chains stay
     full_every, delta_share  see Options
     """
 
     options_type = Options
     takes_parts = True
-    ranks_use_bus = True
 
     @classmethod
     def build(cls, run: RunConfig, *, bus: Bus) -> ObjectsChannel:
@@ -76,79 +83,114 @@ class ObjectsChannel(ChannelAdapter):
         full_every: int = 16,
         delta_share: float = 0.5,
     ) -> None:
-        self._directory = directory.absolute()
-        self._settings = PartSettings(
-            directory=str(self._directory),
-            keep=keep,
-            full_every=full_every,
-            delta_share=delta_share,
-            opens=objects.elsewhere[0],
-            address=objects.elsewhere[1],
-        )
-        self._whole = StoredFile(
-            directory,
-            number=0,
-            keep=keep,
-            model_path=model_path,
-            objects=objects,
-            full_every=full_every,
-            delta_share=delta_share,
-        )
-        self._parts = StoredParts(self._settings, objects)
+        self._files = FilesChannel(directory, keep=_LOCAL_VERSIONS, model_path=model_path)
         self._fetched = FetchedVersions(directory / "fetched", keep=keep, model_path=model_path, objects=objects)
+        self._directory = directory.absolute()
         self._objects = objects
-        self._retained: dict[tuple[int, int], set[str]] = {}
-        self._is_in_parts = False
+        self._keep = max(keep, 1)
+        self._full_every = full_every
+        self._delta_share = delta_share
+        self._stored: dict[tuple[int, int], Description] = {}  # of this process, the newest last
+        self._retained: set[tuple[int, int]] = set()
+        self._stored_bytes = 0
         self.published_bytes = 0
 
     @property
     def progress(self) -> int:
-        return self._whole.progress + self._parts.progress + self._fetched.progress
+        return self._files.progress + self._stored_bytes + self._fetched.progress
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         """Store one version and remove old ones. Raises WeightsError if it cannot be stored."""
-        self._is_in_parts = bool(snapshot.others)
-        retained = self._retained_names
+        version = self._files.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
+        before = self._stored_bytes
         try:
-            if self._is_in_parts:
-                version = self._parts.store(snapshot, incarnation=incarnation, policy_version=policy_version)
-                self._parts.collect(snapshot, retained=retained)
-                self.published_bytes = self._parts.published_bytes
-                return version
-            before = self._whole.stored_bytes
-            version = self._whole.store(snapshot, incarnation=incarnation, policy_version=policy_version)
-            self._whole.collect(retained=retained)
-            self.published_bytes = self._whole.stored_bytes - before
-        except BusError as error:
+            description = self._store(version)
+            self._stored.pop(version.order, None)
+            self._stored[version.order] = description
+            self._collect()
+        except (BusError, OSError) as error:
             raise WeightsError(f"cannot store weights {incarnation}-{policy_version}: {error}") from error
-        return version
-
-    def restore(self) -> WeightVersion | None:
-        """If an object of the newest version is missing, store the version in full from the writer's folder.
-
-        Raises WeightsError if the folder's files are lost as well. The next version is then stored in full.
-        """
-        if self._is_in_parts:
-            return self._parts.restore()
-        restored = self._whole.restore()
-        if restored is not None:
-            self._whole.collect(retained=self._retained_names)
-        return restored
-
-    @property
-    def _retained_names(self) -> set[str]:
-        return set[str]().union(*tuple(self._retained.values()))
+        self.published_bytes = self._stored_bytes - before
+        announced: WeightVersion = replace(version, uri=description.newest.uri)
+        return announced
 
     def verify(self, weights: WeightVersion) -> Path:
         """Return the folder of a version; fetch the version if this machine does not have it. Raises WeightsError."""
         return self._fetched.folder(weights)
 
     def retain(self, weights: WeightVersion) -> None:
-        """Keep every object that the version's description names, if it still exists."""
-        try:
-            self._retained[weights.order] = needed_names(self._objects, weights.uri)
-        except (BusError, WeightsError) as error:
-            log.warning("weights %s: not kept for an evaluation: %s", weights.uri, error)
+        self._retained.add(weights.order)
 
     def release(self, weights: WeightVersion) -> None:
-        self._retained.pop(weights.order, None)
+        self._retained.discard(weights.order)
+
+    def _store(self, version: WeightVersion) -> Description:
+        """Store a version whose folder is written, as a delta, in full, or both."""
+        folder = Path(version.uri)
+        files = tuple((path.name, path.stat().st_size) for path in _weight_files(folder))
+        size = sum(num_bytes for _, num_bytes in files)
+        previous = next(reversed(self._stored.values()), None)
+        if previous is not None and (previous.files != files or not previous.newest.precedes(version.order)):
+            previous = None  # other tensors, or another history
+        with tempfile.TemporaryFile(dir=self._directory) as changes:
+            delta_bytes = self._write_delta(changes, previous.newest, folder) if previous is not None else 0
+            is_full = previous is None or not delta_bytes or previous.is_full_due(every=self._full_every)
+            link = Link(
+                incarnation=version.incarnation,
+                policy_version=version.policy_version,
+                sha256=version.sha256,
+                full=size if is_full else 0,
+                delta=delta_bytes,
+            )
+            description = (previous or Description(files=files, links=())).grown(link)
+            metadata = {"description": versions.to_text(description)}
+            if is_full:
+                for number, (name, _) in enumerate(files):
+                    with (folder / name).open("rb") as stream:
+                        self._objects.put(link.full_name(number), self._blocks(stream), metadata=metadata)
+            if delta_bytes:
+                changes.seek(0)
+                self._objects.put(link.delta_name, self._blocks(changes), metadata=metadata)
+        return description
+
+    def _write_delta(self, stream: IO[bytes], old: Link, folder: Path) -> int:
+        """Write the delta from ``old`` to the version in ``folder``. Return its size; 0 if it is not worth storing."""
+        pairs = [(self._directory / old.name / path.name, path) for path in _weight_files(folder)]
+        if not all(before.exists() and before.stat().st_size == path.stat().st_size for before, path in pairs):
+            return 0  # somebody removed the previous version from the folder
+        most = self._delta_share * sum(path.stat().st_size for _, path in pairs)
+        num_bytes = 0
+        for block in delta.encode(
+            (np.memmap(before, mode="r"), np.memmap(path, mode="r"), _sections(path)) for before, path in pairs
+        ):
+            num_bytes += len(block)
+            if num_bytes > most:
+                return 0
+            stream.write(block)
+        return num_bytes
+
+    def _collect(self) -> None:
+        """Remove objects that neither the newest ``keep`` versions nor retained ones need. Raises BusError."""
+        newest = list(self._stored)[-self._keep :]
+        self._stored = {order: one for order, one in self._stored.items() if order in {*newest, *self._retained}}
+        needed = set[str]().union(*(description.objects for description in self._stored.values()))
+        for name in self._objects.names() - needed:
+            self._objects.remove(name)
+
+    def _blocks(self, stream: IO[bytes]) -> Iterator[bytes]:
+        while block := stream.read(_BLOCK_BYTES):
+            yield block
+            self._stored_bytes += len(block)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a version in their order in deltas, with their index."""
+    return sorted(path for path in folder.iterdir() if weight_files.is_of_weights(path.name))
+
+
+def _sections(path: Path) -> list[delta.Section]:
+    if path.name == weight_files.INDEX_FILE:
+        return [(0, path.stat().st_size, 1)]
+    with path.open("rb") as stream:
+        entries, header_bytes = safetensors_file.entries_of(stream)
+    return safetensors_file.sections(entries, header_bytes=header_bytes)

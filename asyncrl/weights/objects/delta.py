@@ -1,8 +1,8 @@
-"""Exact deltas between two versions of a weight file: gaps between changed elements, and differences of their bits.
+"""Exact deltas between two versions of weight files: gaps between changed elements, and differences of their bits.
 
 A small optimizer step changes few weights of a narrow type, most of them to a neighbouring value. A weight is treated
 as the unsigned integer of its bits, so NaN payloads and -0.0 need no special case. After MAGIC, the delta has one
-record for each block of the file with changes:
+record for each block with changes; ``start`` counts over all files, one after the other:
 
     block    start u64, itemsize u8, changed u32, gaps u32, payload u32, little-endian; then payload bytes:
     payload  deflate of: gap bytes, then the differences
@@ -16,9 +16,11 @@ Tests: tests/unit/weights/objects/test_delta.py.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -38,31 +40,43 @@ _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LEVEL: Final = 1
 
 
-def encode(old: Bytes, new: Bytes, *, sections: Iterable[Section]) -> Iterator[bytes]:
-    """Yield the delta from ``old`` to ``new``, u8[N] each, block by block. ``sections`` must cover the whole file."""
-    if len(old) != len(new):
-        raise ValueError(f"a delta needs files of equal size, got {len(old)} and {len(new)} bytes")
+def encode(files: Iterable[tuple[Bytes, Bytes, Iterable[Section]]]) -> Iterator[bytes]:
+    """Yield the delta of (old u8[N], new u8[N], sections) of each file, block by block.
+
+    A file's sections must cover all of it.
+    """
     yield MAGIC
-    for start, stop, itemsize in sections:
-        for first in range(start, stop, BLOCK_BYTES):
-            last = min(first + BLOCK_BYTES, stop)
-            if block := _encoded(old[first:last], new[first:last], start=first, itemsize=itemsize):
-                yield block
+    offset = 0
+    for old, new, sections in files:
+        if len(old) != len(new):
+            raise ValueError(f"a delta needs files of equal size, got {len(old)} and {len(new)} bytes")
+        for start, stop, itemsize in sections:
+            for first in range(start, stop, BLOCK_BYTES):
+                last = min(first + BLOCK_BYTES, stop)
+                if block := _encode_block(old[first:last], new[first:last], start=offset + first, itemsize=itemsize):
+                    yield block
+        offset += len(old)
 
 
-def apply(weights: Bytes, delta: Iterable[bytes]) -> None:
-    """Turn ``weights``, u8[N] with the old version, into the new version in place. Raises WeightsError if malformed.
+def apply(files: Sequence[Bytes], delta: Iterable[bytes]) -> None:
+    """Turn ``files``, u8[N] each with the old version, into the new version in place. Raises WeightsError if malformed.
 
     ``delta``: its bytes, in pieces of any size. A delta of other weights is not detected: verify the checksum.
     """
     stream = _Stream(delta)
     if stream.take(len(MAGIC)) != MAGIC:
         raise WeightsError("not a delta")
+    starts = [0, *itertools.accumulate(len(file) for file in files)]
     while head := stream.take(_HEAD.size):
-        _apply_block(weights, head, stream)
+        if len(head) < _HEAD.size:
+            raise WeightsError("the delta is truncated")
+        start, *rest = _HEAD.unpack(head)
+        _require(start < starts[-1])
+        number = bisect.bisect_right(starts, start) - 1
+        _apply_block(files[number], stream, start - starts[number], *rest)
 
 
-def _encoded(old: Bytes, new: Bytes, *, start: int, itemsize: int) -> bytes:
+def _encode_block(old: Bytes, new: Bytes, *, start: int, itemsize: int) -> bytes:
     kind = _UNSIGNED[itemsize]
     before, after = np.ascontiguousarray(old).view(kind), np.ascontiguousarray(new).view(kind)
     positions = np.flatnonzero(before != after)
@@ -75,12 +89,11 @@ def _encoded(old: Bytes, new: Bytes, *, start: int, itemsize: int) -> bytes:
     return _HEAD.pack(start, itemsize, len(positions), len(gaps), len(payload)) + payload
 
 
-def _apply_block(weights: Bytes, head: bytes, stream: _Stream) -> None:
-    if len(head) < _HEAD.size:
-        raise WeightsError("the delta is truncated")
-    start, itemsize, num_changed, num_gaps, num_bytes = _HEAD.unpack(head)
+def _apply_block(
+    weights: Bytes, stream: _Stream, start: int, itemsize: int, num_changed: int, num_gaps: int, num_bytes: int
+) -> None:
     length = num_gaps + num_changed * itemsize
-    _require(itemsize in _UNSIGNED and start % itemsize == 0 and start < len(weights))
+    _require(itemsize in _UNSIGNED and start % itemsize == 0)
     _require(num_gaps + num_changed + num_bytes <= 8 * BLOCK_BYTES)  # upper bound for a block
     data = _inflated(stream.take(num_bytes), length)
     positions = _positions(data[:num_gaps])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import fcntl
-import hashlib
-import json
 import re
 import shutil
 import time
@@ -19,19 +16,14 @@ import numpy as np
 from asyncrl.bus.port import ObjectStore
 from asyncrl.errors import BusError, ObjectGone, WeightsError
 from asyncrl.messages import WeightVersion, replace
-from asyncrl.tensors import safetensors_file, weight_files
-from asyncrl.tensors.weight_files import WEIGHTS_FILE
 from asyncrl.weights.files import add_companions, verified
-from asyncrl.weights.objects import chain, delta
-from asyncrl.weights.objects.chain import Link, Route
+from asyncrl.weights.objects import delta, versions
+from asyncrl.weights.objects.versions import Description, Link
 
 _PART: Final = ".part-"
-_WORK: Final = ".part-work"
 _TEMPORARY: Final = ".tmp-"
 _LOOK_SECONDS: Final = 0.05
 _DIGITS: Final = 16
-_SMALL_BYTES: Final = 2**20
-_SIDE_BY_SIDE: Final = 8
 
 
 class FetchedVersions:
@@ -43,12 +35,7 @@ class FetchedVersions:
         self._keep = max(keep, 2)
         self._model_path = model_path
         self._objects = objects
-        self._progress = 0
-        self._parts: dict[int, FetchedVersions] = {}
-
-    @property
-    def progress(self) -> int:
-        return self._progress + sum(part.progress for part in tuple(self._parts.values()))
+        self.progress = 0
 
     def folder(self, weights: WeightVersion) -> Path:
         """Return the folder of a version. Fetch it if necessary, and verify its checksum. Raises WeightsError."""
@@ -79,154 +66,100 @@ class FetchedVersions:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    self._progress += 1  # if the other process hangs, that process must be reported as stuck
+                    self.progress += 1  # if the other process hangs, that process must be reported as stuck
                     time.sleep(_LOOK_SECONDS)
             yield
 
     def _fetch(self, weights: WeightVersion, folder: Path) -> None:
-        for path in self._directory.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(path)
+        """Make a version from the newest one on this machine, or else from the full one, and rename it into place."""
         info = self._objects.info(weights.uri)
         if info is None:
             raise WeightsError(f"weights {weights.uri}: not found; removed for newer versions")
-        if chain.part_of(weights.uri) is None:
-            self._fetch_parts(weights, folder, [str(uri) for uri in json.loads(info.metadata["parts"])])
-            return
-        links = chain.from_text(info.metadata.get("chain", ""))
-        if not links or links[-1].sha256 != weights.sha256:
+        description = versions.from_text(info.metadata.get("description", ""))
+        if description.newest.sha256 != weights.sha256:
             raise WeightsError(
                 f"weights {weights.uri}: sha256 {weights.sha256[:12]}... was announced, but others are stored there"
             )
-        lost: set[str] = set()
-        problem = "no route from an available version"
-        while (route := chain.route(links, at_hand=self._at_hand(links), lost=lost)) is not None:
-            try:
-                file = self._take(route)
-            except _Lost as error:
-                lost |= error.objects
-                problem = str(error)
-            else:
-                self._show(file, folder)
-                return
-        raise WeightsError(f"weights {weights.uri}: cannot be fetched: {problem}")
-
-    def _fetch_parts(self, weights: WeightVersion, folder: Path, uris: Sequence[str]) -> None:
-        """Fetch each part like a whole version, and link its file into the folder under the part's name."""
-        index = b"".join(self._counted(weights.uri))
-        if (found := hashlib.sha256(index).hexdigest()) != weights.sha256:
-            raise WeightsError(
-                f"weights {weights.uri}: sha256 is {found[:12]}..., but {weights.sha256[:12]}... was announced"
-            )
-        files = weight_files.read_index(index)
-        for number in range(1, len(files) + 1):
-            if number not in self._parts:
-                self._parts[number] = FetchedVersions(
-                    self._directory / f"part-{number}",
-                    keep=self._keep,
-                    model_path=self._model_path,
-                    objects=self._objects,
-                )
         temporary = self._directory / f"{_TEMPORARY}{folder.name}"
+        for path in self._directory.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(path)
+        try:
+            if not self._make_from_local(description, weights, temporary):
+                self._make_from_full(description, weights, temporary)
+            add_companions(temporary, self._model_path)
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _make_from_local(self, description: Description, weights: WeightVersion, temporary: Path) -> bool:
+        """Apply deltas to the newest version of the chain on this machine. Return False if that does not give it."""
+        links = description.links
+        at_hand = [number for number, link in enumerate(links) if self._path(link).exists()]
+        if not at_hand:
+            return False
+        base = links[at_hand[-1]]
         temporary.mkdir()
-
-        def fetch(number: int) -> None:
-            file, uri = files[number - 1], uris[number - 1]
-            part = replace(weights, uri=uri, sha256=file.sha256, num_bytes=file.num_bytes)
-            (temporary / file.file).hardlink_to(self._parts[number].folder(part) / WEIGHTS_FILE)
-
-        with concurrent.futures.ThreadPoolExecutor(_SIDE_BY_SIDE, "part") as readers:
-            list(readers.map(fetch, range(1, len(files) + 1)))
-        (temporary / weight_files.INDEX_FILE).write_bytes(index)
-        add_companions(temporary, self._model_path)
-        temporary.rename(folder)
-
-    def _at_hand(self, links: chain.Chain) -> set[Link]:
-        """Return the links whose weights are on this machine. They are not verified yet."""
-        files = {link: self._kept(link) / WEIGHTS_FILE for link in links}
-        return {link for link, file in files.items() if file.exists() and file.stat().st_size}
-
-    def _kept(self, link: Link) -> Path:
-        return self._directory / f"{link.name}-{link.sha256[:_DIGITS]}"
-
-    # -- one way ------------------------------------------------------------------------------------------------------
-
-    def _take(self, route: Route) -> Path:
-        """Follow a route. Return a verified file with its weights. Raises _Lost if an object is missing or wrong."""
-        base = self._kept(route.base) / WEIGHTS_FILE if route.is_at_hand else self._take_whole(route.base)
-        if not route.links:
-            return base
-        file = self._directory / _WORK
-        if route.is_at_hand:
-            shutil.copyfile(base, file)
-        else:
-            base.rename(file)
         try:
-            self._apply(route.links, file)
-            if safetensors_file.sha256(file) != route.links[-1].sha256:
-                raise WeightsError("the result differs from the published weights")
-        except WeightsError as error:
-            if route.is_at_hand and safetensors_file.sha256(base) != route.base.sha256:
-                shutil.rmtree(base.parent)  # the base is wrong; the deltas may be right
-                raise _Lost(set(), f"{base}: has changed since it was fetched") from error
-            deltas = {link.delta_name for link in route.links}
-            raise _Lost(deltas, f"{', '.join(sorted(deltas))}: {error}") from error
-        return file
+            for name, _ in description.files:
+                shutil.copyfile(self._path(base) / name, temporary / name)
+            self._apply(description, links[at_hand[-1] + 1 :], temporary)
+            verified(replace(weights, uri=str(temporary)))
+        except (WeightsError, ObjectGone, FileNotFoundError):  # a delta is gone or wrong, or the base is
+            shutil.rmtree(temporary)
+            with contextlib.suppress(WeightsError):
+                verified(replace(weights, uri=str(self._path(base)), sha256=base.sha256))
+                return False
+            shutil.rmtree(self._path(base))
+            return False
+        return True
 
-    def _apply(self, links: chain.Chain, file: Path) -> None:
-        """Apply deltas in order. Small ones are fetched concurrently, as each costs a round trip over a long link."""
-        with concurrent.futures.ThreadPoolExecutor(_SIDE_BY_SIDE, "delta") as readers:
-            small = [link for link in links if link.delta <= _SMALL_BYTES]
-            read = {link: readers.submit(list, self._counted(link.delta_name)) for link in small}
-            for link in links:
-                try:
-                    blocks = read[link].result() if link in read else self._counted(link.delta_name)
-                    delta.apply(np.memmap(file, mode="r+"), iter(blocks))
-                except ObjectGone as error:
-                    raise _Lost({link.delta_name}, str(error)) from error
-
-    def _take_whole(self, link: Link) -> Path:
-        """Fetch a full version. Resumes the partial download of an earlier process."""
-        part = self._directory / f"{_PART}{link.name}-{link.sha256[:_DIGITS]}"
-        is_resumed = part.exists()
+    def _make_from_full(self, description: Description, weights: WeightVersion, temporary: Path) -> None:
+        """Fetch the full version of the chain and apply the deltas after it. Resume an earlier process's download."""
+        number = next((number for number, link in enumerate(description.links) if link.full), None)
+        if number is None:
+            raise WeightsError(f"weights {weights.uri}: stored only as a delta from a version that nobody has")
+        base = description.links[number]
+        names = [name for name, _ in description.files]
+        parts = [self._directory / f"{_PART}{base.name}-{base.sha256[:_DIGITS]}-{name}" for name in names]
+        is_resumed = any(part.exists() for part in parts)
+        for index, part in enumerate(parts):
+            self._download(base.full_name(index), part)
+        temporary.mkdir()
+        for part, name in zip(parts, names, strict=True):
+            part.rename(temporary / name)
         try:
-            found = self._download(link, part)
-            if found != link.sha256 and is_resumed:
-                part.unlink()
-                found = self._download(link, part)
-        except ObjectGone as error:
-            raise _Lost({link.full_name}, str(error)) from error
-        if found != link.sha256:
-            part.unlink()
-            raise _Lost(
-                {link.full_name},
-                f"{link.full_name}: sha256 is {found[:12]}..., but {link.sha256[:12]}... was published",
-            )
-        return part
+            self._apply(description, description.links[number + 1 :], temporary)
+            verified(replace(weights, uri=str(temporary)))
+        except WeightsError:
+            shutil.rmtree(temporary)
+            if not is_resumed:
+                raise
+            self._make_from_full(description, weights, temporary)  # what the earlier process left was wrong
 
-    def _download(self, link: Link, part: Path) -> str:
-        """Download the rest of ``part``. Return the file's SHA-256."""
-        digest = hashlib.sha256()
-        with part.open("a+b") as stream:
-            stream.seek(0)
-            while block := stream.read(2**20):
-                digest.update(block)
-            for block in self._counted(link.full_name, start=stream.tell()):
+    def _download(self, name: str, part: Path) -> None:
+        """Download the rest of an object into ``part``."""
+        with part.open("ab") as stream:
+            for block in self._blocks(name, start=stream.tell()):
                 stream.write(block)
-                digest.update(block)
-        return digest.hexdigest()
 
-    def _counted(self, name: str, *, start: int = 0) -> Iterator[bytes]:
+    def _apply(self, description: Description, links: Sequence[Link], folder: Path) -> None:
+        """Apply the deltas of ``links`` to the weight files in ``folder``."""
+        if not links:
+            return
+        paths = [folder / name for name, _ in description.files]
+        if [path.stat().st_size for path in paths] != [num_bytes for _, num_bytes in description.files]:
+            raise WeightsError(f"{folder}: weight files of other sizes than those the deltas were made for")
+        files = [np.memmap(path, mode="r+") for path in paths]
+        for link in links:
+            delta.apply(files, self._blocks(link.delta_name))
+
+    def _blocks(self, name: str, *, start: int = 0) -> Iterator[bytes]:
         for block in self._objects.read(name, start=start):
             yield block
-            self._progress += len(block)
+            self.progress += len(block)
 
-    def _show(self, file: Path, folder: Path) -> None:
-        """Move a complete model folder into place with one rename."""
-        temporary = self._directory / f"{_TEMPORARY}{folder.name}"
-        temporary.mkdir()
-        add_companions(temporary, self._model_path)
-        file.rename(temporary / WEIGHTS_FILE)
-        temporary.rename(folder)
+    def _path(self, link: Link) -> Path:
+        return self._directory / f"{link.name}-{link.sha256[:_DIGITS]}"
 
     def _collect(self, *, fetched: tuple[int, int]) -> None:
         """Remove all but the last ``keep`` fetched versions. Versions newer than the one just fetched count separately.
@@ -245,14 +178,6 @@ class FetchedVersions:
             shutil.rmtree(hidden)
         for path in self._directory.glob(f"{_PART}*"):
             path.unlink()
-
-
-class _Lost(Exception):
-    """Objects that are missing or corrupt."""
-
-    def __init__(self, objects: set[str], problem: str) -> None:
-        super().__init__(problem)
-        self.objects = objects
 
 
 def _order(path: Path) -> tuple[int, int] | None:

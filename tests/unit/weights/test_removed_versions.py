@@ -49,25 +49,6 @@ def test_a_version_is_whole_though_the_one_before_goes_while_it_is_linked(
     assert (tmp_path / "0-1" / "config.json").read_bytes() == before
 
 
-def test_a_version_that_is_removed_as_soon_as_it_has_its_name_is_written_again(
-    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel = FilesChannel(tmp_path, keep=4, model_path=model.folder)
-    sync = files._sync
-
-    def sync_and_remove(folder: Path) -> None:
-        sync(folder)
-        shutil.rmtree(tmp_path / "0-0", ignore_errors=True)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "_sync", sync_and_remove)
-        version = channel.publish(snapshot(model), incarnation=0, policy_version=0)
-        assert not Path(version.uri).exists()
-    assert channel.restore() == version
-    channel.verify(version)
-    assert channel.restore() is None
-
-
 def test_what_somebody_else_removes_first_needs_no_removing(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,10 +27,6 @@ SFT = ["algorithm.name=sft", "rollout.group_size=1"]
         (["run.colocated=true"], 'run.colocated: mode = "async" trains while it samples'),
         (["run.colocated=true", "run.mode=sync", "weights.channel=nccl"], "run.colocated: weights.channel"),
         (["run.colocated=true", "run.mode=sync", "learner.backend=none"], "run.colocated: learner.backend"),
-        (
-            ["bus.kind=memory", "weights.channel=objects", "learner.ranks=2", "learner.tensor_parallel=2"],
-            'weights.channel: "objects" has each of 2 ranks put its part on the bus, and bus.kind = "memory"',
-        ),
         (["rollout.workers=2", *SERVER], "one server serves one worker, and this run may start 2"),
         (
             ["weights.channel=nccl", "engine.kind=sglang", "engine.options={server_arguments={pp-size=2}}"],

@@ -38,21 +38,22 @@ def array(data: bytes) -> delta.Bytes:
 
 
 def encoded(old: bytes, new: bytes, sections: list[delta.Section]) -> bytes:
-    return b"".join(delta.encode(array(old), array(new), sections=sections))
+    return b"".join(delta.encode([(array(old), array(new), sections)]))
 
 
 def applied(old: bytes, pieces: list[bytes]) -> bytes:
     weights = array(old)
-    delta.apply(weights, pieces)
+    delta.apply([weights], pieces)
     return weights.tobytes()
 
 
-@given(pairs(), st.integers(1, 50))
+@given(st.lists(pairs(), min_size=1, max_size=3), st.integers(1, 50))
 @settings(max_examples=200, deadline=None)
-def test_what_is_applied_is_the_new_file_to_the_bit(pair: tuple[bytes, bytes, Any], piece: int) -> None:
-    old, new, sections = pair
-    found = encoded(old, new, sections)
-    assert applied(old, [found[start : start + piece] for start in range(0, len(found), piece)]) == new
+def test_applied_delta_gives_the_new_files_to_the_bit(files: list[tuple[bytes, bytes, Any]], piece: int) -> None:
+    found = b"".join(delta.encode((array(old), array(new), sections) for old, new, sections in files))
+    weights = [array(old) for old, _, _ in files]
+    delta.apply(weights, [found[start : start + piece] for start in range(0, len(found), piece)])
+    assert [file.tobytes() for file in weights] == [new for _, new, _ in files]
 
 
 def test_special_floats_are_bit_patterns_like_any_other() -> None:
@@ -94,7 +95,7 @@ def test_a_torn_or_foreign_delta_is_refused_or_fits_and_never_writes_elsewhere(
         found[place] ^= data.draw(st.integers(1, 255))
     weights = array(old)
     with contextlib.suppress(WeightsError):  # any other error fails the test
-        delta.apply(weights, [bytes(found[: data.draw(st.integers(1, len(found)))])])
+        delta.apply([weights], [bytes(found[: data.draw(st.integers(1, len(found)))])])
     assert len(weights) == len(old)
 
 
