@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from asyncrl.bus.jetstream.bus import JetStreamBus
-from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.errors import Reply
+from asyncrl.bus.jetstream.connection import Connection, Reply
 from asyncrl.bus.jetstream.layout import Layout
 from asyncrl.bus.jetstream.objects import CHUNK_BYTES, ChunkWindow, JetStreamObjects
 from asyncrl.bus.nats_server.server import EmbeddedServer

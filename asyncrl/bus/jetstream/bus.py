@@ -21,10 +21,9 @@ from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from asyncrl.bus.encoding import Each, encoded, opened
-from asyncrl.bus.jetstream.connection import Connection, dial
+from asyncrl.bus.jetstream.connection import Connection, Refused, dial
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.deliveries import JetStreamDeliveries
-from asyncrl.bus.jetstream.errors import Refused
 from asyncrl.bus.jetstream.last_per_subject import last_of_each
 from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, Layout, is_removed
 from asyncrl.bus.jetstream.lease import Lease

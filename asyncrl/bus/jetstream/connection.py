@@ -2,7 +2,7 @@
 
 The only file that imports nats.
 
-1. A cancellation is never lost: every nats call goes through ``guarded`` (cancellation.py).
+1. A cancellation is never lost: every nats call goes through ``guarded``.
 2. While the server is down every call waits. When it is back, unanswered requests are sent again
    (test_a_restarted_server_is_transparent). Message ids make repetition harmless. The same holds while a cluster elects
    a new leader for a stream, which takes four to ten seconds (tests/integration/cluster/test_nats_cluster.py).
@@ -21,30 +21,18 @@ import contextlib
 import json
 import logging
 import re
+import secrets
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
 
-from asyncrl.bus.jetstream.cancellation import guarded
-from asyncrl.bus.jetstream.connecting import connect_error, drained, end_attempt, expect_signs_of_life, require_version
 from asyncrl.bus.jetstream.credentials import Credentials, answers, inbox
-from asyncrl.bus.jetstream.errors import (
-    BUSY,
-    IN_PROCESS,
-    NO_STREAM,
-    STREAM_GONE,
-    Busy,
-    Nobody,
-    PublishAck,
-    Refused,
-    Reply,
-    stream_of,
-)
-from asyncrl.bus.jetstream.pending_requests import PendingRequests
 from asyncrl.config.addresses import servers, without_secrets
 from asyncrl.errors import BusError, ConfigError, Forbidden, NoAnswer, Unanswered
 
@@ -64,6 +52,9 @@ _NOBODY_SECONDS: Final = 30.0
 """How long a request without a responder is repeated. A server that just started may still be opening its streams, and
 a cluster may be electing their leaders."""
 _LEAVE_SECONDS: Final = 5.0
+_OLDEST: Final = (2, 10)
+_DEAD_SECONDS: Final = 15
+"""TCP_USER_TIMEOUT: the kernel drops a connection if data or pings stay unacknowledged for this long."""
 _FORBIDDEN: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 _PASSING: Final = (
     TimeoutError,
@@ -74,6 +65,75 @@ _PASSING: Final = (
     nats.errors.OutboundBufferLimitError,
     nats.errors.StaleConnectionError,
 )
+
+IN_PROCESS: Final = 10158
+"""A message with this id is being stored right now."""
+LEADERLESS: Final = {10004, 10008, 10009, IN_PROCESS}
+"""Errors of a cluster without a leader (during an election, or with too few servers). In order: incomplete results;
+temporarily unavailable; no longer the leader; a message stuck while being stored."""
+IS_GONE: Final = "not found", "no message found", "stream store EOF"
+"""Descriptions of error 10043, and of 10057, which also has other meanings. The last: beyond the end of the stream."""
+BUSY: Final = {*LEADERLESS, 10012, 10167}
+"""Temporary JetStream errors. Besides LEADERLESS: a consumer's store cannot be created while a consumer of the same
+name is being removed; too many requests."""
+
+NO_STREAM: Final = 10059
+STREAM_GONE: Final = {NO_STREAM, 10060}
+"""The stream does not exist, or another one has its subjects."""
+
+_ABOUT_STREAM: Final = re.compile(
+    r"\$JS\.API\.(?:STREAM\.(?:MSG\.)?[A-Z]+|DIRECT\.GET|CONSUMER\.(?:MSG\.)?[A-Z]+)\.([^.]+)"
+)
+
+T = TypeVar("T")
+
+
+class Refused(BusError):
+    """An error reply from JetStream."""
+
+    def __init__(self, what: str, error: Mapping[str, Any]) -> None:
+        self.code = int(error.get("err_code", 0))
+        self.description = str(error.get("description", ""))
+        super().__init__(f"{what}: the bus refuses: {self.description} (JetStream error {self.code})")
+
+
+def stream_of(subject: str, headers: Mapping[str, str]) -> str:
+    """Return the stream that a request concerns; "" if it concerns none."""
+    if "Nats-Expected-Stream" in headers:
+        return headers["Nats-Expected-Stream"]
+    if (found := _ABOUT_STREAM.match(subject)) is None:
+        return ""
+    return found[1]
+
+
+class Busy(BusError):
+    """JetStream was temporarily unavailable for a minute. Retrying later may succeed."""
+
+    def __init__(self, what: str, error: Mapping[str, Any]) -> None:
+        code = int(error.get("err_code", 0))
+        remedy = "no quorum: start the other servers of the cluster" if code in LEADERLESS else "the server is busy"
+        super().__init__(f"{what}: {remedy} ({error.get('description', '')}, JetStream error {code})")
+
+
+class Nobody(Unanswered):
+    """No responder listens at this subject."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """``in_doubt``: the request was sent more than once, so an earlier attempt may have taken effect."""
+
+    data: bytes
+    headers: Mapping[str, str]
+    in_doubt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PublishAck:
+    """JetStream's reply to a stored message; ``in_doubt`` as in Reply."""
+
+    found: dict[str, Any]
+    in_doubt: bool
 
 
 async def dial(url: str, *, access: Credentials, run: str, seconds: float) -> Connection:
@@ -94,6 +154,12 @@ async def dial(url: str, *, access: Credentials, run: str, seconds: float) -> Co
     return connection
 
 
+@dataclass(slots=True)
+class _Request:
+    subject: str
+    answer: asyncio.Future[Any]
+
+
 class Connection:
     """A nats client that waits for the server and repeats requests. Implements ``ordered_consumer.Wire``."""
 
@@ -109,7 +175,10 @@ class Connection:
         self._is_closing = False
         self._nobody_seconds = 0.0
         self._said = ""
-        self._pending = PendingRequests(inbox="", answers="")
+        self._prefix = self._inbox = self._answers = ""  # subjects of replies: from JetStream, from other clients
+        self._requests: dict[str, _Request] = {}  # that wait for a reply, by the last token of its subject
+        self._waiting_bytes = 0  # of these requests
+        self._deaf = ""  # why no replies can arrive
         self._hears_clients = False
         self._num_busy = 0  # requests waiting while JetStream is temporarily unavailable
         self._listeners: set[Callable[[], None]] = set()
@@ -147,14 +216,14 @@ class Connection:
         except ConfigError:
             raise
         except (nats.errors.Error, ValueError, ssl.SSLError) as error:
-            raise connect_error(self.name, error) from None
+            raise _connect_error(self.name, error) from None
         finally:
             self._is_starting = False
-        expect_signs_of_life(self._client)
+        _expect_signs_of_life(self._client)
         self._online.set()
-        self._pending = PendingRequests(inbox=inbox, answers=answers)
-        await self.subscribe(f"{self._pending.inbox}.*", self._pending.on_answer)
-        require_version(self.name, self._client.connected_server_version)
+        self._prefix, self._inbox, self._answers = inbox, new_inbox(inbox), new_inbox(answers)
+        await self.subscribe(f"{self._inbox}.*", self._on_answer)
+        _require_version(self.name, self._client.connected_server_version)
         try:
             await self.api("INFO")
         except Forbidden as error:
@@ -235,9 +304,9 @@ class Connection:
             async with asyncio.timeout(seconds):
                 await self.online()
                 if not self._hears_clients:
-                    await self.subscribe(f"{self._pending.answers}.*", self._pending.on_answer)
+                    await self.subscribe(f"{self._answers}.*", self._on_answer)
                     self._hears_clients = True
-                message = await self._ask(subject, data, None, seconds=seconds, inbox=self._pending.answers)
+                message = await self._ask(subject, data, None, seconds=seconds, inbox=self._answers)
         except TimeoutError:
             return None
         if message is None or (message.headers or {}).get("Status") == "503":
@@ -324,21 +393,51 @@ class Connection:
         self, subject: str, data: bytes, headers: Mapping[str, str] | None, *, seconds: float = 0.0, inbox: str = ""
     ) -> Any:
         """Return the reply; None if it is late or the connection is lost. ``seconds``: 0 takes the default timeout."""
-        pending = self._pending
+        if self._deaf:
+            raise Forbidden(self._deaf)
+        # Clients of one role may listen to each other's inboxes, but learn a random subject only with the reply.
+        place = secrets.token_hex(8)
+        request = self._requests[place] = _Request(subject, asyncio.get_running_loop().create_future())
+        self._waiting_bytes += len(data)
         try:
-            with pending.added(subject, num_bytes=len(data), inbox=inbox or pending.inbox) as (reply, answer):
-                await guarded(self._client.publish(subject, data, reply=reply, headers=headers))
-                async with asyncio.timeout(seconds or _ANSWER_SECONDS + pending.num_bytes / _SLOW_BYTES_PER_SECOND):
-                    return await answer
+            reply = f"{inbox or self._inbox}.{place}"
+            await guarded(self._client.publish(subject, data, reply=reply, headers=headers))
+            async with asyncio.timeout(seconds or _ANSWER_SECONDS + self._waiting_bytes / _SLOW_BYTES_PER_SECOND):
+                return await request.answer
         except _PASSING:
             return None
         except nats.errors.Error as error:  # e.g. too large for a reconfigured server; repeating does not help
             raise BusError(f"bus {self.name}: {subject}: {error}") from error
+        finally:
+            del self._requests[place]
+            self._waiting_bytes -= len(data)
+
+    async def _on_answer(self, message: Any) -> None:
+        request = self._requests.get(message.subject.rpartition(".")[2])
+        if request is not None and not request.answer.done():
+            request.answer.set_result(message)
+
+    def _forbid(self, what: str, subject: str, *, problem: str) -> bool:
+        """Fail requests to ``subject`` at once, as no reply will come. nats-py reports the subject in lower case.
+
+        what  publish or subscription
+
+        Return False if there were no such requests, so the error has not been reported yet.
+        """
+        is_inbox = what == "subscription" and subject == f"{self._inbox}.*".lower()
+        if is_inbox:
+            self._deaf = problem
+        waiting = [request for request in self._requests.values() if not request.answer.done()]
+        failed = [one for one in waiting if is_inbox or (what == "publish" and one.subject.lower() == subject)]
+        for request in failed:
+            request.answer.set_exception(Forbidden(problem))
+        return bool(failed)
 
     # -- listening ------------------------------------------------------------------------------------------------
 
     def inbox(self) -> str:
-        return self._pending.new_inbox()
+        """Return a subject for many messages, such as those of a consumer."""
+        return new_inbox(self._prefix)
 
     async def subscribe(self, subject: str, on_message: Callable[[Any], Awaitable[None]], *, queue: str = "") -> Any:
         """``queue``: name of a queue group. Each message goes to one subscriber of the group."""
@@ -348,7 +447,7 @@ class Connection:
     async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
         """Unsubscribe. With ``drain``, messages in flight still arrive. Cancelling the caller does not cancel this."""
         is_here = drain and self._online.is_set() and not self._over.is_set()
-        leaving = asyncio.ensure_future(drained(self._client, subscription) if is_here else subscription.unsubscribe())
+        leaving = asyncio.ensure_future(_drain(self._client, subscription) if is_here else subscription.unsubscribe())
         self._leaving.add(leaving)
         leaving.add_done_callback(self._left)
         await asyncio.wait((leaving,), timeout=_LEAVE_SECONDS)
@@ -371,7 +470,7 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         """Handle an error of nats-py. Cancelled connection attempts also end here: asyncio.wait_for can lose their
         cancellation, and they would go on forever after ``close`` or after the time limit of ``open``."""
-        end_attempt(self._client)
+        _end_attempt(self._client)
         task = asyncio.current_task()
         if (self._is_closing or self._is_starting) and task is not None and task.cancelling():
             raise asyncio.CancelledError
@@ -384,19 +483,21 @@ class Connection:
         is_known = isinstance(error, (OSError, nats.errors.StaleConnectionError))  # logged as "connection lost"
         if (forbidden := _FORBIDDEN.search(text.lower())) is not None:
             problem = f"bus {self.name}: {text}; the role or run of bus.credentials or bus.token may not do this"
-            is_known = self._pending.forbid(*forbidden.groups(), problem=problem)
+            is_known = self._forbid(*forbidden.groups(), problem=problem)
         if text != self._said and not self._is_starting:
             logger.log(logging.DEBUG if is_known else logging.WARNING, "bus %s: %s", self.name, text)
         self._said = text
 
     async def _on_disconnect(self) -> None:
         self._online.clear()
-        self._pending.give_up()
+        for request in self._requests.values():  # no reply can arrive any more
+            if not request.answer.done():
+                request.answer.set_result(None)
         if not self._is_starting and not self._is_closing:
             logger.warning("bus %s: connection lost; all requests wait until it is back", self.name)
 
     async def _on_reconnect(self) -> None:
-        expect_signs_of_life(self._client)
+        _expect_signs_of_life(self._client)
         self.generation += 1
         self._said = ""
         self._online.set()
@@ -411,3 +512,69 @@ class Connection:
     def _tell(self) -> None:
         for listener in tuple(self._listeners):
             listener()
+
+
+async def guarded(call: Awaitable[T]) -> T:
+    """``await call``. Raises CancelledError if a cancellation arrived during the call, even if the call lost it.
+
+    ``wait_for`` of Python 3.11, which nats-py uses, swallows a cancellation that races with a reply. Remove this with
+    support for Python 3.11.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        return await call
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
+def new_inbox(prefix: str) -> str:
+    return f"{prefix}.{secrets.token_hex(11)}"
+
+
+def _connect_error(name: str, error: Exception) -> ConfigError:
+    """Explain why connecting failed. ``name``: the server's address, without secrets."""
+    if isinstance(error, ssl.SSLError):
+        return ConfigError(f"bus.url {name}: TLS: {error.reason or error}; see bus.tls_ca")
+    if isinstance(error, ValueError) or isinstance(error.__context__, ValueError):  # may quote a password
+        return ConfigError(
+            f"bus.url {name}: not an address; write nats://HOST:PORT, for a cluster nats://A:PORT,nats://B:PORT"
+        )
+    return ConfigError(f"bus.url {name}: {error}")
+
+
+def _require_version(name: str, version: Any) -> None:
+    """Raise ConfigError if the server is too old."""
+    if (version.major, version.minor) < _OLDEST:
+        raise ConfigError(f"bus.url {name}: nats-server {version} is too old; asyncrl needs 2.10")
+
+
+def _expect_signs_of_life(client: Any) -> None:
+    """Set TCP timeouts, because a dead host sends no error. Linux only; elsewhere pings detect a dead host, later."""
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    writer = getattr(client._transport, "_io_writer", None)
+    way = writer.get_extra_info("socket") if writer is not None else None
+    if option is not None and way is not None:
+        way.setsockopt(socket.IPPROTO_TCP, option, _DEAD_SECONDS * 1000)
+
+
+def _end_attempt(client: Any) -> None:
+    """Close the connection of an attempt to reconnect that failed. nats-py only forgets it. Errors of other tasks have
+    nothing to do with an attempt, and change nothing."""
+    if client._reconnection_task is not None and asyncio.current_task() is client._reconnection_task:
+        client._transport.close()
+
+
+async def _drain(client: Any, subscription: Any) -> None:
+    """Drain a subscription. Raises the errors of nats-py, which waits ten seconds for the server.
+
+    If a flush times out, nats-py keeps the cancelled future. When a frozen server resumes and sends the late PONG, that
+    future would end nats-py's read loop permanently. So a new future takes its place: PONGs come in the order of PINGs.
+    """
+    try:
+        await subscription.drain()
+    finally:
+        loop = asyncio.get_running_loop()
+        client._pongs[:] = [loop.create_future() if pong.cancelled() else pong for pong in client._pongs]

@@ -23,8 +23,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
-from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.errors import Refused
+from asyncrl.bus.jetstream.connection import Connection, Refused
 from asyncrl.bus.jetstream.layout import GONE_SOON, REMOVED, Layout, is_removed, token
 from asyncrl.bus.jetstream.watch import StoredMessage, last_stored
 from asyncrl.errors import BusError

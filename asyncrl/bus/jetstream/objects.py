@@ -26,8 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
-from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.errors import Refused
+from asyncrl.bus.jetstream.connection import Connection, Refused
 from asyncrl.bus.jetstream.layout import HEADER_BYTES, Layout
 from asyncrl.bus.jetstream.streams import subjects
 from asyncrl.bus.jetstream.watch import last_stored, leaders_message

@@ -10,8 +10,7 @@ import asyncio
 import logging
 from typing import Any, Final
 
-from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.errors import Refused
+from asyncrl.bus.jetstream.connection import Connection, Refused
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.ordered_consumer import make_consumer
 from asyncrl.messages.topics import ALL, Topic

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.errors import IS_GONE, NO_STREAM, Refused
+from asyncrl.bus.jetstream.connection import IS_GONE, NO_STREAM, Connection, Refused
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.watch import leaders_message
 from asyncrl.bus.port import LogMark

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from asyncrl.bus.jetstream.errors import Refused
+from asyncrl.bus.jetstream.connection import Refused
 from asyncrl.bus.jetstream.ordered_consumer import Wire
 
 REFRESH_SECONDS: Final = 30.0

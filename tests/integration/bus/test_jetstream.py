@@ -14,9 +14,8 @@ import pytest
 
 from asyncrl.actors.rollout.prompt_deliveries import DeliveryAttempts
 from asyncrl.bus.jetstream.bus import JetStreamBus
-from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.connection import Connection, Reply
 from asyncrl.bus.jetstream.credentials import Credentials
-from asyncrl.bus.jetstream.errors import Reply
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import BusError, ConfigError
 from asyncrl.messages.control import FleetSize

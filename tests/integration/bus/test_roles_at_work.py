@@ -10,7 +10,6 @@ import pytest
 
 from asyncrl.bus.jetstream.layout import WORKERS
 from asyncrl.bus.jetstream.lease import Lease
-from asyncrl.bus.jetstream.pending_requests import PendingRequests
 from asyncrl.messages.topics import ACTORS, PROMPTS, SEGMENTS, TRAJECTORIES
 from tests.harness.buses import heartbeat, publish_groups, publish_prompts
 from tests.harness.roles import Server, connected
@@ -105,14 +104,3 @@ async def test_a_lease_that_was_just_released_is_taken_at_once(server: Server, w
             async with (worker, other)[number % 2].lease("load-7", holder="w0"):
                 pass
     assert waits == []
-
-
-async def test_nobody_can_foresee_where_a_reply_goes() -> None:
-    pending = PendingRequests(inbox="_INBOX.mine.rollout-worker", answers="asyncrl-answer.mine.rollout-worker")
-    places = set()
-    for _ in range(50):
-        with pending.added("subject", num_bytes=0, inbox=pending.inbox) as (reply, _answer):
-            places.add(reply.removeprefix(f"{pending.inbox}."))
-        places.add(pending.new_inbox())
-    assert len(places) == 100
-    assert len({place[-8:] for place in places}) == 100

@@ -1,13 +1,14 @@
-"""A connection to nats-server closes in any state, and opens within its time limit or fails."""
+"""A connection to nats-server closes in any state, opens within its time limit or fails, and loses no cancellation."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import nats.errors
 import pytest
 
-from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.connection import Connection, guarded, new_inbox
 from asyncrl.errors import NoAnswer
 
 
@@ -49,3 +50,42 @@ async def test_opening_ends_when_its_time_is_over_though_the_attempt_that_fails_
     connection._client._connect_to_server = refused
     with pytest.raises(NoAnswer, match=r"127\.0\.0\.1:9: no response"):
         await connection.open("nats://127.0.0.1:9", options={}, inbox="inbox", seconds=0.01)
+
+
+class Recorder:
+    """A client that records the subjects on which replies are expected."""
+
+    def __init__(self) -> None:
+        self.replies: list[str] = []
+
+    async def publish(self, subject: str, data: bytes, *, reply: str, headers: Any) -> None:
+        self.replies.append(reply)
+
+
+async def test_subjects_of_replies_cannot_be_predicted() -> None:
+    connection = Connection("nats://127.0.0.1:9")
+    connection._client = Recorder()
+    connection._inbox = "_INBOX.mine.rollout-worker"
+    for _ in range(50):
+        assert await connection._ask("subject", b"", None, seconds=1e-6) is None
+    places = {reply.removeprefix("_INBOX.mine.rollout-worker.") for reply in connection._client.replies}
+    places |= {new_inbox("_INBOX.mine.rollout-worker") for _ in range(50)}
+    assert len(places) == 100
+    assert len({place[-8:] for place in places}) == 100
+
+
+async def test_guarded_notices_a_swallowed_cancellation() -> None:
+    """The race of Python 3.11: the reply and the cancellation arrive together, and wait_for returns the reply."""
+
+    async def deaf() -> str:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            return "went on as if never cancelled"
+        return "not reached"
+
+    task = asyncio.create_task(guarded(deaf()))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()

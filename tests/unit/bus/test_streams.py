@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.errors import NO_STREAM, Refused
+from asyncrl.bus.jetstream.connection import NO_STREAM, Connection, Refused
 from asyncrl.bus.jetstream.layout import Layout
 from asyncrl.bus.jetstream.streams import Streams
 from asyncrl.config.bus import BusSection
