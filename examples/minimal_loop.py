@@ -18,7 +18,9 @@ from asyncrl import config
 from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.actors.learner.batcher import Batcher
 from asyncrl.actors.learner.checkpointer import Checkpointer
+from asyncrl.actors.learner.group_remover import GroupRemover
 from asyncrl.actors.learner.learner import Learner
+from asyncrl.actors.learner.live_workers import LiveWorkers
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_source import PromptSource
@@ -115,15 +117,16 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
         changed=changed,
         reconciled=reconciled,
     )
+    validator = Validator(bus)  # which groups are accepted
+    remover = GroupRemover(table=table, progress=progress, validator=validator, changed=changed, max_failed_in_a_row=32)
     reader = TrajectoryReader(  # log -> table
         bus,
         table=table,
+        validator=validator,
+        remover=remover,
         progress=progress,
         changed=changed,
         reconciled=reconciled,
-        validator=Validator(bus),
-        filters=None,
-        max_failed_in_a_row=32,
     )
     batcher = Batcher(run, table=table, progress=progress, changed=changed, algorithm=algorithm)  # table -> batch
     publisher = WeightPublisher(bus, weights, waits=waits)
@@ -136,11 +139,14 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
         run=run,
         table=table,
         reader=reader,
+        validator=validator,
+        remover=remover,
         batcher=batcher,
         trainer=trainer,
         checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress),
         progress=progress,
         metrics=MetricsReporter(bus, [Console(run.run.steps), JsonLines(run.run_directory / "metrics.jsonl")]),
+        workers=LiveWorkers(bus),
     )
     return learner, prompts
 

@@ -108,7 +108,7 @@ class Desk:
             progress=self.reporter,  # type: ignore[arg-type]
             changed=self.changed,
             algorithm=algorithm,
-            workers=None if begun is None else self._workers,
+            workers=None if begun is None else self,  # type: ignore[arg-type]
         )
         self._sequence = 0
 
@@ -120,7 +120,7 @@ class Desk:
             yield
             task.cancel()
 
-    async def _workers(self) -> list[Heartbeat]:
+    async def beats(self) -> list[Heartbeat]:
         said = {str(group_id): version for group_id, version in self.begun.items()}
         return [Heartbeat(actor="w0", role=WORKER, policy_version=self.table.policy_version, begun=said)]
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.base import HeartbeatSender
 from asyncrl.actors.learner.answer_recorder import AnswerRecorder
+from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
@@ -309,6 +310,15 @@ class Loop:
 
     def build(self, *, resume: bool = False) -> Learner:
         state, restore_from = self._state(resume)
+        validator = self.validator or Validator(self.bus)
+        validator.tickets = self.tickets
+        validator.filters = GroupFilters(
+            self.filters,
+            max_in_a_row=self.max_filtered_in_a_row,
+            max_raised=self.max_failed_in_a_row,
+            cap=self.run.algorithm.filter_cap,
+            keeps_at_cap=self.run.algorithm.filter_cap_action == "keep",
+        )
         ports = LearnerPorts(
             algorithm=self.algorithm,
             backend=self.backend,
@@ -316,14 +326,11 @@ class Loop:
             channel=self.channel,
             rows=self.rows,
             metrics=MetricsReporter(self.bus, [self.recorder], samples=self.writers),
-            validator=self.validator or Validator(self.bus),
-            filters=self.filters,
+            validator=validator,
             samples=self.samples,
             answers=self.answers,
             evaluation_sets=self.evaluation_sets,
             most_failed=self.max_failed_in_a_row,
-            most_filtered=self.max_filtered_in_a_row,
-            tickets=self.tickets,
         )
         self.learner, self.prompts = assemble_learner(
             self.run, ports, bus=self.bus, state=state, restore_from=restore_from

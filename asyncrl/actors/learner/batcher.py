@@ -26,14 +26,14 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from asyncrl.actors.learner.live_workers import LiveWorkers
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.wait_tracker import OpenWait
 from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, StepFailed
-from asyncrl.messages import Heartbeat
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
@@ -132,10 +132,10 @@ class Batcher:
         changed: asyncio.Event,
         algorithm: Algorithm,
         picks: Callable[[int, int], Collection[int]] | None = None,
-        workers: Callable[[], Awaitable[Sequence[Heartbeat]]] | None = None,
+        workers: LiveWorkers | None = None,
     ) -> None:
         """picks: maps a step's group count and number to the groups to record; None records no groups
-        workers: returns heartbeats of live workers; None if unknown which groups they have started"""
+        workers: None if it is unknown which groups workers have started"""
         self._table = table
         self._picks = picks
         self._progress = progress
@@ -288,7 +288,7 @@ class Batcher:
         self._may_look = False  # only the timer resets this: uvloop's timers fire up to a millisecond early
         asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_again)
         with contextlib.suppress(BusError):  # with older knowledge the learner only waits longer
-            beats = await self._workers()
+            beats = await self._workers.beats()
             self._begun.hear(beats, outstanding=self._table.outstanding, forks=self._table.forks)
         return True
 

@@ -24,10 +24,13 @@ from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.failed_batches import FailedBatches
+from asyncrl.actors.learner.group_remover import GroupRemover
+from asyncrl.actors.learner.live_workers import LiveWorkers
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics, table_numbers
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.trainer import Trainer
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
+from asyncrl.actors.learner.validator import Suspects, Validator
 from asyncrl.backends.port import StepResult
 from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
@@ -58,11 +61,14 @@ class Learner(Actor):
         run: RunConfig,
         table: GroupTable,
         reader: TrajectoryReader,
+        validator: Validator,
+        remover: GroupRemover,
         batcher: Batcher,
         trainer: Trainer,
         checkpointer: Checkpointer,
         progress: ProgressReporter,
         metrics: MetricsReporter,
+        workers: LiveWorkers,
         disk: Disk | None = None,
         failed_batches: FailedBatches | None = None,
         evaluator: Evaluator | None = None,
@@ -76,11 +82,14 @@ class Learner(Actor):
         self._run = run
         self.table = table
         self._reader = reader
+        self._validator = validator
+        self._remover = remover
         self._batcher = batcher
         self._trainer = trainer
         self._checkpointer = checkpointer
         self._progress = progress
         self._metrics = metrics
+        self._workers = workers
         self._disk = disk or Disk(trainer.waits)
         self._failed_batches = failed_batches or FailedBatches()
         self._evaluator = evaluator
@@ -89,6 +98,9 @@ class Learner(Actor):
         self._trained_of: set[str] = set()  # workers whose groups were trained
         self._reporting: asyncio.Task[None] | None = None
         self._last_end = time.monotonic()
+        self._wait_began: float | None = None  # since when a batch is waited for; None during a step
+        self._held_seconds = 0.0
+        self._seconds: dict[str, float] = {}  # of the last step
         self._load_seconds: float | None = None  # startup time until it could train; reported with the first step
         self.is_finished = False
         """Whether all steps that there is data for are trained and the last evaluation is over."""
@@ -101,17 +113,22 @@ class Learner(Actor):
 
     async def run(self) -> None:
         await self._reader.start()
-        async with asyncio.TaskGroup() as group:
-            reading = group.create_task(self._reader.read(), name=f"{self.name}.read")
-            checking = group.create_task(self._check_bus(), name=f"{self.name}.check-bus")
-            evaluating = await self._start_evaluator(group)
+        await self._validator.start()
+        async with asyncio.TaskGroup() as self._tasks:
+            beside = [
+                self._tasks.create_task(self._reader.read(), name=f"{self.name}.read"),
+                self._tasks.create_task(self._check_bus(), name=f"{self.name}.check-bus"),
+            ]
+            if self._evaluator is not None:
+                await self._evaluator.start()
+                beside.append(self._tasks.create_task(self._evaluator.run(), name=f"{self.name}.evaluate"))
             if self.table.incarnation > 0 or self._trainer.must_publish_at_start or self._evaluates_first:
-                await self._publish_weights(group)
+                await self._publish_weights()
             await self._progress.progress()
             self._load_seconds = os_process.age_seconds()
-            await self._train(group)
-            await self._finish(group)
-            for task in (reading, checking, *evaluating):
+            await self._train()
+            await self._finish()
+            for task in beside:
                 task.cancel()
 
     async def _check_bus(self) -> None:
@@ -125,12 +142,6 @@ class Learner(Actor):
                 await self.bus.check()
             except BusError as error:  # it is up but too busy to answer; a bus that is away is waited for
                 self.log.warning("the bus cannot be checked now: %s", error)
-
-    async def _start_evaluator(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        if self._evaluator is None:
-            return []
-        await self._evaluator.start()
-        return [group.create_task(self._evaluator.run(), name=f"{self.name}.evaluate")]
 
     @property
     def _evaluates_first(self) -> bool:
@@ -186,140 +197,183 @@ class Learner(Actor):
         """A summary of what happened to the groups, for people."""
         return self.table.describe()
 
-    # -- table -> step -------------------------------------------------------------------------------------------------
+    # -- the loop ------------------------------------------------------------------------------------------------------
 
-    async def _train(self, group: asyncio.TaskGroup) -> None:
+    async def _train(self) -> None:
         """consumes: the table    waits for: a full batch    woken by: the reader, the end of the data, drain"""
-        started, held = time.monotonic(), 0.0  # both since the last step, including rejected batches
         while not self.done and not self.draining.is_set():
-            await self._trainer.leave_gpus()
-            with self.waiting("trajectories", on=WORKER) as wait:
-                taken = await self._batcher.take(wait)
-            if taken is None:
-                return
-            held += self._batcher.held_seconds
-            if self._run.run.mode == "one_step_off":  # taking a batch admits the next one
-                await self._progress.progress()
+            groups = await self._take()
+            if groups is None:
+                return  # the data has ended, or the learner is drained
             try:
-                with self._failed_batches.attempt(taken):
-                    prepared = await self._batcher.prepare(taken, owner=group)
-                    groups = [one.group for one in taken]
-                    if await self._reader.reject_batch(groups, prepared.batch.documents, self._trainer.rescore):
+                with self._failed_batches.attempt(groups):
+                    batch = await self._batcher.prepare(groups, owner=self._tasks)  # prepared while the last step ran
+                    if await self._remove_suspects(groups, batch):
                         continue  # take another batch
-                    waited, began = time.monotonic() - started, time.monotonic()
-                    result = await self._step(prepared, group)
-            except StepFailed as error:
-                await self._fail(taken, error)
-                started, held = time.monotonic(), 0.0
+                    result = await self._step(batch)
+            except StepFailed as error:  # nothing has changed
+                await self._fail(groups, error)
                 continue
-            self._has_failed = False
-            seconds = {
-                "learner/wait_seconds": waited,
-                "learner/held_seconds": held,
-                "learner/step_seconds": time.monotonic() - began,
-            }
-            await self._trained(taken, prepared, result, seconds=seconds, group=group)
-            started, held = time.monotonic(), 0.0
+            await self._record(batch, result)  # history: the groups have left the window
+            await self._publish_weights_if_due()  # returns at once; engines follow
+            await self._report(groups, batch, result)  # progress, which admits prompts; metrics
+            await self._checkpoint_if_due()
 
-    async def _step(self, prepared: Prepared, group: asyncio.TaskGroup) -> StepResult:
+    async def _take(self) -> list[BufferedGroup] | None:
+        """Wait for a full batch of groups within the staleness bound, and mark it as in training."""
+        await self._trainer.leave_gpus()
+        if self._wait_began is None:  # else the last batch was put back
+            self._wait_began, self._held_seconds = time.monotonic(), 0.0
+        with self.waiting("trajectories", on=WORKER) as wait:
+            groups = await self._batcher.take(wait)
+        self._held_seconds += self._batcher.held_seconds
+        if groups is not None and self._run.run.mode == "one_step_off":  # taking a batch admits the next one
+            await self._progress.progress()
+        return groups
+
+    async def _step(self, batch: Prepared) -> StepResult:
         """Do one step while the next batch is prepared."""
-        ahead = group.create_task(self._batcher.prepare_ahead(owner=group))
+        assert self._wait_began is not None
+        began = time.monotonic()
+        ahead = self._tasks.create_task(self._batcher.prepare_ahead(owner=self._tasks))
         try:
-            return await self._trainer.step(prepared, step=self.step)
+            result = await self._trainer.step(batch, step=self.step)
         finally:
             ahead.cancel()
+        self._seconds = {
+            "learner/wait_seconds": began - self._wait_began,
+            "learner/held_seconds": self._held_seconds,
+            "learner/step_seconds": time.monotonic() - began,
+            "learner/prepare_seconds": batch.seconds,
+        }
+        self._wait_began = None
+        return result
+
+    async def _record(self, batch: Prepared, result: StepResult) -> None:
+        """Write to the history that the batch is trained. Its effects become visible only afterwards."""
+        self._has_failed = False
+        made = batch.batch
+        outcome = self.table.trained(
+            max_staleness=made.max_staleness, old_parts=made.old_parts, old_tokens=made.old_tokens
+        )
+        self._progress.record(outcome, batch=made, tokens=result.tokens)
+        await self._progress.recorded()
+
+    async def _publish_weights_if_due(self) -> None:
+        if self.step % self._run.weights.every_steps == 0:
+            await self._publish_weights()
+
+    async def _publish_weights(self) -> None:
+        incarnation, policy_version = self.version
+        await self._trainer.publish_weights(
+            incarnation=incarnation,
+            policy_version=policy_version,
+            num_engines=await self._workers.count(),
+            group=self._tasks,
+        )
+
+    async def _report(self, groups: Sequence[BufferedGroup], batch: Prepared, result: StepResult) -> None:
+        """Report a step: first_trained events, progress, metrics. Raises HopelessError after too many skipped steps."""
+        at = time.time()
+        for worker in sorted({one.group.worker for one in groups} - self._trained_of):
+            self._trained_of.add(worker)
+            await self._progress.event("first_trained", worker=worker)
+        await self._progress.progress()
+        elapsed = max(time.monotonic() - self._last_end, 1e-9)
+        self._last_end = time.monotonic()
+        metrics = {
+            **batch.batch.metrics,
+            **result.metrics,
+            **self._seconds,
+            **self._own_metrics(),
+            "time": at,
+            "data/epoch": float(max(one.group.epoch for one in groups)),
+            "learner/idle_ratio": self._seconds["learner/wait_seconds"] / elapsed,
+            "learner/tokens_per_second": batch.batch.num_tokens / elapsed,
+        }
+        await self._reported()  # steps are reported in order
+        step, cursor = self.table.step, self.table.cursor
+        self._reporting = self._tasks.create_task(self._report_metrics(step, metrics, groups, cursor=cursor))
+        await self._note_skipped(groups, result.metrics)
+
+    async def _checkpoint_if_due(self) -> None:
+        if self._checkpointer.is_due(self.step) and not self.done:
+            await self._checkpointer.begin(trims=not self._skipped.in_a_row, group=self._tasks)
+
+    # -- what is rare --------------------------------------------------------------------------------------------------
 
     async def _fail(self, batch: Sequence[BufferedGroup], error: StepFailed) -> None:
-        """Fail the groups of a batch that raised: nothing has changed. Raises HopelessError at the second in a row."""
+        """Keep a batch that raised on disk and fail its groups. Raises HopelessError at the second in a row."""
+        self._wait_began = None
         groups = [one.group for one in batch]
         folder = await asyncio.to_thread(self._failed_batches.keep, groups, step=self.step + 1, error=error)
         kept = f"; its batch is in {folder}" if folder is not None else ""
         self.log.error("step %d failed: %s%s", self.step + 1, error, kept, exc_info=error.__cause__)
         self.table.put_back()
-        await self._reader.reject({one.group_id: str(error) for one in groups})
+        await self._remover.fail({one.group_id: f"a training step with it fails: {error}" for one in groups})
         if self._has_failed:
             raise HopelessError(f"two batches in a row could not be trained; the last: {error}{kept}")
         self._has_failed = True
 
-    async def _trained(
-        self,
-        taken: Sequence[BufferedGroup],
-        prepared: Prepared,
-        result: StepResult,
-        *,
-        seconds: Mapping[str, float],
-        group: asyncio.TaskGroup,
-    ) -> None:
-        """Carry out all consequences of a step on ``taken``."""
-        batch = prepared.batch
-        outcome = self.table.trained(
-            max_staleness=batch.max_staleness, old_parts=batch.old_parts, old_tokens=batch.old_tokens
-        )
-        self._progress.record(outcome, batch=prepared.batch, tokens=result.tokens)
-        await self._progress.recorded()
-        metrics: dict[str, Metric] = {
-            "time": time.time(),
-            **seconds,
-            "learner/prepare_seconds": prepared.seconds,
-            "data/epoch": float(max(one.group.epoch for one in taken)),
-        }
-        if self.step % self._run.weights.every_steps == 0:
-            await self._publish_weights(group)
-        await self._announce_step(taken)
-        elapsed = max(time.monotonic() - self._last_end, 1e-9)
-        self._last_end = time.monotonic()
-        metrics |= {
-            "learner/idle_ratio": seconds["learner/wait_seconds"] / elapsed,
-            "learner/tokens_per_second": prepared.batch.num_tokens / elapsed,
-        }
-        metrics = dict(prepared.batch.metrics) | dict(result.metrics) | metrics | self._own_metrics()
-        await self._report(metrics, taken, group)
-        await self._note_skipped(taken, result.metrics)
-        if self._checkpointer.is_due(self.step) and not self.done:
-            await self._checkpointer.begin(trims=not self._skipped.in_a_row, group=group)
+    async def _remove_suspects(self, batch: Sequence[BufferedGroup], prepared: Prepared) -> bool:
+        """Return whether the batch has answers that must not be trained; then it is put back without them.
 
-    async def _announce_step(self, taken: Sequence[BufferedGroup]) -> None:
-        """Report what the step changed for workers and the window."""
-        for worker in sorted({one.group.worker for one in taken} - self._trained_of):
-            self._trained_of.add(worker)
-            await self._progress.event("first_trained", worker=worker)
-        await self._progress.progress()
+        The trainer scores a few of the answers again (logprob_mismatch.py). Those of a worker whose logprobs are not
+        the policy's are dropped, and so are those of a worker that was quarantined since they were buffered. A group
+        with taken-over tokens that are not the policy's is failed.
+        """
+        groups = [one.group for one in batch]
+        suspects = Suspects()
+        if (asked := self._validator.choose(prepared.batch.documents, groups, step=self.step)) is not None:
+            scores = await self._trainer.score(asked.documents)
+            without_experts = await self._trainer.score(list(asked.without_experts.values()))
+            suspects = self._validator.check_scores(asked, scores, without_experts)
+        has_quarantined = any(group.worker in self._validator.quarantined for group in groups)
+        if not suspects.workers and not suspects.documents and not has_quarantined:
+            return False
+        self.table.put_back()
+        for worker, reason in suspects.workers.items():
+            await self._remover.quarantine(worker, reason)
+        await self._remover.drop_quarantined()
+        ids = [group.group_id for group in groups for _ in group.trajectories]  # of each document
+        await self._remover.fail({ids[index]: problem for index, problem in suspects.documents.items()})
+        return True
 
-    async def _note_skipped(self, taken: Sequence[BufferedGroup], metrics: Mapping[str, float]) -> None:
+    async def _note_skipped(self, groups: Sequence[BufferedGroup], metrics: Mapping[str, float]) -> None:
         """Report a step that changed no weights. Raises HopelessError after too many such steps in a row."""
         if not (text := self._skipped.note(self.step, metrics)):
             return
         self.log.error("%s", text)
-        groups = [one.group_id for one in taken]
-        await self._progress.event("skipped", step=self.step, group_ids=groups, problem=text)
+        ids = [one.group_id for one in groups]
+        await self._progress.event("skipped", step=self.step, group_ids=ids, problem=text)
         if self._skipped.are_too_many:
-            if self._reporting is not None:
-                await self._reporting
+            await self._reported()
             raise HopelessError(
                 f"too many steps were skipped (learner.max_skipped_steps): {text}. Usual causes: a learning rate too "
                 "high, an initial model that is broken, extreme rewards"
             )
 
-    # -- step -> weights, metrics, end of the run ----------------------------------------------------------------------
+    # -- metrics, end of the run ---------------------------------------------------------------------------------------
 
-    async def _publish_weights(self, group: asyncio.TaskGroup) -> None:
-        if not self._metrics.num_workers:  # before the first report; uncounted engines would all load at once
-            await self._metrics.workers()
-        incarnation, policy_version = self.version
-        await self._trainer.publish_weights(
-            incarnation=incarnation,
-            policy_version=policy_version,
-            num_engines=self._metrics.num_workers,
-            group=group,
-        )
+    async def _report_metrics(
+        self, step: int, metrics: Mapping[str, Metric], groups: Sequence[BufferedGroup], *, cursor: int
+    ) -> None:
+        """Report a step's metrics while the next one runs, because this asks the bus and waits for sinks."""
+        workers = await self._workers.beats()
+        await self._metrics.report(step, metrics, workers=workers, cursor=cursor, disk=self._disk, groups=groups)
+        await self._progress.event("trained", step=step, group_ids=[one.group_id for one in groups])
 
-    async def _finish(self, group: asyncio.TaskGroup) -> None:
-        """Write the last weights and a checkpoint to disk, then report that the run is over."""
-        if self.step % self._run.weights.every_steps:
-            await self._publish_weights(group)
-        await self._trainer.weights_published()
+    async def _reported(self) -> None:
+        """Wait until the last step is reported."""
         if self._reporting is not None:
             await self._reporting
+
+    async def _finish(self) -> None:
+        """Write the last weights and a checkpoint to disk, then report that the run is over."""
+        if self.step % self._run.weights.every_steps:
+            await self._publish_weights()
+        await self._trainer.weights_published()
+        await self._reported()
         await self._trainer.take_gpus()
         await self._checkpointer.write(trims=not self._skipped.in_a_row)
         await self._trainer.leave_gpus()
@@ -329,27 +383,10 @@ class Learner(Actor):
             await self._progress.progress(is_finished=True)
             self.is_finished = True
 
-    async def _report(
-        self, metrics: Mapping[str, Metric], taken: Sequence[BufferedGroup], group: asyncio.TaskGroup
-    ) -> None:
-        """Report a step while the next one runs, because it asks the bus and workers. Steps are reported in order."""
-        if self._reporting is not None:
-            await self._reporting
-        table = self.table
-        self._reporting = group.create_task(
-            self._report_step(table.step, metrics, taken, policy_version=table.policy_version, cursor=table.cursor)
-        )
-
-    async def _report_step(
-        self, step: int, metrics: Mapping[str, Metric], taken: Sequence[BufferedGroup], **of_now: int
-    ) -> None:
-        await self._metrics.report(step, metrics, disk=self._disk, groups=taken, **of_now)
-        await self._progress.event("trained", step=step, group_ids=[one.group_id for one in taken])
-
     def _own_metrics(self) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {
             **table_metrics(self.table, now=time.monotonic()),
-            **self._reader.metrics(),
+            **self._validator.metrics(),
             **self._trainer.metrics(),
             **self._checkpointer.take_metrics(),
         }

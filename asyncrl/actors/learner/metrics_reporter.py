@@ -7,16 +7,15 @@ import contextlib
 import functools
 import math
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.live_workers import LARGE_FLEET
 from asyncrl.actors.learner.sample_writer import SampleWriter
 from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.bus.port import Bus
 from asyncrl.messages import Heartbeat, StepMetrics
-from asyncrl.messages.roles import WORKER
-from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, METRICS, PROMPTS, TRAJECTORIES
+from asyncrl.messages.topics import EVALUATION_METRICS, METRICS, PROMPTS, TRAJECTORIES
 from asyncrl.metrics.alarms import Alarm
 from asyncrl.metrics.background import BackgroundSink
 from asyncrl.metrics.port import ShowsSamples, Sink, TakesAlarms
@@ -26,10 +25,6 @@ from asyncrl.policies.metric import Histogram, Metric, histogram
 
 REJECTED = "bus/rejected"
 LEFT_OUT = "metrics/left_out"
-LARGE_FLEET = 64
-"""With more workers, a row has only sums and workers are looked up at most every LOOK_SECONDS, so the learner's cost
-per step does not grow with the fleet."""
-LOOK_SECONDS = 10.0
 OWN_NAME = re.compile("w[0-9]+")
 """Names of rollout workers started by `asyncrl run`. Names of joined workers contain digits of their keys."""
 MANY_ROWS = 32
@@ -60,23 +55,21 @@ class MetricsReporter:
         """Metrics of the last reported step."""
         self.newest_evaluation = StepMetrics(step=0)
         self._left_out = () if has_behavior else _OF_BEHAVIOR
-        self._workers: list[Heartbeat] = []
-        self._looked = -math.inf
 
     async def report(
         self,
         step: int,
         metrics: Mapping[str, Metric],
         *,
-        policy_version: int,
+        workers: Sequence[Heartbeat],
         cursor: int,
         disk: Disk,
         groups: Sequence[BufferedGroup] = (),
     ) -> None:
-        """cursor: the last log sequence read;  disk: waits if a sink's disk is full;  groups: the step's groups"""
-        workers = await self.workers()
+        """workers: their newest heartbeats;  cursor: the last log sequence read;  disk: waits if a sink's disk is full
+        groups: the step's groups"""
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
-        row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)  # alarms need these
+        row |= await self._bus_metrics(cursor) | worker_metrics(workers, step)  # alarms need these
         rung = []
         for alarm in self._alarms:
             was_on = alarm.is_on
@@ -116,19 +109,6 @@ class MetricsReporter:
     def alarms(self) -> dict[str, float]:
         """Return {alarm/NAME: 1} for alarms that are on, for a heartbeat."""
         return {f"alarm/{alarm.name}": 1.0 for alarm in self._alarms if alarm.is_on}
-
-    @property
-    def num_workers(self) -> int:
-        """Number of live rollout workers at the last look."""
-        return len(self._workers)
-
-    async def workers(self) -> list[Heartbeat]:
-        """Return the heartbeats of live rollout workers."""
-        if len(self._workers) <= LARGE_FLEET or time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked = time.monotonic()
-            beats = await self._bus.states(ACTORS)
-            self._workers = [beat for beat in beats.values() if beat.role == WORKER]
-        return self._workers
 
     async def _bus_metrics(self, cursor: int) -> dict[str, Metric]:
         return {

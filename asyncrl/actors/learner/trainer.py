@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.actors.gpu_turn import GpuTurn
 from asyncrl.actors.learner.batcher import Prepared
@@ -19,6 +22,8 @@ from asyncrl.backends.port import Backend, Offloads, SavesBeside, StepResult
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.messages.roles import WORKER
+from asyncrl.policies.batching import packing
+from asyncrl.policies.batching.packing import Document, pack_for_ranks
 from asyncrl.policies.health.waits import FIRST_SECONDS
 from asyncrl.policies.learning_rate import Schedule
 from asyncrl.policies.metric import Metric
@@ -71,6 +76,8 @@ class Trainer:
         self._weights = weights
         self._restore_from = restore_from
         self._schedule = schedule_of(run)
+        self._num_dp_shards = run.learner.data_parallel
+        self._micro_batch_tokens = run.learner.micro_batch_tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
         self._export_seconds = 0.0
 
@@ -90,10 +97,21 @@ class Trainer:
             train = functools.partial(self._profile, step + 1, train)
         return await self._call_with_data(train, what="a training step", on="step")
 
-    async def rescore(self, judge: Callable[[Backend], T]) -> T:
-        """Return the result of ``judge``, which scores answers with the backend between two steps."""
+    async def score(self, documents: Sequence[Document]) -> list[NDArray[np.float32]]:
+        """Return the policy's logprobs f32[T] of each document. Raises StepFailed as ``step`` does."""
+        if not documents:
+            return []
         await self.take_gpus()
-        return await self._call_with_data(functools.partial(judge, self._backend), what="answers to be scored again")
+        return await self._call_with_data(functools.partial(self._score, documents), what="answers to be scored again")
+
+    def _score(self, documents: Sequence[Document]) -> list[NDArray[np.float32]]:
+        shards = pack_for_ranks(documents, ranks=self._num_dp_shards, max_tokens=self._micro_batch_tokens)
+        logprobs: dict[int, NDArray[np.float32]] = {}
+        for shard, scored in zip(shards, self._backend.score(shards), strict=True):
+            for micro_batch, array in zip(shard, scored, strict=True):
+                for index, place in zip(micro_batch.documents, packing.documents(micro_batch), strict=True):
+                    logprobs[int(index)] = array[place]  # fillers have index -1
+        return [logprobs[index] for index in range(len(documents))]
 
     async def _call_with_data(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
         """``call`` a function that bad data may make raise anything: its errors become StepFailed (Backend.step)."""

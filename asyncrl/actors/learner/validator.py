@@ -1,5 +1,5 @@
-"""Decides which groups the learner accepts: valid groups of workers whose logprobs match the policy's. A thin layer
-over policies/trust.
+"""Decides which groups the learner accepts: valid groups, kept by the filters, of workers whose logprobs match the
+policy's. The only place that judges; group_remover.py acts on it.
 
 A worker is quarantined when, twice in a row, the trainer's scores of its answers differ from the logprobs it sent
 (logprob_mismatch.py), or when it has sent ``MOST_IMPOSSIBLE`` impossible groups (validation.py). From then on nothing
@@ -12,70 +12,84 @@ Tests: tests/actors/learner/test_validator.py.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.backends.port import Backend
+from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.bus.port import Bus, Record
-from asyncrl.errors import HopelessError
+from asyncrl.errors import FilterError, HopelessError
 from asyncrl.messages import Quarantine, TrajectoryGroup, replace
 from asyncrl.messages.roles import WORKER
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
 from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import ACTORS, QUARANTINE, TRAJECTORIES, group_id_of
 from asyncrl.messages.validation import name_problem
-from asyncrl.policies.batching import packing
-from asyncrl.policies.batching.packing import Document, pack_for_ranks
-from asyncrl.policies.staleness.staleness import Forks
+from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.metric import Metric
 from asyncrl.policies.trust import resumed_tokens
-from asyncrl.policies.trust.logprob_mismatch import Chosen, LogprobMismatch, routing_mismatch
-from asyncrl.policies.trust.validation import Asked, GroupValidation
+from asyncrl.policies.trust.logprob_mismatch import ChosenAnswer, LogprobMismatch, routing_mismatch
+from asyncrl.policies.trust.tickets import Tickets
+from asyncrl.policies.trust.validation import GroupValidation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doubts:
-    """Answers of a batch to score before it is trained.
+class ToScore:
+    """Answers of a batch whose logprobs the trainer computes before they are trained.
 
-    chosen      answers that show whether a worker is honest
-    own         each document with only its worker's own tokens
-    taken_over  document index -> the document with the tokens that its worker took over (resumed_tokens.py)
+    indices          of these documents in the batch
+    documents        in the same order
+    without_experts  the chosen ones without the engine's experts, to see what replaying them changes; may be empty
+    chosen           answers that show whether a worker is honest
+    own              each document of the batch with only its worker's own tokens
+    taken_over       document index -> the document with the tokens that its worker took over (resumed_tokens.py)
     """
 
-    chosen: Sequence[Chosen]
+    indices: Sequence[int]
+    documents: Sequence[Document]
+    without_experts: Mapping[int, Document]
+    chosen: Sequence[ChosenAnswer]
     own: Sequence[Document]
     taken_over: Mapping[int, Document]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """guilty: worker to quarantine -> why;  spoiled: index of a document not to train -> why"""
+class Suspects:
+    """workers: to quarantine -> why;  documents: index of a document of the batch that is not to be trained -> why"""
 
-    guilty: Mapping[str, str]
-    spoiled: Mapping[int, str]
+    workers: Mapping[str, str] = field(default_factory=dict)
+    documents: Mapping[int, str] = field(default_factory=dict)
 
-
-Rescore = Callable[[Callable[[Backend], Verdict]], Awaitable[Verdict]]
-"""Runs a function on the training backend, between two steps."""
 
 MOST_IMPOSSIBLE: Final = 3
+
+log = logging.getLogger("asyncrl.learner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """What to do with a log record.
 
-    group     the record's group; a failed one if it cannot be trained; None if this run did not ask for it
-    problem   why the group is not used as it is
-    is_news   whether this is the first such problem of this sender
+    group         the record's group; a failed one if it cannot be trained; None if this run did not ask for it
+    problem       why the group is not used as it is
+    is_news       whether this is the first such problem of this sender
+    is_counted    whether a failed group counts towards those in a row that end the run: an impossible group does not
+                  show that the run cannot make groups, it counts only against its sender
+    filtered_by   filter that rejects the group
+    filter_error  why a filter could not decide
     """
 
     group: TrajectoryGroup | None
     problem: str = ""
     is_news: bool = False
+    is_counted: bool = True
+    filtered_by: str = ""
+    filter_error: str = ""
 
 
 class Validator:
@@ -87,14 +101,17 @@ class Validator:
         *,
         validation: GroupValidation | None = None,
         rescoring: LogprobMismatch | None = None,
-        num_dp_shards: int = 1,
-        max_tokens: int = 16_384,
+        filters: GroupFilters | None = None,
+        tickets: Tickets | None = None,
     ) -> None:
-        """num_dp_shards: data-parallel ranks of the scoring backend; max_tokens: tokens per micro-batch"""
+        """filters: None keeps every group;  tickets: None for answers without tickets"""
         self._bus = bus
         self._validation = validation or GroupValidation()
         self._rescoring = rescoring or LogprobMismatch(bound=0.0, every=1)
-        self._num_dp_shards, self._max_tokens = num_dp_shards, max_tokens
+        self.filters = filters
+        self.tickets = tickets or Tickets()
+        self._explained = ""
+        """The last error of a filter; its traceback is in the log already."""
         self._impossible: dict[str, tuple[int, str]] = {}
         """worker -> number of its impossible groups, and the problem of the last one"""
         self.quarantined: dict[str, str] = {}
@@ -110,47 +127,44 @@ class Validator:
         for worker in await self._bus.states(QUARANTINE):
             await self._bus.forget(QUARANTINE, key=worker)
 
-    def check(
-        self,
-        record: Record[TrajectoryGroup],
-        *,
-        is_published: Callable[[int], bool],
-        incarnation: int,
-        policy_version: int,
-        forks: Forks,
-        asked: Callable[[int], Asked | None] = lambda group_id: None,
-        group_answered: Callable[[str], int | None] = group_id_of,
-    ) -> Checked:
-        """Check a record.
+    # -- before the buffer ---------------------------------------------------------------------------------------------
 
-        is_published    whether this run asked for a group
-        asked           what a group's prompt asked for, if known
-        group_answered  group id from a record's key
+    def check(self, record: Record[TrajectoryGroup], table: GroupTable) -> Checked:
+        """Check a record before its group is buffered.
+
+        For a group that is not outstanding only the key is used, so no worker is judged by records that are read again.
         """
-        group, group_id = record.message, group_answered(record.key)
-        if group_id is None or not is_published(group_id):
-            problem = f"key {record.key!r} names no group that this run requested"
-            if (named := group_id_of(record.key)) is not None and is_published(named):
-                problem = (
-                    f"group {named} is answered without its ticket, by a client that its prompt was not delivered to"
-                )
-            is_news = self._bus.rejections.note(TRAJECTORIES.name, problem, kind="key", sender=sender_of(group))
-            return Checked(group=None, problem=problem, is_news=is_news)
+        group, group_id = record.message, self.tickets.group_answered(record.key)
+        if group_id is None or not table.is_published(group_id):
+            return self._not_asked_for(record, table)
+        if not table.awaits(record.sequence, group_id):
+            return Checked(group=failed_group(group_id, worker="", error="it arrived before"))
         problem = record.problem and f"does not decode: {record.problem}"
         if group is not None:
             problem = self._validation.problem(
                 group,
-                incarnation=incarnation,
-                policy_version=policy_version,
-                forks=forks,
-                asked=asked(group_id),
+                incarnation=table.incarnation,
+                policy_version=table.policy_version,
+                forks=table.forks,
+                asked=table.asked(group_id),
             )
             if group.group_id != group_id:
                 problem = f"it says it is group {group.group_id}"
-        if not problem:
-            if group is not None and len(group.error) > LONGEST_ERROR:
-                group = replace(group, error=group.error[:LONGEST_ERROR])
-            return Checked(group=group)
+        if problem or group is None:
+            return self._impossible_group(group, group_id=group_id, problem=problem)
+        if len(group.error) > LONGEST_ERROR:
+            group = replace(group, error=group.error[:LONGEST_ERROR])
+        return self._filter(group, table)
+
+    def _not_asked_for(self, record: Record[TrajectoryGroup], table: GroupTable) -> Checked:
+        problem = f"key {record.key!r} names no group that this run requested"
+        if (named := group_id_of(record.key)) is not None and table.is_published(named):
+            problem = f"group {named} is answered without its ticket, by a client that its prompt was not delivered to"
+        sender = sender_of(record.message)
+        is_news = self._bus.rejections.note(TRAJECTORIES.name, problem, kind="key", sender=sender)
+        return Checked(group=None, problem=problem, is_news=is_news)
+
+    def _impossible_group(self, group: TrajectoryGroup | None, *, group_id: int, problem: str) -> Checked:
         sender = sender_of(group)
         is_news = self._bus.rejections.note(
             TRAJECTORIES.name,
@@ -160,7 +174,28 @@ class Validator:
         )
         if sender:
             self._impossible[sender] = self._impossible.get(sender, (0, ""))[0] + 1, problem
-        return Checked(group=failed_group(group_id, worker=sender, error=problem), problem=problem, is_news=is_news)
+        failed = failed_group(group_id, worker=sender, error=problem)
+        return Checked(group=failed, problem=problem, is_news=is_news, is_counted=not self.is_on)
+
+    def _filter(self, group: TrajectoryGroup, table: GroupTable) -> Checked:
+        """Apply the filters, unless the group is not trained anyway. Raises HopelessError (group_filters.py)."""
+        if self.filters is None or group.error or group.worker in self.quarantined:
+            return Checked(group=group)
+        try:
+            if self.filters.keep(group, since_step=table.lost_since_step("filtered")):
+                return Checked(group=group)
+        except FilterError as error:
+            if str(error) != self._explained:
+                self._explained = str(error)
+                log.info("where it was raised:", exc_info=error.__cause__)
+            return Checked(group=group, filter_error=str(error))
+        return Checked(group=group, filtered_by=self.filters.rejected_by)
+
+    async def notice_restart(self, record: Record[TrajectoryGroup]) -> None:
+        """End the quarantine of the record's worker if it was restarted."""
+        sender = record.message.worker if record.message is not None else ""
+        if sender in self.quarantined and await self.is_another_life(sender):
+            log.warning("worker %s was restarted: its quarantine ends", sender)
 
     @property
     def is_on(self) -> bool:
@@ -178,47 +213,64 @@ class Validator:
             return ""
         return f"{count} impossible groups, the last because: {last}"
 
-    def doubts(self, documents: Sequence[Document], groups: Sequence[TrajectoryGroup], *, step: int) -> Doubts | None:
+    # -- before a step -------------------------------------------------------------------------------------------------
+
+    def choose(self, documents: Sequence[Document], groups: Sequence[TrajectoryGroup], *, step: int) -> ToScore | None:
         """Return what to score again before a batch of ``groups`` is trained; None if nothing."""
         if not self.is_on:
             return None
         own, taken_over = resumed_tokens.split(documents, groups)
         workers = [group.worker for group in groups for _ in group.trajectories]
-        chosen = self._rescoring.choose(own, workers, step=step)
-        return Doubts(chosen=chosen, own=own, taken_over=taken_over) if chosen or taken_over else None
+        answers = self._rescoring.choose(own, workers, step=step)
+        if not answers and not taken_over:
+            return None
+        chosen = sorted({one.document for one in answers})
+        indices = sorted({*chosen, *taken_over})
+        has_experts = any(len(documents[index].experts) for index in chosen)
+        return ToScore(
+            indices=indices,
+            documents=[documents[index] for index in indices],
+            without_experts={i: replace(documents[i], experts=NO_EXPERTS) for i in chosen} if has_experts else {},
+            chosen=answers,
+            own=own,
+            taken_over=taken_over,
+        )
 
-    def judge(self, doubts: Doubts, documents: Sequence[Document], backend: Backend) -> Verdict:
-        """Score the doubtful documents in a forward pass and judge them. Blocks."""
-        chosen = sorted({one.document for one in doubts.chosen})
-        logprobs = self._scores(sorted({*chosen, *doubts.taken_over}), documents, backend)
-        if any(len(documents[index].experts) for index in chosen):
-            of_own = [replace(document, experts=NO_EXPERTS) for document in documents]
-            replayed = {index: logprobs[index] for index in chosen}
-            self.routing = routing_mismatch(documents, replayed, self._scores(chosen, of_own, backend))
-        found, guilty = self._rescoring.judge(doubts.chosen, doubts.own, logprobs)
-        if chosen:
+    def check_scores(
+        self,
+        asked: ToScore,
+        scores: Sequence[NDArray[np.float32]],
+        scores_without_experts: Sequence[NDArray[np.float32]],
+    ) -> Suspects:
+        """Return who and what is not to be trained, by the trainer's logprobs f32[T] of the documents in ``asked``."""
+        logprobs = dict(zip(asked.indices, scores, strict=True))
+        if asked.without_experts:
+            replayed = {index: logprobs[index] for index in asked.without_experts}
+            documents = dict(zip(asked.indices, asked.documents, strict=True))
+            own = dict(zip(asked.without_experts, scores_without_experts, strict=True))
+            self.routing = routing_mismatch(documents, replayed, own)
+        found, guilty = self._rescoring.judge(asked.chosen, asked.own, logprobs)
+        if asked.chosen:
             self.mismatch = {worker: of.mean for worker, of in found.items()}
-        return Verdict(
-            guilty={
+        return Suspects(
+            workers={
                 worker: f"its behavior logprobs are {found[worker].mean:.3g} nats per token off the trainer's "
                 f"(over {found[worker].tokens} tokens; {found[worker].allowed:.3g} are allowed)"
                 for worker in guilty
             },
-            spoiled=resumed_tokens.spoiled(doubts.taken_over, logprobs, bound=self._rescoring.bound),
+            documents=resumed_tokens.spoiled(asked.taken_over, logprobs, bound=self._rescoring.bound),
         )
 
-    def _scores(
-        self, indices: Sequence[int], documents: Sequence[Document], backend: Backend
-    ) -> dict[int, NDArray[np.float32]]:
-        """Return the trainer's logprobs f32[T] of the documents with these indices."""
-        shards = pack_for_ranks([documents[i] for i in indices], ranks=self._num_dp_shards, max_tokens=self._max_tokens)
-        logprobs: dict[int, NDArray[np.float32]] = {}
-        for shard, scored in zip(shards, backend.score(shards), strict=True):
-            for micro_batch, array in zip(shard, scored, strict=True):
-                for index, place in zip(micro_batch.documents, packing.documents(micro_batch), strict=True):
-                    if index >= 0:
-                        logprobs[indices[index]] = array[place]
-        return logprobs
+    # -- quarantine ----------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return metrics of the workers' answers."""
+        return {
+            **{f"mismatch/{worker}/mean": mean for worker, mean in self.mismatch.items()},
+            **self.routing,
+            "rollout/quarantined": float(len(self.quarantined)),
+            "staleness/kept_at_cap": float(self.filters.num_kept_at_cap) if self.filters is not None else 0.0,
+        }
 
     async def quarantine(self, worker: str, reason: str, *, incarnation: int) -> None:
         """Quarantine a worker and announce it. Raises HopelessError if no worker is left."""

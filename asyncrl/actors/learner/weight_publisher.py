@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.bus.port import Bus
 from asyncrl.messages import WeightVersion
@@ -44,14 +44,14 @@ class WeightPublisher:
         *,
         waits: WaitTracker | None = None,
         fork: int = 0,
-        on_stored: Callable[[WeightVersion], Awaitable[None]] | None = None,
+        evaluator: Evaluator | None = None,
     ) -> None:
         """
         waits      the learner's wait tracker
         fork       the policy version that the learner started from
-        on_stored  called with each stored version, before its folder is announced
+        evaluator  learns of each stored version before its folder is announced
         """
-        self._on_stored = on_stored
+        self._evaluator = evaluator
         self._fork = fork
         self._waits = waits or WaitTracker()
         self._disk = Disk(self._waits)
@@ -106,8 +106,8 @@ class WeightPublisher:
         while (first := self._next) is not None:
             self._next = None
             stored, version = await self._disk.written(functools.partial(self._store, first), what="weights")
-            if self._on_stored is not None:
-                await self._on_stored(version)
+            if self._evaluator is not None:
+                await self._evaluator.stored(version)
             await self._announce(version)
             self.num_bytes = self._channel.published_bytes
             self.seconds = time.monotonic() - stored.since

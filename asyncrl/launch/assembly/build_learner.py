@@ -19,7 +19,9 @@ from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.failed_batches import FailedBatches
 from asyncrl.actors.learner.group_filters import GroupFilters
+from asyncrl.actors.learner.group_remover import GroupRemover
 from asyncrl.actors.learner.learner import Learner
+from asyncrl.actors.learner.live_workers import LiveWorkers
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_source import PromptSource, Rows
@@ -51,7 +53,6 @@ from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import PROGRESS
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.policies.algorithms.algorithm import Algorithm
-from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
@@ -76,8 +77,7 @@ class LearnerPorts:
     data                        SHA-256 of each data file by its path, for the history
     samples, answers            recorders of groups and of evaluations; None: nothing is recorded
     evaluation_sets             data sets of [evaluation]; empty: nothing is evaluated
-    most_failed, most_filtered  consecutive groups that may fail, or be filtered, before the run ends
-    tickets                     secret numbers that prompts carry and answers must name
+    most_failed                 consecutive groups that may fail before the run ends
     """
 
     algorithm: Algorithm
@@ -88,14 +88,11 @@ class LearnerPorts:
     metrics: MetricsReporter
     validator: Validator
     data: Mapping[str, str] = field(default_factory=dict)
-    filters: Mapping[str, GroupFilter] = field(default_factory=dict)
     samples: SampleRecorder | None = None
     answers: AnswerRecorder | None = None
     admission: Admission | None = None
     evaluation_sets: Sequence[EvaluationSet] = ()
     most_failed: int = 32
-    most_filtered: int = 1000
-    tickets: Tickets = field(default_factory=Tickets)
 
 
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
@@ -126,13 +123,10 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
             timeline=_timeline(run),
         ),
         validator=_validator(run, bus=bus),
-        filters=registry.filters(run),
         samples=recorders.samples,
         answers=recorders.answers,
         evaluation_sets=sets,
         most_failed=max(32, 2 * run.window),
-        most_filtered=max(1000, 20 * run.window),
-        tickets=Tickets(signing_keys.ticket_secret(run)),
     )
     learner, prompts = assemble_learner(run, ports, bus=bus, state=state, restore_from=restore_from)
     senders = [WeightSender("weights", bus, sender=channel.sender)] if channel.sender is not None else []
@@ -149,22 +143,26 @@ def assemble_learner(
     )
     table = saved_table.restore(state)
     changed, reconciled, waits = asyncio.Event(), asyncio.Event(), WaitTracker()
-    disk = Disk(waits)
+    disk, workers = Disk(waits), LiveWorkers(bus)
     progress = ProgressReporter(bus, name="learner", table=table, history=history, disk=disk, samples=ports.samples)
+    remover = GroupRemover(
+        table=table,
+        progress=progress,
+        validator=ports.validator,
+        changed=changed,
+        max_failed_in_a_row=ports.most_failed,
+    )
     reader = TrajectoryReader(
         bus,
         table=table,
+        validator=ports.validator,
+        remover=remover,
         progress=progress,
         changed=changed,
         reconciled=reconciled,
-        validator=ports.validator,
-        filters=_filters(run, ports),
-        max_failed_in_a_row=ports.most_failed,
-        tickets=ports.tickets,
     )
     evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
-    on_stored = evaluator.stored if evaluator is not None else None
-    weights = WeightPublisher(bus, ports.channel, waits=waits, fork=state.policy_version, on_stored=on_stored)
+    weights = WeightPublisher(bus, ports.channel, waits=waits, fork=state.policy_version, evaluator=evaluator)
     trainer = Trainer(
         run,
         backend=ports.backend,
@@ -175,13 +173,14 @@ def assemble_learner(
         profile=registry.profiler(run),
         turn=colocated.learners_turn(run),
     )
-    prompts = _prompts(run, ports, bus=bus, table=table, changed=changed, reconciled=reconciled)
     learner = Learner(
         "learner",
         bus,
         run=run,
         table=table,
         reader=reader,
+        validator=ports.validator,
+        remover=remover,
         batcher=Batcher(
             run,
             table=table,
@@ -189,27 +188,18 @@ def assemble_learner(
             changed=changed,
             algorithm=ports.algorithm,
             picks=None if ports.samples is None else ports.samples.picks,
-            workers=ports.metrics.workers,
+            workers=workers,
         ),
         trainer=trainer,
         checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress, disk=disk),
         progress=progress,
         metrics=ports.metrics,
+        workers=workers,
         disk=disk,
         failed_batches=FailedBatches(run.run_directory),
         evaluator=evaluator,
     )
-    return learner, prompts
-
-
-def _filters(run: RunConfig, ports: LearnerPorts) -> GroupFilters:
-    return GroupFilters(
-        ports.filters,
-        max_in_a_row=ports.most_filtered,
-        max_raised=ports.most_failed,
-        cap=run.algorithm.filter_cap,
-        keeps_at_cap=run.algorithm.filter_cap_action == "keep",
-    )
+    return learner, _prompts(run, ports, bus=bus, table=table, changed=changed, reconciled=reconciled)
 
 
 def _prompts(
@@ -232,7 +222,7 @@ def _prompts(
         table=table,
         changed=changed,
         reconciled=reconciled,
-        tickets=ports.tickets,
+        tickets=ports.validator.tickets,
         are_sampled=_are_sampled(run),
         reissue_seconds=run.rollout.reissue_seconds,
     )
@@ -298,8 +288,14 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             **_of_experts(model),
         ),
         rescoring=LogprobMismatch(bound=bound, every=run.learner.rescore_every),
-        num_dp_shards=run.learner.data_parallel,
-        max_tokens=run.learner.micro_batch_tokens,
+        filters=GroupFilters(
+            registry.filters(run),
+            max_in_a_row=max(1000, 20 * run.window),
+            max_raised=max(32, 2 * run.window),
+            cap=run.algorithm.filter_cap,
+            keeps_at_cap=run.algorithm.filter_cap_action == "keep",
+        ),
+        tickets=Tickets(signing_keys.ticket_secret(run)),
     )
 
 

@@ -35,7 +35,7 @@ SLACK: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenAnswer:
     """The answer of document ``document``.  age: versions since its oldest token was sampled"""
 
     document: int
@@ -76,23 +76,23 @@ class LogprobMismatch:
         """Forget the suspicion: the name now belongs to another worker."""
         self._suspects.discard(worker)
 
-    def choose(self, documents: Sequence[Document], workers: Sequence[str], *, step: int) -> list[Chosen]:
+    def choose(self, documents: Sequence[Document], workers: Sequence[str], *, step: int) -> list[ChosenAnswer]:
         """Return which ``documents`` to score before the step after ``step`` steps; ``workers[i]`` made document i.
 
         These are documents of every worker if a check is due or the batch has suspects, and none otherwise.
         """
         if not self.is_on or not (step % self._every == 0 or self._suspects & set(workers)):
             return []
-        known: dict[str, list[Chosen]] = {}
+        known: dict[str, list[ChosenAnswer]] = {}
         for index, (document, worker) in enumerate(zip(documents, workers, strict=True)):
             if worker and document.response_mask.any():
                 age = max(0, int(document.staleness.max()))  # includes left-out tokens: fresh tokens may follow them
-                known.setdefault(worker, []).append(Chosen(document=index, worker=worker, age=age))
+                known.setdefault(worker, []).append(ChosenAnswer(document=index, worker=worker, age=age))
         by_age = (sorted(of, key=lambda chosen: (chosen.age, chosen.document)) for of in known.values())
         return [chosen for of in by_age for chosen in (of if len(of) < 2 else (of[0], of[-1]))]
 
     def judge(
-        self, chosen: Sequence[Chosen], documents: Sequence[Document], logprobs: Mapping[int, NDArray[np.float32]]
+        self, chosen: Sequence[ChosenAnswer], documents: Sequence[Document], logprobs: Mapping[int, NDArray[np.float32]]
     ) -> tuple[dict[str, Mismatch], list[str]]:
         """Return each worker's mismatch, and the workers to quarantine.  ``logprobs``: trainer's, f32[T] by document"""
         answers = [_ScoredAnswer.of(one, documents[one.document], logprobs[one.document]) for one in chosen]
@@ -118,7 +118,9 @@ class LogprobMismatch:
 
 
 def routing_mismatch(
-    documents: Sequence[Document], replayed: Mapping[int, NDArray[np.float32]], own: Mapping[int, NDArray[np.float32]]
+    documents: Mapping[int, Document],
+    replayed: Mapping[int, NDArray[np.float32]],
+    own: Mapping[int, NDArray[np.float32]],
 ) -> dict[str, float]:
     """Return metrics of the trainer's distance from the engine, with the engine's experts and with its own.
 
@@ -147,7 +149,7 @@ class _ScoredAnswer:
     tokens: int
 
     @classmethod
-    def of(cls, chosen: Chosen, document: Document, logprobs: NDArray[np.float32]) -> _ScoredAnswer:
+    def of(cls, chosen: ChosenAnswer, document: Document, logprobs: NDArray[np.float32]) -> _ScoredAnswer:
         differences = np.abs(logprobs.astype(np.float64) - document.behavior_logprobs)[document.response_mask]
         return cls(worker=chosen.worker, age=chosen.age, mean=float(differences.mean()), tokens=len(differences))
 

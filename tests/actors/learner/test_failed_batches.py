@@ -169,19 +169,19 @@ async def test_a_learner_that_is_drained_in_a_step_leaves_no_note(tmp_path: Path
 async def test_a_group_that_was_dropped_while_another_is_failed_is_not_failed_too(tmp_path: Path) -> None:
     """The task that reads the log quarantined its worker."""
     loop = Loop(MemoryBus(**BUS_SIZES, max_message_bytes=2**20), tmp_path)
-    reader: Any = loop.build()._reader
+    remover: Any = loop.build()._remover
     table = loop.table
     for number in range(2):
         table.publish(number, position=number)
         table.arrive(number + 1, group(number), now=0.0)
-    announce = reader._progress.announce
+    announce = remover._progress.announce
 
     async def meanwhile(outcome: Any) -> None:
         await announce(outcome)
         if 1 in table.buffered:
             await announce(table.drop([table.buffered[1]], reason="quarantined"))
 
-    reader._progress.announce = meanwhile
-    await reader.reject({0: "bad", 1: "bad"})
+    remover._progress.announce = meanwhile
+    await remover.fail({0: "bad", 1: "bad"})
     await loop.learner.stop()
     assert (table.counts["failed"], table.counts["dropped"], table.buffered) == (1, 1, {})

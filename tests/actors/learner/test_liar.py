@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl import messages
-from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
+from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.port import Bus
 from asyncrl.errors import RewardError
@@ -124,17 +124,17 @@ async def test_a_group_that_was_not_asked_for_is_failed_and_another_is_generated
 async def test_the_wait_before_a_rejected_batch_is_in_the_metrics_of_the_step(
     bus: Bus, bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, rejected = TrajectoryReader.reject_batch, []
+    real, rejected = Learner._remove_suspects, []
 
-    async def once(reader: TrajectoryReader, *given: Any) -> bool:
+    async def once(learner: Learner, *given: Any) -> bool:
         if rejected:
-            return await real(reader, *given)
+            return await real(learner, *given)
         await asyncio.sleep(0.3)
         rejected.append(given)
-        reader._table.put_back()
+        learner.table.put_back()
         return True
 
-    monkeypatch.setattr(TrajectoryReader, "reject_batch", once)
+    monkeypatch.setattr(Learner, "_remove_suspects", once)
     loop = Loop(bus, tmp_path, steps=2)
     await run_all(loop, worker(await bus_factory(), Engine()))
     assert float(loop.recorder.rows[0]["learner/wait_seconds"]) >= 0.3

@@ -41,7 +41,9 @@ class Trainer(Backend):
 class Liar(Engine):
     """An engine that reports logprobs of another distribution than it samples from."""
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int, partial: Any = None
+    ) -> Generation:
         made = await super().generate(prompt_tokens, sampling, seed=seed)
         return Generation(
             tokens=made.tokens,
@@ -284,7 +286,9 @@ class Watched(Engine):
         self.now: list[tuple[int, ...]] = []
         self.together: set[frozenset[tuple[int, ...]]] = set()
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int, partial: Any = None
+    ) -> Generation:
         prompt = tuple(prompt_tokens.tolist())
         self.now.append(prompt)
         self.together.add(frozenset(self.now))

@@ -124,7 +124,7 @@ def test_what_routing_replay_is_good_for_is_the_mismatch_with_and_without_it() -
         behavior_logprobs=np.array([0, -1, -2, 0], np.float32),
     )
     replayed, own = np.array([0, -1, -2, -9], np.float32), np.array([0, -1.5, -1, -9], np.float32)
-    made = routing_mismatch([one], {0: replayed}, {0: own})
+    made = routing_mismatch({0: one}, {0: replayed}, {0: own})
     assert made == pytest.approx(
         {
             "mismatch/routing_replayed": 0.0,

@@ -1,0 +1,108 @@
+"""Takes groups out of the window that must not be trained: failed, filtered, or of a quarantined worker.
+
+Each removal is an event of the group table, whose outcome is recorded, announced, and reported as progress, so that
+other groups are generated in their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.validator import Checked, Validator
+from asyncrl.errors import HopelessError
+from asyncrl.logs import REASON
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.messages.rollout import LONGEST_ERROR
+from asyncrl.policies.groups.states import Outcome
+from asyncrl.policies.groups.table import GroupTable
+
+log = logging.getLogger("asyncrl.learner")
+
+
+class GroupRemover:
+    """``changed`` is set when groups have left the window; ``max_failed_in_a_row`` ends the run."""
+
+    def __init__(
+        self,
+        *,
+        table: GroupTable,
+        progress: ProgressReporter,
+        validator: Validator,
+        changed: asyncio.Event,
+        max_failed_in_a_row: int,
+    ) -> None:
+        self._table = table
+        self._progress = progress
+        self._validator = validator
+        self._changed = changed
+        self._max_failed_in_a_row = max_failed_in_a_row
+        self._failed_of: set[str] = set()  # workers with failed groups since a group was buffered
+
+    async def fail(self, problems: Mapping[int, str]) -> None:
+        """Fail buffered groups. ``problems``: group id -> why. Groups that have left the buffer are skipped."""
+        for group_id, problem in problems.items():
+            if (one := self._table.buffered.get(group_id)) is None:
+                continue  # its worker was quarantined while another group was announced
+            error = problem[:LONGEST_ERROR]
+            log.error("group %d of worker %s is not trained: %s", group_id, one.group.worker or "?", error)
+            await self._lose(self._table.reject(group_id, error=error))
+        self._changed.set()
+
+    async def quarantine(self, worker: str, reason: str) -> None:
+        """Train nothing more of this worker, and announce the quarantine. Raises HopelessError for the last worker."""
+        log.error("worker %s is quarantined: %s; its groups are not trained", worker, reason)
+        try:
+            await self._validator.quarantine(worker, reason, incarnation=self._table.incarnation)
+        finally:  # also for the last worker, whose quarantine ends the run
+            life = self._validator.lives.get(worker, "")
+            await self._progress.event("quarantined", worker=worker, reason=reason, life=life)
+        await self.drop_quarantined()
+
+    async def drop_quarantined(self) -> None:
+        """Drop buffered groups of quarantined workers; a batch in training is not touched."""
+        groups = [one for one in self._table.buffered.values() if one.group.worker in self._validator.quarantined]
+        if groups:
+            await self._lose(self._table.drop(groups, reason="quarantined"))
+            self._changed.set()
+
+    async def remove_unwanted(self, group: TrajectoryGroup, checked: Checked) -> None:
+        """Remove a group that was buffered just now if its filters, or its worker's quarantine, say so.
+
+        The table changes before the first await: otherwise the batcher could take the group into a batch.
+        """
+        self._failed_of.clear()
+        if group.worker in self._validator.quarantined:
+            await self.drop_quarantined()
+        elif checked.filtered_by:
+            await self._lose(self._table.filter(group.group_id, by=checked.filtered_by))
+        elif checked.filter_error:
+            error = checked.filter_error[:LONGEST_ERROR]
+            log.warning("group %d failed: %s", group.group_id, error, extra={REASON: error})
+            await self._lose(self._table.reject(group.group_id, error=error))
+
+    async def announce_failed(self, outcome: Outcome, *, worker: str, error: str) -> None:
+        """Announce a group that arrived as failed. Raises HopelessError after too many failed groups in a row.
+
+        If they all come from some of the workers, those are quarantined instead and the others go on.
+        """
+        await self._progress.announce(outcome)
+        self._failed_of.add(worker)
+        in_a_row = self._table.failed_in_a_row
+        if in_a_row >= self._max_failed_in_a_row:
+            text = f"the last {in_a_row} groups were all failed; the newest because: {error}"
+            if not self._validator.is_on or not await self._validator.others(self._failed_of):
+                raise HopelessError(text)
+            for name in sorted(self._failed_of - {"", *self._validator.quarantined}):
+                await self.quarantine(name, text)
+            self._failed_of.clear()
+            self._table.excuse_failures()
+        if reason := self._validator.too_often(worker):
+            await self.quarantine(worker, reason)
+        await self._progress.progress()
+
+    async def _lose(self, outcome: Outcome) -> None:
+        await self._progress.announce(outcome)
+        await self._progress.progress()
