@@ -26,7 +26,8 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from asyncrl.bus.nats_server.server import EmbeddedServer
-from asyncrl.engines.sglang.server import ServerProcess, check_installed, free_port, server_command, server_environment
+from asyncrl.engines.sglang.checks import check_installed
+from asyncrl.engines.sglang.server import ServerProcess, free_port, server_command, server_environment
 from benchmarks.gpu.arm import Arm, ArmResult, BusAddress, run_arm, visible_devices
 
 __all__ = ["Arm", "ArmResult", "BusAddress", "Fleet", "FleetError", "run_arm", "started_bus"]

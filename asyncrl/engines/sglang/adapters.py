@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config.learner import LoraSection
-from asyncrl.engines.sglang.stamps import new_owner
+from asyncrl.engines.sglang.versions import new_owner
 from asyncrl.engines.sglang.weights import Post
 from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config.adapter import RunConfig
 from asyncrl.engines.sglang.adapters import Adapters
 from asyncrl.engines.sglang.client import ServerClient
-from asyncrl.engines.sglang.stamps import Stamps
+from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.engines.sglang.weights import WeightLoader
 from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError

@@ -26,30 +26,27 @@ from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import EngineStats
-from asyncrl.engines.sglang import attached, context, memory, repacking, rope, served_model
+from asyncrl.engines.sglang import attached, memory, repacking
 from asyncrl.engines.sglang.adapters import Adapters
-from asyncrl.engines.sglang.arguments import check_arguments, check_intake_arguments
-from asyncrl.engines.sglang.client import ServerClient, lines
-from asyncrl.engines.sglang.health import first_answer, until_healthy
-from asyncrl.engines.sglang.launch import server_of
-from asyncrl.engines.sglang.options import Options as Options
-from asyncrl.engines.sglang.places import Places
-from asyncrl.engines.sglang.reply import Reply
-from asyncrl.engines.sglang.routed_experts import OPTION
-from asyncrl.engines.sglang.sampling import generate_request
-from asyncrl.engines.sglang.served_model import ServedModel
-from asyncrl.engines.sglang.server import (
+from asyncrl.engines.sglang.checks import (
     check_architecture,
     check_attached,
     check_dtype,
     check_installed,
     check_pause,
+    check_rope,
     check_spans,
+    context_before_start,
+    context_of_server,
     is_whole,
     ranks_with_loader,
 )
-from asyncrl.engines.sglang.settled import SettledVersion
-from asyncrl.engines.sglang.stamps import Stamps, kept_owner, new_owner
+from asyncrl.engines.sglang.client import Places, ServerClient, first_answer, lines, until_healthy
+from asyncrl.engines.sglang.options import Options as Options
+from asyncrl.engines.sglang.options import check_arguments, check_intake_arguments
+from asyncrl.engines.sglang.reply import EXPERTS_OPTION, Reply, generate_request
+from asyncrl.engines.sglang.server import ServedModel, make_server, read_model
+from asyncrl.engines.sglang.versions import SettledVersion, Stamps, kept_owner, new_owner
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens, check_weights
@@ -94,7 +91,7 @@ class SGLangEngine(EngineAdapter):
     @classmethod
     def check(cls, run: RunConfig) -> None:
         options: Options = cls.options(run)
-        rope.check(Path(run.model.path))
+        check_rope(Path(run.model.path))
         if not options.url:
             check_arguments(options.server_arguments)
         else:
@@ -115,7 +112,7 @@ class SGLangEngine(EngineAdapter):
         check_installed()
         device = resolve_device(run.engine.device, section="engine")
         if run.run.colocated and device == "cuda":
-            memory.check_installed()
+            memory.check_memory_saver()
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
         path, quantization = Path(run.model.path), run.weights.quantization
         check_architecture(path, device=device, quantization=quantization, options=options)
@@ -127,7 +124,7 @@ class SGLangEngine(EngineAdapter):
 
     @classmethod
     def context_tokens(cls, run: RunConfig, *, of_model: int) -> int:
-        return context.before_start(cls.options(run), device=run.engine.device, of_model=of_model)
+        return context_before_start(cls.options(run), device=run.engine.device, of_model=of_model)
 
     def __init__(
         self,
@@ -181,9 +178,7 @@ class SGLangEngine(EngineAdapter):
             raise
 
     async def _start(self) -> None:
-        read = functools.partial(
-            served_model.read, self._model, quantized=self._quantized, tells_experts=self._tells_experts
-        )
+        read = functools.partial(read_model, self._model, quantized=self._quantized, tells_experts=self._tells_experts)
         is_ours, run = not self.url, asyncio.get_running_loop().run_in_executor
         self._model = await run(self._reader, read)
         kept = functools.partial(kept_owner, self._log_path.with_suffix(".owner"), model=self._model.path)
@@ -283,7 +278,7 @@ class SGLangEngine(EngineAdapter):
     # -- start ---------------------------------------------------------------------------------------------------------
 
     async def _launch(self) -> None:
-        self._client.server, self._client.url = server_of(
+        self._client.server, self._client.url = make_server(
             self._model,
             device=self._device,
             dtype=self._dtype,
@@ -302,7 +297,7 @@ class SGLangEngine(EngineAdapter):
         model = await self._client.get("/model_info")
         self._late_tokens = 0 if info.get("disable_overlap_schedule") else 1
         self._places.max_running = int(info.get("max_running_requests") or self._places.max_running)
-        self._context_tokens = context.of_server(
+        self._context_tokens = context_of_server(
             info, self._options, url=self.url, device=self._device, of_model=self._model.context_tokens
         )
         stamp = str(model.get("weight_version", ""))
@@ -315,8 +310,8 @@ class SGLangEngine(EngineAdapter):
         self._loader.ranks_with_loader = ranks_with_loader(info, quantization, is_ours=is_ours)
         self._loader.is_repacked = quantization in repacking.FORMATS
         self._loader.is_whole = is_whole(info)
-        if self._tells_experts and not info.get(OPTION.replace("-", "_")):
-            raise ConfigError(f'rollout.routing_replay = "on" needs --{OPTION} of the server at {self.url}')
+        if self._tells_experts and not info.get(EXPERTS_OPTION.replace("-", "_")):
+            raise ConfigError(f'rollout.routing_replay = "on" needs --{EXPERTS_OPTION} of the server at {self.url}')
         version = str(info.get("version", "0"))
         check_pause(self._options.pause, url=self.url, version=version)
         check_spans(self._options.version_source, url=self.url, version=version)

@@ -6,13 +6,14 @@ The server must be started with SERVER_ARGUMENTS, with torch-memory-saver instal
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from asyncrl.engines.sglang import gpu_memory
 from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.errors import ConfigError, EngineDied, EngineError
 
@@ -27,7 +28,7 @@ _LOOK_AT_GPUS_SECONDS: Final = 0.1
 log = logging.getLogger(__name__)
 
 
-def check_installed() -> None:
+def check_memory_saver() -> None:
     """Raise ConfigError if torch-memory-saver is not installed."""
     if importlib.util.find_spec("torch_memory_saver") is None:
         raise ConfigError(
@@ -43,7 +44,7 @@ class GpuMemory:
         self,
         client: ServerClient,
         *,
-        free_bytes: Callable[[], Mapping[str, int]] = gpu_memory.free_bytes,
+        free_bytes: Callable[[], Mapping[str, int]] | None = None,
         room_seconds: float = ROOM_SECONDS,
     ) -> None:
         """
@@ -51,7 +52,7 @@ class GpuMemory:
         room_seconds  time for others to free the memory that the server had
         """
         self._client = client
-        self._free_bytes = free_bytes
+        self._free_bytes = free_bytes or read_free_bytes
         self._room_seconds = room_seconds
         self._needed: dict[str, int] = {}
 
@@ -113,3 +114,47 @@ class GpuMemory:
 
     async def _free(self) -> Mapping[str, int]:
         return await asyncio.to_thread(self._free_bytes)
+
+
+_LIBRARY: Final = "pynvml"
+"""Package nvidia-ml-py, which SGLang needs on GPUs."""
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+
+
+def read_free_bytes(
+    environment: Mapping[str, str] = os.environ, *, load: Callable[[str], Any] = importlib.import_module
+) -> dict[str, int]:
+    """Return the free bytes of each visible GPU, by its number or UUID; nothing where the driver does not tell.
+
+    From NVIDIA's management library, which is imported nowhere else. CUDA could tell as well, but its context would
+    itself take half a gigabyte of each GPU.
+
+    On a machine with GPUs of several kinds, CUDA's numbers may be of other GPUs unless CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    try:
+        library = load(_LIBRARY)
+    except ImportError:
+        return {}
+    try:
+        library.nvmlInit()
+    except library.NVMLError:  # no driver
+        return {}
+    try:
+        found = {name: _free(library, name) for name in _visible(library, environment)}
+    finally:
+        library.nvmlShutdown()
+    return {name: free for name, free in found.items() if free is not None}
+
+
+def _visible(library: Any, environment: Mapping[str, str]) -> list[str]:
+    if _VISIBLE in environment:
+        return [name for name in map(str.strip, environment[_VISIBLE].split(",")) if name]
+    return list(map(str, range(library.nvmlDeviceGetCount())))
+
+
+def _free(library: Any, name: str) -> int | None:
+    try:
+        of_name = library.nvmlDeviceGetHandleByIndex if name.isdecimal() else library.nvmlDeviceGetHandleByUUID
+        return int(library.nvmlDeviceGetMemoryInfo(of_name(int(name) if name.isdecimal() else name)).free)
+    except library.NVMLError:
+        return None

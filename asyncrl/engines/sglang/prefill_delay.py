@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.engines.sglang.arguments import known_arguments, option_name
+from asyncrl.engines.sglang.options import known_arguments, option_name
 
 ARGUMENTS: Final[Mapping[str, Any]] = {
     "enable-prefill-delayer": True,

@@ -1,4 +1,4 @@
-"""Parses an SGLang server's replies into tokens, logprobs and version spans. Pure: does no I/O.
+"""Requests to /generate of an SGLang server, and its replies as tokens, logprobs, version spans and experts. No I/O.
 
 A reply arrives whole, or as chunks that repeat everything so far or carry only new tokens.
 
@@ -6,25 +6,123 @@ The version of the weights that sampled a token comes from one of two sources:
 spans   ``weight_versions`` in the whole reply, from the scheduler (0.5.23). With the overlap scheduler, one token is
         sampled but not yet counted when the weights change. So every span but the first starts one token later here,
         unless its weights are older than those before.
-stream  each chunk is stamped with the server's version at that time, which is trusted once it has settled (settled.py).
-        A chunk is labelled with the older of its stamp and that of the previous chunk, because the weights may change
-        within a chunk.
+stream  each chunk is stamped with the server's version at that time, which is trusted once it has settled
+        (versions.py). A chunk is labelled with the older of its stamp and that of the previous chunk, because the
+        weights may change within a chunk.
 Neither label is ever newer than the weights that sampled the token.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import uuid
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.engines.generation import Generation
-from asyncrl.engines.sglang.routed_experts import ExpertShape
-from asyncrl.engines.sglang.stamps import Stamps
+from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.engines.version_spans import SpanRecorder, Version
-from asyncrl.errors import EngineError, PromptError
-from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, keep_last
+from asyncrl.errors import ConfigError, EngineError, PromptError
+from asyncrl.messages import SamplingParams
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, dtype_for, keep_last, unrouted
+
+
+def sampling_params(sampling: SamplingParams, *, vocabulary_size: int) -> dict[str, Any]:
+    """Set every parameter explicitly: the server may take defaults from the model's generation_config.json."""
+    keeps_all = not 0 < sampling.top_k < vocabulary_size  # a number of more than 32 bits ends the server
+    return {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1 if keeps_all else sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "ignore_eos": sampling.ignore_eos,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "min_new_tokens": sampling.min_new_tokens,
+    }
+
+
+def generate_request(
+    prompt_tokens: NDArray[np.int32],
+    sampling: SamplingParams,
+    *,
+    vocabulary_size: int,
+    stream: bool,
+    stream_interval: int | None,
+    tells_experts: bool,
+    extra_key: str,
+) -> dict[str, Any]:
+    """Return the body of a POST to /generate. If ``stream_interval`` is None, the server uses its own."""
+    interval = {} if stream_interval is None else {"stream_interval": stream_interval}
+    return {
+        "rid": uuid.uuid4().hex,
+        "input_ids": prompt_tokens.tolist(),
+        "sampling_params": sampling_params(sampling, vocabulary_size=vocabulary_size) | interval,
+        "return_logprob": True,
+        "return_routed_experts": tells_experts,
+        "stream": stream,
+        "extra_key": extra_key,
+    }
+
+
+EXPERTS_OPTION: Final = "enable-return-routed-experts"
+"""Server option that enables this."""
+
+_NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """Experts of a model: experts per layer, number of layers (with and without experts), experts per token.
+
+    The server keeps the experts of a token alongside its KV cache. So a token sampled before a weight load keeps its
+    original experts, and a prefix found in the cache has the experts that its keys were computed with. The server
+    reports experts only when an answer is finished. If another engine continues an unfinished answer, the experts of
+    the prefix are computed again.
+    """
+
+    num_experts: int
+    num_layers: int
+    per_token: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ExpertShape:
+        """Read the shape from config.json. Raises ConfigError for a model without experts."""
+        num_experts = next((config[name] for name in _NUM_EXPERTS if config.get(name)), 0)
+        layers, per_token = config.get("num_hidden_layers", 0), config.get("num_experts_per_tok", 0)
+        if not (num_experts and layers and per_token):
+            raise ConfigError("rollout.routing_replay: config.json names no experts")
+        return cls(num_experts=int(num_experts), num_layers=int(layers), per_token=int(per_token))
+
+    def read(self, text: str, *, num_tokens: int) -> ExpertArray:
+        """Return [num_tokens, layers, per_token] for prompt and answer, the last token unrouted. Raises EngineError.
+
+        text  base64 of int32 [num_tokens - 1, layers, per_token]
+
+        The server sends zeros where no router chose: for dense layers, and for layers of other pipeline stages. With
+        one expert per token, these zeros look like expert 0; the learner ignores the experts of dense layers.
+        """
+        try:
+            told = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+            told = told.reshape(-1, self.num_layers, self.per_token)[: num_tokens - 1]
+        except (ValueError, binascii.Error) as error:
+            raise EngineError(f"the server's routed experts are not those of this model: {error}") from error
+        dtype = dtype_for(self.num_experts)
+        found = np.full((num_tokens, self.num_layers, self.per_token), unrouted(np.empty(0, dtype)), dtype)
+        is_chosen = (told >= 0).all(-1) & (told < self.num_experts).all(-1)
+        if self.per_token > 1:
+            is_chosen &= told.any(-1)
+        found[: len(told)][is_chosen] = told[is_chosen]
+        return found
 
 
 class Reply:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.engines.sglang import loader, receiving
-from asyncrl.engines.sglang.server import LOADER
-from asyncrl.engines.sglang.stamps import Stamps
+from asyncrl.engines.sglang.options import LOADER
+from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import WeightVersion

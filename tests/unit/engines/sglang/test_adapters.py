@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.reply import Reply
-from asyncrl.engines.sglang.stamps import Stamps
+from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import EngineError, WeightsError
 from tests.unit.engines.sglang.test_reply import LENGTH, body, finished
 

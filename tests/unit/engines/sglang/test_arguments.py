@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engines.sglang import arguments
+from asyncrl.engines.sglang import options as sglang_options
 from asyncrl.errors import ConfigError
 
 SOURCE = """
@@ -33,7 +33,7 @@ def installed_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package / "srt" / "server_args.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.delitem(__import__("sys").modules, "sglang", raising=False)
-    monkeypatch.setattr(arguments, "known_arguments", arguments.known_arguments.__wrapped__)
+    monkeypatch.setattr(sglang_options, "known_arguments", sglang_options.known_arguments.__wrapped__)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def installed_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_value_that_the_server_would_refuse_is_refused_before_it_starts(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        arguments.check_arguments(given)
+        sglang_options.check_arguments(given)
     assert str(raised.value) == f"engine.options: server_arguments: {problem}"
 
 
@@ -61,7 +61,7 @@ def test_a_value_that_the_server_would_refuse_is_refused_before_it_starts(given:
     ],
 )
 def test_what_the_source_does_not_say_plainly_is_left_to_the_server(given: dict[str, Any]) -> None:
-    arguments.check_arguments(given)
+    sglang_options.check_arguments(given)
     with pytest.raises(ConfigError) as raised:  # the one value that is plainly wrong
-        arguments.check_arguments({**given, "dtype": "int3"})
+        sglang_options.check_arguments({**given, "dtype": "int3"})
     assert "dtype must be one of" in str(raised.value)

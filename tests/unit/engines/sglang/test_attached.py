@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.learner import LoraSection
-from asyncrl.engines.sglang import attached, launch
-from asyncrl.engines.sglang.stamps import Stamps, kept_owner
+from asyncrl.engines.sglang import attached
+from asyncrl.engines.sglang import server as sglang_server
+from asyncrl.engines.sglang.versions import Stamps, kept_owner
 from asyncrl.errors import EngineDied
 from tests.harness.engines import PROMPT, Model
 from tests.unit.engines.sglang.fake_server import SHORT, FakeServer, make_engine
@@ -187,8 +188,8 @@ async def test_another_server_at_our_port_is_not_ours(
 ) -> None:
     """It answers while ours still imports torch, or after ours has ended because the port was taken."""
     server, url = fake
-    monkeypatch.setattr(launch, "free_port", lambda: int(url.rpartition(":")[2]))
-    monkeypatch.setattr(launch, "server_command", lambda *_, **__: [sys.executable, "-c", program])
+    monkeypatch.setattr(sglang_server, "free_port", lambda: int(url.rpartition(":")[2]))
+    monkeypatch.setattr(sglang_server, "server_command", lambda *_, **__: [sys.executable, "-c", program])
     with pytest.raises(EngineDied, match="not the one started here|exited"):
         await make_engine(model, tmp_path / "log").start()
     assert "/generate" not in server.paths
@@ -204,8 +205,8 @@ async def test_a_launched_server_that_has_ended_answers_nothing(
         server.weight_version = weight_version
         return [sys.executable, "-c", "import time; time.sleep(60)"]
 
-    monkeypatch.setattr(launch, "free_port", lambda: int(url.rpartition(":")[2]))
-    monkeypatch.setattr(launch, "server_command", started)
+    monkeypatch.setattr(sglang_server, "free_port", lambda: int(url.rpartition(":")[2]))
+    monkeypatch.setattr(sglang_server, "server_command", started)
     engine = make_engine(model, tmp_path / "log")
     await engine.start()
     assert len((await engine.generate(PROMPT, SHORT, seed=0)).tokens) == 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engines.sglang import context
+from asyncrl.engines.sglang.checks import context_before_start, context_of_server
 from asyncrl.engines.sglang.options import Options
 
 URL = "http://127.0.0.1:1"
@@ -29,7 +29,7 @@ URL = "http://127.0.0.1:1"
     ],
 )
 def test_options_tell_what_a_server_will_take(options: dict[str, Any], device: str, limit: int) -> None:
-    assert context.before_start(Options(**options), device=device, of_model=131_072) == limit
+    assert context_before_start(Options(**options), device=device, of_model=131_072) == limit
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_options_tell_what_a_server_will_take(options: dict[str, Any], device: s
     ],
 )
 def test_a_server_takes_what_it_says_and_no_more_than_the_model(info: dict[str, Any], limit: int) -> None:
-    assert context.of_server(info, Options(), url=URL, device="cuda", of_model=128) == limit
+    assert context_of_server(info, Options(), url=URL, device="cuda", of_model=128) == limit
 
 
 def test_a_server_that_takes_less_than_its_options_told_is_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    context.of_server({"max_req_input_len": 122}, Options(), url=URL, device="cuda", of_model=128)
+    context_of_server({"max_req_input_len": 122}, Options(), url=URL, device="cuda", of_model=128)
     assert not caplog.messages
-    context.of_server({"max_req_input_len": 58}, Options(), url=URL, device="cuda", of_model=128)
+    context_of_server({"max_req_input_len": 58}, Options(), url=URL, device="cuda", of_model=128)
     assert "takes up to 58 tokens of prompt and answer together, not the 122" in caplog.text

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engines.sglang.gpu_memory import free_bytes
-from asyncrl.engines.sglang.memory import GpuMemory
+from asyncrl.engines.sglang.memory import GpuMemory, read_free_bytes
 from asyncrl.errors import EngineDied, EngineError
 
 GIB = 2**30
@@ -142,7 +141,7 @@ class Library:
 def test_free_memory_is_of_the_gpus_that_the_process_sees(visible: str | None, expected: dict[str, int]) -> None:
     library = Library()
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert free_bytes(environment, load=lambda name: library) == expected
+    assert read_free_bytes(environment, load=lambda name: library) == expected
     assert not library.is_open
 
 
@@ -150,5 +149,5 @@ def test_nothing_is_known_of_gpus_without_a_driver_or_its_package() -> None:
     def missing(name: str) -> None:
         raise ImportError(name)
 
-    assert free_bytes({}, load=missing) == {}
-    assert free_bytes({}, load=lambda name: Library(has_driver=False)) == {}
+    assert read_free_bytes({}, load=missing) == {}
+    assert read_free_bytes({}, load=lambda name: Library(has_driver=False)) == {}

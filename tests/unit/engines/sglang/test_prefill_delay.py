@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.engines.sglang import prefill_delay, server
-from asyncrl.engines.sglang.arguments import Values, check_arguments
+from asyncrl.engines.sglang.options import Values, check_arguments
 from asyncrl.engines.sglang.prefill_delay import ARGUMENTS, prefill_arguments
 
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"] * 2}

@@ -23,7 +23,7 @@ from asyncrl.messages.codec import encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferRequest
 from asyncrl.tensors.snapshot import Bucket, Snapshot, TensorEntry
 from asyncrl.weights.collective import CollectiveRequest, group_of_part
-from asyncrl.weights.nccl_channel import ModelSender
+from asyncrl.weights.nccl import Sender
 from tests.harness.nccl import PATIENCE, join_group
 from tests.harness.transfers import collective_of
 from tests.harness.weights import OtherRank, in_parts
@@ -157,7 +157,7 @@ def newer(held: Snapshot, given: dict[str, torch.Tensor]) -> Snapshot:
 
 def check_versions(ranks: Ranks, problem: Path, *, device: str) -> None:
     """Send one version after the other through the same groups, from three ranks of the learner."""
-    sender = ModelSender("127.0.0.1", bucket_bytes=2000 if device == "cuda:0" else 500, patience_seconds=PATIENCE)
+    sender = Sender("127.0.0.1", bucket_bytes=2000 if device == "cuda:0" else 500, patience_seconds=PATIENCE)
 
     def given(seed: int) -> dict[str, torch.Tensor]:
         return {name: tensor.to(device) for name, tensor in tensors(seed).items()}

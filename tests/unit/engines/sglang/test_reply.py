@@ -11,9 +11,8 @@ import pytest
 
 from asyncrl.engines.generation import Generation
 from asyncrl.engines.sglang.client import lines
-from asyncrl.engines.sglang.reply import Reply
-from asyncrl.engines.sglang.routed_experts import ExpertShape
-from asyncrl.engines.sglang.stamps import Stamps
+from asyncrl.engines.sglang.reply import ExpertShape, Reply
+from asyncrl.engines.sglang.versions import Stamps
 from asyncrl.errors import EngineError, PromptError
 
 

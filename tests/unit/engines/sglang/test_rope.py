@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.backends import huggingface
-from asyncrl.engines.sglang import rope
+from asyncrl.engines.sglang.checks import check_rope
 from asyncrl.errors import ConfigError
 from tests.harness.backends import tiny_model
 
@@ -37,7 +37,7 @@ def test_a_scale_of_yarn_that_only_one_of_them_reads_is_refused(
     tmp_path: Path, key: str, changes: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        rope.check(folder_of(tmp_path, **{key: YARN | changes}))
+        check_rope(folder_of(tmp_path, **{key: YARN | changes}))
     assert "\n" not in str(caught.value)
 
 
@@ -48,15 +48,15 @@ def test_the_scale_that_both_compute_may_be_written_out(tmp_path: Path, changes:
     config = json.loads((folder / "config.json").read_text())
     folder_of(folder, **config | {"rope_parameters": YARN | changes})
     scale = huggingface.read_shape(folder).rope_scale
-    rope.check(folder)
+    check_rope(folder)
     for factor, is_same in ((scale, True), (scale * 1.01, False)):
         folder_of(folder, **config | {"rope_parameters": YARN | changes | {"attention_factor": factor}})
         assert math.isclose(huggingface.read_shape(folder).rope_scale, factor)
         if is_same:
-            rope.check(folder)
+            check_rope(folder)
         else:
             with pytest.raises(ConfigError, match="attention_factor"):
-                rope.check(folder)
+                check_rope(folder)
 
 
 def test_linear_rope_is_refused_for_gemma_3_alone(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_linear_rope_is_refused_for_gemma_3_alone(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match=r"type 'linear' with factor = 8.0, .* ignores for Gemma 3; .* \"inprocess"
         ):
-            rope.check(folder_of(tmp_path, **gemma, **rope_of))
-    rope.check(folder_of(tmp_path, **gemma, rope_parameters={"full_attention": default, "sliding_attention": default}))
-    rope.check(folder_of(tmp_path, **gemma, rope_scaling=None))
-    rope.check(folder_of(tmp_path, rope_scaling=LINEAR))
-    rope.check(tmp_path / "none")
+            check_rope(folder_of(tmp_path, **gemma, **rope_of))
+    check_rope(folder_of(tmp_path, **gemma, rope_parameters={"full_attention": default, "sliding_attention": default}))
+    check_rope(folder_of(tmp_path, **gemma, rope_scaling=None))
+    check_rope(folder_of(tmp_path, rope_scaling=LINEAR))
+    check_rope(tmp_path / "none")

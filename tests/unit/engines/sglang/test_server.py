@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.engines.sglang import launch
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages import SamplingParams
@@ -198,7 +197,9 @@ async def test_a_warden_that_is_signalled_twice_leaves_nothing_behind(tmp_path: 
 async def test_a_server_that_dies_while_starting_is_noticed(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "server_command", lambda *_, **__: [sys.executable, "-c", "exit('no GPU found')"])
+    monkeypatch.setattr(
+        sglang_server, "server_command", lambda *_, **__: [sys.executable, "-c", "exit('no GPU found')"]
+    )
     with pytest.raises(EngineDied, match="no GPU found"):
         await make_engine(model, tmp_path / "log").start()
 

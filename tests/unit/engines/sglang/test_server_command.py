@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.engines.sglang import checks
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.engines.sglang.options import Options
-from asyncrl.engines.sglang.routed_experts import OPTION
+from asyncrl.engines.sglang.reply import EXPERTS_OPTION
 from asyncrl.errors import ConfigError
 
 
@@ -88,29 +89,29 @@ def test_no_server_warms_up_with_a_sentence() -> None:
 )
 def test_our_loader_reads_files_in_plain_servers_and_sglang_in_all_others(said: dict[str, Any], ranks: int) -> None:
     info = {"tp_size": 1, "dp_size": 1, "nnodes": 1, "custom_weight_loader": [sglang_server.LOADER]}
-    assert sglang_server.ranks_with_loader(info | said) == ranks
+    assert checks.ranks_with_loader(info | said) == ranks
 
 
 def test_our_loader_alone_loads_repacked_weights_whatever_the_number_of_gpus() -> None:
     info = {"tp_size": 1, "dp_size": 1, "nnodes": 1, "custom_weight_loader": [sglang_server.LOADER]}
     info |= {"quantization": "compressed-tensors"}
     for ranks in (1, 2, 8):
-        assert sglang_server.ranks_with_loader(info | {"tp_size": ranks}, "int4") == ranks
+        assert checks.ranks_with_loader(info | {"tp_size": ranks}, "int4") == ranks
     for said in ({"dp_size": 2}, {"nnodes": 2}, {"speculative_algorithm": "EAGLE"}, {"custom_weight_loader": None}):
         with pytest.raises(ConfigError, match=r'"int4" needs asyncrl\'s loader .*server_arguments, or use "fp8"$'):
-            sglang_server.ranks_with_loader(info | said, "int4")
-        assert sglang_server.ranks_with_loader(info | said | {"quantization": "fp8"}, "fp8") == 0
+            checks.ranks_with_loader(info | said, "int4")
+        assert checks.ranks_with_loader(info | said | {"quantization": "fp8"}, "fp8") == 0
 
 
 def test_a_server_of_your_own_must_serve_the_format_that_versions_have(tmp_path: Path) -> None:
     """SGLang's server dies when it is to load e4m3 and scales into a bfloat16 model."""
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     for info in ({"quantization": "fp8"}, {"quantization": None, "model_path": str(tmp_path)}):
-        assert sglang_server.ranks_with_loader(info, "fp8", is_ours=False) == 0
+        assert checks.ranks_with_loader(info, "fp8", is_ours=False) == 0
     (tmp_path / "config.json").write_text('{"quantization_config": null}')
     for info in ({}, {"model_path": str(tmp_path)}, {"model_path": "/none"}, {"quantization": "awq"}):
         with pytest.raises(ConfigError, match=r"serves (unquantized|awq) weights; start it .* --quantization fp8$"):
-            sglang_server.ranks_with_loader(info, "fp8", is_ours=False)
+            checks.ranks_with_loader(info, "fp8", is_ours=False)
 
 
 def test_a_server_of_your_own_that_serves_quantized_weights_gets_no_unquantized_ones(tmp_path: Path) -> None:
@@ -118,13 +119,13 @@ def test_a_server_of_your_own_that_serves_quantized_weights_gets_no_unquantized_
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     for info in ({"quantization": "fp8"}, {"quantization": None, "model_path": str(tmp_path)}):
         with pytest.raises(ConfigError, match=r'serves fp8 weights, .* or set weights.quantization = "fp8"$'):
-            sglang_server.ranks_with_loader(info, is_ours=False)
-        assert sglang_server.ranks_with_loader(info, None, is_ours=False) == 0
+            checks.ranks_with_loader(info, is_ours=False)
+        assert checks.ranks_with_loader(info, None, is_ours=False) == 0
     with pytest.raises(ConfigError, match=r"serves awq weights, .* without --quantization$"):
-        sglang_server.ranks_with_loader({"quantization": "awq"}, is_ours=False)
+        checks.ranks_with_loader({"quantization": "awq"}, is_ours=False)
     (tmp_path / "config.json").write_text('{"quantization_config": null}')
     for info in ({}, {"model_path": str(tmp_path)}, {"model_path": "/none"}):
-        assert sglang_server.ranks_with_loader(info, is_ours=False) == 0
+        assert checks.ranks_with_loader(info, is_ours=False) == 0
 
 
 def test_the_loader_that_servers_are_told_of_is_there() -> None:
@@ -135,7 +136,7 @@ def test_the_loader_that_servers_are_told_of_is_there() -> None:
 
 def test_sglang_finds_its_plugin_for_a_cpu_where_a_cpu_server_imports_from() -> None:
     """The entry-point group is SGLang's. The module is next to the folder whose metadata names it."""
-    folder = Path(sglang_server.__file__).parent / "cpu_plugin"
+    folder = Path(sglang_server.__file__).parent / "cpu_testing" / "plugin"
     (found,) = (one for of in metadata.distributions(path=[str(folder)]) for one in of.entry_points)
     assert (found.group, found.attr) == ("sglang.srt.plugins", "register")
     assert (folder / f"{found.module}.py").is_file()
@@ -156,7 +157,7 @@ def test_a_server_is_told_to_keep_experts_only_where_they_are_wanted() -> None:
         )
         for wanted in (True, False)
     }
-    assert [f"--{OPTION}" in words[wanted] for wanted in (True, False)] == [True, False]
+    assert [f"--{EXPERTS_OPTION}" in words[wanted] for wanted in (True, False)] == [True, False]
 
 
 def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +192,7 @@ def test_a_server_on_a_cpu_compiles_nothing_that_nobody_asks_for() -> None:
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(Path(sglang_server.__file__).parent / "cpu_plugin"))
+    monkeypatch.syspath_prepend(str(Path(sglang_server.__file__).parent / "cpu_testing" / "plugin"))
     yield importlib.import_module("asyncrl_sglang_cpu")
     sys.modules.pop("asyncrl_sglang_cpu")
 
@@ -233,32 +234,32 @@ def test_a_servers_port_is_free_and_none_that_a_connection_may_get_until_the_ser
 def test_stand_ins_are_seen_by_cpu_servers_only() -> None:
     here, base = Path(sglang_server.__file__).parent, {"PYTHONPATH": "/mine"}
     paths = sglang_server.server_environment(base, device="cpu")["PYTHONPATH"].split(os.pathsep)
-    assert paths == [str(here / "cpu_stubs"), str(here / "cpu_plugin"), "/mine"]
+    assert paths == [str(here / "cpu_testing" / "stubs"), str(here / "cpu_testing" / "plugin"), "/mine"]
     assert sglang_server.server_environment(base, device="cuda")["PYTHONPATH"] == "/mine"
     assert base == {"PYTHONPATH": "/mine"}
 
 
 def test_float32_is_refused_on_gpus_before_the_server_starts_and_dies() -> None:
     with pytest.raises(ConfigError, match=r'model.dtype: SGLang has no float32.*"bfloat16"'):
-        sglang_server.check_dtype("float32", device="cuda", server_arguments={"device": "cuda"})
+        checks.check_dtype("float32", device="cuda", server_arguments={"device": "cuda"})
     for dtype, device, arguments in (
         ("bfloat16", "cuda", {}),
         ("float32", "cpu", {}),
         ("float32", "cuda", {"--dtype": "bfloat16"}),
         ("float32", "cuda", {"device": "cpu"}),
     ):
-        sglang_server.check_dtype(dtype, device=device, server_arguments=arguments)
+        checks.check_dtype(dtype, device=device, server_arguments=arguments)
 
 
 def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Gemma3ForCausalLM"]}')
-    sglang_server.check_architecture(tmp_path, device="cuda")
+    checks.check_architecture(tmp_path, device="cuda")
     with pytest.raises(ConfigError, match=r"with a Gemma3ForCausalLM SGLang's CPU server samples .* use a GPU or"):
-        sglang_server.check_architecture(tmp_path, device="cpu")
+        checks.check_architecture(tmp_path, device="cpu")
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3NextForCausalLM"]}')
     with pytest.raises(ConfigError, match=r"with a Qwen3NextForCausalLM SGLang's .* does not start; use a GPU$"):
-        sglang_server.check_architecture(tmp_path, device="cpu")
-    sglang_server.check_architecture(tmp_path / "none", device="cpu")
+        checks.check_architecture(tmp_path, device="cpu")
+    checks.check_architecture(tmp_path / "none", device="cpu")
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
@@ -268,32 +269,32 @@ def test_gpus_that_would_cut_a_block_are_refused_before_the_server_starts(tmp_pa
     (tmp_path / "config.json").write_text(config + '"intermediate_size": 3072}')
     for tensor_parallel in (1, 2, 4, 8):
         options = Options(tensor_parallel=tensor_parallel)
-        sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
+        checks.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
     options = Options(tensor_parallel=16)
-    sglang_server.check_architecture(tmp_path, device="cuda", options=options)
+    checks.check_architecture(tmp_path, device="cuda", options=options)
     with pytest.raises(ConfigError, match=r"blocks of 128 .* = 16 cuts intermediate_size, 3072, inside one; lower"):
-        sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
+        checks.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
     with pytest.raises(ConfigError, match=f'SGLang has no kernels for "{quantization}" on CPUs; remove it'):
-        sglang_server.check_architecture(tmp_path, device="cpu", quantization=quantization)
+        checks.check_architecture(tmp_path, device="cpu", quantization=quantization)
     apart = Options(tensor_parallel=16, server_arguments={"enable-dp-attention": True, "dp_size": 2})
     with pytest.raises(ConfigError, match=r"= 16 cuts intermediate_size, 3072, inside one"):
-        sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, options=apart)
+        checks.check_architecture(tmp_path, device="cuda", quantization=quantization, options=apart)
     (tmp_path / "config.json").write_text(config + '"intermediate_size": 4096}')
-    sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, options=apart)
+    checks.check_architecture(tmp_path, device="cuda", quantization=quantization, options=apart)
     (tmp_path / "config.json").write_text("{}")
-    sglang_server.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
+    checks.check_architecture(tmp_path, device="cuda", quantization=quantization, options=options)
 
 
 def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 2}')
     for tensor_parallel in (1, 2, 4, 8):  # with 4 and 8 the two key-value heads are copied
-        sglang_server.check_architecture(tmp_path, device="cuda", options=Options(tensor_parallel=tensor_parallel))
+        checks.check_architecture(tmp_path, device="cuda", options=Options(tensor_parallel=tensor_parallel))
     for tensor_parallel in (3, 16):
         with pytest.raises(ConfigError, match=f"{tensor_parallel} does not divide the model's num_attention_heads, 8"):
-            sglang_server.check_architecture(tmp_path, device="cuda", options=Options(tensor_parallel=tensor_parallel))
-    sglang_server.check_architecture(tmp_path, device="cpu", options=Options(tensor_parallel=3))
+            checks.check_architecture(tmp_path, device="cuda", options=Options(tensor_parallel=tensor_parallel))
+    checks.check_architecture(tmp_path, device="cpu", options=Options(tensor_parallel=3))
     apart = Options(tensor_parallel=3, server_arguments={"enable_dp_attention": True})
-    sglang_server.check_architecture(tmp_path, device="cuda", options=apart)
+    checks.check_architecture(tmp_path, device="cuda", options=apart)
 
 
 @pytest.mark.parametrize(
@@ -313,4 +314,4 @@ def test_dp_attention_leaves_fewer_gpus_to_share_the_heads(said: dict[str, Any],
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.24rc1", "0.6.0"])
 def test_a_newer_server_may_retract_requests(version: str) -> None:
-    sglang_server.check_pause("retract", url="http://host", version=version)
+    checks.check_pause("retract", url="http://host", version=version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl.engines.sglang.settled import SettledVersion
+from asyncrl.engines.sglang.versions import SettledVersion
 from asyncrl.engines.version_spans import Version
 from asyncrl.errors import EngineError
 

@@ -15,7 +15,7 @@ from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
-from asyncrl.engines.sglang import arguments
+from asyncrl.engines.sglang import options as sglang_options
 from asyncrl.environments.builtin import given
 from asyncrl.environments.load import described
 from asyncrl.environments.port import Generate
@@ -191,8 +191,8 @@ def installed_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "srt" / "arg_groups" / "fields" / "memory.py").write_text(fields)
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.delitem(__import__("sys").modules, "sglang", raising=False)
-    arguments.known_arguments.cache_clear()
-    monkeypatch.setattr(arguments, "known_arguments", arguments.known_arguments.__wrapped__)
+    sglang_options.known_arguments.cache_clear()
+    monkeypatch.setattr(sglang_options, "known_arguments", sglang_options.known_arguments.__wrapped__)
     return package
 
 
@@ -215,9 +215,9 @@ def test_an_argument_of_sglang_that_asyncrl_sets_is_refused(name: str, make_run:
 
 def test_where_sglang_declares_its_options_in_a_new_way_none_is_refused(installed_sglang: Path) -> None:
     with pytest.raises(ConfigError, match="no option 'anything'"):
-        arguments.check_arguments({"anything": 1})
+        sglang_options.check_arguments({"anything": 1})
     (installed_sglang / "srt" / "server_args.py").write_text("")
-    arguments.check_arguments({"anything": 1})
+    sglang_options.check_arguments({"anything": 1})
 
 
 def test_a_run_in_one_process_refuses_what_needs_others(make_run: RunMaker) -> None:

@@ -1,0 +1,323 @@
+"""What an SGLang server cannot do, refused before it starts or as soon as it is asked: one line with the remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.engines.sglang import repacking
+from asyncrl.engines.sglang.options import CPU_ARGUMENTS, LOADER, QUANTIZATIONS, Options, option_name
+from asyncrl.errors import ConfigError
+from asyncrl.tensors import quantized_model
+
+_OPTIONS: Final = Options()
+_FIRST_SAFE_RETRACT = (0, 5, 23)
+"""Older servers crash when their cache is flushed while requests are retracted."""
+_FIRST_WITH_SPANS = (0, 5, 23)
+_MOST_RANKS_OF_LOADER = 2
+"""LOADER reads the whole file in each rank. SGLang's own loader maps it and reads the pages with the rank's part, so
+with four or more ranks it should be as fast."""
+
+INSTALL_HINT = (
+    "engine.kind = 'sglang' needs SGLang, which is not installed: `pip install 'sglang>=0.5.16'` beside a CUDA build "
+    "of torch, or without a GPU `pip install -r requirements/sglang-cpu.txt && pip install --no-deps sglang`; "
+    "engine.kind = 'inprocess' needs neither"
+)
+
+
+def check_pause(pause: str, *, url: str, version: str) -> None:
+    """Check that this server can retract requests if ``pause`` needs it. Raises ConfigError."""
+    if pause == "retract" and _number(version) < _FIRST_SAFE_RETRACT:
+        raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
+
+
+def check_spans(version_source: str, *, url: str, version: str) -> None:
+    """Check that this server reports version spans if ``version_source`` needs them. Raises ConfigError.
+
+    A server built from source may not know its version.
+    """
+    if version_source == "spans" and (0, 0, 0) < _number(version) < _FIRST_WITH_SPANS:
+        raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {url} is {version}")
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))  # "0.5.24rc1" is 0.5.24
+
+
+def check_attached(*, quantization: str, is_colocated: bool) -> None:
+    """Raise ConfigError for what a server that we did not launch cannot do."""
+    if is_colocated:
+        raise ConfigError("run.colocated: a server of your own (engine.options.url) does not release its GPUs")
+    if quantization in repacking.FORMATS:
+        raise ConfigError(
+            f'weights.quantization: "{quantization}" needs asyncrl\'s loader in the server, and a server of your own '
+            '(engine.options.url) lacks it; use "fp8", or remove engine.options.url'
+        )
+
+
+def check_installed() -> None:
+    """Raise ConfigError, with instructions, if SGLang is not installed. Does not import it."""
+    if importlib.util.find_spec("sglang") is None:
+        raise ConfigError(INSTALL_HINT)
+
+
+def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a dtype that would crash the server during startup, minutes later."""
+    said = {option_name(key): value for key, value in server_arguments.items()}
+    if said.get("device", device) == "cuda" and said.get("dtype", dtype) in ("float32", "float"):
+        raise ConfigError(
+            'model.dtype: SGLang has no float32 kernels for GPUs; use "bfloat16", engine.device = "cpu" or '
+            'engine.kind = "inprocess"'
+        )
+
+
+_NOT_ON_A_CPU: Final = {
+    "Gemma3ForCausalLM": "samples from another distribution than the model's",
+    "DeepseekV3ForCausalLM": "does not start",
+    "GptOssForCausalLM": "has no attention with sinks",
+    "Qwen3NextForCausalLM": "does not start",
+}
+"""Failures of SGLang 0.5.23's CPU server with tiny models, by architecture. GPUs have kernels for these models."""
+_ON_GPUS_ALONE: Final = "Qwen3NextForCausalLM"
+"""The in-process engine does not support it, either."""
+
+
+def check_architecture(model_path: Path, *, device: str, quantization: str = "", options: Options = _OPTIONS) -> None:
+    """Raise ConfigError for a model that the server cannot run. Ignores a folder that cannot be read."""
+    if quantization and device == "cpu":
+        raise ConfigError(f'weights.quantization: SGLang has no kernels for "{quantization}" on CPUs; remove it')
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+        architectures = config.get("architectures") or [""]
+    except (OSError, ValueError, AttributeError):
+        return
+    if device != "cpu":  # the CPU server splits any number of heads
+        _check_heads(config, tensor_parallel=options.attention_parallel)
+        if quantization:
+            _check_blocks(config, quantization, options)
+    elif problem := _NOT_ON_A_CPU.get(architectures[0]):
+        other = "" if architectures[0] == _ON_GPUS_ALONE else ' or engine.kind = "inprocess"'
+        raise ConfigError(f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU{other}")
+
+
+def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
+    """Raise ConfigError unless ``tensor_parallel`` GPUs can share the heads.
+
+    Key-value heads may also be replicated, if there are fewer of them than GPUs.
+    """
+    names = (("num_attention_heads", False), ("num_key_value_heads", True), ("linear_num_key_heads", False))
+    for name, may_be_copied in names:
+        heads = config.get(name)
+        if not isinstance(heads, int) or heads < 1 or heads % tensor_parallel == 0:
+            continue
+        if not (may_be_copied and tensor_parallel % heads == 0):
+            raise ConfigError(
+                f"engine.options: tensor_parallel: {tensor_parallel} does not divide the model's {name}, {heads}"
+            )
+
+
+def _check_blocks(config: Mapping[str, Any], quantization: str, options: Options) -> None:
+    """Raise ConfigError if a rank's share of a matrix ends inside a block. Ignores sizes that config.json lacks.
+
+    These are all sizes that SGLang cuts in a model of dense layers with grouped-query attention. It never cuts
+    hidden_size. The only backend that quantizes refuses hidden sizes with part of a block, and models with other
+    matrices: experts, latent attention, and linear attention, which has experts (megatron/refusals.py).
+    """
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if not (isinstance(heads, int) and isinstance(hidden, int)) or heads < 1:
+        return
+    head_size = config.get("head_dim") or hidden // heads
+    whole, sharing = options.tensor_parallel, options.attention_parallel
+    kv_heads = max(config.get("num_key_value_heads") or heads, sharing)
+    block = quantized_model.FORMATS[quantization].block
+    for name, size, parts in (
+        ("intermediate_size", config.get("intermediate_size"), whole),
+        ("num_attention_heads x head_dim", heads * head_size, sharing),
+        ("num_key_value_heads x head_dim", kv_heads * head_size, sharing),
+    ):
+        if isinstance(size, int) and size % (parts * block):
+            raise ConfigError(
+                f'weights.quantization: "{quantization}" has blocks of {block} numbers, and tensor_parallel = '
+                f"{whole} cuts {name}, {size}, inside one; lower engine.options.tensor_parallel, or remove it"
+            )
+
+
+def ranks_with_loader(info: Mapping[str, Any], quantization: str | None = "", *, is_ours: bool = True) -> int:
+    """Return how many ranks use LOADER, from a server's /server_info; 0 if SGLang's loader must be used.
+
+    Raises ConfigError where that cannot load the format of the weights.
+    quantization  that format; None if adapters are loaded
+    is_ours       whether we launched the server
+    """
+    if not is_ours:
+        if quantization is not None:
+            _require_served(info, quantization)
+        return 0
+    is_repacked = quantization in repacking.FORMATS
+    ranks = int(info.get("tp_size") or 1)
+    is_plain = (
+        LOADER in (info.get("custom_weight_loader") or ())
+        and int(info.get("dp_size") or 1) == 1  # SGLang cannot update replicas from tensors
+        and int(info.get("nnodes") or 1) == 1  # other hosts cannot see the file we hold open
+        and (is_repacked or not info.get("quantization"))  # SGLang quantizes in its own loader
+        and not info.get("speculative_algorithm")  # the draft model is also read from the folder
+    )
+    if is_repacked and not is_plain:
+        raise ConfigError(
+            f'weights.quantization: "{quantization}" needs asyncrl\'s loader in the server, which replicas, several '
+            'machines and speculative decoding exclude; remove them from engine.options.server_arguments, or use "fp8"'
+        )
+    return ranks if is_plain and (is_repacked or ranks <= _MOST_RANKS_OF_LOADER) else 0
+
+
+def is_whole(info: Mapping[str, Any]) -> bool:
+    """Whether one process of the server has all its weights, from its /server_info."""
+    parts = ("tp_size", "dp_size", "pp_size", "nnodes")
+    # a draft model reads the folder after the model has been updated
+    return all(int(info.get(part) or 1) == 1 for part in parts) and not info.get("speculative_algorithm")
+
+
+def _require_served(info: Mapping[str, Any], quantization: str) -> None:
+    """Raise ConfigError unless an attached server was started on weights in that format. Others die of a load, or
+    convert bfloat16 to e4m3 under the scales of the weights before."""
+    served, name = info.get("quantization"), QUANTIZATIONS[quantization] if quantization else None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        config = json.loads((Path(str(info.get("model_path"))) / "config.json").read_text())
+        served = served or config["quantization_config"]["quant_method"]
+    if served and not name:
+        raise ConfigError(
+            f"engine.options.url: the server serves {served} weights, which SGLang cannot load unquantized versions "
+            f"into; start it on an unquantized folder without --quantization"
+            + (', or set weights.quantization = "fp8"' if served == "fp8" else "")
+        )
+    if served != name:
+        raise ConfigError(
+            f'weights.quantization: "{quantization}", but the server at engine.options.url serves '
+            f"{served or 'unquantized'} weights; start it on a folder in that format with --quantization {name}"
+        )
+
+
+_WITHOUT_FACTOR: Final = "Gemma3ForCausalLM"
+"""SGLang reads only the base of its frequencies (rope_theta)."""
+_ONLY_SGLANG: Final = ("attn_factor", "extrapolation_factor")
+"""YaRN's keys that transformers ignores. Their default is 1."""
+
+
+def check_rope(model_path: Path) -> None:
+    """Raise ConfigError if SGLang and the learner would rotate queries and keys differently.
+
+    SGLang and transformers rotate queries and keys differently for a few settings. The learner computes what
+    transformers computes (backends/families/family.py); samples would come from another model than the one that is
+    trained, and no error would say so. Compared with SGLang 0.5.23 (layers/rotary_embedding, models/gemma3_causal.py)
+    and transformers' modeling_rope_utils.py. Ignores a folder that cannot be read; others report it.
+    """
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+        of = _of_gemma if config.get("architectures", [""])[0] == _WITHOUT_FACTOR else _of_yarn
+        problem = next(filter(None, map(of, _tables(config))), "")
+    except (OSError, ValueError, TypeError, AttributeError, LookupError):
+        return
+    if problem:
+        raise ConfigError(f'model.path: {model_path}: config.json has {problem} or engine.kind = "inprocess"')
+
+
+def _tables(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary settings: one table, or one for each kind of layer."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = [table for table in rope.values() if isinstance(table, dict)]
+    yield from nested or [rope]
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _of_gemma(rope: Mapping[str, Any]) -> str:
+    if _kind(rope) == "default" or rope.get("factor", 1.0) == 1.0:
+        return ""
+    said = f"rope type {_kind(rope)!r} with factor = {rope['factor']}"
+    return f"{said}, which the learner uses and SGLang ignores for Gemma 3; use a smaller Gemma 3 (270M, 1B)"
+
+
+def _of_yarn(rope: Mapping[str, Any]) -> str:
+    if _kind(rope) != "yarn":
+        return ""
+    mend = "replace it by mscale and mscale_all_dim, which both read (1 and 1: cosines are not scaled),"
+    for key in _ONLY_SGLANG:
+        if (value := rope.get(key, 1)) != 1:
+            return f"{key} = {value}, which SGLang uses and the learner ignores; {mend}"
+    value = rope.get("attention_factor")
+    if value is not None and not math.isclose(value, _default_scale(rope), rel_tol=1e-4):
+        return f"attention_factor = {value}, which the learner uses and SGLang ignores; {mend}"
+    return ""
+
+
+def _default_scale(rope: Mapping[str, Any]) -> float:
+    """Return YaRN's scale of cosines and sines without attention_factor; both compute it like this."""
+    log = math.log(max(rope["factor"], 1.0))
+    one, all_dimensions = rope.get("mscale"), rope.get("mscale_all_dim")
+    if one and all_dimensions:
+        return float((0.1 * one * log + 1.0) / (0.1 * all_dimensions * log + 1.0))
+    return 0.1 * log + 1.0
+
+
+log = logging.getLogger(__name__)
+
+_UNUSED: Final = 6
+"""A request that leaves this many tokens is neither refused nor shortened, whatever the length of its prompt."""
+
+
+def context_before_start(options: Options, *, device: str, of_model: int) -> int:
+    """Return how many tokens a prompt and its answer may have together, as far as the options tell.
+
+    SGLang 0.5.23 (managers/tp_worker.py, managers/scheduler.py, mem_cache/allocator/base.py) refuses a prompt that
+    leaves six tokens or fewer of the context, and silently shortens an answer that would leave fewer than two. The KV
+    pool limits a request in the same way if it is smaller than the context; besides, up to two of its pages stay empty.
+    The size of a GPU's KV pool is known only after the start.
+
+    device    engine.device
+    of_model  context length of the model, in tokens
+    """
+    if options.url:
+        return of_model - _UNUSED
+    given = dict(CPU_ARGUMENTS) if device == "cpu" else {}
+    given |= {option_name(key): value for key, value in options.server_arguments.items()}
+    context, pool, page = (_as_number(given.get(name)) for name in ("context-length", "max-total-tokens", "page-size"))
+    longest = min(filter(None, (of_model, context, pool))) - _UNUSED
+    return _request_limit(
+        {"max_req_input_len": longest, "max_total_num_tokens": pool, "page_size": page}, of_model=of_model
+    )
+
+
+def context_of_server(info: Mapping[str, Any], options: Options, *, url: str, device: str, of_model: int) -> int:
+    """Return the limit from the /server_info of the server at ``url``. Warns if the options did not tell."""
+    limit, expected = (
+        _request_limit(info, of_model=of_model),
+        context_before_start(options, device=device, of_model=of_model),
+    )
+    if limit < expected:
+        log.warning(
+            "SGLang at %s takes up to %d tokens of prompt and answer together, not the %d that the run counts on, so "
+            "longer requests will fail; give it more memory or a larger --context-length, or use shorter prompts",
+            url,
+            limit,
+            expected,
+        )
+    return limit
+
+
+def _request_limit(info: Mapping[str, Any], *, of_model: int) -> int:
+    of_pool = int(info.get("max_total_num_tokens") or 2**31) - 2 * int(info.get("page_size") or 1)
+    return min(of_model, int(info.get("max_req_input_len") or of_model - _UNUSED), of_pool)
+
+
+def _as_number(value: object) -> int:
+    """Return the value of an option; 0 if it is not set, or not a number, which the server refuses."""
+    return int(text) if (text := str(value)).isdecimal() else 0
